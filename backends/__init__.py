@@ -1,0 +1,1 @@
+"""Emitters: a plan in, something the framework runs out."""

@@ -1,0 +1,1 @@
+"""Importers: a model in, a Graph out."""

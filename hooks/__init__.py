@@ -1,0 +1,1 @@
+"""Plugin seams: pluggy specifications and the one manager."""

@@ -1,0 +1,1 @@
+"""What one op and one collective cost, vectorised over accelerators."""

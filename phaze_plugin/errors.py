@@ -1,0 +1,81 @@
+"""Every error that Phaze raises on purpose.
+
+PhazeError
+├── GraphError            a graph, rule or layer that contradicts itself; names the op, tensor or field
+├── FormatError           a file or JSON document that is damaged, foreign or of another schema version
+├── ImportModelError      a frontend could not turn a model into a graph
+├── HardwareError         an accelerator, cluster or network that cannot exist; an unknown preset
+├── CostError             an op or a collective that nobody can price
+├── ScheduleError         a schedule that breaks a rule of its problem, or a problem that is malformed
+├── SolverError           a solver was misused, or is missing where it was asked for by name
+├── PluginError           a plugin clashes with another, raised, or answered with the wrong type
+└── UnknownNameError      a name that nobody registered; lists the known ones
+
+Bad argument values are ValueError or TypeError as everywhere in Python; these are for what the arguments describe.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CostError",
+    "FormatError",
+    "GraphError",
+    "HardwareError",
+    "ImportModelError",
+    "PhazeError",
+    "PluginError",
+    "ScheduleError",
+    "SolverError",
+    "UnknownNameError",
+]
+
+
+class PhazeError(Exception):
+    """The root: what the command line shows in one readable block, without a traceback."""
+
+
+class GraphError(PhazeError):
+    """A graph, rule or layer contradicts itself."""
+
+
+class FormatError(PhazeError):
+    """A file or JSON document is damaged, foreign or of another schema version."""
+
+
+class ImportModelError(PhazeError):
+    """A frontend could not turn a model into a graph."""
+
+
+class HardwareError(PhazeError):
+    """An accelerator, cluster or network cannot exist as described."""
+
+
+class CostError(PhazeError):
+    """An op or a collective has no price."""
+
+
+class ScheduleError(PhazeError):
+    """A schedule breaks a rule of its problem, or the problem is malformed."""
+
+
+class SolverError(PhazeError):
+    """A solver was misused, or is missing where it was asked for by name."""
+
+
+class PluginError(PhazeError):
+    """A plugin clashes with another, raised, or answered with the wrong type."""
+
+
+class UnknownNameError(PhazeError):
+    """A name that nobody registered."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        listed = ", ".join(names) if names else "none"
+        super().__init__(f"unknown {what} {name!r}.{hint} Known: {listed}.")
+        self.what, self.name, self.known = what, name, tuple(names)

@@ -1,0 +1,1 @@
+"""Accelerators, clusters and presets of real chips."""

@@ -1,0 +1,1 @@
+"""The intermediate representation: ops, tensors, factor rules, layers."""

@@ -1,0 +1,1 @@
+"""Operators of a layer on the cores of one accelerator."""

@@ -1,0 +1,1 @@
+"""A neutral linear problem and the solvers that take it."""
