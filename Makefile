@@ -1,0 +1,84 @@
+# `make run` and `make test` do all their own set-up in .venv; nothing is installed again until something changed.
+# Needs: a Python of at least 3.11 with venv, and for the tests a C++ compiler. Nothing needs root.
+
+.NOTPARALLEL:
+.PHONY: help run test test-full check package clean compiler-noted compiler-required
+
+VENV := .venv
+PYTHON_IN_VENV := $(VENV)/bin/python
+PIP := $(PYTHON_IN_VENV) -m pip --disable-pip-version-check install --quiet --constraint tests/constraints.txt
+ROOMS := phaze_plugin frontends backends hooks
+MAIN_JOB ?= doctor
+
+# What an installation depends on: the project's description, the pinned versions, which files exist (a strict editable
+# install links every file, so their contents may change freely) and where the clone lies.
+FINGERPRINT := $(shell { pwd; cat pyproject.toml tests/constraints.txt; \
+	find $(ROOMS) -type f ! -name '*.pyc' | LC_ALL=C sort; } | cksum | tr ' ' '-')
+TEST_STAMP := $(VENV)/installed-test-$(FINGERPRINT)
+CORE_STAMP := $(VENV)/installed-core-$(FINGERPRINT)
+ifneq ($(wildcard $(TEST_STAMP)),)
+CORE_STAMP := $(TEST_STAMP)
+endif
+# The links of a strict editable install lie in build/: without them nothing is installed, whatever a stamp says.
+ifeq ($(wildcard build/__editable__.*),)
+.PHONY: $(TEST_STAMP) $(CORE_STAMP)
+endif
+
+help:
+	@echo 'make run        install the core into .venv and run the main job (phaze $(MAIN_JOB))'
+	@echo 'make test       install everything the tests need; ruff, mypy --strict, pytest'
+	@echo 'make test-full  the same with the exhaustive versions of slow tests'
+	@echo 'make package    source distribution and wheel in dist/'
+	@echo 'make clean      remove .venv, build/ and dist/'
+
+run: compiler-noted $(CORE_STAMP)
+	@$(VENV)/bin/phaze $(MAIN_JOB)
+
+test: compiler-required check
+	@$(PYTHON_IN_VENV) -m pytest --durations=20
+
+test-full: compiler-required check
+	@$(PYTHON_IN_VENV) -m pytest --durations=20 -m '' --hypothesis-profile=full
+
+check: $(TEST_STAMP)
+	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+	@$(PYTHON_IN_VENV) -m mypy -p phaze
+
+package: $(TEST_STAMP)
+	@$(PYTHON_IN_VENV) -m build
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/installed-core-%: $(PYTHON_IN_VENV)
+	@echo 'installing phaze into $(VENV)'
+	@$(PIP) --editable .
+	@rm -f $(VENV)/installed-* && touch $@
+
+$(VENV)/installed-test-%: $(PYTHON_IN_VENV)
+	@echo 'installing phaze and what its tests need into $(VENV)'
+	@$(PIP) --editable '.[dev,gurobi]'
+	@rm -f $(VENV)/installed-* && touch $@
+
+# Candidates are started, not only looked up: a version manager may list a Python that it cannot start.
+$(PYTHON_IN_VENV):
+	@for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python; do \
+		if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+		then "$$candidate" -m venv --clear $(VENV) && exit 0; fi; \
+	done; \
+	echo 'phaze needs Python 3.11 or newer with the venv module, and none was found; python3 here is:' >&2; \
+	python3 --version >&2 || true; \
+	echo 'Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install python@3.11)' >&2; \
+	echo 'or name it: make run PYTHON=/path/to/python3.11' >&2; \
+	exit 1
+
+COMPILER_ADVICE := Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install
+FIND_COMPILER := command -v "$${CXX:-c++}" || command -v g++ || command -v clang++
+
+compiler-noted:
+	@{ $(FIND_COMPILER); } >/dev/null || echo 'note: no C++ compiler found; the tests need one ($(COMPILER_ADVICE))' >&2
+
+compiler-required:
+	@{ $(FIND_COMPILER); } >/dev/null || { \
+		echo 'no C++ compiler found, and the tests need one ($(COMPILER_ADVICE); or set CXX)' >&2; exit 1; }

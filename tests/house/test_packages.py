@@ -1,0 +1,83 @@
+"""What is in the repository is what gets installed, and nothing else."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from repository import ROOMS, ROOT, module_name, source_files, tracked_files
+
+import phaze
+
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "backends",
+    "benchmarks",
+    "frontends",
+    "hooks",
+    "phaze_plugin",
+    "pyproject.toml",
+    "tests",
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
+
+
+def test_the_top_level_is_exactly_the_agreed_list() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in tracked_files()} == TOP_LEVEL
+
+
+def test_every_folder_with_python_files_is_a_package() -> None:
+    folders = {path.parent for folder in ROOMS for path in source_files(folder)}
+    assert [str(path.relative_to(ROOT)) for path in sorted(folders) if not (path / "__init__.py").exists()] == []
+
+
+def test_every_package_is_listed_and_every_listed_package_exists() -> None:
+    found = [module_name(path) for folder in ROOMS for path in source_files(folder) if path.name == "__init__.py"]
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
+
+
+def test_every_module_is_installed_from_this_repository() -> None:
+    for name in MODULES:
+        file = importlib.import_module(name).__file__
+        assert file is not None
+        assert Path(file).resolve().is_relative_to(ROOT), f"{name} comes from {file}: install again"
+
+
+def test_importing_phaze_brings_in_no_framework_no_solver_and_no_numpy() -> None:
+    program = "import sys, phaze; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert {"torch", "jax", "ortools", "gurobipy", "numpy", "networkx", "rich", "pluggy"}.isdisjoint(loaded)
+
+
+def test_importing_every_module_brings_in_no_framework_and_no_solver() -> None:
+    program = (
+        f"import importlib, sys\nfor name in {MODULES}: importlib.import_module(name)\nprint(*sorted(sys.modules))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert {"torch", "jax", "jaxlib", "transformers", "ortools", "gurobipy"}.isdisjoint(loaded)
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    modules = {name.removeprefix("phaze.") for name in MODULES if name.count(".") == 1}
+    public = {name for name in phaze.__all__ if callable(getattr(phaze, name))}
+    assert modules & public == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_exported_name_exists_and_is_exported_once(module: str) -> None:
+    exported = getattr(importlib.import_module(module), "__all__", [])
+    assert len(set(exported)) == len(exported)
+    assert [name for name in exported if not hasattr(importlib.import_module(module), name)] == []
