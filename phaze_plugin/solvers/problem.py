@@ -136,7 +136,7 @@ class LinearProblem:
             np.maximum(self.row_lower - activity, activity - self.row_upper) / scale,
             np.abs(solution - np.round(solution))[self.is_integer],
         ]
-        return max(0.0, *(float(array.max()) for array in breaches if array.size))
+        return max([0.0, *(float(array.max()) for array in breaches if array.size)])
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
