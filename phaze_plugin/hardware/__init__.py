@@ -1,1 +1,33 @@
 """Accelerators, clusters and presets of real chips."""
+
+from phaze.hardware.accelerator import Accelerator, MatrixRates
+from phaze.hardware.array import AcceleratorArray
+from phaze.hardware.cluster import Cluster, InterconnectLevel
+from phaze.hardware.files import load_accelerator, load_cluster, save_accelerator, save_cluster
+from phaze.hardware.precision import PrecisionRecipe, precision_recipe, precision_recipe_names
+from phaze.hardware.presets import Fact, Preset, network_levels, network_names, preset, preset_names, presets
+from phaze.hardware.text import find_accelerator, parse_cluster
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorArray",
+    "Cluster",
+    "Fact",
+    "InterconnectLevel",
+    "MatrixRates",
+    "PrecisionRecipe",
+    "Preset",
+    "find_accelerator",
+    "load_accelerator",
+    "load_cluster",
+    "network_levels",
+    "network_names",
+    "parse_cluster",
+    "precision_recipe",
+    "precision_recipe_names",
+    "preset",
+    "preset_names",
+    "presets",
+    "save_accelerator",
+    "save_cluster",
+]

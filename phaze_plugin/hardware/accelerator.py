@@ -1,0 +1,144 @@
+"""One accelerator: the paper's template of tensor cores, vector cores, a shared buffer and HBM.
+
+A tensor core is a systolic array of ``tensor_rows x tensor_cols`` multiply-accumulate units; a vector core has
+``vector_lanes`` lanes. Both kinds own a private L2 whose size the paper derives from the core's width. With clock f,
+
+    peak flops = 2 * tensor_cores * tensor_rows * tensor_cols * f * rate(dtype)
+
+where ``rate`` is 1 for the data type that the arrays were built for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from phaze.errors import HardwareError
+from phaze.hardware.validate import positive, positive_integer
+
+__all__ = ["MINIMUM_L2_BYTES", "Accelerator", "MatrixRates"]
+
+MINIMUM_L2_BYTES = 1024
+_L2_BYTES_PER_UNIT = 16
+
+_RATE_OF_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "f16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "f32": "fp32",
+    "float64": "fp64",
+    "f64": "fp64",
+    "float8": "fp8",
+    "f8": "fp8",
+    "uint8": "int8",
+    "i8": "int8",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRates:
+    """Multiply-accumulate rate of the tensor cores per data type, relative to the arrays' native one.
+
+    The defaults are the paper's space: 16-bit and 8-bit at full rate, 32-bit at a quarter, 64-bit at a sixteenth.
+    """
+
+    bf16: float = 1.0
+    fp16: float = 1.0
+    fp32: float = 0.25
+    fp64: float = 0.0625
+    fp8: float = 1.0
+    int8: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every rate."""
+        for field in fields(self):
+            positive("matrix rates", field.name, getattr(self, field.name))
+
+    def of(self, dtype: str) -> float:
+        """The rate of ``dtype``; types that matrix units do not know (int32, bool, ...) run as fp32."""
+        return float(getattr(self, rate_name(dtype)))
+
+
+def rate_name(dtype: str) -> str:
+    """The field of `MatrixRates` that ``dtype`` runs at."""
+    name = _RATE_OF_DTYPE.get(dtype, dtype)
+    if name.startswith(("float8", "f8", "fp8")):
+        return "fp8"
+    return name if name in MatrixRates.__slots__ else "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One chip as the cost model sees it.
+
+    Attributes:
+        name: what people call it.
+        tensor_cores: systolic arrays.
+        tensor_rows: rows of one array.
+        tensor_cols: columns of one array.
+        vector_cores: vector units.
+        vector_lanes: lanes of one vector unit; a lane does one elementwise operation per cycle.
+        buffer_bytes: on-chip buffer shared by all cores.
+        hbm_bytes: off-chip memory.
+        hbm_bandwidth_bytes_per_s: off-chip bandwidth, reads and writes together.
+        clock_hz: cycles per second of both core kinds.
+        rates: matrix rate per data type.
+
+    Raises:
+        HardwareError: a field is zero, negative or not a number.
+    """
+
+    name: str
+    tensor_cores: int
+    tensor_rows: int
+    tensor_cols: int
+    vector_cores: int
+    vector_lanes: int
+    buffer_bytes: int
+    hbm_bytes: int
+    hbm_bandwidth_bytes_per_s: float
+    clock_hz: float
+    rates: MatrixRates = MatrixRates()
+
+    def __post_init__(self) -> None:
+        """Check every field and settle its type."""
+        if not isinstance(self.name, str) or not self.name:
+            raise HardwareError(f"accelerator name is {self.name!r}; expected a non-empty text.")
+        for field in INTEGER_FIELDS:
+            object.__setattr__(self, field, positive_integer(self.name, field, getattr(self, field)))
+        for field in REAL_FIELDS:
+            object.__setattr__(self, field, positive(self.name, field, getattr(self, field)))
+        if not isinstance(self.rates, MatrixRates):
+            raise HardwareError(f"{self.name}: rates is {self.rates!r}; expected MatrixRates.")
+
+    @property
+    def tensor_l2_bytes(self) -> int:
+        """Private L2 of one tensor core."""
+        return max(MINIMUM_L2_BYTES, _L2_BYTES_PER_UNIT * self.tensor_rows * self.tensor_cols)
+
+    @property
+    def vector_l2_bytes(self) -> int:
+        """Private L2 of one vector core."""
+        return max(MINIMUM_L2_BYTES, _L2_BYTES_PER_UNIT * self.vector_lanes)
+
+    def peak_flops_per_s(self, dtype: str | None = None) -> float:
+        """Peak matrix flops per second at ``dtype``, or at the arrays' native type when none is given."""
+        macs = self.tensor_cores * self.tensor_rows * self.tensor_cols
+        return 2.0 * macs * self.clock_hz * (1.0 if dtype is None else self.rates.of(dtype))
+
+    def peak_vector_ops_per_s(self) -> float:
+        """Elementwise operations per second of all vector cores."""
+        return float(self.vector_cores * self.vector_lanes) * self.clock_hz
+
+
+INTEGER_FIELDS = (
+    "tensor_cores",
+    "tensor_rows",
+    "tensor_cols",
+    "vector_cores",
+    "vector_lanes",
+    "buffer_bytes",
+    "hbm_bytes",
+)
+REAL_FIELDS = ("hbm_bandwidth_bytes_per_s", "clock_hz")

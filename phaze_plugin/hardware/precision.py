@@ -1,0 +1,106 @@
+"""Precision recipes: what a parameter weighs while it is trained, and in which types work is done.
+
+A parameter occupies parameter + gradient + master + state bytes. Mixed bf16 with Adam keeps a bf16 copy (2), an fp32
+gradient (4), an fp32 master copy (4) and two fp32 moments (8): 18 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phaze.errors import UnknownNameError
+from phaze.hardware.validate import non_negative, positive
+
+__all__ = ["PrecisionRecipe", "precision_recipe", "precision_recipe_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionRecipe:
+    """How a model is trained, numerically.
+
+    Attributes:
+        name: what people call it.
+        compute_dtype: data type of matrix operands and activations; overrides captured float types.
+        reduction_dtype: data type in which gradients are summed over devices.
+        parameter_bytes: per parameter, the copy that forward and backward read.
+        gradient_bytes: per parameter, the accumulated gradient.
+        master_bytes: per parameter, the copy that the optimizer updates (0 when it updates the first).
+        state_bytes: per parameter, the optimizer's own state.
+    """
+
+    name: str
+    compute_dtype: str
+    reduction_dtype: str
+    parameter_bytes: float
+    gradient_bytes: float
+    master_bytes: float
+    state_bytes: float
+
+    def __post_init__(self) -> None:
+        """Check that sizes are sizes."""
+        owner = f"precision recipe {self.name}"
+        for field in ("parameter_bytes", "gradient_bytes"):
+            positive(owner, field, getattr(self, field))
+        for field in ("master_bytes", "state_bytes"):
+            non_negative(owner, field, getattr(self, field))
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Everything that one parameter occupies during training."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Master copy and state: what ZeRO-1 shards."""
+        return self.master_bytes + self.state_bytes
+
+    @property
+    def update_bytes(self) -> float:
+        """HBM traffic of updating one parameter.
+
+        The gradient is read; master (or parameter) and state are read and written; a separate parameter copy is
+        written from the master.
+        """
+        updated = self.master_bytes + self.state_bytes if self.master_bytes else self.parameter_bytes + self.state_bytes
+        return self.gradient_bytes + 2 * updated + (self.parameter_bytes if self.master_bytes else 0)
+
+
+def _recipes() -> dict[str, PrecisionRecipe]:
+    rows = (
+        # name, compute, reduction, parameter, gradient, master, state
+        ("bf16-adam", "bf16", "fp32", 2, 4, 4, 8),
+        ("fp16-adam", "fp16", "fp32", 2, 4, 4, 8),
+        ("bf16-adam-bf16-gradients", "bf16", "bf16", 2, 2, 4, 8),
+        ("bf16-sgd", "bf16", "fp32", 2, 4, 4, 0),
+        ("fp32-adam", "fp32", "fp32", 4, 4, 0, 8),
+        ("fp32-sgd", "fp32", "fp32", 4, 4, 0, 0),
+    )
+    return {
+        name: PrecisionRecipe(
+            name=name,
+            compute_dtype=compute,
+            reduction_dtype=reduction,
+            parameter_bytes=parameter,
+            gradient_bytes=gradient,
+            master_bytes=master,
+            state_bytes=state,
+        )
+        for name, compute, reduction, parameter, gradient, master, state in rows
+    }
+
+
+def precision_recipe_names() -> tuple[str, ...]:
+    """Names that `precision_recipe` knows."""
+    return tuple(_recipes())
+
+
+def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
+    """The recipe called ``name``.
+
+    Raises:
+        UnknownNameError: nobody defined it; near names are listed.
+    """
+    recipes = _recipes()
+    if name not in recipes:
+        raise UnknownNameError("precision recipe", name, recipes)
+    return recipes[name]
