@@ -11,6 +11,8 @@ PhazeError
 ├── PluginError           a plugin clashes with another, raised, or answered with the wrong type
 └── UnknownNameError      a name that nobody registered; lists the known ones
 
+PluginWarning (a UserWarning)  a plugin raised and was passed over; says which and why
+
 Bad argument values are ValueError or TypeError as everywhere in Python; these are for what the arguments describe.
 """
 
@@ -27,6 +29,7 @@ __all__ = [
     "ImportModelError",
     "PhazeError",
     "PluginError",
+    "PluginWarning",
     "ScheduleError",
     "SolverError",
     "UnknownNameError",
@@ -69,13 +72,26 @@ class PluginError(PhazeError):
     """A plugin clashes with another, raised, or answered with the wrong type."""
 
 
+class PluginWarning(UserWarning):
+    """A plugin raised and was passed over; the others went on."""
+
+
 class UnknownNameError(PhazeError):
-    """A name that nobody registered."""
+    """A name that nobody registered; the message offers near names and lists the known ones."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        near = near_names(name, names)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         listed = ", ".join(names) if names else "none"
         super().__init__(f"unknown {what} {name!r}.{hint} Known: {listed}.")
         self.what, self.name, self.known = what, name, tuple(names)
+
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most three known names that start like `name` or, failing that, are spelled like it; case is ignored."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    folded = name.casefold()
+    starting = [candidate for candidate in by_folded if folded and candidate.startswith(folded)]
+    near = starting[:3] or difflib.get_close_matches(folded, by_folded, n=3, cutoff=0.5)
+    return [by_folded[candidate] for candidate in near]

@@ -1,0 +1,79 @@
+"""What a target can run: the part of the plan space in which a search for that target stays.
+
+A placement is executable on a target if all of these hold: its pipeline schedule and ZeRO stage are listed and not an
+excluded pair, and each freedom that it takes (stages of unequal layers, tensor widths that differ between stages, idle
+devices, a microbatch count that the pipelines do not divide, parameters split along a factor that is not the major one
+of its dimension) is allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["ZERO_STAGES", "Capabilities", "PipelineSchedule"]
+
+ZERO_STAGES = (0, 1, 2, 3)
+"""0 shards nothing; 1 optimizer state; 2 also gradients; 3 also parameters (Rajbhandari et al., arXiv:1910.02054)."""
+
+
+class PipelineSchedule(StrEnum):
+    """The order in which a stage runs its microbatches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What one target can run. The defaults are the modest ones; `Capabilities.everything()` restricts nothing.
+
+    `schedules` is empty for a target without pipelines: then only plans of one stage run. `excluded_pairs` are
+    combinations that the target runs wrongly or not at all although it has both halves. `can_cut_stages` says whether
+    the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
+    """
+
+    schedules: frozenset[PipelineSchedule] = frozenset()
+    zero_stages: frozenset[int] = frozenset({0})
+    excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
+    allows_uneven_stages: bool = False
+    allows_mixed_widths: bool = False
+    allows_idle_devices: bool = False
+    allows_uneven_micro_batches: bool = False
+    allows_strided_parameters: bool = False
+    can_cut_stages: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
+        object.__setattr__(self, "zero_stages", frozenset(self.zero_stages))
+        pairs = frozenset((PipelineSchedule(schedule), zero_stage) for schedule, zero_stage in self.excluded_pairs)
+        object.__setattr__(self, "excluded_pairs", pairs)
+        unknown = sorted(({stage for _, stage in pairs} | self.zero_stages) - set(ZERO_STAGES))
+        if unknown:
+            raise ValueError(f"ZeRO stage {unknown[0]!r}; expected some of {ZERO_STAGES}")
+        if not self.zero_stages:
+            raise ValueError("zero_stages is empty; expected at least one of 0, 1, 2, 3 (0 shards nothing)")
+
+    @classmethod
+    def everything(cls) -> Capabilities:
+        """No restriction: what analysis without a target searches."""
+        return cls(
+            schedules=frozenset(PipelineSchedule),
+            zero_stages=frozenset(ZERO_STAGES),
+            allows_uneven_stages=True,
+            allows_mixed_widths=True,
+            allows_idle_devices=True,
+            allows_uneven_micro_batches=True,
+            allows_strided_parameters=True,
+            can_cut_stages=True,
+        )
+
+    def supports(self, schedule: PipelineSchedule, zero_stage: int) -> bool:
+        """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""
+        return (
+            schedule in self.schedules
+            and zero_stage in self.zero_stages
+            and (schedule, zero_stage) not in self.excluded_pairs
+        )

@@ -1,0 +1,42 @@
+"""Capabilities are validated and say what may be combined."""
+
+import pytest
+
+from phaze.capabilities import ZERO_STAGES, Capabilities, PipelineSchedule
+
+
+def test_the_modest_default_runs_no_pipeline() -> None:
+    assert not any(Capabilities().supports(schedule, 0) for schedule in PipelineSchedule)
+
+
+def test_everything_restricts_nothing() -> None:
+    everything = Capabilities.everything()
+    assert all(everything.supports(schedule, stage) for schedule in PipelineSchedule for stage in ZERO_STAGES)
+
+
+def test_an_excluded_pair_is_not_supported_but_its_halves_are() -> None:
+    capabilities = Capabilities(
+        schedules=frozenset({PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.GPIPE}),
+        zero_stages=frozenset({0, 3}),
+        excluded_pairs=frozenset({(PipelineSchedule.ZERO_BUBBLE, 3)}),
+    )
+    assert not capabilities.supports(PipelineSchedule.ZERO_BUBBLE, 3)
+    assert capabilities.supports(PipelineSchedule.ZERO_BUBBLE, 0)
+    assert capabilities.supports(PipelineSchedule.GPIPE, 3)
+
+
+def test_names_become_members_and_unknown_ones_are_refused() -> None:
+    assert Capabilities(schedules={"1f1b"}).schedules == {PipelineSchedule.ONE_F_ONE_B}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'2f2b' is not a valid PipelineSchedule"):
+        Capabilities(schedules={"2f2b"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stages", [frozenset({4}), frozenset({0, -1})])
+def test_a_zero_stage_that_does_not_exist_is_refused(stages: frozenset[int]) -> None:
+    with pytest.raises(ValueError, match="expected some of"):
+        Capabilities(zero_stages=stages)
+
+
+def test_no_zero_stage_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Capabilities(zero_stages=frozenset())

@@ -1,0 +1,39 @@
+"""One tree of errors, drawn where it is defined, with messages that help."""
+
+import inspect
+import re
+
+import pytest
+
+from phaze import errors
+from phaze.errors import PhazeError, UnknownNameError
+
+CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+
+
+def test_the_docstring_draws_the_whole_tree() -> None:
+    drawn = set(re.findall(r"^[├└─│ ]*(\w+(?:Error|Warning))\b", errors.__doc__ or "", re.MULTILINE))
+    assert drawn == set(CLASSES) == set(errors.__all__)
+
+
+def test_every_error_is_a_phaze_error_and_every_warning_a_user_warning() -> None:
+    for name, value in CLASSES.items():
+        assert issubclass(value, UserWarning if name.endswith("Warning") else PhazeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a100", "unknown accelerator 'a100'. Did you mean a100-40gb or a100-80gb? Known: a100-40gb, a100-80gb, h100."),
+        ("H100", "unknown accelerator 'H100'. Did you mean h100? Known: a100-40gb, a100-80gb, h100."),
+        ("h10O", "unknown accelerator 'h10O'. Did you mean h100? Known: a100-40gb, a100-80gb, h100."),
+        ("tpu", "unknown accelerator 'tpu'. Known: a100-40gb, a100-80gb, h100."),
+        ("", "unknown accelerator ''. Known: a100-40gb, a100-80gb, h100."),
+    ],
+)
+def test_an_unknown_name_offers_near_ones_and_lists_the_known(name: str, message: str) -> None:
+    assert str(UnknownNameError("accelerator", name, ["h100", "a100-80gb", "a100-40gb"])) == message
+
+
+def test_an_unknown_name_among_none_says_so() -> None:
+    assert str(UnknownNameError("emitter", "torch", [])) == "unknown emitter 'torch'. Known: none."
