@@ -8,7 +8,11 @@ import pytest
 from phaze import errors
 from phaze.errors import PhazeError, UnknownNameError
 
-CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and value.__module__ == errors.__name__
+}
 
 
 def test_the_docstring_draws_the_whole_tree() -> None:
