@@ -1,1 +1,17 @@
-"""Plugin seams: pluggy specifications and the one manager."""
+"""Plugin seams: pluggy specifications and the one manager.
+
+A plugin is a module (or object) named by an entry point in group `phaze`; it implements any of the hooks in
+`phaze.hooks.spec` with the `hookimpl` marker:
+
+    from phaze.hooks import hookimpl
+
+    @hookimpl
+    def phaze_accelerators():
+        return {"my-chip": Accelerator(...)}
+"""
+
+from phaze.hooks.manager import PluginManager
+from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
+from phaze.hooks.spec import hookimpl
+
+__all__ = ["Offer", "Origin", "PluginFailure", "PluginManager", "Registry", "hookimpl"]

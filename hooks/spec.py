@@ -1,0 +1,60 @@
+"""What a plugin may implement. Every hook takes nothing and returns what the plugin adds.
+
+Things that carry a `name` come as an iterable, others as a mapping from names. A hook is called at most once per
+manager and only when somebody asks for its kind of thing, so it may import the core; it must not import a framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from phaze.hardware import Accelerator
+    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder
+    from phaze.solvers import LinearSolver
+
+__all__ = ["PROJECT_NAME", "hookimpl"]
+
+PROJECT_NAME = "phaze"
+"""The name of the pluggy project and of the entry-point group."""
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+@hookspec
+def phaze_frontends() -> Iterable[Frontend]:  # type: ignore[empty-body]
+    """Add frontends: each turns one kind of model into a Graph. The first one that accepts a model imports it."""
+
+
+@hookspec
+def phaze_named_models() -> Mapping[str, ModelFactory]:  # type: ignore[empty-body]
+    """Add models that are known by name, as `phaze import NAME` and `phaze.import_graph(NAME)` take them."""
+
+
+@hookspec
+def phaze_accelerators() -> Mapping[str, Accelerator]:  # type: ignore[empty-body]
+    """Add accelerators by name."""
+
+
+@hookspec
+def phaze_op_prices() -> Mapping[str, OpPricer]:  # type: ignore[empty-body]
+    """Price op kinds; a plugin's price wins over the built-in one."""
+
+
+@hookspec
+def phaze_solvers() -> Iterable[LinearSolver]:  # type: ignore[empty-body]
+    """Add solvers for linear problems."""
+
+
+@hookspec
+def phaze_emitters() -> Iterable[Emitter]:  # type: ignore[empty-body]
+    """Add targets that a plan can be emitted to, each with its Capabilities."""
+
+
+@hookspec
+def phaze_stage_builders() -> Iterable[StageBuilder]:  # type: ignore[empty-body]
+    """Add ways to cut a kind of model into pipeline stages."""

@@ -1,0 +1,113 @@
+"""From a model to its graph, by whichever frontend knows the model.
+
+A text that is a known model's name is that model. Anything else goes to the frontends: plugins first, then the built-in
+ones; the first that accepts the model imports it. A frontend that refuses with a PhazeError has answered; one that
+fails in any other way is reported by its plugin's name, and the next one gets its chance.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
+
+if TYPE_CHECKING:
+    from phaze.hooks import Offer, PluginManager
+    from phaze.interfaces import Frontend, Graph, ModelFactory
+
+__all__ = ["import_graph"]
+
+
+def import_graph(model: object, inputs: object = None, *, frontend: str | None = None, **options: object) -> Graph:
+    """The operator graph of a model.
+
+    `model` is a known model's name, the path of a file, or an object of a framework; `inputs` are example inputs where
+    the frontend needs them; `frontend` names the frontend to use instead of the first that accepts the model; `options`
+    go to the frontend (a known model takes `sequence_length`).
+
+    Raises UnknownNameError for an unknown model or frontend, ImportModelError if no frontend accepts the model or the
+    one that does cannot import it, PluginError if the named frontend fails, TypeError for an unknown option.
+    """
+    from phaze.hooks import PluginManager
+
+    return import_with_plugins(PluginManager.load(), model, inputs, frontend=frontend, options=options)
+
+
+def import_with_plugins(
+    plugins: PluginManager, model: object, inputs: object, *, frontend: str | None, options: Mapping[str, object]
+) -> Graph:
+    """`import_graph` with the plugins of a given manager."""
+    if frontend is not None:
+        return _import_by_named(plugins.frontends().offer(frontend), model, inputs, options)
+    if isinstance(model, str) and model in plugins.named_models().names:
+        return _build_named(plugins.named_models().offer(model), options)
+    for offer in _accepting(plugins, model):
+        _check_options(offer, options, offer.value.options)
+        try:
+            return offer.value.import_model(model, inputs, options)
+        except PhazeError:
+            raise
+        except Exception as error:
+            plugins.report_failure(offer.origin, f"frontend {offer.name!r}", error)
+    raise _nobody_imports(plugins, model)
+
+
+def _accepting(plugins: PluginManager, model: object) -> Iterator[Offer[Frontend]]:
+    for offer in plugins.frontends():
+        try:
+            is_accepted = offer.value.accepts(model)
+        except Exception as error:
+            plugins.report_failure(offer.origin, f"frontend {offer.name!r}", error)
+            continue
+        if is_accepted:
+            yield offer
+
+
+def _import_by_named(offer: Offer[Frontend], model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+    _check_options(offer, options, offer.value.options)
+    try:
+        return offer.value.import_model(model, inputs, options)
+    except PhazeError:
+        raise
+    except Exception as error:
+        raise _plugin_error("frontend", offer, error) from error
+
+
+def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object]) -> Graph:
+    _check_options(offer, options, ["sequence_length"])
+    sequence_length = options.get("sequence_length")
+    if sequence_length is not None and (not isinstance(sequence_length, int) or sequence_length < 1):
+        raise ValueError(f"sequence_length is {sequence_length!r}; expected a positive integer")
+    try:
+        return offer.value(sequence_length=sequence_length)
+    except PhazeError:
+        raise
+    except Exception as error:
+        raise _plugin_error("model", offer, error) from error
+
+
+def _check_options(offer: Offer[object], options: Mapping[str, object], known: Iterable[str]) -> None:
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{offer.name} takes no option {option!r}; it takes {', '.join(known) or 'none'}")
+
+
+def _plugin_error(what: str, offer: Offer[object], error: Exception) -> PluginError:
+    return PluginError(f"{what} {offer.name!r} ({offer.origin}) failed: {type(error).__name__}: {error}")
+
+
+def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
+    error: PhazeError
+    if isinstance(model, str) and not os.path.exists(model):
+        error = UnknownNameError("model or missing file", model, plugins.named_models().names)
+    else:
+        what = repr(model) if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__qualname__}"
+        error = ImportModelError(
+            f"no frontend imports {what}. Frontends: {', '.join(plugins.frontends().names) or 'none'}. "
+            "Pass a known model's name, a file or an object that one of them imports, or install a plugin that does."
+        )
+    for failure in plugins.failures:
+        error.add_note(str(failure))
+    return error

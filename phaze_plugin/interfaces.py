@@ -1,0 +1,115 @@
+"""What the core asks of the outside: the shapes of frontends, emitters, stage builders, prices and named models.
+
+Plugins, built-in ones included, hand objects of these shapes to the hooks in `phaze.hooks`. None of them may import a
+framework before it is asked to do its work: `accepts` looks at type names and at what is already imported.
+The remaining things that plugins add have their shape where they live: `phaze.hardware.Accelerator` and
+`phaze.solvers.LinearSolver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from phaze.capabilities import Capabilities
+    from phaze.cost import Estimate
+    from phaze.hardware import AcceleratorArray
+
+    Graph = object
+    Op = object
+
+__all__ = ["Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder"]
+
+
+@runtime_checkable
+class Frontend(Protocol):
+    """Turns one kind of model into a Graph."""
+
+    @property
+    def name(self) -> str:
+        """What users pass as `frontend=`."""
+        ...
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        """Modules that must be importable for this frontend to work; `phaze doctor` looks whether they are."""
+        ...
+
+    @property
+    def options(self) -> Sequence[str]:
+        """Names of the options that `import_model` understands; others are refused before it is called."""
+        ...
+
+    def accepts(self, model: object) -> bool:
+        """Whether this is the kind of model that the frontend imports: quick, and without importing a framework."""
+        ...
+
+    def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+        """The model's graph; raises ImportModelError if it cannot be imported."""
+        ...
+
+
+@runtime_checkable
+class ModelFactory(Protocol):
+    """Builds the graph of a model that is known by name."""
+
+    def __call__(self, *, sequence_length: int | None) -> Graph:
+        """The model's graph at this sequence length, or at its own default."""
+        ...
+
+
+@runtime_checkable
+class OpPricer(Protocol):
+    """Prices one kind of op; it wins over the built-in price."""
+
+    def __call__(self, op: Op, accelerators: AcceleratorArray) -> Estimate:
+        """What the op costs on each accelerator."""
+        ...
+
+
+@runtime_checkable
+class Emitter(Protocol):
+    """Turns a plan into something that one target runs."""
+
+    @property
+    def name(self) -> str:
+        """The target: what users pass as `target=`."""
+        ...
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        """Modules that must be importable for this emitter to work."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the target can run; a search for it stays inside."""
+        ...
+
+    def emit(self, plan: object, model: object) -> object:
+        """The model arranged as the plan says, in the target's own terms."""
+        ...
+
+
+@runtime_checkable
+class StageBuilder(Protocol):
+    """Cuts one kind of model into pipeline stages, for a target that cannot do so by itself."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """The emitter that it serves."""
+        ...
+
+    def accepts(self, model: object) -> bool:
+        """Whether this is the kind of model that it cuts: quick, and without importing a framework."""
+        ...
+
+    def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
+        """One part of the model per stage; each stage lists the names of its layers, in order."""
+        ...
