@@ -1,1 +1,36 @@
-"""The intermediate representation: ops, tensors, factor rules, layers."""
+"""The intermediate representation: ops as factor rules, graphs, layers, backward by rule."""
+
+from phaze.ir.builder import GraphBuilder
+from phaze.ir.coverage import Coverage, UnknownOp, op_bytes
+from phaze.ir.dtype import DType
+from phaze.ir.graph import Graph, Role, Tensor
+from phaze.ir.layers import Boundary, Layer, LayerGraph
+from phaze.ir.op import Attribute, Gemm, Op, OpKind, Phase
+from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
+from phaze.ir.stash import stashed_bytes, stashed_tensors
+
+__all__ = [
+    "Attribute",
+    "Boundary",
+    "Coverage",
+    "DType",
+    "Dim",
+    "Dims",
+    "Factor",
+    "FactorKind",
+    "Gemm",
+    "Graph",
+    "GraphBuilder",
+    "Layer",
+    "LayerGraph",
+    "Op",
+    "OpKind",
+    "Phase",
+    "Role",
+    "Rule",
+    "Tensor",
+    "UnknownOp",
+    "op_bytes",
+    "stashed_bytes",
+    "stashed_tensors",
+]

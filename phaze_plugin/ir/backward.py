@@ -1,0 +1,121 @@
+"""Backward by rule: walks the forward ops in reverse and asks `gradients.py` for the gradient of each.
+
+A tensor that several ops read gets the sum of their gradients. Each addition belongs to the op that contributed last,
+so that inside a layer everything is summed before it leaves, and a tensor that many layers read (an encoder's output)
+is summed along the way back. A parameter's gradient is summed within a layer only: between layers it is a reduction
+that placement prices, since the layers may sit on different devices.
+"""
+
+from __future__ import annotations
+
+from phaze.errors import GraphError
+from phaze.ir.builder import GraphBuilder
+from phaze.ir.gradients import Gradients, gradients_of
+from phaze.ir.graph import Graph, Role
+from phaze.ir.op import Op, OpKind, Phase
+from phaze.ir.rule import Dim, Dims, Factor, Rule
+
+__all__ = ["add_backward"]
+
+
+def add_backward(graph: Graph) -> Graph:
+    """The graph with backward ops from its first scalar float output; itself where it already has a backward."""
+    if any(op.phase is Phase.BACKWARD for op in graph.ops):
+        return graph
+    loss = _find_loss(graph)
+    walk = _Walk(graph)
+    walk.seed(loss)
+    for op in reversed(graph.ops_of(Phase.FORWARD)):
+        walk.visit(op)
+    walk.collect_parameters()
+    return walk.builder.build(graph.outputs, (*graph.notes, "backward derived by rule"))
+
+
+def _find_loss(graph: Graph) -> str:
+    for tensor_id in graph.outputs:
+        tensor = graph.tensors[tensor_id]
+        if tensor.elements == 1 and tensor.dtype.is_float:
+            return tensor_id
+    raise GraphError(
+        f"graph {graph.name!r} has no scalar float output to differentiate "
+        f"(outputs: {', '.join(graph.outputs) or 'none'}); add a loss to the model or pass one."
+    )
+
+
+class _Walk:
+    """The gradients found so far: of each tensor, and of each parameter by layer."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.builder = GraphBuilder.from_graph(graph)
+        self.layer_of = graph.layer_graph.layer_of
+        self.wanted = _wanted(graph)
+        self.found: dict[str, str] = {}
+        self.of_parameters: dict[str, dict[int, str]] = {}
+
+    def seed(self, loss: str) -> None:
+        tensor = self.graph.tensors[loss]
+        self.found[loss] = self.builder.argument(f"{loss}.gradient", tensor.shape, Role.OTHER, tensor.dtype)
+
+    def visit(self, op: Op) -> None:
+        incoming = tuple(self.found.get(tensor_id) for tensor_id in op.outputs)
+        wanted = tuple(tensor_id in self.wanted for tensor_id in op.inputs)
+        if not any(incoming) or not any(wanted):
+            return
+        answers = gradients_of(Gradients(self.builder, self.graph, op, incoming, wanted))
+        for tensor_id, gradient in zip(op.inputs, answers, strict=True):
+            if gradient is not None and tensor_id in self.wanted:
+                self._accumulate(op, tensor_id, gradient)
+
+    def _accumulate(self, op: Op, tensor_id: str, gradient: str) -> None:
+        if self.graph.tensors[tensor_id].role is Role.PARAMETER:
+            layers = self.of_parameters.setdefault(tensor_id, {})
+            layer = self.layer_of[op.id]
+            layers[layer] = self._sum(op, tensor_id, layers.get(layer), gradient)
+        else:
+            self.found[tensor_id] = self._sum(op, tensor_id, self.found.get(tensor_id), gradient)
+
+    def _sum(self, op: Op, tensor_id: str, known: str | None, gradient: str) -> str:
+        if known is None:
+            return gradient
+        rule = self.builder.shared(_sum_rule(op.rule, op.rule.operands[op.inputs.index(tensor_id)]))
+        (result,) = self.builder.add(
+            f"{tensor_id}.gradient_sum",
+            OpKind.ELEMENTWISE,
+            "add",
+            rule,
+            (known, gradient),
+            dtypes=(self.builder.tensors[gradient].dtype,),
+            module=op.module,
+            phase=Phase.BACKWARD,
+            gradient_of=op.id,
+        )
+        return result
+
+    def collect_parameters(self) -> None:
+        order = {tensor.id: index for index, tensor in enumerate(self.graph.parameters)}
+        for parameter in sorted(self.of_parameters, key=order.__getitem__):
+            layers = self.of_parameters[parameter]
+            self.builder.gradients.extend((parameter, layers[layer]) for layer in sorted(layers))
+
+
+def _sum_rule(rule: Rule, dims: Dims) -> Rule:
+    """The sum of two tensors with these dimensions; one that is covered in part becomes a factor of its own."""
+    simple = tuple(dim if dim.size is None else Dim((f"part{index}",)) for index, dim in enumerate(dims))
+    factors = tuple(
+        Factor(n, rule.size(n), is_batch=rule.factor(n).is_batch)
+        for dim in dims
+        if dim.size is None
+        for n in dim.factors
+    )
+    parts = tuple(Factor(f"part{index}", dim.size) for index, dim in enumerate(dims) if dim.size is not None)
+    return Rule((simple, simple), (simple,), factors + parts)
+
+
+def _wanted(graph: Graph) -> set[str]:
+    """Tensors that a gradient must reach: parameters, and floats that depend on one."""
+    wanted = {tensor.id for tensor in graph.parameters if tensor.dtype.is_float}
+    for op in graph.ops_of(Phase.FORWARD):
+        if wanted.intersection(op.inputs):
+            wanted.update(tensor_id for tensor_id in op.outputs if graph.tensors[tensor_id].dtype.is_float)
+    return wanted

@@ -1,0 +1,50 @@
+"""Element types and their sizes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["DType"]
+
+
+class DType(StrEnum):
+    """The element type of a tensor."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8 = "float8"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+    COMPLEX64 = "complex64"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes per element."""
+        return _SIZE_BYTES[self]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether gradients can flow through this type."""
+        return self.value.startswith(("float", "bfloat", "complex"))
+
+
+_SIZE_BYTES = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.BFLOAT16: 2,
+    DType.FLOAT16: 2,
+    DType.FLOAT8: 1,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT16: 2,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+    DType.COMPLEX64: 8,
+}

@@ -1,0 +1,347 @@
+"""The gradient of one op, from its rule.
+
+Products (contraction, convolution): the gradient of an operand is the product of the other operand with the incoming
+gradient; its rule is the forward rule with that operand and the result exchanged. Elementwise: the incoming gradient
+times the local derivative, summed over the factors that were broadcast. Views: the view back, or a copy where parts
+are put together. The rest is one op that reads what its entry here says and gives all gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phaze.ir.builder import GraphBuilder
+from phaze.ir.dtype import DType
+from phaze.ir.functions import PASSES_GRADIENT, UNARY_READS, Saved
+from phaze.ir.graph import Graph
+from phaze.ir.op import Attribute, Op, OpKind, Phase
+from phaze.ir.rule import Dims, Rule, names_of
+
+__all__ = ["Gradients", "gradients_of"]
+
+Answers = Sequence[str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """A forward op whose gradients are asked for: those that came in, and the operands that want one."""
+
+    builder: GraphBuilder
+    graph: Graph
+    op: Op
+    incoming: tuple[str | None, ...]
+    wanted: tuple[bool, ...]
+
+    @property
+    def first(self) -> str:
+        """The gradient of the first result."""
+        assert self.incoming[0] is not None
+        return self.incoming[0]
+
+    def dtype(self, tensor_id: str) -> DType:
+        """The element type of a forward tensor, which is also its gradient's."""
+        return self.graph.tensors[tensor_id].dtype
+
+    def emit(
+        self,
+        function: str,
+        reads: Sequence[tuple[str, Dims]],
+        writes: Sequence[tuple[str, Dims]],
+        *,
+        kind: OpKind | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+    ) -> tuple[str, ...]:
+        """Add a backward op that reads (tensor, dims) and makes the gradient of each written (forward tensor, dims)."""
+        op = self.op
+        operands, results = tuple(dims for _, dims in reads), tuple(dims for _, dims in writes)
+        names = frozenset[str]().union(*(names_of(dims) for dims in (*operands, *results)))
+        factors = tuple(factor for factor in op.rule.factors if factor.name in names)
+        rule = self.builder.shared(Rule(operands, results, factors))
+        return self.builder.add(
+            f"{writes[0][0]}.gradient",
+            kind or op.kind,
+            function,
+            rule,
+            (tensor_id for tensor_id, _ in reads),
+            dtypes=tuple(self.dtype(tensor_id) for tensor_id, _ in writes),
+            results=tuple(f"{index}" for index in range(1, len(writes))),
+            module=op.module,
+            phase=Phase.BACKWARD,
+            gradient_of=op.id,
+            attributes=dict(op.attributes) if attributes is None else attributes,
+        )
+
+    def operand(self, index: int) -> tuple[str, Dims]:
+        """An operand with its dimensions."""
+        return self.op.inputs[index], self.op.rule.operands[index]
+
+    def result(self, index: int = 0) -> tuple[str, Dims]:
+        """A result with its dimensions."""
+        return self.op.outputs[index], self.op.rule.results[index]
+
+    def came_in(self, index: int = 0) -> tuple[str, Dims]:
+        """The incoming gradient of a result with the result's dimensions."""
+        gradient = self.incoming[index]
+        assert gradient is not None
+        return gradient, self.op.rule.results[index]
+
+
+def gradients_of(request: Gradients) -> Answers:
+    """The gradient of every operand, None for those that have none."""
+    by_function = _BY_FUNCTION.get(request.op.function)
+    if by_function is not None:
+        return by_function(request)
+    return _BY_KIND.get(request.op.kind, _opaque)(request)
+
+
+def _product(request: Gradients) -> Answers:
+    answers: list[str | None] = [None, None]
+    suffix = {OpKind.CONVOLUTION: ("_input", "_weight")}.get(request.op.kind, ("", ""))
+    for index in (0, 1):
+        if request.wanted[index]:
+            reads = (request.came_in(), request.operand(1 - index))
+            (answers[index],) = request.emit(request.op.function + suffix[index], reads, (request.operand(index),))
+    return answers
+
+
+def _elementwise(request: Gradients) -> Answers:
+    saved = UNARY_READS.get(request.op.function)
+    if saved is None or len(request.op.inputs) != 1:
+        return _opaque(request)
+    reads = [request.came_in()]
+    if saved is Saved.INPUT:
+        reads.append(request.operand(0))
+    elif saved is Saved.RESULT:
+        reads.append(request.result())
+    full = (request.op.inputs[0], request.op.rule.results[0])
+    (gradient,) = request.emit(f"{request.op.function}_backward", reads, (full,))
+    return (_summed_to(request, 0, gradient),)
+
+
+def _passing(request: Gradients) -> Answers:
+    return [_summed_to(request, index, request.first) if want else None for index, want in enumerate(request.wanted)]
+
+
+def _subtract(request: Gradients) -> Answers:
+    answers = list(_passing(request))
+    if request.wanted[1]:
+        full = (request.op.inputs[1], request.op.rule.results[0])
+        (negated,) = request.emit("negative", (request.came_in(),), (full,))
+        answers[1] = _summed_to(request, 1, negated)
+    return answers
+
+
+def _multiply(request: Gradients) -> Answers:
+    answers: list[str | None] = [None, None]
+    for index in (0, 1):
+        if request.wanted[index]:
+            full = (request.op.inputs[index], request.op.rule.results[0])
+            (gradient,) = request.emit("multiply", (request.came_in(), request.operand(1 - index)), (full,))
+            answers[index] = _summed_to(request, index, gradient)
+    return answers
+
+
+def _divide(request: Gradients) -> Answers:
+    answers: list[str | None] = [None, None]
+    if request.wanted[0]:
+        full = (request.op.inputs[0], request.op.rule.results[0])
+        (gradient,) = request.emit("divide", (request.came_in(), request.operand(1)), (full,))
+        answers[0] = _summed_to(request, 0, gradient)
+    if request.wanted[1]:
+        full = (request.op.inputs[1], request.op.rule.results[0])
+        reads = (request.came_in(), request.operand(1), request.result())
+        (gradient,) = request.emit("divisor_backward", reads, (full,))
+        answers[1] = _summed_to(request, 1, gradient)
+    return answers
+
+
+def _cast(request: Gradients) -> Answers:
+    return request.emit("cast", (request.came_in(),), (request.operand(0),))
+
+
+def _rotary(request: Gradients) -> Answers:
+    reads = (request.came_in(), request.operand(1), request.operand(2))
+    return (*request.emit("rotary_backward", reads, (request.operand(0),)), None, None)
+
+
+def _dropout(request: Gradients) -> Answers:
+    return request.emit("dropout_backward", (request.came_in(), request.result(1)), (request.operand(0),))
+
+
+def _softmax(request: Gradients) -> Answers:
+    answer = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
+    return (*answer, *[None] * (len(request.op.inputs) - 1))
+
+
+def _biased_softmax(request: Gradients) -> Answers:
+    (gradient,) = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
+    return (gradient, _summed_to(request, 1, gradient) if request.wanted[1] else None)
+
+
+def _cross_entropy(request: Gradients) -> Answers:
+    reads = (request.came_in(), request.operand(0), request.operand(1))
+    return (*request.emit("cross_entropy_backward", reads, (request.operand(0),)), None)
+
+
+def _norm(request: Gradients) -> Answers:
+    """Reads the input and the weight; mean and variance are found again from the input."""
+    reads = (request.came_in(), *(request.operand(index) for index in range(min(2, len(request.op.inputs)))))
+    return _jointly(request, f"{request.op.function}_backward", reads)
+
+
+def _attention(request: Gradients) -> Answers:
+    reads = (*(request.operand(index) for index in range(3)), request.result(), request.came_in())
+    answers = request.emit("attention_backward", reads, tuple(request.operand(index) for index in range(3)))
+    return (*answers, *[None] * (len(request.op.inputs) - 3))
+
+
+def _lookup(request: Gradients) -> Answers:
+    reads = (request.came_in(), request.operand(1))
+    (gradient,) = request.emit("scatter_add", reads, (request.operand(0),), kind=OpKind.SCATTER)
+    return gradient, None
+
+
+def _dispatch(request: Gradients) -> Answers:
+    (gradient,) = request.emit("undispatch", (request.came_in(), request.operand(1)), (request.operand(0),))
+    return gradient, None
+
+
+def _combine(request: Gradients) -> Answers:
+    """out = sum over k of weight[k] * row picked by ids[k]: rows get weight * gradient, weights get row . gradient."""
+    rows, weights, ids = (request.operand(index) for index in range(3))
+    (to_rows,) = request.emit("combine_rows_backward", (request.came_in(), weights, ids), (rows,))
+    (to_weights,) = request.emit("combine_weights_backward", (request.came_in(), rows, ids), (weights,))
+    return to_rows, to_weights, None
+
+
+def _top_k(request: Gradients) -> Answers:
+    reads = (request.came_in(), (request.op.outputs[1], request.op.rule.results[1]))
+    return request.emit("top_k_backward", reads, (request.operand(0),), kind=OpKind.SCATTER)
+
+
+def _reduction(request: Gradients) -> Answers:
+    if request.op.function == "sum":
+        return (_expanded(request, request.first),)
+    if request.op.function == "mean":
+        (gradient,) = request.emit("mean_backward", (request.came_in(),), (request.result(),), kind=OpKind.ELEMENTWISE)
+        return (_expanded(request, gradient),)
+    reads = (request.came_in(), request.operand(0), request.result())
+    return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),))
+
+
+def _expanded(request: Gradients, gradient: str) -> str:
+    """A view that repeats a gradient over the factors that the forward reduction summed."""
+    reads = ((gradient, request.op.rule.results[0]),)
+    return request.emit("expand", reads, (request.operand(0),), kind=OpKind.VIEW)[0]
+
+
+def _view(request: Gradients) -> Answers:
+    rule = request.op.rule
+    operand = request.operand(0)
+    if len(rule.results) > 1:
+        reads = tuple((_or_zeros(request, index), dims) for index, dims in enumerate(rule.results))
+        return request.emit("stack", reads, (operand,), kind=OpKind.COPY)
+    if any(dim.size is not None for dims in rule.tensors() for dim in dims):
+        return request.emit("pad", (request.came_in(),), (operand,), kind=OpKind.COPY)
+    kept, given = names_of(operand[1]), names_of(rule.results[0])
+    if given > kept:
+        return request.emit("sum", (request.came_in(),), (operand,), kind=OpKind.REDUCTION)
+    if kept > given:
+        return request.emit("pad", (request.came_in(),), (operand,), kind=OpKind.COPY)
+    return request.emit("reshape", (request.came_in(),), (operand,), kind=OpKind.VIEW)
+
+
+def _or_zeros(request: Gradients, index: int) -> str:
+    gradient = request.incoming[index]
+    if gradient is not None:
+        return gradient
+    return request.emit("zeros", (), (request.result(index),), kind=OpKind.COPY)[0]
+
+
+def _stack(request: Gradients) -> Answers:
+    answers: list[str | None] = []
+    for index, want in enumerate(request.wanted):
+        writes, at = (request.operand(index),), {"index": index}
+        answers.append(
+            request.emit("select", (request.came_in(),), writes, kind=OpKind.VIEW, attributes=at)[0] if want else None
+        )
+    return answers
+
+
+def _concatenate(request: Gradients) -> Answers:
+    answers: list[str | None] = []
+    start = 0
+    for index, want in enumerate(request.wanted):
+        writes = (request.operand(index),)
+        answers.append(
+            request.emit("slice", (request.came_in(),), writes, kind=OpKind.VIEW, attributes={"start": start})[0]
+            if want
+            else None
+        )
+        start += next(dim.size for dim in request.op.rule.operands[index] if dim.size is not None)
+    return answers
+
+
+def _pad(request: Gradients) -> Answers:
+    return request.emit("slice", (request.came_in(),), (request.operand(0),), kind=OpKind.VIEW)
+
+
+def _opaque(request: Gradients) -> Answers:
+    """One op that reads every float input and gives every gradient: right in traffic, silent about the mathematics."""
+    came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
+    floats = [request.operand(i) for i, tensor_id in enumerate(request.op.inputs) if request.dtype(tensor_id).is_float]
+    return _jointly(request, f"{request.op.function}_backward", (*came_in, *floats))
+
+
+def _jointly(request: Gradients, function: str, reads: Sequence[tuple[str, Dims]]) -> Answers:
+    indices = [index for index, want in enumerate(request.wanted) if want]
+    answers: list[str | None] = [None] * len(request.wanted)
+    for index, gradient in zip(
+        indices, request.emit(function, reads, [request.operand(index) for index in indices]), strict=True
+    ):
+        answers[index] = gradient
+    return answers
+
+
+def _summed_to(request: Gradients, index: int, gradient: str) -> str:
+    """Sum a gradient of the result's shape over the factors that the operand was broadcast over."""
+    operand, dims = request.operand(index)
+    full = request.op.rule.results[0]
+    if names_of(full) == names_of(dims):
+        same = request.op.rule.shape(full) == request.op.rule.shape(dims)
+        if same:
+            return gradient
+        return request.emit("reshape", ((gradient, full),), ((operand, dims),), kind=OpKind.VIEW)[0]
+    return request.emit("sum", ((gradient, full),), ((operand, dims),), kind=OpKind.REDUCTION)[0]
+
+
+_BY_KIND: dict[OpKind, Callable[[Gradients], Answers]] = {
+    OpKind.CONTRACTION: _product,
+    OpKind.CONVOLUTION: _product,
+    OpKind.ATTENTION: _attention,
+    OpKind.ELEMENTWISE: _elementwise,
+    OpKind.DROPOUT: _dropout,
+    OpKind.SOFTMAX: _softmax,
+    OpKind.NORM: _norm,
+    OpKind.LOOKUP: _lookup,
+    OpKind.REDUCTION: _reduction,
+    OpKind.VIEW: _view,
+}
+
+_BY_FUNCTION: dict[str, Callable[[Gradients], Answers]] = {
+    **dict.fromkeys(PASSES_GRADIENT, _passing),
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "divide": _divide,
+    "cast": _cast,
+    "rotary": _rotary,
+    "biased_softmax": _biased_softmax,
+    "cross_entropy": _cross_entropy,
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "top_k": _top_k,
+    "stack": _stack,
+    "concatenate": _concatenate,
+    "pad": _pad,
+}

@@ -1,0 +1,172 @@
+"""Operators, and what follows from a rule alone: flops, traffic and the GEMM view."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from phaze.errors import GraphError
+from phaze.ir.rule import FactorKind, Rule, names_of
+
+__all__ = ["Attribute", "Gemm", "Op", "OpKind", "Phase"]
+
+Attribute = int | float | str | tuple[int, ...]
+
+
+class OpKind(StrEnum):
+    """The class of an operator: what it is priced as. `Op.function` says which one of the class it is."""
+
+    CONTRACTION = "contraction"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    DROPOUT = "dropout"
+    SOFTMAX = "softmax"
+    NORM = "norm"
+    REDUCTION = "reduction"
+    LOOKUP = "lookup"
+    SCATTER = "scatter"
+    COPY = "copy"
+    SORT = "sort"
+    VIEW = "view"
+    COLLECTIVE = "collective"
+    OPAQUE = "opaque"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether ops of this kind run on tensor cores and count as matmul flops."""
+        return self in (OpKind.CONTRACTION, OpKind.CONVOLUTION, OpKind.ATTENTION)
+
+
+class Phase(StrEnum):
+    """The part of a training step that an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A matrix op as `batch` products of an m x k with a k x n matrix."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator of a graph.
+
+    `module` is the dotted path of the module that it came from, `gradient_of` the forward op that a backward op
+    belongs to, `origin` what the source framework called it.
+    """
+
+    id: str
+    kind: OpKind
+    function: str
+    rule: Rule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    module: str = ""
+    phase: Phase = Phase.FORWARD
+    gradient_of: str = ""
+    origin: str = ""
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+
+    def attribute(self, name: str) -> Attribute | None:
+        """The value of an attribute, or None."""
+        return next((value for key, value in self.attributes if key == name), None)
+
+    @property
+    def matmul_flops(self) -> int:
+        """Flops of matrix work: the whole square of attention whether causal or not, and nothing recomputed."""
+        return sum(gemm.flops for gemm in self.gemms)
+
+    @property
+    def flops(self) -> int:
+        """All arithmetic, one operation an element where it is not matrix work; views do none."""
+        if self.kind is OpKind.VIEW:
+            return 0
+        return self.matmul_flops if self.kind.is_matrix else self.rule.work
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """The matrix products that the op is made of; none where it is not a matrix op."""
+        if self.kind is OpKind.ATTENTION:
+            return _attention_gemms(self)
+        return (gemm_view(self.rule),) if self.kind.is_matrix else ()
+
+    @property
+    def elements_read(self) -> tuple[int, ...]:
+        """Elements that each operand gives: all of it, or only what is picked where a factor is looked up."""
+        if self.kind is OpKind.VIEW:
+            return (0,) * len(self.inputs)
+        return tuple(_elements_read(self.rule, index) for index in range(len(self.inputs)))
+
+    @property
+    def elements_written(self) -> tuple[int, ...]:
+        """Elements that each result receives."""
+        if self.kind is OpKind.VIEW:
+            return (0,) * len(self.outputs)
+        return tuple(math.prod(self.rule.shape(dims)) for dims in self.rule.results)
+
+
+def gemm_view(rule: Rule) -> Gemm:
+    """Sort the factors of a two-operand contraction or convolution into batch, m, n and k."""
+    if len(rule.operands) != 2 or len(rule.results) != 1:
+        raise GraphError(f"rule '{rule}' is not a product of two operands; only those have a GEMM view.")
+    left, right = rule.operand_names
+    result = names_of(rule.results[0])
+    k = frozenset(factor.name for factor in rule.factors) - result
+    batch = result & left & right
+    n = (result & right) - batch
+    return Gemm(
+        batch=_product(rule, batch), m=_product(rule, result - batch - n), n=_product(rule, n), k=_product(rule, k)
+    )
+
+
+def _attention_gemms(op: Op) -> tuple[Gemm, ...]:
+    """Scores and context forward (query, key, value -> context); the gradients of both operands of each backward.
+
+    The factor that only value and context have is the value width, the one that only query and key have the query
+    width, the one that key and value share the key length; query factors that keys lack are query positions or
+    repeated heads.
+    """
+    query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
+    batch = _product(op.rule, query & key & value)
+    length = _product(op.rule, (key & value) - query)
+    width = _product(op.rule, (query & key) - value)
+    value_width = _product(op.rule, value - key)
+    rows = _product(op.rule, query - key)
+    scores, context = Gemm(batch, rows, length, width), Gemm(batch, rows, value_width, length)
+    if op.phase is not Phase.BACKWARD:
+        return (scores, context)
+    return (
+        Gemm(batch, rows, width, length),
+        Gemm(batch, length, width, rows),
+        Gemm(batch, rows, length, value_width),
+        Gemm(batch, length, value_width, rows),
+    )
+
+
+def _elements_read(rule: Rule, index: int) -> int:
+    dims = rule.operands[index]
+    whole = math.prod(rule.shape(dims))
+    if any(rule.factor(name).kind is FactorKind.LOOKUP for name in names_of(dims)):
+        return min(whole, rule.work)
+    return whole
+
+
+def _product(rule: Rule, names: Iterable[str]) -> int:
+    return math.prod(rule.size(name) for name in names)

@@ -1,0 +1,233 @@
+"""Graphs as JSON: exact round trips, a schema version, and errors that name the field.
+
+Rules stand once each as text, ops refer to them by position. Nothing is pickled and nothing is guessed: an unknown
+version or a field of the wrong type is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phaze.errors import FormatError, GraphError, PhazeError
+from phaze.ir.dtype import DType
+from phaze.ir.graph import Graph, Role, Tensor
+from phaze.ir.op import Attribute, Op, OpKind, Phase
+from phaze.ir.rule import Rule
+
+__all__ = ["FORMAT", "VERSION", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
+
+FORMAT = "phaze-graph"
+VERSION = 1
+
+_OPTIONAL = ("module", "gradient_of", "origin")
+
+
+def graph_to_json(graph: Graph) -> str:
+    """The graph as one JSON document."""
+    texts: dict[str, int] = {}
+    by_object: dict[int, int] = {}
+    for op in graph.ops:
+        if id(op.rule) not in by_object:
+            by_object[id(op.rule)] = texts.setdefault(str(op.rule), len(texts))
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": graph.name,
+        "micro_batch_size": graph.micro_batch_size,
+        "notes": list(graph.notes),
+        "tensors": [_tensor_to_json(tensor) for tensor in graph.tensors.values()],
+        "rules": list(texts),
+        "ops": [_op_to_json(op, by_object[id(op.rule)]) for op in graph.ops],
+        "outputs": list(graph.outputs),
+        "gradients": [list(pair) for pair in graph.gradients],
+    }
+    return json.dumps(document, indent=None, separators=(",", ":"), allow_nan=False)
+
+
+def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write a graph next to its destination, then move it there: whole or not at all."""
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise FormatError(f"cannot write {target}: {error.strerror}.") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(graph_to_json(graph))
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def read_graph(path: str | os.PathLike[str]) -> Graph:
+    """Read a graph that `save_graph` wrote."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not a text file, so it is no saved graph.") from error
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}.") from error
+    try:
+        return graph_from_json(text)
+    except PhazeError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def graph_from_json(text: str) -> Graph:
+    """The graph of a JSON document; FormatError names the field that is wrong, GraphError what contradicts itself."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"not valid JSON ({error}); the file may be truncated or something else.") from error
+    except RecursionError as error:
+        raise FormatError("JSON nested too deeply for a saved graph.") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise FormatError(f"JSON, but not a saved graph: expected an object with format {FORMAT!r}.")
+    if document.get("version") != VERSION:
+        raise FormatError(
+            f"saved graph of schema version {document.get('version')!r}; this Phaze reads version {VERSION}. "
+            "Save it again with a matching Phaze."
+        )
+    return _graph_from_document(document)
+
+
+def _graph_from_document(document: Mapping[str, Any]) -> Graph:
+    rules = [_parse_rule(text, index) for index, text in enumerate(_strings(document, "rules"))]
+    tensors: dict[str, Tensor] = {}
+    for index, entry in enumerate(_list(document, "tensors")):
+        tensor = _tensor_from_json(entry, f"tensors[{index}]")
+        if tensor.id in tensors:
+            raise GraphError(f"two tensors have the id {tensor.id!r}; ids must be unique.")
+        tensors[tensor.id] = tensor
+    return Graph(
+        name=_string(document, "name"),
+        tensors=tensors,
+        ops=tuple(_op_from_json(entry, rules, f"ops[{i}]") for i, entry in enumerate(_list(document, "ops"))),
+        outputs=tuple(_strings(document, "outputs")),
+        gradients=tuple(_pair(pair, f"gradients[{i}]") for i, pair in enumerate(_list(document, "gradients"))),
+        micro_batch_size=_field(document, "micro_batch_size", int, ""),
+        notes=tuple(_strings(document, "notes")),
+    )
+
+
+def _tensor_to_json(tensor: Tensor) -> dict[str, object]:
+    entry: dict[str, object] = {"id": tensor.id, "shape": list(tensor.shape), "dtype": tensor.dtype.value}
+    return entry if tensor.role is None else entry | {"role": tensor.role.value}
+
+
+def _tensor_from_json(entry: object, where: str) -> Tensor:
+    fields = _object(entry, where)
+    shape = _field(fields, "shape", list, where)
+    role = _enum(Role, fields["role"], f"{where}.role") if "role" in fields else None
+    return Tensor(_string(fields, "id", where), tuple(shape), _enum(DType, fields.get("dtype"), f"{where}.dtype"), role)
+
+
+def _op_to_json(op: Op, rule: int) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "id": op.id,
+        "kind": op.kind.value,
+        "function": op.function,
+        "rule": rule,
+        "inputs": list(op.inputs),
+        "outputs": list(op.outputs),
+        "phase": op.phase.value,
+    }
+    entry |= {name: getattr(op, name) for name in _OPTIONAL if getattr(op, name)}
+    return entry | ({"attributes": dict(op.attributes)} if op.attributes else {})
+
+
+def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
+    fields = _object(entry, where)
+    index = _field(fields, "rule", int, where)
+    if not 0 <= index < len(rules):
+        raise FormatError(f"{where}.rule is {index}, but there are {len(rules)} rules.")
+    attributes = _object(fields.get("attributes", {}), f"{where}.attributes")
+    return Op(
+        id=_string(fields, "id", where),
+        kind=_enum(OpKind, fields.get("kind"), f"{where}.kind"),
+        function=_string(fields, "function", where),
+        rule=rules[index],
+        inputs=tuple(_strings(fields, "inputs", where)),
+        outputs=tuple(_strings(fields, "outputs", where)),
+        phase=_enum(Phase, fields.get("phase"), f"{where}.phase"),
+        attributes=tuple((name, _attribute(value, f"{where}.attributes.{name}")) for name, value in attributes.items()),
+        **{name: _string(fields, name, where) for name in _OPTIONAL if name in fields},
+    )
+
+
+def _attribute(value: object, where: str) -> Attribute:
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return tuple(value)
+    if isinstance(value, int | float | str):
+        return value
+    raise FormatError(f"{where} is {value!r}; expected a number, text or a list of integers.")
+
+
+def _parse_rule(text: str, index: int) -> Rule:
+    try:
+        return Rule.parse(text)
+    except GraphError as error:
+        raise GraphError(f"rules[{index}]: {error}") from error
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{where} is {_shown(value)}; expected an object.")
+    return value
+
+
+def _field(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FormatError(f"{_at(where, name)} is {_shown(value)}; expected {_KIND_NAMES[kind]}.")
+    return value
+
+
+def _string(fields: Mapping[str, Any], name: str, where: str = "") -> str:
+    return str(_field(fields, name, str, where))
+
+
+def _list(fields: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
+    return list(_field(fields, name, list, where))
+
+
+def _strings(fields: Mapping[str, Any], name: str, where: str = "") -> list[str]:
+    values = _list(fields, name, where)
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            raise FormatError(f"{_at(where, name)}[{index}] is {_shown(value)}; expected text.")
+    return values
+
+
+def _pair(value: object, where: str) -> tuple[str, str]:
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value):
+        return value[0], value[1]
+    raise FormatError(f"{where} is {_shown(value)}; expected a pair of ids.")
+
+
+def _enum(kind: Any, value: object, where: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise FormatError(f"{where} is {_shown(value)}; expected one of {allowed}.") from None
+
+
+def _at(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_KIND_NAMES: dict[type, str] = {int: "an integer", str: "text", list: "a list"}

@@ -1,0 +1,169 @@
+"""Verification: every graph that exists is consistent; what is not is refused with the op or tensor named.
+
+Checked, in this order:
+ 1. ids of ops are unique, and each tensor is stored under its own id;
+ 2. shapes are positive and small enough to count with 64-bit integers;
+ 3. every tensor is an argument with a role or the result of exactly one op;
+ 4. ops stand in topological order (a cycle is shown as a path);
+ 5. operands and results match the op's rule in number and shape;
+ 6. rules fit the kind of op (`kinds.check_rule`);
+ 7. a forward op reads nothing that backward or update made;
+ 8. outputs, gradients and `gradient_of` name what exists, and a gradient has its parameter's shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from phaze.errors import GraphError
+from phaze.ir.kinds import check_rule
+from phaze.ir.op import Op, Phase
+from phaze.ir.rule import LARGEST_FACTOR, Dims
+
+if TYPE_CHECKING:
+    from phaze.ir.graph import Graph
+
+__all__ = ["verify"]
+
+LARGEST_TENSOR = 2**55
+
+
+def verify(graph: Graph) -> dict[str, Op]:
+    """Raise GraphError where the graph contradicts itself; return the producer of every tensor."""
+    _check_tensors(graph)
+    producers = _find_producers(graph)
+    _check_arguments(graph, producers)
+    _check_order(graph, producers)
+    checked: set[tuple[int, str, str]] = set()
+    for op in graph.ops:
+        _check_shapes(graph, op)
+        key = (id(op.rule), op.kind, op.function)
+        if key not in checked:
+            check_rule(op)
+            checked.add(key)
+    _check_phases(graph, producers)
+    _check_results(graph)
+    return producers
+
+
+def _check_tensors(graph: Graph) -> None:
+    if not _is_size(graph.micro_batch_size) or graph.micro_batch_size < 1:
+        raise GraphError(f"micro_batch_size is {graph.micro_batch_size!r}; expected an integer of at least 1.")
+    for key, tensor in graph.tensors.items():
+        if key != tensor.id:
+            raise GraphError(f"tensor {tensor.id!r} is stored under another id, {key!r}.")
+        for size in tensor.shape:
+            if not _is_size(size) or not 1 <= size <= LARGEST_FACTOR:
+                raise GraphError(
+                    f"tensor {tensor.id!r} has a dimension of {size!r}; expected an integer from 1 to {LARGEST_FACTOR}."
+                )
+        if tensor.elements > LARGEST_TENSOR:
+            raise GraphError(
+                f"tensor {tensor.id!r} has {tensor.elements} elements; at most {LARGEST_TENSOR} are supported."
+            )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _find_producers(graph: Graph) -> dict[str, Op]:
+    producers: dict[str, Op] = {}
+    seen: set[str] = set()
+    for op in graph.ops:
+        if op.id in seen:
+            raise GraphError(f"two ops have the id {op.id!r}; ids must be unique.")
+        seen.add(op.id)
+        for tensor_id in op.outputs:
+            if tensor_id in producers:
+                raise GraphError(f"tensor {tensor_id!r} is made twice, by {producers[tensor_id].id!r} and {op.id!r}.")
+            producers[tensor_id] = op
+        for tensor_id in (*op.inputs, *op.outputs):
+            if tensor_id not in graph.tensors:
+                raise GraphError(f"op {op.id!r} refers to tensor {tensor_id!r}, which does not exist.")
+    return producers
+
+
+def _check_arguments(graph: Graph, producers: dict[str, Op]) -> None:
+    for tensor in graph.tensors.values():
+        if tensor.role is None and tensor.id not in producers:
+            raise GraphError(f"tensor {tensor.id!r} dangles: no op makes it and it has no role as an argument.")
+        if tensor.role is not None and tensor.id in producers:
+            raise GraphError(
+                f"tensor {tensor.id!r} is an argument ({tensor.role}) and made by {producers[tensor.id].id!r}."
+            )
+
+
+def _check_order(graph: Graph, producers: dict[str, Op]) -> None:
+    ready: set[str] = set()
+    for op in graph.ops:
+        ready.update(op.outputs)
+        late = next((t for t in op.inputs if t in producers and (t not in ready or t in op.outputs)), None)
+        if late is not None:
+            _raise_order(graph, producers, op, late)
+
+
+def _raise_order(graph: Graph, producers: dict[str, Op], op: Op, late: str) -> None:
+    digraph = nx.DiGraph((producers[t].id, other.id) for other in graph.ops for t in other.inputs if t in producers)
+    try:
+        cycle = [edge[0] for edge in nx.find_cycle(digraph)]
+    except nx.NetworkXNoCycle:
+        raise GraphError(
+            f"op {op.id!r} reads {late!r} before {producers[late].id!r} makes it; list ops in topological order."
+        ) from None
+    raise GraphError(f"the graph has a cycle: {' -> '.join([*cycle, cycle[0]])}.")
+
+
+def _check_shapes(graph: Graph, op: Op) -> None:
+    rule = op.rule
+    _check_side(graph, op, "operand", op.inputs, rule.operands)
+    _check_side(graph, op, "result", op.outputs, rule.results)
+    if not op.outputs:
+        raise GraphError(f"op {op.id!r} has no result.")
+
+
+def _check_side(graph: Graph, op: Op, side: str, tensor_ids: tuple[str, ...], sides: tuple[Dims, ...]) -> None:
+    if len(tensor_ids) != len(sides):
+        raise GraphError(f"op {op.id!r} has {len(tensor_ids)} {side}s, but its rule '{op.rule}' has {len(sides)}.")
+    for index, (tensor_id, dims) in enumerate(zip(tensor_ids, sides, strict=True)):
+        expected, actual = op.rule.shape(dims), graph.tensors[tensor_id].shape
+        if expected != actual:
+            raise GraphError(
+                f"op {op.id!r}: {side} {index} {tensor_id!r} has shape {list(actual)}, "
+                f"but its rule '{op.rule}' says {list(expected)}."
+            )
+
+
+def _check_phases(graph: Graph, producers: dict[str, Op]) -> None:
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            continue
+        for tensor_id in op.inputs:
+            producer = producers.get(tensor_id)
+            if producer is not None and producer.phase is not Phase.FORWARD:
+                raise GraphError(
+                    f"forward op {op.id!r} reads {tensor_id!r}, which {producer.phase} op {producer.id!r} makes."
+                )
+
+
+def _check_results(graph: Graph) -> None:
+    for tensor_id in graph.outputs:
+        if tensor_id not in graph.tensors:
+            raise GraphError(f"output {tensor_id!r} does not exist.")
+    op_ids = {op.id for op in graph.ops}
+    for op in graph.ops:
+        if op.gradient_of and op.gradient_of not in op_ids:
+            raise GraphError(f"op {op.id!r} is the gradient of {op.gradient_of!r}, which does not exist.")
+    parameters = {tensor.id for tensor in graph.parameters}
+    for parameter, gradient in graph.gradients:
+        if parameter not in parameters:
+            raise GraphError(f"gradient {gradient!r} belongs to {parameter!r}, which is not a parameter.")
+        if gradient not in graph.tensors:
+            raise GraphError(f"the gradient {gradient!r} of {parameter!r} does not exist.")
+        shapes = graph.tensors[parameter].shape, graph.tensors[gradient].shape
+        if shapes[0] != shapes[1]:
+            raise GraphError(
+                f"gradient {gradient!r} has shape {list(shapes[1])}, its parameter {parameter!r} has {list(shapes[0])}."
+            )
