@@ -1,5 +1,27 @@
 """Phaze: the fastest way to train a model on many accelerators, found and proven."""
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phaze.errors import PhazeError
+    from phaze.imports import import_graph
+
+__all__ = ["PhazeError", "__version__", "import_graph"]
 
 __version__ = "0.1.0"
+
+_HOMES = {"PhazeError": "phaze.errors", "import_graph": "phaze.imports"}
+"""Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'phaze' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

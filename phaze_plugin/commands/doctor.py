@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import re
+import dataclasses
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-import phaze
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
+
+if TYPE_CHECKING:
+    from phaze.diagnosis import Diagnosis
+    from phaze.hooks import Origin
 
 __all__ = ["doctor"]
 
-DISTRIBUTION = "phaze-plugin"
+COUNTED_PARTS = ("frontends", "backends", "solvers", "stage_builders", "accelerators", "op_prices", "named_models")
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -24,40 +27,52 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, console: Console) -> int:
-    """Show versions."""
-    libraries = list(required_libraries())
-    document = {
-        "phaze": phaze.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "libraries": [{"name": name, "extra": extra, "version": installed_version(name)} for name, extra in libraries],
-    }
-    rows = [(name, installed_version(name) or "not installed", extra or "core") for name, extra in libraries]
-    show(
-        console,
-        arguments,
-        document,
-        f"phaze {document['phaze']} on Python {document['python']}, {document['platform']}",
-        plain_table(["library", "version", "needed by"], rows),
-    )
+    """Show the diagnosis; problems with plugins are shown, and are not an error of this command."""
+    from phaze.diagnosis import diagnose
+
+    diagnosis = diagnose()
+    show(console, arguments, dataclasses.asdict(diagnosis), *_for_people(diagnosis))
     return ExitCode.FINE
 
 
-def required_libraries() -> Iterator[tuple[str, str | None]]:
-    """Every library that the distribution names, with the extra that asks for it (None: the core does)."""
-    for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
-        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if name != DISTRIBUTION and (extra is None or extra[1] not in ("dev", "all")):
-            yield name, extra[1] if extra else None
+def _for_people(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    yield f"phaze {diagnosis.phaze} on Python {diagnosis.python}, {diagnosis.platform}\n"
+    yield plain_table(
+        ["library", "version", "extra"],
+        [(library.name, library.version or "not installed", library.extra or "") for library in diagnosis.libraries],
+    )
+    yield ""
+    yield plain_table(
+        ["solver", "state", "detail"], [(solver.name, solver.state, solver.detail) for solver in diagnosis.solvers]
+    )
+    yield ""
+    yield plain_table(["kind", "name", "state", "from"], list(_part_rows(diagnosis)))
+    yield ""
+    yield plain_table(["plugin", "from", "adds", "file"], list(_plugin_rows(diagnosis)))
+    yield ""
+    yield "\n".join([f"{len(diagnosis.problems)} problems with plugins", *diagnosis.problems])
 
 
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _part_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
+    for kind in ("frontends", "backends"):
+        parts = getattr(diagnosis, kind)
+        for part in parts:
+            state = f"needs {', '.join(part.missing_libraries)}" if part.missing_libraries else "ready"
+            yield kind.removesuffix("s"), part.name, state, _source(part.origin)
+        if not parts:
+            yield kind.removesuffix("s"), "none", "", ""
+
+
+def _plugin_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
+    added = {kind: Counter(part.origin for part in getattr(diagnosis, kind)) for kind in COUNTED_PARTS}
+    for plugin in diagnosis.plugins:
+        counts = {kind.replace("_", " "): counter[plugin.origin] for kind, counter in added.items()}
+        adds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        yield plugin.origin.plugin, _source(plugin.origin), adds or "nothing", plugin.origin.file or ""
+
+
+def _source(origin: Origin) -> str:
+    return f"{origin.distribution} {origin.version}" if origin.distribution else origin.plugin
 
 
 doctor = Command(

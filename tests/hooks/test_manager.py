@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from plugins import manager_of, plugin_with, raising, write_distribution
+from plugins import installed_distribution, manager_of, plugin_with, raising
 
 from phaze.errors import PluginError, PluginWarning, UnknownNameError
 from phaze.hardware import Accelerator, preset
@@ -124,9 +124,7 @@ def test_plugins_are_asked_in_order_and_may_ask_to_come_first_or_last() -> None:
     assert [offer.name for offer in manager.accelerators()] == ["early", "b", "c", "late"]
 
 
-def test_installed_plugins_are_found_before_the_core_and_a_broken_one_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_plugins_are_found_before_the_core_and_a_broken_one_does_no_harm(tmp_path: Path) -> None:
     source = (
         "from phaze.hooks import hookimpl\nfrom phaze.hardware import preset\n"
         "@hookimpl\ndef phaze_accelerators():\n    return {'toy': preset('h100').accelerator}\n"
@@ -138,9 +136,10 @@ def test_installed_plugins_are_found_before_the_core_and_a_broken_one_does_no_ha
         "toy": "phaze_toy",
     }
     modules = {"phaze_toy": source, "phaze_broken": "1 / 0", "phaze_exiting": "raise SystemExit(3)"}
-    write_distribution(tmp_path, "phaze-toy", version="2.5", entry_points=entry_points, modules=modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(PluginWarning) as warned:
+    with (
+        installed_distribution(tmp_path, "phaze-toy", version="2.5", entry_points=entry_points, modules=modules),
+        pytest.warns(PluginWarning) as warned,
+    ):
         manager = PluginManager.load()
     origin = manager.accelerators().offer("toy").origin
     assert str(origin) == "plugin 'toy' of phaze-toy 2.5"

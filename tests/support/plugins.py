@@ -1,6 +1,9 @@
 """Plugins made on the spot, and distributions that importlib finds without an installation."""
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,10 +55,11 @@ class SampleFrontend:
         return self.answer
 
 
-def write_distribution(
+@contextmanager
+def installed_distribution(
     folder: Path, name: str, *, version: str, entry_points: Mapping[str, str], modules: Mapping[str, str]
-) -> None:
-    """A distribution's metadata and modules, as an installer leaves them in a folder of sys.path."""
+) -> Iterator[None]:
+    """A distribution's metadata and modules, as an installer leaves them in a folder of sys.path, and gone again."""
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -63,3 +67,11 @@ def write_distribution(
     (metadata / "entry_points.txt").write_text(f"[phaze]\n{lines}")
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for module in modules:
+            sys.modules.pop(module, None)
