@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phaze.errors import PhazeError
-    from phaze.imports import import_graph
+    from phaze.imports import import_graph, load_graph
+    from phaze.ir import Graph
 
-__all__ = ["PhazeError", "__version__", "import_graph"]
+__all__ = ["Graph", "PhazeError", "__version__", "import_graph", "load_graph"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"PhazeError": "phaze.errors", "import_graph": "phaze.imports"}
+_HOMES = {
+    "Graph": "phaze.ir",
+    "PhazeError": "phaze.errors",
+    "import_graph": "phaze.imports",
+    "load_graph": "phaze.imports",
+}
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
 
 

@@ -15,9 +15,17 @@ from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameE
 
 if TYPE_CHECKING:
     from phaze.hooks import Offer, PluginManager
-    from phaze.interfaces import Frontend, Graph, ModelFactory
+    from phaze.interfaces import Frontend, ModelFactory
+    from phaze.ir import Graph
 
-__all__ = ["import_graph"]
+__all__ = ["import_graph", "load_graph"]
+
+
+def load_graph(path: str | os.PathLike[str]) -> Graph:
+    """The graph that `Graph.save` wrote; raises FormatError where the file is missing, damaged or another format."""
+    from phaze.ir.serialize import read_graph
+
+    return read_graph(path)
 
 
 def import_graph(model: object, inputs: object = None, *, frontend: str | None = None, **options: object) -> Graph:
@@ -46,7 +54,7 @@ def import_with_plugins(
     for offer in _accepting(plugins, model):
         _check_options(offer, options, offer.value.options)
         try:
-            return offer.value.import_model(model, inputs, options)
+            return _checked(offer.value.import_model(model, inputs, options))
         except PhazeError:
             raise
         except Exception as error:
@@ -68,7 +76,7 @@ def _accepting(plugins: PluginManager, model: object) -> Iterator[Offer[Frontend
 def _import_by_named(offer: Offer[Frontend], model: object, inputs: object, options: Mapping[str, object]) -> Graph:
     _check_options(offer, options, offer.value.options)
     try:
-        return offer.value.import_model(model, inputs, options)
+        return _checked(offer.value.import_model(model, inputs, options))
     except PhazeError:
         raise
     except Exception as error:
@@ -81,11 +89,19 @@ def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object]) -> G
     if sequence_length is not None and (not isinstance(sequence_length, int) or sequence_length < 1):
         raise ValueError(f"sequence_length is {sequence_length!r}; expected a positive integer")
     try:
-        return offer.value(sequence_length=sequence_length)
+        return _checked(offer.value(sequence_length=sequence_length))
     except PhazeError:
         raise
     except Exception as error:
         raise _plugin_error("model", offer, error) from error
+
+
+def _checked(answer: object) -> Graph:
+    from phaze.ir import Graph
+
+    if not isinstance(answer, Graph):
+        raise TypeError(f"it answered with a {type(answer).__name__}; expected a Graph")
+    return answer
 
 
 def _check_options(offer: Offer[object], options: Mapping[str, object], known: Iterable[str]) -> None:

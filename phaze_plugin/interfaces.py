@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from phaze.capabilities import Capabilities
     from phaze.cost import Estimate
     from phaze.hardware import AcceleratorArray
-
-    Graph = object
-    Op = object
+    from phaze.ir import Graph, Op
 
 __all__ = ["Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder"]
 

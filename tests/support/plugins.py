@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from phaze.hooks import Origin, PluginManager, hookimpl
+from phaze.ir import Graph
 
 
 def plugin_with(**hooks: Callable[[], object]) -> SimpleNamespace:
@@ -32,6 +33,11 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return function
+
+
+def graph_called(name: str) -> Graph:
+    """A graph of nothing, to be told from another by its name."""
+    return Graph(name=name, tensors={}, ops=(), outputs=())
 
 
 @dataclass(frozen=True)
