@@ -1,23 +1,24 @@
-"""What one op costs on each of many accelerators.
+"""What ops cost on each of many accelerators.
 
 Seconds come twice, as the scheduler needs them: on one core of the op's kind, and spread over all cores of that kind.
 The binding term says which part of the time decides:
 
-    compute   the units are busy with useful work, or with padding of the shape to the array
+    compute   the cores are busy with the op's work and with padding its shape to the array
     memory    off-chip traffic over bandwidth exceeds the time on the cores
-    fill      more than half of the time on the cores is filling and draining the arrays
+    fill      the time on the cores would more than halve if arrays filled and drained in no time
     overhead  the calibrated overhead per op exceeds everything else
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BINDINGS", "Binding", "CoreKind", "Estimate"]
+__all__ = ["BINDINGS", "Binding", "CoreKind", "Estimate", "stack_estimates"]
 
 
 class CoreKind(StrEnum):
@@ -45,10 +46,10 @@ BINDINGS = tuple(Binding)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """Prices of one op (or of a batch of ops, on leading dims) with the accelerators on the last dim.
+    """Prices of several ops on several accelerators: every array is indexed [op, accelerator].
 
     Attributes:
-        kind: the cores that the op occupies.
+        kinds: the cores that each op occupies.
         core_s: seconds on one core.
         spread_s: seconds when spread over all cores of its kind; never more than on one core.
         core_binding: what decides ``core_s``, as codes into `BINDINGS`.
@@ -59,7 +60,7 @@ class Estimate:
         spread_energy_j: dynamic energy when spread.
     """
 
-    kind: CoreKind
+    kinds: tuple[CoreKind, ...]
     core_s: NDArray[np.float64]
     spread_s: NDArray[np.float64]
     core_binding: NDArray[np.uint8]
@@ -68,3 +69,32 @@ class Estimate:
     spread_bytes: NDArray[np.float64]
     core_energy_j: NDArray[np.float64]
     spread_energy_j: NDArray[np.float64]
+
+    @classmethod
+    def empty(cls, kinds: Sequence[CoreKind], accelerators: int) -> Estimate:
+        """Room for the prices of ops of these kinds, all zero."""
+        shape = (len(kinds), accelerators)
+        arrays = {name: np.zeros(shape, np.uint8 if name.endswith("binding") else np.float64) for name in _ARRAYS}
+        return cls(kinds=tuple(kinds), **arrays)
+
+    def __len__(self) -> int:
+        """Number of ops."""
+        return len(self.kinds)
+
+    def gather(self, at: NDArray[np.int64], target: Estimate, row: int) -> None:
+        """Write this estimate's first op into ``row`` of ``target``, taking accelerator ``at[i]`` for the i-th."""
+        for name in _ARRAYS:
+            np.take(getattr(self, name)[0], at, out=getattr(target, name)[row], mode="clip")
+
+    def binding(self, op: int = 0, accelerator: int = 0) -> Binding:
+        """What decides the spread time of one op on one accelerator."""
+        return BINDINGS[int(self.spread_binding[op, accelerator])]
+
+
+_ARRAYS = tuple(field.name for field in fields(Estimate))[1:]
+
+
+def stack_estimates(estimates: Sequence[Estimate]) -> Estimate:
+    """The ops of several estimates on the same accelerators, one after the other."""
+    arrays = {name: np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in _ARRAYS}
+    return Estimate(kinds=tuple(kind for estimate in estimates for kind in estimate.kinds), **arrays)

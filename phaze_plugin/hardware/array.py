@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,10 @@ class AcceleratorArray:
         chosen = np.asarray(indices, dtype=np.int64)
         columns = {field: getattr(self, field)[chosen] for field in (*INTEGER_FIELDS, *REAL_FIELDS, "rates")}
         return AcceleratorArray(names=tuple(self.names[int(index)] for index in chosen), **columns)
+
+    def renamed(self, names: Sequence[str]) -> AcceleratorArray:
+        """The same accelerators under other names."""
+        return replace(self, names=tuple(names))
 
     def at(self, index: int) -> Accelerator:
         """The accelerator at ``index``."""

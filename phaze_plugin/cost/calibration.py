@@ -1,0 +1,57 @@
+"""How far a real chip stays behind the ideal one.
+
+    time = max(tensor time / matrix, vector time / vector, memory time / memory) + overhead per op
+    collective time = link time / link
+
+Until a preset is fitted to measurements its efficiencies are all 1.0, and results say "ideal".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from phaze.hardware.validate import fraction, non_negative
+
+__all__ = ["IDEAL", "Calibration", "calibration_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Efficiencies in (0, 1] and a fixed cost per op.
+
+    Attributes:
+        name: "ideal", or what it was fitted on.
+        matrix: reached share of the tensor cores' rate.
+        vector: reached share of the vector cores' rate.
+        memory: reached share of HBM bandwidth.
+        link: reached share of link bandwidth.
+        overhead_s: launch and synchronisation per op.
+    """
+
+    name: str = "ideal"
+    matrix: float = 1.0
+    vector: float = 1.0
+    memory: float = 1.0
+    link: float = 1.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        owner = f"calibration {self.name}"
+        for field in fields(self)[1:-1]:
+            fraction(owner, field.name, getattr(self, field.name))
+        non_negative(owner, "overhead_s", self.overhead_s)
+
+    @property
+    def is_ideal(self) -> bool:
+        """Whether nothing was fitted."""
+        return self == IDEAL
+
+
+IDEAL = Calibration()
+
+
+def calibration_of(chip: str) -> Calibration:
+    """The calibration that belongs to the preset ``chip``; no preset has been fitted yet."""
+    del chip
+    return IDEAL

@@ -1,0 +1,120 @@
+"""What an op asks of an accelerator, in the few terms that the price is made of.
+
+Ops of every kind are first turned into `Work`; prices look at nothing else. The parts run at the same time, each on its
+own resource, so the largest decides:
+
+    tensor time   matrix products, one after the other
+    vector time   lane operations
+    memory time   bytes of the tilings, and bytes that stream through once
+
+`Work` of true views is empty and occupies no cores: the only thing that costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phaze.cost.estimate import CoreKind
+from phaze.cost.traffic import ProductTiling, Tiling
+from phaze.errors import CostError
+
+__all__ = ["VIEW", "Product", "Work", "matmul_work", "vector_work"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """``batch`` products of (m, k) with (k, n) at ``dtype``."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Check that sizes are sizes."""
+        if min(self.batch, self.m, self.n, self.k) < 1:
+            raise CostError(f"matrix product {self.batch} x ({self.m}, {self.n}, {self.k}): sizes must be at least 1.")
+
+    @property
+    def macs(self) -> float:
+        """Multiply-accumulates."""
+        return float(self.batch) * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The terms of one op.
+
+    Attributes:
+        products: matrix products on the tensor cores.
+        vector_operations: operations of single lanes on the vector cores.
+        tilings: traffic that depends on the buffer.
+        streamed_bytes: traffic that does not.
+
+    Raises:
+        CostError: it computes without moving a byte; such an op would be priced too low.
+    """
+
+    products: tuple[Product, ...] = ()
+    vector_operations: float = 0.0
+    tilings: tuple[Tiling, ...] = ()
+    streamed_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check signs, and that what computes also moves bytes."""
+        if not (0 <= self.vector_operations < math.inf and 0 <= self.streamed_bytes < math.inf):
+            raise CostError(
+                f"work with {self.vector_operations} vector operations and {self.streamed_bytes} streamed bytes: "
+                "expected finite numbers of at least 0."
+            )
+        computes = bool(self.products) or self.vector_operations > 0
+        if computes != (self.compulsory_bytes > 0):
+            raise CostError(
+                f"work with {len(self.products)} products and {self.vector_operations} vector operations moves "
+                f"{self.compulsory_bytes} bytes; an op either computes and moves bytes, or is a view."
+            )
+
+    @property
+    def kind(self) -> CoreKind:
+        """The cores that the op occupies."""
+        if self.products:
+            return CoreKind.BOTH if self.vector_operations else CoreKind.TENSOR
+        return CoreKind.VECTOR if self.vector_operations else CoreKind.NONE
+
+    @property
+    def macs(self) -> float:
+        """Multiply-accumulates of all products."""
+        return sum(product.macs for product in self.products)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """Bytes that move however large the buffer is."""
+        return sum(tiling.compulsory_bytes for tiling in self.tilings) + self.streamed_bytes
+
+
+VIEW = Work()
+"""An op that renames elements without touching them."""
+
+
+def matmul_work(
+    batch: int, m: int, n: int, k: int, *, dtype: str = "bf16", element_bytes: float = 2.0, output_bytes: float = 2.0
+) -> Work:
+    """``batch`` dense products of (m, k) with (k, n); ``output_bytes`` is the size of one result element."""
+    tiling = ProductTiling(
+        batch=batch,
+        m=m,
+        n=n,
+        k=k,
+        left_bytes=element_bytes * batch * m * k,
+        right_bytes=element_bytes * batch * k * n,
+        output_bytes=output_bytes * batch * m * n,
+        element_bytes=element_bytes,
+    )
+    return Work(products=(Product(batch=batch, m=m, n=n, k=k, dtype=dtype),), tilings=(tiling,))
+
+
+def vector_work(operations: float, moved_bytes: float) -> Work:
+    """Elementwise work of so many lane operations on so many bytes."""
+    return Work(vector_operations=operations, streamed_bytes=moved_bytes)
