@@ -175,7 +175,7 @@ class Writer:
         square = f"b {h} s t"
         text = f"b s {h} d, b t {g} d -> {square}"
         (scores,) = self.op(path, "scores", OpKind.CONTRACTION, "einsum", text, query, key, sizes=sizes)
-        attributes: dict[str, Attribute] = {"causal": int(attention.is_causal), "scale": scale}
+        attributes: dict[str, Attribute] = {"scale": scale} | ({"causal": "s"} if attention.is_causal else {})
         inputs = (scores,) if bias is None else (scores, bias)
         function = "softmax" if bias is None else "biased_softmax"
         text = f"{square}{'' if bias is None else f', {h} s t'} -> {square}"

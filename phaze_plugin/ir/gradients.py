@@ -8,6 +8,7 @@ are put together. The rest is one op that reads what its entry here says and giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -224,7 +225,15 @@ def _reduction(request: Gradients) -> Answers:
     if request.op.function == "sum":
         return (_expanded(request, request.first),)
     if request.op.function == "mean":
-        (gradient,) = request.emit("mean_backward", (request.came_in(),), (request.result(),), kind=OpKind.ELEMENTWISE)
+        rule = request.op.rule
+        count = math.prod(rule.size(name) for name in rule.reduced_names())
+        (gradient,) = request.emit(
+            "mean_backward",
+            (request.came_in(),),
+            (request.result(),),
+            kind=OpKind.ELEMENTWISE,
+            attributes={"count": count},
+        )
         return (_expanded(request, gradient),)
     reads = (request.came_in(), request.operand(0), request.result())
     return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),))
@@ -295,11 +304,12 @@ def _opaque(request: Gradients) -> Answers:
 
 
 def _jointly(request: Gradients, function: str, reads: Sequence[tuple[str, Dims]]) -> Answers:
-    indices = [index for index, want in enumerate(request.wanted) if want]
+    """One op for the gradients of all operands that want one; its attribute `gradients_of` lists their indices."""
+    indices = tuple(index for index, want in enumerate(request.wanted) if want)
+    attributes = {**dict(request.op.attributes), "gradients_of": indices}
+    gradients = request.emit(function, reads, [request.operand(index) for index in indices], attributes=attributes)
     answers: list[str | None] = [None] * len(request.wanted)
-    for index, gradient in zip(
-        indices, request.emit(function, reads, [request.operand(index) for index in indices]), strict=True
-    ):
+    for index, gradient in zip(indices, gradients, strict=True):
         answers[index] = gradient
     return answers
 

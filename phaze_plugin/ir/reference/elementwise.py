@@ -1,0 +1,151 @@
+"""Functions of one element at a time, and their derivatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from phaze.ir.functions import UNARY_READS, Saved
+from phaze.ir.op import Op
+from phaze.ir.reference.axes import Array, align, collapse
+
+__all__ = ["ELEMENTWISE", "dropout", "dropout_backward"]
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_TANH_SCALE = math.sqrt(2 / math.pi)
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def _gelu_tanh_inner(x: Array) -> Array:
+    return np.asarray(np.tanh(_TANH_SCALE * (x + 0.044715 * x**3)))
+
+
+def _gelu_tanh_slope(x: Array) -> Array:
+    inner = _gelu_tanh_inner(x)
+    return np.asarray(0.5 * (1 + inner) + 0.5 * x * (1 - inner**2) * _TANH_SCALE * (1 + 3 * 0.044715 * x**2))
+
+
+def _gelu_slope(x: Array) -> Array:
+    return np.asarray(0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi))
+
+
+def _silu_slope(x: Array) -> Array:
+    gate = _sigmoid(x)
+    return np.asarray(gate * (1 + x * (1 - gate)))
+
+
+_UNARY: dict[str, Callable[[Array], Array]] = {
+    "abs": np.abs,
+    "cos": np.cos,
+    "erf": _erf,
+    "exp": np.exp,
+    "gelu": lambda x: np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2)))),
+    "gelu_tanh": lambda x: np.asarray(0.5 * x * (1 + _gelu_tanh_inner(x))),
+    "log": np.log,
+    "negative": np.negative,
+    "reciprocal": lambda x: np.asarray(1 / x),
+    "relu": lambda x: np.maximum(x, 0),
+    "rsqrt": lambda x: np.asarray(1 / np.sqrt(x)),
+    "sigmoid": _sigmoid,
+    "silu": lambda x: np.asarray(x * _sigmoid(x)),
+    "sin": np.sin,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "tanh": np.tanh,
+}
+
+_SLOPE: dict[str, Callable[[Array], Array]] = {
+    "abs": np.sign,
+    "cos": lambda x: -np.sin(x),
+    "erf": lambda x: np.asarray(2 / math.sqrt(math.pi) * np.exp(-(x**2))),
+    "exp": lambda y: y,
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "log": lambda x: np.asarray(1 / x),
+    "negative": lambda y: np.asarray(-1.0),
+    "reciprocal": lambda y: -np.square(y),
+    "relu": lambda y: np.asarray(y > 0),
+    "rsqrt": lambda y: np.asarray(-0.5 * y**3),
+    "sigmoid": lambda y: np.asarray(y * (1 - y)),
+    "silu": _silu_slope,
+    "sin": np.cos,
+    "sqrt": lambda y: np.asarray(0.5 / y),
+    "square": lambda x: np.asarray(2 * x),
+    "tanh": lambda y: 1 - np.square(y),
+}
+"""Derivatives, as a function of the input or of the result, whichever `UNARY_READS` says is kept."""
+
+
+def _rotate(x: Array) -> Array:
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([-second, first], axis=-1)
+
+
+def _rotary(x: Array, cosine: Array, sine: Array) -> Array:
+    return np.asarray(x * cosine + _rotate(x) * sine)
+
+
+def _rotary_backward(gradient: Array, cosine: Array, sine: Array) -> Array:
+    return np.asarray(gradient * cosine - _rotate(gradient * sine))
+
+
+def _number(op: Op, name: str) -> float:
+    value = op.attribute(name)
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _apply(function: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+    def run(op: Op, *inputs: Array) -> tuple[Array, ...]:
+        order = [name for dim in op.rule.results[0] for name in dim.factors]
+        aligned = [align(op.rule, dims, array, order) for dims, array in zip(op.rule.operands, inputs, strict=True)]
+        return (collapse(op.rule, op.rule.results[0], function(op, *aligned), order),)
+
+    return run
+
+
+def _plain(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda op, *inputs: function(*inputs)
+
+
+def _slope(name: str) -> Callable[..., Array]:
+    if UNARY_READS[name] is Saved.NOTHING:
+        return lambda op, gradient: np.asarray(gradient * _SLOPE[name](gradient))
+    return lambda op, gradient, kept: np.asarray(gradient * _SLOPE[name](kept))
+
+
+ELEMENTWISE: dict[str, Callable[..., tuple[Array, ...]]] = {
+    **{name: _apply(_plain(function)) for name, function in _UNARY.items()},
+    **{f"{name}_backward": _apply(_slope(name)) for name in _UNARY},
+    "add": _apply(_plain(np.add)),
+    "add_constant": _apply(lambda op, x: np.asarray(x + _number(op, "value"))),
+    "cast": _apply(lambda op, x: x),
+    "divide": _apply(_plain(np.divide)),
+    "divisor_backward": _apply(lambda op, gradient, divisor, result: np.asarray(-gradient * result / divisor)),
+    "identity": _apply(lambda op, x: x),
+    "mean_backward": _apply(lambda op, gradient: np.asarray(gradient / _number(op, "count"))),
+    "multiply": _apply(_plain(np.multiply)),
+    "rotary": _apply(_plain(_rotary)),
+    "rotary_backward": _apply(_plain(_rotary_backward)),
+    "scale": _apply(lambda op, x: np.asarray(x * _number(op, "factor"))),
+    "scale_backward": _apply(lambda op, gradient: np.asarray(gradient * _number(op, "factor"))),
+    "subtract": _apply(_plain(np.subtract)),
+}
+
+
+def dropout(op: Op, x: Array) -> tuple[Array, ...]:
+    """A fixed pseudo-random mask, a function of each element's position alone."""
+    probability = _number(op, "probability")
+    draws = (np.arange(x.size, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(2**32)) / 2**32
+    mask = (draws >= probability).reshape(x.shape)
+    return np.asarray(x * mask / (1 - probability)), mask
+
+
+def dropout_backward(op: Op, gradient: Array, mask: Array) -> tuple[Array, ...]:
+    """The gradient where the mask let the value pass."""
+    return (np.asarray(gradient * mask / (1 - _number(op, "probability"))),)
