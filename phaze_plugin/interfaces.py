@@ -61,8 +61,8 @@ class ModelFactory(Protocol):
 class OpPricer(Protocol):
     """Prices one kind of op; it wins over the built-in price."""
 
-    def __call__(self, op: Op, accelerators: AcceleratorArray) -> Estimate:
-        """What the op costs on each accelerator."""
+    def __call__(self, graph: Graph, op: Op, accelerators: AcceleratorArray) -> Estimate:
+        """What an op of the graph costs on each accelerator; the graph knows the shapes and types of its tensors."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""A plugin for Phaze, to be read and copied."""
