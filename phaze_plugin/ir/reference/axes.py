@@ -34,7 +34,8 @@ def collapse(rule: Rule, dims: Dims, array: Array, order: Sequence[str]) -> Arra
     """From one axis per factor of `order` to a result: broadcast what is missing, sum what the result lacks."""
     full = np.broadcast_to(array, [rule.size(name) for name in order])
     wanted = names_of(dims)
-    summed = full.sum(axis=tuple(index for index, name in enumerate(order) if name not in wanted), dtype=full.dtype)
+    absent = tuple(index for index, name in enumerate(order) if name not in wanted)
+    summed: Array = full.sum(axis=absent, dtype=full.dtype)
     left = [name for name in order if name in wanted]
     names = [name for dim in dims for name in dim.factors]
     return summed.transpose([left.index(name) for name in names]).reshape(rule.shape(dims))
