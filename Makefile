@@ -2,7 +2,7 @@
 # Needs: a Python of at least 3.11 with venv, and for the tests a C++ compiler. Nothing needs root.
 
 .NOTPARALLEL:
-.PHONY: help run test test-full check package clean compiler-noted compiler-required
+.PHONY: help run test test-full check package clean compiler-noted compiler-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -10,19 +10,15 @@ PIP := $(PYTHON_IN_VENV) -m pip --disable-pip-version-check install --quiet --co
 ROOMS := phaze_plugin frontends backends hooks
 MAIN_JOB ?= doctor
 
-# What an installation depends on: the project's description, the pinned versions, which files exist (a strict editable
-# install links every file, so their contents may change freely) and where the clone lies.
-FINGERPRINT := $(shell { pwd; cat pyproject.toml tests/constraints.txt; \
+# What an installation depends on: the project's description and version, the pinned versions, which files exist (a
+# strict editable install links every file, so their contents may change freely) and where the clone lies.
+FINGERPRINT := $(shell { pwd; cat pyproject.toml tests/constraints.txt phaze_plugin/__init__.py; \
 	find $(ROOMS) -type f ! -name '*.pyc' | LC_ALL=C sort; } | cksum | tr ' ' '-')
 TEST_STAMP := $(VENV)/installed-test-$(FINGERPRINT)
 CORE_STAMP := $(VENV)/installed-core-$(FINGERPRINT)
-ifneq ($(wildcard $(TEST_STAMP)),)
-CORE_STAMP := $(TEST_STAMP)
-endif
+RUN_STAMP := $(or $(wildcard $(TEST_STAMP)),$(CORE_STAMP))
 # The links of a strict editable install lie in build/: without them nothing is installed, whatever a stamp says.
-ifeq ($(wildcard build/__editable__.*),)
-.PHONY: $(TEST_STAMP) $(CORE_STAMP)
-endif
+UNLINKED := $(if $(wildcard build/__editable__.*),,unlinked)
 
 help:
 	@echo 'make run        install the core into .venv and run the main job (phaze $(MAIN_JOB))'
@@ -31,7 +27,7 @@ help:
 	@echo 'make package    source distribution and wheel in dist/'
 	@echo 'make clean      remove .venv, build/ and dist/'
 
-run: compiler-noted $(CORE_STAMP)
+run: compiler-noted $(RUN_STAMP)
 	@$(VENV)/bin/phaze $(MAIN_JOB)
 
 test: compiler-required check
@@ -44,6 +40,7 @@ check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check .
 	@$(PYTHON_IN_VENV) -m mypy -p phaze
+	@$(PYTHON_IN_VENV) -m mypy tests/sample_plugin/phaze_sample
 
 package: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m build
@@ -51,14 +48,14 @@ package: $(TEST_STAMP)
 clean:
 	@rm -rf $(VENV) build dist *.egg-info
 
-$(VENV)/installed-core-%: $(PYTHON_IN_VENV)
+$(CORE_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze into $(VENV)'
-	@$(PIP) --editable .
+	@rm -rf build && $(PIP) --editable .
 	@rm -f $(VENV)/installed-* && touch $@
 
-$(VENV)/installed-test-%: $(PYTHON_IN_VENV)
+$(TEST_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze and what its tests need into $(VENV)'
-	@$(PIP) --editable '.[dev,gurobi]'
+	@rm -rf build && $(PIP) --editable '.[dev,gurobi]'
 	@rm -f $(VENV)/installed-* && touch $@
 
 # Candidates are started, not only looked up: a version manager may list a Python that it cannot start.

@@ -1,0 +1,104 @@
+"""Code blocks of a document, and what they print when they are run as written.
+
+    ```python     a program; a ```text block right after it is what it prints
+    ```console    commands after `$ `, each followed by what it prints (nothing there: anything)
+    ```text       anywhere else: a drawing
+
+In expected output a line `...` stands for any number of lines, and spaces at the end of a line do not count. Commands
+that start with `make` are not run but looked up (`make --dry-run`), since `make test` is what runs the tests.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from repository import ROOT
+
+LANGUAGES = ("python", "console", "text", "bibtex")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to run: a program or a command, and what it is said to print (None: not said)."""
+
+    document: str
+    line: int
+    command: tuple[str, ...] | str
+    expected: str | None
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    line: int
+    language: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a document."""
+    return [Block(text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in FENCE.finditer(text)]
+
+
+def steps(document: str, text: str) -> list[Step]:
+    """Everything in a document that can be run, in order."""
+    found: list[Step] = []
+    listed = blocks(text)
+    for index, block in enumerate(listed):
+        if block.language == "python":
+            told = next((after.text for after in listed[index + 1 : index + 2] if is_output(text, block, after)), None)
+            found.append(Step(document, block.line, (sys.executable, "-c", block.text), told))
+        elif block.language == "console":
+            found += console_steps(document, block)
+    return found
+
+
+def is_output(text: str, block: Block, following: Block) -> bool:
+    """Whether a block is what the one before it prints: nothing but empty lines stands between them."""
+    end = block.line + block.text.count("\n") + 1
+    return following.language == "text" and not "".join(text.splitlines()[end : following.line - 1]).strip()
+
+
+def console_steps(document: str, block: Block) -> list[Step]:
+    """The commands of a console block."""
+    parts = re.split(r"^\$ (.*)\n", block.text, flags=re.MULTILINE)
+    assert not parts[0].strip(), f"{document}:{block.line}: a console block starts with `$ `"
+    commands, outputs = parts[1::2], parts[2::2]
+    return [
+        Step(document, block.line, command, output if output.strip() else None)
+        for command, output in zip(commands, outputs, strict=True)
+    ]
+
+
+def run_step(step: Step, folder: Path) -> str:
+    """Run a step in a folder, with this environment's programs first; returns what it printed."""
+    is_make = isinstance(step.command, str) and step.command.startswith("make")
+    command = f"{step.command} --dry-run" if is_make else step.command
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command,
+        shell=isinstance(command, str),
+        cwd=ROOT if is_make else folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{step}: {step.command} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def is_as_told(printed: str, expected: str) -> bool:
+    """Whether output is what a document says, `...` standing for any lines."""
+    lines = [line.rstrip() for line in expected.strip("\n").splitlines()]
+    pattern = "".join(r"(?:.*\n)*" if line == "..." else re.escape(line) + r"\n" for line in lines)
+    actual = "".join(line.rstrip() + "\n" for line in printed.strip("\n").splitlines())
+    return re.fullmatch(pattern, actual) is not None
