@@ -1,6 +1,7 @@
 """What is in the repository is what gets installed, and nothing else."""
 
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from repository import ROOMS, ROOT, module_name, source_files, tracked_files
-
-import phaze
 
 TOP_LEVEL = {
     ".ci",
@@ -68,12 +67,16 @@ def test_importing_every_module_brings_in_no_framework_and_no_solver() -> None:
     assert {"torch", "jax", "jaxlib", "transformers", "ortools", "gurobipy"}.isdisjoint(loaded)
 
 
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    for name in MODULES:
-        importlib.import_module(name)
-    modules = {name.removeprefix("phaze.") for name in MODULES if name.count(".") == 1}
-    public = {name for name in phaze.__all__ if callable(getattr(phaze, name))}
-    assert modules & public == set()
+def test_what_the_two_commands_install_is_pinned() -> None:
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    wanted = [project["dependencies"], *(extras[name] for name in ("dev", "gurobi", "torch", "jax"))]
+    pinned = {line.partition("==")[0] for line in (ROOT / "tests/constraints.txt").read_text().splitlines()}
+    assert {re.split(r"[<>=]", requirement)[0] for group in wanted for requirement in group} - pinned == set()
+
+
+def test_every_entry_point_leads_to_a_module_of_this_repository() -> None:
+    assert set(PROJECT["project"]["entry-points"]["phaze"].values()) <= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES)

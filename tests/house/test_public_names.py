@@ -1,0 +1,49 @@
+"""What `import phaze` offers, and that it stays so when everything else is imported too."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+import pytest
+from repository import ROOMS, module_name, source_files
+
+import phaze
+from phaze.errors import FormatError, ImportModelError
+
+PUBLIC = ["Graph", "PhazeError", "__version__", "import_graph", "load_graph"]
+MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),
+    "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_imported() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(phaze.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(phaze))
+
+
+def test_every_public_function_is_called_here() -> None:
+    assert {name for name in PUBLIC if inspect.isfunction(getattr(phaze, name))} == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_public_function_is_still_one_after_everything_was_imported(name: str) -> None:
+    call, error, message = CALLS[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_no_module_has_the_name_of_a_public_name() -> None:
+    assert {name.removeprefix("phaze.") for name in MODULES}.isdisjoint(PUBLIC)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error_that_lists_those_that_do() -> None:
+    with pytest.raises(AttributeError, match=r"module 'phaze' has no attribute 'optimise'; it has .*import_graph"):
+        _ = phaze.optimise  # type: ignore[attr-defined]
