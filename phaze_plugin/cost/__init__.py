@@ -1,8 +1,15 @@
 """What one op and one collective cost, vectorised over accelerators."""
 
+from phaze.cost.attention import fuse_attention
 from phaze.cost.calibration import IDEAL, Calibration, calibration_of
-from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates
+from phaze.cost.cast import cast_graph
+from phaze.cost.collective import Collective, CollectiveEstimate, price_collective
+from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
+from phaze.cost.fusion import OpGroup, format_groups, fuse_epilogues, group_work, single_groups
+from phaze.cost.graph import plugin_prices, price_groups, price_ops
+from phaze.cost.op_work import op_work
 from phaze.cost.price import price_works
+from phaze.cost.update import gathered_bytes, update_work
 from phaze.cost.work import VIEW, Product, Work, matmul_work, vector_work
 
 __all__ = [
@@ -11,13 +18,30 @@ __all__ = [
     "VIEW",
     "Binding",
     "Calibration",
+    "Collective",
+    "CollectiveEstimate",
     "CoreKind",
     "Estimate",
+    "OpGroup",
     "Product",
     "Work",
     "calibration_of",
+    "cast_graph",
+    "format_groups",
+    "fuse_attention",
+    "fuse_epilogues",
+    "gathered_bytes",
+    "group_work",
     "matmul_work",
+    "op_work",
+    "plugin_prices",
+    "price_collective",
+    "price_groups",
+    "price_ops",
     "price_works",
+    "single_groups",
     "stack_estimates",
+    "total_estimate",
+    "update_work",
     "vector_work",
 ]

@@ -18,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BINDINGS", "Binding", "CoreKind", "Estimate", "stack_estimates"]
+__all__ = ["BINDINGS", "Binding", "CoreKind", "Estimate", "stack_estimates", "total_estimate"]
 
 
 class CoreKind(StrEnum):
@@ -86,6 +86,11 @@ class Estimate:
         for name in _ARRAYS:
             np.take(getattr(self, name)[0], at, out=getattr(target, name)[row], mode="clip")
 
+    def rows(self, ops: Sequence[int]) -> Estimate:
+        """The estimates of some of the ops."""
+        arrays = {name: getattr(self, name)[list(ops)] for name in _ARRAYS}
+        return Estimate(kinds=tuple(self.kinds[op] for op in ops), **arrays)
+
     def binding(self, op: int = 0, accelerator: int = 0) -> Binding:
         """What decides the spread time of one op on one accelerator."""
         return BINDINGS[int(self.spread_binding[op, accelerator])]
@@ -98,3 +103,14 @@ def stack_estimates(estimates: Sequence[Estimate]) -> Estimate:
     """The ops of several estimates on the same accelerators, one after the other."""
     arrays = {name: np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in _ARRAYS}
     return Estimate(kinds=tuple(kind for estimate in estimates for kind in estimate.kinds), **arrays)
+
+
+def total_estimate(estimate: Estimate) -> Estimate:
+    """All ops of an estimate one after the other, as one op; the longest of them says what binds."""
+    arrays = {name: getattr(estimate, name).sum(axis=0, keepdims=True) for name in _ARRAYS if "binding" not in name}
+    for name in ("core", "spread"):
+        longest = getattr(estimate, f"{name}_s").argmax(axis=0)[None]
+        arrays[f"{name}_binding"] = np.take_along_axis(getattr(estimate, f"{name}_binding"), longest, axis=0)
+    kinds = set(estimate.kinds) - {CoreKind.NONE}
+    kind = kinds.pop() if len(kinds) == 1 else CoreKind.BOTH if kinds else CoreKind.NONE
+    return Estimate(kinds=(kind,), **arrays)

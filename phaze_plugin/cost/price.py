@@ -31,6 +31,7 @@ from phaze.cost.systolic import ArrayGrid, Cycles, array_grid, product_cycles
 from phaze.cost.work import Work
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import MINIMUM_L2_BYTES
+from phaze.hardware.dtypes import dtype_bytes
 from phaze.hardware.energy import EnergyModel, energy_model
 
 __all__ = ["price_works"]
@@ -190,8 +191,3 @@ def _on_chip_energy(work: Work, setting: _Setting, traffic: _Floats) -> _Floats:
     if work.vector_operations:
         joules += (work.vector_operations * _VECTOR_OPERATION_L2_BYTES) * setting.vector_l2_j_per_byte
     return joules
-
-
-def dtype_bytes(dtype: str) -> float:
-    """Bytes of one operand element."""
-    return {"fp64": 8.0, "fp32": 4.0, "fp8": 1.0, "int8": 1.0}.get(dtype, 2.0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from phaze.cost.estimate import CoreKind
 from phaze.cost.traffic import ProductTiling, Tiling
 from phaze.errors import CostError
+from phaze.hardware.dtypes import dtype_bytes
 
 __all__ = ["VIEW", "Product", "Work", "matmul_work", "vector_work"]
 
@@ -99,18 +100,19 @@ VIEW = Work()
 
 
 def matmul_work(
-    batch: int, m: int, n: int, k: int, *, dtype: str = "bf16", element_bytes: float = 2.0, output_bytes: float = 2.0
+    batch: int, m: int, n: int, k: int, *, dtype: str = "bfloat16", output_dtype: str | None = None
 ) -> Work:
-    """``batch`` dense products of (m, k) with (k, n); ``output_bytes`` is the size of one result element."""
+    """``batch`` dense products of (m, k) with (k, n) at ``dtype``; the result has ``output_dtype``, or the same."""
+    size = dtype_bytes(dtype)
     tiling = ProductTiling(
         batch=batch,
         m=m,
         n=n,
         k=k,
-        left_bytes=element_bytes * batch * m * k,
-        right_bytes=element_bytes * batch * k * n,
-        output_bytes=output_bytes * batch * m * n,
-        element_bytes=element_bytes,
+        left_bytes=float(size) * batch * m * k,
+        right_bytes=float(size) * batch * k * n,
+        output_bytes=float(dtype_bytes(output_dtype or dtype)) * batch * m * n,
+        element_bytes=size,
     )
     return Work(products=(Product(batch=batch, m=m, n=n, k=k, dtype=dtype),), tilings=(tiling,))
 

@@ -13,27 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from phaze.errors import HardwareError
+from phaze.hardware.dtypes import rate_name
 from phaze.hardware.validate import positive, positive_integer
 
 __all__ = ["MINIMUM_L2_BYTES", "Accelerator", "MatrixRates"]
 
 MINIMUM_L2_BYTES = 1024
 _L2_BYTES_PER_UNIT = 16
-
-_RATE_OF_DTYPE = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "f16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "f32": "fp32",
-    "float64": "fp64",
-    "f64": "fp64",
-    "float8": "fp8",
-    "f8": "fp8",
-    "uint8": "int8",
-    "i8": "int8",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +42,8 @@ class MatrixRates:
             positive("matrix rates", field.name, getattr(self, field.name))
 
     def of(self, dtype: str) -> float:
-        """The rate of ``dtype``; types that matrix units do not know (int32, bool, ...) run as fp32."""
+        """The rate of ``dtype``, as `rate_name` maps it."""
         return float(getattr(self, rate_name(dtype)))
-
-
-def rate_name(dtype: str) -> str:
-    """The field of `MatrixRates` that ``dtype`` runs at."""
-    name = _RATE_OF_DTYPE.get(dtype, dtype)
-    if name.startswith(("float8", "f8", "fp8")):
-        return "fp8"
-    return name if name in MatrixRates.__slots__ else "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phaze.errors import HardwareError
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, Accelerator, MatrixRates, rate_name
+from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, Accelerator, MatrixRates
+from phaze.hardware.dtypes import RATE_NAMES, rate_name
 
 __all__ = ["AcceleratorArray"]
-
-_RATE_NAMES = tuple(field.name for field in fields(MatrixRates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,9 +63,9 @@ class AcceleratorArray:
             for fields_of_type, dtype in ((INTEGER_FIELDS, np.int64), (REAL_FIELDS, np.float64))
             for field in fields_of_type
         }
-        rates = np.array([[getattr(chip.rates, rate) for rate in _RATE_NAMES] for chip in chips], dtype=np.float64)
+        rates = np.array([[getattr(chip.rates, rate) for rate in RATE_NAMES] for chip in chips], dtype=np.float64)
         return cls(
-            names=tuple(chip.name for chip in chips), **columns, rates=rates.reshape(len(chips), len(_RATE_NAMES))
+            names=tuple(chip.name for chip in chips), **columns, rates=rates.reshape(len(chips), len(RATE_NAMES))
         )
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> AcceleratorArray:
@@ -82,12 +81,12 @@ class AcceleratorArray:
     def at(self, index: int) -> Accelerator:
         """The accelerator at ``index``."""
         row: dict[str, Any] = {field: getattr(self, field)[index].item() for field in (*INTEGER_FIELDS, *REAL_FIELDS)}
-        rates = MatrixRates(**dict(zip(_RATE_NAMES, map(float, self.rates[index]), strict=True)))
+        rates = MatrixRates(**dict(zip(RATE_NAMES, map(float, self.rates[index]), strict=True)))
         return Accelerator(name=self.names[index], **row, rates=rates)
 
     def rate(self, dtype: str) -> NDArray[np.float64]:
         """Matrix rate at ``dtype``, one entry per accelerator."""
-        return self.rates[:, _RATE_NAMES.index(rate_name(dtype))]
+        return self.rates[:, RATE_NAMES.index(rate_name(dtype))]
 
     def peak_flops_per_s(self, dtype: str | None = None) -> NDArray[np.float64]:
         """Peak matrix flops per second at ``dtype``, one entry per accelerator."""

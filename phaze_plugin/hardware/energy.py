@@ -16,10 +16,10 @@ from importlib import resources
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from phaze.hardware.accelerator import rate_name
 from phaze.hardware.area import areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.curve import log_log
+from phaze.hardware.dtypes import rate_name
 
 __all__ = ["EnergyModel", "energy_model"]
 

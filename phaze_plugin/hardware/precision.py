@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phaze.errors import UnknownNameError
+from phaze.hardware.dtypes import dtype_bytes
 from phaze.hardware.validate import non_negative, positive
 
 __all__ = ["PrecisionRecipe", "precision_recipe", "precision_recipe_names"]
@@ -39,10 +40,17 @@ class PrecisionRecipe:
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
         owner = f"precision recipe {self.name}"
+        for dtype in (self.compute_dtype, self.reduction_dtype):
+            dtype_bytes(dtype)
         for field in ("parameter_bytes", "gradient_bytes"):
             positive(owner, field, getattr(self, field))
         for field in ("master_bytes", "state_bytes"):
             non_negative(owner, field, getattr(self, field))
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes per parameter that a gradient reduction sends."""
+        return dtype_bytes(self.reduction_dtype)
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -68,12 +76,12 @@ class PrecisionRecipe:
 def _recipes() -> dict[str, PrecisionRecipe]:
     rows = (
         # name, compute, reduction, parameter, gradient, master, state
-        ("bf16-adam", "bf16", "fp32", 2, 4, 4, 8),
-        ("fp16-adam", "fp16", "fp32", 2, 4, 4, 8),
-        ("bf16-adam-bf16-gradients", "bf16", "bf16", 2, 2, 4, 8),
-        ("bf16-sgd", "bf16", "fp32", 2, 4, 4, 0),
-        ("fp32-adam", "fp32", "fp32", 4, 4, 0, 8),
-        ("fp32-sgd", "fp32", "fp32", 4, 4, 0, 0),
+        ("bf16-adam", "bfloat16", "float32", 2, 4, 4, 8),
+        ("fp16-adam", "float16", "float32", 2, 4, 4, 8),
+        ("bf16-adam-bf16-gradients", "bfloat16", "bfloat16", 2, 2, 4, 8),
+        ("bf16-sgd", "bfloat16", "float32", 2, 4, 4, 0),
+        ("fp32-adam", "float32", "float32", 4, 4, 0, 8),
+        ("fp32-sgd", "float32", "float32", 4, 4, 0, 0),
     )
     return {
         name: PrecisionRecipe(

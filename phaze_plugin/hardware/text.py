@@ -1,7 +1,7 @@
 """Clusters as text: ``CHIP:COUNT[@NETWORK]``.
 
 CHIP is a known accelerator's name or the path of an accelerator's JSON file, COUNT a number of devices, NETWORK a known
-network's name (the chip's own one when left out; `paper` for chips from files). The path of a cluster's JSON file
+network's name (the chip's own one when left out; `paper` where it has none). The path of a cluster's JSON file
 stands for the whole.
 """
 
@@ -15,17 +15,20 @@ from phaze.hardware.presets import network_levels, preset, preset_names
 
 __all__ = ["find_accelerator", "parse_cluster"]
 
-_NETWORK_OF_UNKNOWN_CHIPS = "paper"
+_NETWORK_OF_OTHER_CHIPS = "paper"
 
 
 def find_accelerator(text: str) -> Accelerator:
-    """The accelerator that ``text`` names: a preset, or the path of a JSON file.
+    """The accelerator that ``text`` names: a preset, one that a plugin added, or the path of a JSON file.
 
     Raises:
         UnknownNameError: nobody knows the name; near names are listed.
+        PluginError: plugins clash over the name.
         FormatError: the file is not an accelerator.
     """
-    return load_accelerator(text) if text.endswith(".json") else preset(text).accelerator
+    from phaze.hooks import PluginManager
+
+    return load_accelerator(text) if text.endswith(".json") else PluginManager.load().accelerators().get(text)
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -50,4 +53,4 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _network_of(chip: str) -> str:
-    return preset(chip).default_network if chip in preset_names() else _NETWORK_OF_UNKNOWN_CHIPS
+    return preset(chip).default_network if chip in preset_names() else _NETWORK_OF_OTHER_CHIPS
