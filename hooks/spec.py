@@ -42,7 +42,7 @@ def phaze_accelerators() -> Mapping[str, Accelerator]:  # type: ignore[empty-bod
 
 @hookspec
 def phaze_op_prices() -> Mapping[str, OpPricer]:  # type: ignore[empty-body]
-    """Price ops, by function (`Op.function`) or by kind (`Op.kind`); a plugin's price wins over the built-in one."""
+    """Price ops by kind and function (`elementwise.gelu`), function (`gelu`) or kind; wins over the built-in price."""
 
 
 @hookspec

@@ -112,6 +112,20 @@ except phaze.PhazeError as error:
     ]
 
 
+def test_the_sample_plugins_price_is_used_on_its_accelerator(python_with_sample: Path) -> None:
+    program = """
+import phaze
+from phaze.cost import price_ops
+from phaze.hardware import find_accelerator
+graph = phaze.import_graph("toy-tiny")
+shuffles = [op for op in graph.ops if op.function == "toy_shuffle"]
+print(*price_ops(graph, shuffles, find_accelerator("toy-chip")).core_s.ravel())
+"""
+    read_and_written_bytes, slowdown, bandwidth_bytes_per_s = 2 * 2 * 128, 3.0, 1e9
+    seconds = [float(text) for text in run(python_with_sample, "-c", program).split()]
+    assert seconds == pytest.approx([slowdown * read_and_written_bytes / bandwidth_bytes_per_s])
+
+
 @pytest.mark.exhaustive
 def test_the_wheel_installs_into_an_empty_environment(built: Built, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "environment")
