@@ -7,11 +7,10 @@ a size-limited licence allows. Whether a library is installed is found out witho
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import phaze
 from phaze.errors import PluginWarning
 from phaze.hooks import Offer, Origin, PluginManager, Registry
+from phaze.libraries import installed_version, missing_libraries
 
 if TYPE_CHECKING:
     from phaze.solvers import LinearSolver
@@ -125,29 +125,17 @@ def _diagnose(plugins: PluginManager) -> Diagnosis:
 
 def _libraries() -> Iterator[Library]:
     """Every library that the distribution names, without those of its developers."""
-    if _installed_version(DISTRIBUTION) is None:
+    if installed_version(DISTRIBUTION) is None:
         return
     for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
         name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
         if name != DISTRIBUTION and (extra is None or extra[1] != "dev"):
-            yield Library(name, _installed_version(name), extra[1] if extra else None)
-
-
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+            yield Library(name, installed_version(name), extra[1] if extra else None)
 
 
 def _part(offer: Offer[object]) -> Part:
-    libraries: Sequence[str] = getattr(offer.value, "libraries", ())
-    return Part(offer.name, tuple(name for name in libraries if not _is_importable(name)), offer.origin)
-
-
-def _is_importable(module: str) -> bool:
-    return importlib.util.find_spec(module.split(".")[0]) is not None
+    return Part(offer.name, missing_libraries(getattr(offer.value, "libraries", ())), offer.origin)
 
 
 def _try_solver(offer: Offer[LinearSolver]) -> SolverReport:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
+from phaze.libraries import missing_libraries
 
 if TYPE_CHECKING:
     from phaze.hooks import Offer, PluginManager
@@ -53,6 +54,7 @@ def import_with_plugins(
         return _build_named(plugins.named_models().offer(model), options)
     for offer in _accepting(plugins, model):
         _check_options(offer, options, offer.value.options)
+        _check_libraries(offer)
         try:
             return _checked(offer.value.import_model(model, inputs, options))
         except PhazeError:
@@ -75,6 +77,7 @@ def _accepting(plugins: PluginManager, model: object) -> Iterator[Offer[Frontend
 
 def _import_by_named(offer: Offer[Frontend], model: object, inputs: object, options: Mapping[str, object]) -> Graph:
     _check_options(offer, options, offer.value.options)
+    _check_libraries(offer)
     try:
         return _checked(offer.value.import_model(model, inputs, options))
     except PhazeError:
@@ -108,6 +111,15 @@ def _check_options(offer: Offer[object], options: Mapping[str, object], known: I
     for option in options:
         if option not in known:
             raise TypeError(f"{offer.name} takes no option {option!r}; it takes {', '.join(known) or 'none'}")
+
+
+def _check_libraries(offer: Offer[Frontend]) -> None:
+    missing = missing_libraries(offer.value.libraries)
+    if missing:
+        raise ImportModelError(
+            f"frontend {offer.name!r} needs {' and '.join(missing)}, not installed here; install what is missing, for "
+            f"a built-in frontend with pip install 'phaze-plugin[{missing[0].partition('.')[0]}]'."
+        )
 
 
 def _plugin_error(what: str, offer: Offer[object], error: Exception) -> PluginError:

@@ -85,6 +85,15 @@ def test_an_option_that_the_frontend_does_not_take_is_refused() -> None:
             imported(manager, 3, frontend, width=2)
 
 
+def test_a_frontend_whose_library_is_missing_says_so_before_it_is_asked() -> None:
+    frontend = SampleFrontend("numbers", int, ZeroDivisionError(), libraries=("json", "no_such_framework.nn"))
+    for name in (None, "numbers"):
+        with pytest.raises(
+            ImportModelError, match=r"frontend 'numbers' needs no_such_framework.nn, not installed here"
+        ):
+            imported(manager_of(a=frontends(frontend)), 3, name)
+
+
 def test_a_known_model_is_built_at_the_sequence_length_asked_for() -> None:
     def build(*, sequence_length: int | None) -> Graph:
         return graph_called(str(sequence_length or 1024))
