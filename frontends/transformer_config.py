@@ -5,54 +5,96 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phaze.errors import FormatError, ImportModelError, UnknownNameError
 from phaze.frontends.families import FAMILIES, Fields
 from phaze.frontends.named_models import NAMED_CONFIGS
+from phaze.hooks import hookimpl
+from phaze.interfaces import Frontend, ModelFactory
 from phaze.ir import DType, Graph, GraphBuilder
 
-__all__ = ["graph_from_config", "read_config"]
+__all__ = ["TransformerConfigFrontend", "graph_from_config", "phaze_frontends", "phaze_named_models"]
 
 CONFIG_FILE = "config.json"
 
 
-def graph_from_config(
-    config: Mapping[str, Any] | str | os.PathLike[str],
-    *,
-    sequence_length: int | None = None,
-    micro_batch_size: int = 1,
-    name: str | None = None,
-) -> Graph:
-    """The training graph (forward, loss, backward by rule) of a model given by its config.
+@dataclass(frozen=True, slots=True)
+class TransformerConfigFrontend:
+    """Takes a config as a dict, an object with `to_dict` and `model_type`, or a path to a config.json or its folder."""
 
-    `config` is a dict with a `model_type`, a path to a config.json or its folder, or a built-in name.
-    """
-    values = config if isinstance(config, Mapping) else read_config(config)
-    kind = values.get("model_type")
+    name: str = "transformer-config"
+    libraries: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("sequence_length", "micro_batch_size")
+
+    def accepts(self, model: object) -> bool:
+        """Whether this is a config, or a JSON file or folder that may hold one."""
+        if isinstance(model, Mapping):
+            return "model_type" in model
+        if isinstance(model, str | os.PathLike):
+            path = Path(model)
+            return (path / CONFIG_FILE).is_file() or (path.suffix == ".json" and path.is_file())
+        return isinstance(getattr(model, "model_type", None), str) and callable(getattr(model, "to_dict", None))
+
+    def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+        """The training graph; raises ImportModelError where the config lacks a field or names an unknown family."""
+        if inputs is not None:
+            raise ImportModelError("a config describes its own inputs; pass sequence_length instead of inputs.")
+        values, name = _read(model)
+        length, size = options.get("sequence_length"), options.get("micro_batch_size", 1)
+        for option, value in (("sequence_length", length or 1), ("micro_batch_size", size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ImportModelError(f"{option} is {value!r}; expected a positive integer.")
+        return graph_from_config(values, name=name, sequence_length=length, micro_batch_size=size)  # type: ignore[arg-type]
+
+
+def graph_from_config(
+    config: Mapping[str, Any], *, name: str, sequence_length: int | None = None, micro_batch_size: int = 1
+) -> Graph:
+    """The training graph (forward, loss, backward by rule) of a model given by its config, a dict with a model_type."""
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ImportModelError(f"the config has no model_type; expected one of {', '.join(sorted(FAMILIES))}.")
     if kind not in FAMILIES:
         raise UnknownNameError("model_type", kind, FAMILIES)
-    title = name or (str(config) if not isinstance(config, Mapping) else kind)
-    builder = GraphBuilder(title, micro_batch_size=micro_batch_size, dtype=DType.BFLOAT16)
-    loss = FAMILIES[kind](Fields(values, f"the {kind} config", sequence_length), builder)
+    builder = GraphBuilder(name, micro_batch_size=micro_batch_size, dtype=DType.BFLOAT16)
+    loss = FAMILIES[kind](Fields(config, f"the {kind} config", sequence_length), builder)
     return builder.build((loss,), (f"imported from a {kind} config",)).with_backward()
 
 
-def read_config(source: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The config of a built-in name, a config.json or a folder that holds one."""
-    if isinstance(source, str) and source in NAMED_CONFIGS:
-        return NAMED_CONFIGS[source]
-    path = Path(source)
-    path = path / CONFIG_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise UnknownNameError("model", str(source), NAMED_CONFIGS)
+@hookimpl
+def phaze_frontends() -> tuple[Frontend, ...]:
+    """The frontend for configs."""
+    return (TransformerConfigFrontend(),)
+
+
+@hookimpl
+def phaze_named_models() -> dict[str, ModelFactory]:
+    """The built-in names."""
+    return {name: partial(graph_from_config, config, name=name) for name, config in NAMED_CONFIGS.items()}
+
+
+def _read(model: object) -> tuple[Mapping[str, Any], str]:
+    if isinstance(model, Mapping):
+        return model, str(model.get("model_type"))
+    if not isinstance(model, str | os.PathLike):
+        values: Mapping[str, Any] = model.to_dict()  # type: ignore[attr-defined]
+        return values, str(values.get("model_type"))
+    path = Path(model)
+    name = path.name if path.is_dir() else path.parent.name if path.name == CONFIG_FILE else path.stem
+    return _read_file(path / CONFIG_FILE if path.is_dir() else path), name
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON ({error}); expected a Hugging Face config.json.") from error
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror}.") from error
     if not isinstance(values, dict):
         raise FormatError(f"{path} holds no JSON object; expected a Hugging Face config.json.")
     return values

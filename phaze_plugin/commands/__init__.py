@@ -2,7 +2,8 @@
 
 from phaze.commands.command import Command
 from phaze.commands.doctor import doctor
+from phaze.commands.import_model import import_model
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: tuple[Command, ...] = (doctor,)
+COMMANDS: tuple[Command, ...] = (import_model, doctor)

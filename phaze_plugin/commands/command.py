@@ -9,7 +9,7 @@ is imported inside `run`, so that `phaze --help` stays quick.
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 
-__all__ = ["Command", "CommandGroup", "ExitCode", "add_json_option", "plain_table", "show"]
+__all__ = ["Command", "CommandGroup", "ExitCode", "add_json_option", "plain_table", "positive_integer", "show"]
 
 
 class CommandGroup(StrEnum):
@@ -71,6 +71,14 @@ def show(console: Console, arguments: Namespace, document: Mapping[str, object],
         return
     for renderable in renderables:
         console.print(renderable)
+
+
+def positive_integer(text: str) -> int:
+    """An argument's type: a whole number of at least 1."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
+    return value
 
 
 def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, title: str | None = None) -> Table:

@@ -8,7 +8,6 @@ are put together. The rest is one op that reads what its entry here says and giv
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -225,16 +224,7 @@ def _reduction(request: Gradients) -> Answers:
     if request.op.function == "sum":
         return (_expanded(request, request.first),)
     if request.op.function == "mean":
-        rule = request.op.rule
-        count = math.prod(rule.size(name) for name in rule.reduced_names())
-        (gradient,) = request.emit(
-            "mean_backward",
-            (request.came_in(),),
-            (request.result(),),
-            kind=OpKind.ELEMENTWISE,
-            attributes={"count": count},
-        )
-        return (_expanded(request, gradient),)
+        return request.emit("mean_backward", (request.came_in(),), (request.operand(0),), kind=OpKind.ELEMENTWISE)
     reads = (request.came_in(), request.operand(0), request.result())
     return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),))
 

@@ -167,7 +167,7 @@ def _levels(graph: Graph, blocks: Mapping[str, str]) -> dict[str, int]:
 
 def _piece_name(ops: list[Op]) -> str:
     modules = list(dict.fromkeys(op.module or op.id for op in ops))
-    return " + ".join(modules[:3]) + (" + ..." if len(modules) > 3 else "")
+    return modules[0] if len(modules) == 1 else f"{modules[0]} .. {modules[-1]}"
 
 
 def _has_parameters(graph: Graph, ops: Iterable[Op]) -> bool:

@@ -120,7 +120,7 @@ def contraction_rule(
 
 
 def convolution_rule(x: Shape, weight: Shape, result: Shape, groups: int = 1) -> Rule:
-    """A convolution of x[batch, channels, ...] with weight[out, channels / groups, ...] into y[batch, out, ...]."""
+    """A convolution of x[batch, channels, ...] with weight[out, channels / groups, ...] into [batch, out, ...]."""
     spatial = len(x) - 2
     sizes = {"b": x[0], "g": groups, "i": x[1] // groups, "o": weight[0] // groups}
     sizes |= {f"p{n}": result[2 + n] for n in range(spatial)} | {f"k{n}": weight[2 + n] for n in range(spatial)}

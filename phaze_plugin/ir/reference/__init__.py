@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
     "layer_norm": normalizing.norm,
     "layer_norm_backward": normalizing.norm_backward,
     "max": moving.reduce,
+    "max_backward": moving.max_backward,
     "mean": moving.reduce,
     "pad": moving.pad,
     "reshape": moving.view,

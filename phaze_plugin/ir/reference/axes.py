@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +33,8 @@ def collapse(rule: Rule, dims: Dims, array: Array, order: Sequence[str]) -> Arra
     """From one axis per factor of `order` to a result: broadcast what is missing, sum what the result lacks."""
     full = np.broadcast_to(array, [rule.size(name) for name in order])
     wanted = names_of(dims)
-    absent = tuple(index for index, name in enumerate(order) if name not in wanted)
-    summed: Array = full.sum(axis=absent, dtype=full.dtype)
+    gone = tuple(index for index, name in enumerate(order) if name not in wanted)
+    summed = np.asarray(full.sum(axis=gone, dtype=full.dtype))
     left = [name for name in order if name in wanted]
     names = [name for dim in dims for name in dim.factors]
     return summed.transpose([left.index(name) for name in names]).reshape(rule.shape(dims))
@@ -49,7 +48,6 @@ def einsum(rule: Rule, operands: Sequence[tuple[Array, Sequence[str]]], names: S
     for array, axes in operands:
         parts += [array, [letters[name] for name in axes]]
     kept = [name for name in names if name in present]
-    product: Array = np.einsum(*parts, [letters[name] for name in kept])  # type: ignore[call-overload]
+    product: Array = np.asarray(np.einsum(*parts, [letters[name] for name in kept]))  # type: ignore[call-overload]
     shape = [rule.size(name) if name in present else 1 for name in names]
-    full = [rule.size(name) for name in names]
-    return np.broadcast_to(np.reshape(product, shape), full) if math.prod(full) else product
+    return np.asarray(np.broadcast_to(product.reshape(shape), [rule.size(name) for name in names]))

@@ -94,6 +94,11 @@ def _rotary_backward(gradient: Array, cosine: Array, sine: Array) -> Array:
     return np.asarray(gradient * cosine - _rotate(gradient * sine))
 
 
+def _mean_backward(op: Op, gradient: Array) -> Array:
+    repeats = op.rule.work / math.prod(op.rule.shape(op.rule.operands[0]))
+    return np.asarray(gradient / repeats)
+
+
 def _number(op: Op, name: str) -> float:
     value = op.attribute(name)
     assert isinstance(value, int | float)
@@ -128,7 +133,7 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Array, ...]]] = {
     "divide": _apply(_plain(np.divide)),
     "divisor_backward": _apply(lambda op, gradient, divisor, result: np.asarray(-gradient * result / divisor)),
     "identity": _apply(lambda op, x: x),
-    "mean_backward": _apply(lambda op, gradient: np.asarray(gradient / _number(op, "count"))),
+    "mean_backward": _apply(_mean_backward),
     "multiply": _apply(_plain(np.multiply)),
     "rotary": _apply(_plain(_rotary)),
     "rotary_backward": _apply(_plain(_rotary_backward)),

@@ -10,7 +10,7 @@ from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, align, collapse, expand
 from phaze.ir.rule import names_of
 
-__all__ = ["concatenate", "pad", "reduce", "select", "slice_part", "split", "stack", "view", "zeros"]
+__all__ = ["concatenate", "max_backward", "pad", "reduce", "select", "slice_part", "split", "stack", "view", "zeros"]
 
 
 def view(op: Op, x: Array) -> tuple[Array, ...]:
@@ -82,6 +82,15 @@ def reduce(op: Op, x: Array) -> tuple[Array, ...]:
     axes = tuple(index for index, name in enumerate(names) if name not in kept)
     reduced = _REDUCERS[op.function](spread, axis=axes)
     return (collapse(rule, rule.results[0], reduced, [name for name in names if name in kept]),)
+
+
+def max_backward(op: Op, gradient: Array, x: Array, result: Array) -> tuple[Array, ...]:
+    """The gradient where an element is the maximum."""
+    rule = op.rule
+    order = [name for dim in rule.results[0] for name in dim.factors]
+    parts = zip(rule.operands, (gradient, x, result), strict=True)
+    incoming, whole, largest = (align(rule, dims, array, order) for dims, array in parts)
+    return (collapse(rule, rule.results[0], incoming * (whole == largest), order),)
 
 
 _REDUCERS: dict[str, Callable[..., Array]] = {"sum": np.sum, "mean": np.mean, "max": np.max}

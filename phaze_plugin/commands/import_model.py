@@ -1,0 +1,105 @@
+"""`phaze import`: what a model is made of, before anything is planned."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+
+if TYPE_CHECKING:
+    from phaze.ir import Graph, Layer
+
+__all__ = ["import_model"]
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a built-in name, a config.json or its folder, or a saved graph")
+    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences a microbatch (default 1)")
+    parser.add_argument("--out", metavar="FILE", help="save the graph as JSON")
+    add_json_option(parser)
+
+
+def run(arguments: Namespace, console: Console) -> int:
+    """Import a model, show what it is made of, and save it where asked."""
+    from phaze.imports import import_graph
+
+    length = arguments.sequence_length
+    graph = import_graph(arguments.model, **({} if length is None else {"sequence_length": length}))
+    if arguments.micro_batch is not None:
+        graph = graph.with_micro_batch(arguments.micro_batch)
+    if arguments.out is not None:
+        graph.save(arguments.out)
+    show(console, arguments, summarize(graph), *_renderables(graph, arguments.out))
+    return ExitCode.FINE
+
+
+def summarize(graph: Graph) -> dict[str, object]:
+    """The figures of a graph under the graph's own names; layers are counted."""
+    phases = dict.fromkeys(op.phase for op in graph.ops)
+    return {
+        "name": graph.name,
+        "micro_batch_size": graph.micro_batch_size,
+        "layers": len(graph.layers),
+        "distinct_layers": len(graph.distinct_layers),
+        "parameter_count": graph.parameter_count,
+        "matmul_flops": {phase.value: graph.matmul_flops(phase) for phase in phases},
+        "coverage": asdict(graph.coverage()),
+        "notes": list(graph.notes),
+    }
+
+
+def _renderables(graph: Graph, saved_to: str | None) -> list[RenderableType]:
+    coverage = graph.coverage()
+    flops = ", ".join(
+        f"{_flops(graph.matmul_flops(phase))} {phase}" for phase in dict.fromkeys(op.phase for op in graph.ops)
+    )
+    shares = f"{coverage.flops_share:.1%} of flops, {coverage.bytes_share:.1%} of bytes"
+    lines = [
+        f"{graph.name}: {graph.parameter_count:,} parameters, {len(graph.layers)} layers "
+        f"({len(graph.distinct_layers)} distinct), microbatch {graph.micro_batch_size}",
+        f"matmul flops: {flops}",
+        f"coverage: {shares} in {coverage.op_count:,} ops",
+        *(f"no rule: {op.function} x{op.count}, {op.bytes_share:.2%} of bytes" for op in coverage.unknown),
+        "",
+    ]
+    columns = ["layer", ">count", ">parameters", ">forward", ">backward", ">kept for backward", ">ops"]
+    counts = Counter(layer.key for layer in graph.layers)
+    table = plain_table(columns, [_row(graph, layer, counts[layer.key]) for layer in graph.distinct_layers])
+    return ["\n".join(lines), table, *([f"\nsaved to {saved_to}"] if saved_to is not None else [])]
+
+
+def _row(graph: Graph, layer: Layer, count: int) -> list[str]:
+    from phaze.ir import stashed_bytes
+
+    return [
+        layer.name,
+        str(count),
+        f"{sum(graph.tensors[name].elements for name in layer.parameters):,}",
+        _flops(sum(op.matmul_flops for op in layer.forward)),
+        _flops(sum(op.matmul_flops for op in layer.backward)),
+        f"{stashed_bytes(graph, layer) / 2**20:,.1f} MiB",
+        f"{len(layer.forward)} + {len(layer.backward)}",
+    ]
+
+
+def _flops(count: int) -> str:
+    scaled, unit = next(
+        ((count / 10**p, u) for p, u in ((15, "P"), (12, "T"), (9, "G")) if count >= 10**p), (count, "")
+    )
+    return f"{scaled:.4g} {unit}flop" if unit else f"{count:,} flop"
+
+
+import_model = Command(
+    name="import",
+    group=CommandGroup.MODELS,
+    summary="show what a model is made of, and save its graph",
+    configure=configure,
+    run=run,
+)

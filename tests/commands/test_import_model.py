@@ -1,0 +1,51 @@
+"""`phaze import`: summaries for people and machines, saved graphs, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import phaze
+from phaze.cli import main
+
+
+def test_the_summary_has_the_figures_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "gpt2-xl"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt2-xl: 1,557,611,200 parameters, 50 layers (3 distinct), microbatch 1" in out
+    assert "matmul flops: 3.507 Tflop forward, 7.013 Tflop backward" in out
+    assert "coverage: 100.0% of flops, 100.0% of bytes in 2,225 ops" in out
+
+
+def test_json_holds_the_graph_s_own_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "gpt3-175b", "--json", "--micro-batch", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    graph = phaze.import_graph("gpt3-175b").with_micro_batch(2)
+    assert document["parameter_count"] == graph.parameter_count
+    assert document["matmul_flops"] == {phase: graph.matmul_flops(phase) for phase in ("forward", "backward")}
+    assert (document["layers"], document["distinct_layers"], document["micro_batch_size"]) == (98, 3, 2)
+    assert document["coverage"]["flops_share"] == 1.0
+
+
+def test_a_saved_graph_imports_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "graph.json")
+    assert main(["import", "gpt2", "--sequence-length", "128", "--out", path]) == 0
+    assert f"saved to {path}" in capsys.readouterr().out.replace("\n", "")
+    assert main(["import", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameter_count"] == 124_439_808
+    assert phaze.load_graph(path) == phaze.import_graph("gpt2", sequence_length=128)
+
+
+@pytest.mark.parametrize("arguments", [["--micro-batch", "0"], ["--sequence-length", "-3"], ["--micro-batch", "many"]])
+def test_impossible_numbers_are_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["import", "gpt2", *arguments])
+    assert ended.value.code == 2
+    assert "is not a positive integer" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_one_readable_block(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "gpt2-xxl"]) == 1
+    err = capsys.readouterr().err
+    assert "Did you mean gpt2-xl" in err
+    assert "Traceback" not in err

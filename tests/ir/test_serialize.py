@@ -1,0 +1,124 @@
+"""Saved graphs: exact round trips, and readable refusals of everything else."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from graphs import TINY_CONFIGS, graphs, tiny_graph
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaze.errors import FormatError, GraphError, PhazeError
+from phaze.ir import Graph
+from phaze.ir.serialize import graph_from_json, graph_to_json, read_graph
+
+
+@given(graphs())
+def test_a_random_graph_comes_back_bit_for_bit(graph: Graph) -> None:
+    text = graph_to_json(graph)
+    assert graph_from_json(text) == graph
+    assert graph_to_json(graph_from_json(text)) == text
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_every_family_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    graph = tiny_graph(family)
+    graph.save(tmp_path / "graph.json")
+    loaded = read_graph(tmp_path / "graph.json")
+    assert loaded == graph
+    assert loaded.layers == graph.layers
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "graph.json").read_bytes()
+
+
+def test_saving_leaves_nothing_but_the_file(tmp_path: Path) -> None:
+    tiny_graph("gpt2").save(tmp_path / "graph.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.json"]
+
+
+def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"cannot write .*: No such file or directory"):
+        tiny_graph("gpt2").save(tmp_path / "missing" / "graph.json")
+
+
+def document() -> dict[str, Any]:
+    return dict(json.loads(graph_to_json(tiny_graph("gpt2"))))
+
+
+def damaged(**changes: object) -> str:
+    return json.dumps({**document(), **changes})
+
+
+def damaged_entry(part: str, **changes: object) -> str:
+    whole = document()
+    whole[part][0].update(changes)
+    return json.dumps(whole)
+
+
+def without(field: str) -> str:
+    return json.dumps({name: value for name, value in document().items() if name != field})
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "nothing": ("", "not valid JSON"),
+    "truncated": (graph_to_json(tiny_graph("gpt2"))[:1000], "not valid JSON"),
+    "nested deeply": ("[" * 200_000, "not valid JSON|nested too deeply"),
+    "nested deeply and closed": ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    "a list": ("[]", "not a saved graph"),
+    "a config": ('{"model_type": "gpt2"}', "not a saved graph"),
+    "another version": (damaged(version=99), "schema version 99; this Phaze reads version 1"),
+    "no version": (without("version"), "schema version None"),
+    "no ops": (without("ops"), "ops is None; expected a list"),
+    "ops as text": (damaged(ops="many"), "ops is 'many'; expected a list"),
+    "an op as a number": (damaged(ops=[3]), r"ops\[0\] is 3; expected an object"),
+    "an op without id": (damaged_entry("ops", id=None), r"ops\[0\].id is None; expected text"),
+    "an unknown kind": (damaged_entry("ops", kind="magic"), r"ops\[0\].kind is 'magic'; expected one of contraction"),
+    "an unknown phase": (damaged_entry("ops", phase=3), r"ops\[0\].phase is 3; expected one of forward"),
+    "an unknown rule": (damaged_entry("ops", rule=10**6), r"ops\[0\].rule is 1000000, but there are"),
+    "a rule as truth": (damaged_entry("ops", rule=True), r"ops\[0\].rule is True; expected an integer"),
+    "inputs of numbers": (damaged_entry("ops", inputs=[1]), r"ops\[0\].inputs\[0\] is 1; expected text"),
+    "a nested attribute": (damaged_entry("ops", attributes={"a": {}}), r"ops\[0\].attributes.a is {}; expected"),
+    "an unknown type": (damaged_entry("tensors", dtype="quarter"), r"tensors\[0\].dtype is 'quarter'; expected one of"),
+    "an unknown role": (damaged_entry("tensors", role="star"), r"tensors\[0\].role is 'star'; expected one of"),
+    "a shape as text": (damaged_entry("tensors", shape="2x4"), r"tensors\[0\].shape is '2x4'; expected a list"),
+    "a shape of text": (damaged_entry("tensors", shape=["2"]), "has a dimension of '2'; expected an integer"),
+    "a NaN size": (damaged_entry("tensors", shape=[float("nan")]), "has a dimension of nan; expected an integer"),
+    "an absurd size": (damaged_entry("tensors", shape=[2**62]), "has a dimension of 4611686018427387904"),
+    "a negative size": (damaged_entry("tensors", shape=[-1]), "has a dimension of -1"),
+    "a malformed rule": (damaged(rules=["b s"]), r"rules\[0\]: rule 'b s' has no '->'"),
+    "a lone gradient": (damaged(gradients=[["a"]]), r"gradients\[0\] is \['a'\]; expected a pair of ids"),
+    "a tensor twice": (damaged(tensors=document()["tensors"] * 2), "two tensors have the id"),
+    "a microbatch of text": (damaged(micro_batch_size="2"), "micro_batch_size is '2'; expected an integer"),
+    "a huge number": ('{"format": "phaze-graph", "version": 1' + "0" * 5000 + "}", "not valid JSON|schema version"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_saved_graph_is_refused_with_the_field(case: str) -> None:
+    text, message = REFUSED[case]
+    with pytest.raises((FormatError, GraphError), match=message):
+        graph_from_json(text)
+
+
+@given(st.data())
+def test_no_mutation_of_a_saved_graph_escapes_as_anything_but_a_phaze_error(data: st.DataObject) -> None:
+    text = graph_to_json(tiny_graph("megatron-gpt"))
+    start = data.draw(st.integers(0, len(text)))
+    end = min(len(text), start + data.draw(st.integers(0, 40)))
+    mutated = text[:start] + data.draw(st.text(max_size=10)) + text[end:]
+    with contextlib.suppress(PhazeError):
+        graph_from_json(mutated)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text("{}")
+    with pytest.raises(FormatError, match=r"graph\.json: JSON, but not a saved graph"):
+        read_graph(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FormatError, match="is not a text file"):
+        read_graph(path)
+    with pytest.raises(FormatError, match="cannot read"):
+        read_graph(tmp_path / "missing.json")

@@ -1,0 +1,136 @@
+"""Graphs for tests: tiny configs of every family, random graphs, values for arguments."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from phaze.frontends.transformer_config import graph_from_config
+from phaze.ir import DType, Graph, GraphBuilder, OpKind, Role, Rule
+
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "vocab_size": 11}
+_LLAMA = {**_SMALL, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 20}
+_OPT = {**_SMALL, "model_type": "opt", "ffn_dim": 20, "max_position_embeddings": 8}
+_BERT = {**_SMALL, "model_type": "bert", "intermediate_size": 20, "max_position_embeddings": 8}
+_T5 = {"model_type": "t5", "num_layers": 2, "d_model": 12, "d_kv": 5, "num_heads": 3, "d_ff": 20, "vocab_size": 11}
+_MEGATRON = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "seq_length": 8, "vocab_size": 11}
+
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": _BERT,
+    "bert with its language head": {**_BERT, "architectures": ["BertForMaskedLM"]},
+    "gemma": {**_LLAMA, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 6},
+    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 8, "vocab_size": 11},
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "megatron-bert": {**_MEGATRON, "model_type": "megatron-bert"},
+    "megatron-gpt": {**_MEGATRON, "model_type": "megatron-gpt"},
+    "mistral": {**_LLAMA, "model_type": "mistral"},
+    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "opt": _OPT,
+    "opt narrow and post-norm": {**_OPT, "word_embed_proj_dim": 6, "do_layer_norm_before": False},
+    "qwen2": {**_LLAMA, "model_type": "qwen2"},
+    "t5": _T5,
+    "t5 gated and untied": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}
+
+
+def tiny_graph(name: str, micro_batch_size: int = 2) -> Graph:
+    """A family at toy size: sequences of 8."""
+    return graph_from_config(TINY_CONFIGS[name], name=name, sequence_length=8, micro_batch_size=micro_batch_size)
+
+
+def argument_values(graph: Graph, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Random values for a graph's arguments; integers stay below every table's size, gradients of losses are 1."""
+    generator = np.random.default_rng(seed)
+    values: dict[str, NDArray[Any]] = {}
+    for tensor in graph.tensors.values():
+        if tensor.role is None:
+            continue
+        if tensor.id.endswith(".gradient"):
+            values[tensor.id] = np.ones(tensor.shape)
+        elif tensor.dtype.is_float:
+            values[tensor.id] = generator.normal(size=tensor.shape) * 0.5
+        else:
+            values[tensor.id] = generator.integers(0, 2, tensor.shape)
+    return values
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    """A random rule: any factors with any marks, dimensions of 0 to 3 factors, some covered in part."""
+    from phaze.ir import Dim, Factor, FactorKind
+
+    names = [f"f{index}" for index in range(draw(st.integers(1, 6)))]
+    factors = tuple(
+        Factor(name, draw(st.integers(1, 9)), draw(st.sampled_from(FactorKind)), draw(st.booleans())) for name in names
+    )
+
+    def dims() -> tuple[Dim, ...]:
+        left = list(draw(st.permutations(names)))
+        found = []
+        for _ in range(draw(st.integers(0, 3))):
+            count = draw(st.integers(0, min(3, len(left))))
+            size = draw(st.none() | st.integers(1, 50))
+            found.append(Dim(tuple(left.pop() for _ in range(count)), size))
+        return tuple(found)
+
+    operands = tuple(dims() for _ in range(draw(st.integers(0, 3))))
+    return Rule(operands, tuple(dims() for _ in range(draw(st.integers(1, 3)))), factors)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """A random training graph: linear maps, functions, norms, dropout, residuals; a mean as loss."""
+    batch, length, width = (draw(st.integers(1, 4)) for _ in range(3))
+    sizes = {"b": batch, "s": length, "i": width, "o": width}
+    builder = GraphBuilder(
+        "random", micro_batch_size=batch, dtype=draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16]))
+    )
+    made = [builder.argument("x", (batch, length, width), Role.BATCH)]
+    for index in range(draw(st.integers(1, 8))):
+        module = f"layers.{index}" if draw(st.booleans()) else ""
+        x = draw(st.sampled_from(made))
+        made.append(_random_op(draw, builder, f"op{index}", module, x, draw(st.sampled_from(made)), sizes))
+    mean = builder.rule("b s i -> .", sizes)
+    (loss,) = builder.add("loss", OpKind.REDUCTION, "mean", mean, (made[-1],))
+    graph = builder.build((loss,), draw(st.lists(st.text(max_size=5), max_size=2)))
+    return graph.with_backward()
+
+
+def _random_op(
+    draw: st.DrawFn, builder: GraphBuilder, name: str, module: str, x: str, other: str, sizes: dict[str, int]
+) -> str:
+    choice = draw(st.integers(0, 5))
+    same = builder.rule("b s i -> b s i", sizes)
+    if choice == 0:
+        weight = builder.parameter(f"{name}.weight", sizes["o"], sizes["i"])
+        rule = builder.rule("b s i, o i -> b s o", sizes)
+        return builder.add(name, OpKind.CONTRACTION, "einsum", rule, (x, weight), module=module)[0]
+    if choice == 1:
+        function = draw(st.sampled_from(["gelu", "tanh", "silu", "sigmoid", "sin", "square"]))
+        return builder.add(name, OpKind.ELEMENTWISE, function, same, (x,), module=module)[0]
+    if choice == 2:
+        rule = builder.rule("b s i, b s i -> b s i", sizes)
+        function = draw(st.sampled_from(["add", "multiply", "subtract"]))
+        return builder.add(name, OpKind.ELEMENTWISE, function, rule, (x, other), module=module)[0]
+    if choice == 3:
+        weight = builder.parameter(f"{name}.weight", sizes["i"])
+        rule = builder.rule("b s i, i -> b s i", sizes, normalized="i")
+        attributes = {"epsilon": 0.1}
+        return builder.add(name, OpKind.NORM, "rms_norm", rule, (x, weight), module=module, attributes=attributes)[0]
+    if choice == 4:
+        rule = builder.rule("b s i -> b s i, b s i", sizes)
+        attributes, dtypes = {"probability": 0.25}, (builder.dtype, DType.BOOL)
+        return builder.add(
+            name,
+            OpKind.DROPOUT,
+            "dropout",
+            rule,
+            (x,),
+            module=module,
+            attributes=attributes,
+            dtypes=dtypes,
+            results=("mask",),
+        )[0]
+    rule = builder.rule("b s i -> b s i", sizes, normalized="i")
+    return builder.add(name, OpKind.SOFTMAX, "softmax", rule, (x,), module=module)[0]
