@@ -118,7 +118,10 @@ def test_a_plugin_is_told_with_its_origin_its_parts_and_its_problems(
     assert "'h100' is claimed by plugin 'toy' of phaze-toy 2.5 and plugin 'core' of phaze-plugin" in clash
 
 
-def test_people_get_the_same_in_tables(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_the_same_in_tables(
+    sample: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
