@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from phaze.ir.dtype import DType
@@ -71,7 +70,7 @@ class Graph:
     def __post_init__(self) -> None:
         from phaze.ir.verify import verify
 
-        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "tensors", dict(self.tensors))
         object.__setattr__(self, "_producers", verify(self))
 
     def op(self, op_id: str) -> Op:
