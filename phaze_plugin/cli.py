@@ -60,6 +60,7 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     """The parser of the whole command line, with the commands under their headings."""
     parser = argparse.ArgumentParser(
         prog="phaze",
+        usage="phaze [--help] [--version] [--debug] COMMAND ...",
         description=phaze.__doc__,
         epilog=_command_list(commands),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -37,7 +37,7 @@ def import_graph(model: object, inputs: object = None, *, frontend: str | None =
     go to the frontend (a known model takes `sequence_length`).
 
     Raises UnknownNameError for an unknown model or frontend, ImportModelError if no frontend accepts the model or the
-    one that does cannot import it, PluginError if the named frontend fails, TypeError for an unknown option.
+    one that does cannot import it or does not take an option, PluginError if the named frontend fails.
     """
     from phaze.hooks import PluginManager
 
@@ -110,7 +110,8 @@ def _checked(answer: object) -> Graph:
 def _check_options(offer: Offer[object], options: Mapping[str, object], known: Iterable[str]) -> None:
     for option in options:
         if option not in known:
-            raise TypeError(f"{offer.name} takes no option {option!r}; it takes {', '.join(known) or 'none'}")
+            takes = ", ".join(known) or "none"
+            raise ImportModelError(f"{offer.name!r} takes no option {option!r}; it takes {takes}.")
 
 
 def _check_libraries(offer: Offer[Frontend]) -> None:

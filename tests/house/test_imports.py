@@ -81,7 +81,7 @@ def test_an_option_that_the_frontend_does_not_take_is_refused() -> None:
     manager = manager_of(a=frontends(SampleFrontend("numbers", int, graph_called("A"))))
     assert imported(manager, 3, depth=2).name == "A"
     for frontend in (None, "numbers"):
-        with pytest.raises(TypeError, match="numbers takes no option 'width'; it takes depth"):
+        with pytest.raises(ImportModelError, match="'numbers' takes no option 'width'; it takes depth"):
             imported(manager, 3, frontend, width=2)
 
 
@@ -103,7 +103,7 @@ def test_a_known_model_is_built_at_the_sequence_length_asked_for() -> None:
     assert imported(manager, "toy", sequence_length=7).name == "7"
     with pytest.raises(ValueError, match="sequence_length is 0; expected a positive integer"):
         imported(manager, "toy", sequence_length=0)
-    with pytest.raises(TypeError, match="toy takes no option 'depth'; it takes sequence_length"):
+    with pytest.raises(ImportModelError, match="'toy' takes no option 'depth'; it takes sequence_length"):
         imported(manager, "toy", depth=2)
 
 
