@@ -9,6 +9,7 @@ from phaze.cost.fusion import OpGroup, format_groups, fuse_epilogues, group_work
 from phaze.cost.graph import plugin_prices, price_groups, price_ops
 from phaze.cost.op_work import op_work
 from phaze.cost.price import price_works
+from phaze.cost.report import CostReport, CostRow, cost_report, explain
 from phaze.cost.update import gathered_bytes, update_work
 from phaze.cost.work import VIEW, Product, Work, matmul_work, vector_work
 
@@ -21,12 +22,16 @@ __all__ = [
     "Collective",
     "CollectiveEstimate",
     "CoreKind",
+    "CostReport",
+    "CostRow",
     "Estimate",
     "OpGroup",
     "Product",
     "Work",
     "calibration_of",
     "cast_graph",
+    "cost_report",
+    "explain",
     "format_groups",
     "fuse_attention",
     "fuse_epilogues",

@@ -48,10 +48,9 @@ _BY_KIND: dict[OpKind, int] = {OpKind.SOFTMAX: _TRANSCENDENTAL + 5, OpKind.NORM:
 def vector_operations(op: Op) -> float:
     """Lane operations of an op on the vector cores."""
     per_element = _BY_FUNCTION.get(op.function, _BY_KIND.get(op.kind, 1))
-    touched = max(op.rule.work, *op.elements_written, 1)
+    moved = max(1, *op.elements_written, *op.elements_read)
+    touched = moved if op.kind is OpKind.OPAQUE else max(op.rule.work, *op.elements_written)
     if op.kind is OpKind.SORT:
         longest = max((f.size for f in op.rule.factors if f.kind is FactorKind.WHOLE), default=op.rule.work)
         per_element = max(1, math.ceil(math.log2(max(2, longest))))
-    if op.kind is OpKind.OPAQUE:
-        touched = max(touched, *op.elements_read, 1)
     return float(per_element) * touched
