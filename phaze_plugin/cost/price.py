@@ -89,7 +89,7 @@ class _Setting:
     share_at: _Indices
     buffer_at: _Indices
     l2_at: _Indices
-    seconds_per_byte: _Floats
+    bandwidth: _Floats
     buffer_j_per_byte: _Floats
     tensor_l2_j_per_byte: _Floats
     vector_l2_j_per_byte: _Floats
@@ -116,7 +116,7 @@ def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyMo
         share_at=share_at,
         buffer_at=buffer_at,
         l2_at=l2_at,
-        seconds_per_byte=1.0 / (chips.hbm_bandwidth_bytes_per_s * calibration.memory),
+        bandwidth=chips.hbm_bandwidth_bytes_per_s * calibration.memory,
         buffer_j_per_byte=energy.sram_j_per_byte(chips.buffer_bytes),
         tensor_l2_j_per_byte=energy.sram_j_per_byte(tensor_l2),
         vector_l2_j_per_byte=energy.sram_j_per_byte(vector_l2),
@@ -155,7 +155,7 @@ def _time(
         vector_s = np.ceil(work.vector_operations / lanes) / (setting.chips.clock_hz * setting.calibration.vector)
         binding[vector_s > seconds] = _CODE[Binding.COMPUTE]
         np.maximum(seconds, vector_s, out=seconds)
-    memory_s = moved * setting.seconds_per_byte
+    memory_s = moved / setting.bandwidth
     np.copyto(binding, _CODE[Binding.MEMORY], where=memory_s > seconds)
     np.maximum(seconds, memory_s, out=seconds)
     if setting.calibration.overhead_s:

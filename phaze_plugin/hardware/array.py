@@ -44,7 +44,8 @@ class AcceleratorArray:
                 raise HardwareError(
                     f"accelerator array: {field} has {len(values)} entries; expected {len(self.names)}."
                 )
-            wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)).reshape(len(values), -1).all(axis=1))
+            is_possible = np.isfinite(values) & (values > 0)
+            wrong = np.flatnonzero(~is_possible.all(axis=tuple(range(1, values.ndim))))
             if wrong.size:
                 at = int(wrong[0])
                 raise HardwareError(f"accelerator array: {field}[{at}] is {values[at]!r}; expected a number above 0.")

@@ -1,0 +1,42 @@
+import dataclasses
+
+import pytest
+
+from phaze.errors import HardwareError, UnknownNameError
+from phaze.hardware import precision_recipe, precision_recipe_names
+
+
+def test_mixed_bf16_with_adam_is_eighteen_bytes_per_parameter() -> None:
+    recipe = precision_recipe("bf16-adam")
+    assert recipe.bytes_per_parameter == 18
+    assert (recipe.compute_dtype, recipe.reduction_dtype, recipe.reduction_bytes) == ("bfloat16", "float32", 4)
+    assert precision_recipe() == recipe
+
+
+def test_plain_fp32_keeps_no_master_copy() -> None:
+    assert precision_recipe("fp32-adam").bytes_per_parameter == 16
+    assert precision_recipe("fp32-sgd").bytes_per_parameter == 8
+
+
+def test_an_update_reads_the_gradient_and_reads_and_writes_the_rest() -> None:
+    assert precision_recipe("bf16-adam").update_bytes == 4 + 2 * (4 + 8) + 2
+    assert precision_recipe("fp32-adam").update_bytes == 4 + 2 * (4 + 8)
+    assert precision_recipe("fp32-sgd").update_bytes == 4 + 2 * 4
+
+
+@pytest.mark.parametrize("name", precision_recipe_names())
+def test_every_recipe_is_named_after_itself(name: str) -> None:
+    assert precision_recipe(name).name == name
+
+
+def test_an_unknown_recipe_lists_near_names() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean bf16-adam"):
+        precision_recipe("bf16-adm")
+
+
+@pytest.mark.parametrize(
+    "change", [{"parameter_bytes": 0}, {"gradient_bytes": -1}, {"state_bytes": -8}, {"compute_dtype": "bf61"}]
+)
+def test_a_recipe_that_cannot_exist_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(HardwareError):
+        dataclasses.replace(precision_recipe(), **change)
