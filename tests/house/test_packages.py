@@ -75,6 +75,10 @@ def test_what_the_two_commands_install_is_pinned() -> None:
     assert {re.split(r"[<>=]", requirement)[0] for group in wanted for requirement in group} - pinned == set()
 
 
+def test_the_tests_have_what_a_build_needs() -> None:
+    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["project"]["optional-dependencies"]["dev"])
+
+
 def test_every_entry_point_leads_to_a_module_of_this_repository() -> None:
     assert set(PROJECT["project"]["entry-points"]["phaze"].values()) <= set(MODULES)
 
