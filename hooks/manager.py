@@ -174,9 +174,9 @@ def _offers(answer: object, origin: Origin, what: str, is_valid: Callable[[objec
         raise PluginError(f"it answered {answer!r}; expected a mapping from names, or an iterable of named things")
     for name, value in named:
         if not isinstance(name, str) or not name:
-            raise PluginError(f"it named a {what} {name!r}; expected a non-empty text")
+            raise PluginError(f"its {what} has the name {name!r}; expected a non-empty text")
         if not is_valid(value):
-            raise PluginError(f"its {what} {name!r} is a {type(value).__name__}, which lacks what a {what} must have")
+            raise PluginError(f"its {what} {name!r} is of type {type(value).__name__}, not what {what}s must be")
     return [Offer(name, value, origin) for name, value in named]
 
 

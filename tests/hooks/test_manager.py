@@ -1,11 +1,13 @@
 """The manager asks every plugin, and none can take the others down."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from plugins import installed_distribution, manager_of, plugin_with, raising
 
+from phaze.capabilities import Capabilities
 from phaze.errors import PluginError, PluginWarning, UnknownNameError
 from phaze.hardware import Accelerator, preset
 from phaze.hooks import Origin, PluginManager, hookimpl, spec
@@ -82,9 +84,9 @@ def test_a_plugin_that_raises_is_reported_by_name_and_the_others_go_on() -> None
     [
         (None, "it answered None; expected a mapping from names, or an iterable of named things"),
         ("a100", "it answered 'a100'; expected a mapping"),
-        ({"chip": 3}, "its accelerator 'chip' is a int, which lacks"),
-        ({"": CHIP}, "it named a accelerator ''; expected a non-empty text"),
-        ([3], "it named a accelerator None"),
+        ({"chip": 3}, "its accelerator 'chip' is of type int, not what accelerators must be"),
+        ({"": CHIP}, "its accelerator has the name ''; expected a non-empty text"),
+        ([3], "its accelerator has the name None"),
     ],
 )
 def test_an_answer_of_the_wrong_type_is_reported(answer: object, reason: str) -> None:
@@ -92,6 +94,50 @@ def test_an_answer_of_the_wrong_type_is_reported(answer: object, reason: str) ->
     with pytest.warns(PluginWarning, match="plugin 'wrong' of wrong-dist 1.0 failed"):
         assert manager.accelerators().offers == ()
     assert reason in manager.failures[0].reason
+
+
+@dataclass(frozen=True)
+class EveryShape:
+    """One object that has all that any hook asks for."""
+
+    name: str = "sample"
+    libraries: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    target: str = "sample"
+    capabilities = Capabilities()
+    accepts = import_model = emit = build_stages = is_importable = refusal = solve = raising(AssertionError())
+
+
+LISTED = {
+    "frontends": ("name", "libraries", "options", "accepts", "import_model"),
+    "solvers": ("name", "is_importable", "refusal", "solve"),
+    "emitters": ("name", "libraries", "capabilities", "emit"),
+    "stage_builders": ("name", "target", "accepts", "build_stages"),
+}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_an_object_of_the_right_shape_is_taken_under_its_own_name(kind: str) -> None:
+    manager = manager_of(one=plugin_with(**{f"phaze_{kind}": lambda: [EveryShape()]}))
+    assert getattr(manager, kind)().get("sample") == EveryShape()
+
+
+@pytest.mark.parametrize(("kind", "lacking"), [(kind, name) for kind, names in LISTED.items() for name in names[1:]])
+def test_an_object_that_lacks_a_part_of_its_shape_is_reported(kind: str, lacking: str) -> None:
+    parts = {name: getattr(EveryShape(), name) for name in LISTED[kind] if name != lacking}
+    manager = manager_of(one=plugin_with(**{f"phaze_{kind}": lambda: [SimpleNamespace(**parts)]}))
+    with pytest.warns(PluginWarning, match="'sample' is of type SimpleNamespace, not what"):
+        assert getattr(manager, kind)().offers == ()
+
+
+@pytest.mark.parametrize("kind", ["named_models", "op_prices"])
+def test_a_function_is_taken_under_the_name_that_maps_to_it(kind: str) -> None:
+    offered = {"sample": raising(AssertionError())}
+    manager = manager_of(one=plugin_with(**{f"phaze_{kind}": lambda: offered}))
+    assert getattr(manager, kind)().to_mapping() == offered
+    manager = manager_of(one=plugin_with(**{f"phaze_{kind}": lambda: {"sample": 3}}))
+    with pytest.warns(PluginWarning, match="'sample' is of type int"):
+        assert getattr(manager, kind)().offers == ()
 
 
 def test_a_misspelt_hook_is_reported_when_the_plugin_is_registered() -> None:
