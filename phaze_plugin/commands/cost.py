@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
 
 if TYPE_CHECKING:
     from phaze.cost.report import CostReport, CostRow
@@ -25,9 +25,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--chip", required=True, metavar="NAME", help="an accelerator's name (phaze chips) or JSON file"
     )
-    parser.add_argument("--top", type=int, default=_TOP, metavar="N", help=f"rows to show (default {_TOP})")
-    parser.add_argument("--sequence-length", type=int, metavar="N", help="instead of the model's own")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences per microbatch (default 1)")
+    parser.add_argument(
+        "--top", type=positive_integer, default=_TOP, metavar="N", help=f"rows to show (default {_TOP})"
+    )
+    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument(
+        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
+    )
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
     parser.add_argument("--fuse", action="store_true", help="join elementwise epilogues to their matrix ops")
     parser.add_argument("--fused-attention", action="store_true", help="attention as kernels that keep scores on chip")
@@ -67,7 +71,7 @@ def _document(report: CostReport, title: str) -> dict[str, object]:
 
 def _for_people(report: CostReport, title: str, top: int) -> Iterator[RenderableType]:
     columns = ["op", "phase", "shape", ">count", ">each us", ">one core us", ">share", "binds", ">MB", ">peak"]
-    shown = report.rows[: max(0, top)]
+    shown = report.rows[:top]
     yield plain_table(columns, [_cells(row, report.total_s) for row in shown], title=title)
     distinct = len(report.rows)
     yield f"\n{len(shown)} of {distinct} distinct ops; all together {report.total_s * 1e3:.4g} ms, one after the other."

@@ -55,7 +55,7 @@ def single_groups(ops: Iterable[Op]) -> tuple[OpGroup, ...]:
 
 
 def fuse_epilogues(graph: Graph, ops: Sequence[Op] | None = None) -> tuple[OpGroup, ...]:
-    """Groups of ``ops`` (all of the graph's when left out), in the order of their last ops."""
+    """Groups of ``ops`` (all of the graph's when left out), in the order of their heads, in which they can run."""
     wanted = graph.ops if ops is None else tuple(ops)
     position = {op.id: index for index, op in enumerate(graph.ops)}
     members: dict[str, list[Op]] = {}
@@ -69,9 +69,8 @@ def fuse_epilogues(graph: Graph, ops: Sequence[Op] | None = None) -> tuple[OpGro
         if members[head_id][0].kind in _HEADS:
             head_of[op.outputs[0]] = head_id
             tail_of[head_id] = op.outputs[0]
-    groups = sorted(members.values(), key=lambda group: position[group[-1].id])
-    needed = _readers(graph)
-    return tuple(_close(graph, group, needed) for group in groups)
+    readers = _readers(graph)
+    return tuple(_closed(group, readers) for group in members.values())
 
 
 def _joins(graph: Graph, op: Op, group: Sequence[Op], position: dict[str, int]) -> bool:
@@ -94,7 +93,7 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
     return readers
 
 
-def _close(graph: Graph, group: Sequence[Op], readers: dict[str, set[str]]) -> OpGroup:
+def _closed(group: Sequence[Op], readers: dict[str, set[str]]) -> OpGroup:
     inside = {op.id for op in group}
     made = [tensor_id for op in group for tensor_id in op.outputs]
     leaving = [name for name in made if readers.get(name, {""}) - inside]

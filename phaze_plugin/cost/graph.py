@@ -76,6 +76,8 @@ def price_groups(
             rows.append(total_estimate(stack_estimates(apart)))
         else:
             rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
+    if not rows:
+        return Estimate.empty([], len(chips))
     built_in = price_works(tuple(works), chips, calibration=calibration, energy=energy)
     return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
 

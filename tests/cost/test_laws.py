@@ -1,0 +1,145 @@
+"""The laws of the cost model, on the priced result of random ops on random accelerators."""
+
+from dataclasses import replace
+
+import numpy as np
+from hardware_strategies import accelerators
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_strategies import SampleOp, sample_ops
+
+from phaze.cost import BINDINGS, Binding, Calibration, Estimate, Work, op_work, price_works
+from phaze.cost.op_work import read_bytes, written_bytes
+from phaze.hardware import Accelerator, AcceleratorArray
+
+MANY = settings(max_examples=400)
+EXACT = 1 + 1e-12
+GROWTH = st.sampled_from([1.001, 1.37, 2.0, 2.5, 64.0])
+
+
+def priced(work: Work, chip: Accelerator) -> tuple[float, float]:
+    estimate = price_works([work], chip)
+    return float(estimate.core_s[0, 0]), float(estimate.spread_s[0, 0])
+
+
+@MANY
+@given(sample_ops(), accelerators(), GROWTH, st.sampled_from(["hbm_bandwidth_bytes_per_s", "clock_hz"]))
+def test_more_bandwidth_or_clock_never_costs_time(
+    sample: SampleOp, chip: Accelerator, growth: float, field: str
+) -> None:
+    work = op_work(sample.op, sample.tensors)
+    better = replace(chip, **{field: getattr(chip, field) * growth})
+    for less, more in zip(priced(work, chip), priced(work, better), strict=True):
+        assert more <= less
+
+
+@MANY
+@given(sample_ops(), accelerators(), st.integers(1, 5000), st.sampled_from(["buffer_bytes", "vector_lanes"]))
+def test_more_buffer_or_lanes_never_cost_time(sample: SampleOp, chip: Accelerator, extra: int, field: str) -> None:
+    work = op_work(sample.op, sample.tensors)
+    scale = 1000 if field == "buffer_bytes" else 1
+    better = replace(chip, **{field: getattr(chip, field) + scale * extra})
+    for less, more in zip(priced(work, chip), priced(work, better), strict=True):
+        assert more <= less
+
+
+@MANY
+@given(sample_ops(), accelerators(), st.integers(1, 700), st.sampled_from(["tensor_cores", "vector_cores"]))
+def test_more_cores_never_cost_time(sample: SampleOp, chip: Accelerator, extra: int, field: str) -> None:
+    work = op_work(sample.op, sample.tensors)
+    better = replace(chip, **{field: getattr(chip, field) + extra})
+    assert priced(work, better)[1] <= priced(work, chip)[1]
+
+
+@given(sample_ops(), accelerators(), st.integers(1, 700))
+def test_one_core_with_an_equal_share_of_the_buffer_is_as_fast_among_more(
+    sample: SampleOp, chip: Accelerator, extra: int
+) -> None:
+    work = op_work(sample.op, sample.tensors)
+    share = max(1, chip.buffer_bytes // chip.tensor_cores)
+    few = replace(chip, buffer_bytes=share * chip.tensor_cores)
+    many = replace(chip, tensor_cores=chip.tensor_cores + extra, buffer_bytes=share * (chip.tensor_cores + extra))
+    assert priced(work, many)[0] == priced(work, few)[0]
+
+
+@MANY
+@given(sample_ops(), accelerators())
+def test_a_bigger_shape_never_costs_less(sample: SampleOp, chip: Accelerator) -> None:
+    small, large = op_work(sample.op, sample.tensors), op_work(sample.larger, sample.tensors)
+    for less, more in zip(priced(small, chip), priced(large, chip), strict=True):
+        assert less <= more
+
+
+@MANY
+@given(sample_ops(), accelerators())
+def test_no_op_is_faster_than_its_flops_at_peak_or_its_bytes_at_full_bandwidth(
+    sample: SampleOp, chip: Accelerator
+) -> None:
+    op, tensors = sample.op, sample.tensors
+    core_s, spread_s = priced(op_work(op, tensors), chip)
+    dtype = tensors[op.inputs[0]].dtype
+    moved = sum(read_bytes(op, tensors)) + sum(written_bytes(op, tensors))
+    assert spread_s * EXACT >= op.matmul_flops / chip.peak_flops_per_s(dtype)
+    assert core_s * EXACT >= op.matmul_flops / chip.peak_flops_per_s(dtype) * chip.tensor_cores
+    assert spread_s * EXACT >= moved / chip.hbm_bandwidth_bytes_per_s
+    if not op.kind.is_matrix:
+        assert spread_s * EXACT >= max(op.elements_written) / chip.peak_vector_ops_per_s()
+
+
+@given(sample_ops(), accelerators())
+def test_spreading_never_costs_time_and_nothing_is_free(sample: SampleOp, chip: Accelerator) -> None:
+    core_s, spread_s = priced(op_work(sample.op, sample.tensors), chip)
+    assert 0 < spread_s <= core_s < np.inf
+
+
+@given(sample_ops(), accelerators())
+def test_the_binding_term_is_the_one_that_decides(sample: SampleOp, chip: Accelerator) -> None:
+    estimate = price_works([op_work(sample.op, sample.tensors)], chip)
+    for seconds, moved, code in (
+        (estimate.core_s, estimate.core_bytes, estimate.core_binding),
+        (estimate.spread_s, estimate.spread_bytes, estimate.spread_binding),
+    ):
+        memory_s = moved[0, 0] / chip.hbm_bandwidth_bytes_per_s
+        if BINDINGS[code[0, 0]] is Binding.MEMORY:
+            assert seconds[0, 0] == memory_s
+        else:
+            assert seconds[0, 0] >= memory_s
+
+
+@given(st.lists(sample_ops(), min_size=1, max_size=4), st.lists(accelerators(), min_size=1, max_size=6))
+def test_many_ops_on_many_accelerators_cost_what_each_costs_alone(
+    samples: list[SampleOp], chips: list[Accelerator]
+) -> None:
+    works = [op_work(sample.op, sample.tensors) for sample in samples]
+    together = price_works(works, AcceleratorArray.of(chips))
+    for row, work in enumerate(works):
+        for column, chip in enumerate(chips):
+            alone = price_works([work], chip)
+            for name in fields_of(alone):
+                assert getattr(together, name)[row, column] == getattr(alone, name)[0, 0]
+
+
+def fields_of(estimate: Estimate) -> list[str]:
+    return [name for name in estimate.__slots__ if name != "kinds"]
+
+
+@given(
+    sample_ops(),
+    accelerators(),
+    st.builds(
+        Calibration,
+        name=st.just("random"),
+        matrix=st.floats(0.1, 1),
+        vector=st.floats(0.1, 1),
+        memory=st.floats(0.1, 1),
+        overhead_s=st.floats(0, 1e-3),
+    ),
+)
+def test_a_real_chip_is_never_faster_than_the_ideal_one(
+    sample: SampleOp, chip: Accelerator, calibration: Calibration
+) -> None:
+    work = op_work(sample.op, sample.tensors)
+    real = price_works([work], chip, calibration=calibration)
+    core_s, spread_s = priced(work, chip)
+    assert real.core_s[0, 0] * EXACT >= core_s + calibration.overhead_s
+    assert real.spread_s[0, 0] * EXACT >= spread_s + calibration.overhead_s

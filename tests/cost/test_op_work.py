@@ -1,0 +1,129 @@
+import pytest
+from graphs import TINY_CONFIGS, tiny_graph
+
+from phaze.cost import VIEW, CoreKind, op_work, price_ops
+from phaze.errors import CostError
+from phaze.hardware import preset
+from phaze.ir import DType, Op, OpKind, Phase, Rule, Tensor
+from phaze.ir.shape_rules import convolution_rule, opaque_rule
+
+CHIP = preset("tpuv4").accelerator
+
+
+def op_of(kind: OpKind, rule: Rule, function: str = "", phase: Phase = Phase.FORWARD) -> tuple[Op, dict[str, Tensor]]:
+    names = [f"t{index}" for index in range(len(rule.operands) + len(rule.results))]
+    count = len(rule.operands)
+    op = Op(
+        id="op",
+        kind=kind,
+        function=function or kind,
+        rule=rule,
+        inputs=tuple(names[:count]),
+        outputs=tuple(names[count:]),
+        phase=phase,
+    )
+    shapes = (rule.shape(dims) for dims in rule.tensors())
+    return op, {name: Tensor(name, shape, DType.BFLOAT16) for name, shape in zip(names, shapes, strict=True)}
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_every_op_of_every_family_is_priced_and_only_views_are_free(name: str) -> None:
+    graph = tiny_graph(name).with_backward()
+    estimate = price_ops(graph, graph.ops, CHIP, prices={})
+    for row, op in enumerate(graph.ops):
+        is_view = op.kind is OpKind.VIEW
+        assert (estimate.kinds[row] is CoreKind.NONE) == is_view
+        for values in (estimate.core_s, estimate.spread_s, estimate.spread_bytes, estimate.spread_energy_j):
+            assert (values[row, 0] == 0) == is_view, op.id
+
+
+def test_a_contraction_is_the_product_of_its_rule_on_operands_as_stored() -> None:
+    rule = Rule.of("b s i, o i -> b s o", {"b": 2, "s": 3, "i": 5, "o": 7})
+    work = op_work(*op_of(OpKind.CONTRACTION, rule))
+    (product,), (tiling,) = work.products, work.tilings
+    assert (product.batch, product.m, product.n, product.k, product.dtype) == (1, 6, 7, 5, "bfloat16")
+    assert work.kind is CoreKind.TENSOR
+    assert tiling.compulsory_bytes == 2 * (2 * 3 * 5 + 7 * 5 + 2 * 3 * 7)
+
+
+def test_expert_products_are_a_batch_over_experts() -> None:
+    rule = Rule.of("e c i, e o i -> e c o", {"e": 8, "c": 100, "i": 16, "o": 32})
+    (product,) = op_work(*op_of(OpKind.CONTRACTION, rule)).products
+    assert (product.batch, product.m, product.n, product.k) == (8, 100, 32, 16)
+
+
+def test_a_convolution_computes_its_unfolded_product_and_moves_its_image() -> None:
+    rule = convolution_rule((8, 64, 58, 58), (128, 64, 3, 3), (8, 128, 56, 56))
+    work = op_work(*op_of(OpKind.CONVOLUTION, rule))
+    (product,) = work.products
+    assert (product.batch, product.m, product.n, product.k) == (1, 8 * 56 * 56, 128, 64 * 9)
+    image, weight, result = 8 * 64 * 58 * 58, 128 * 64 * 9, 8 * 128 * 56 * 56
+    assert work.compulsory_bytes == 2 * (image + weight + result)
+
+
+def attention(phase: Phase) -> tuple[Op, dict[str, Tensor]]:
+    text = "b s h d, b t h d, b t h e -> b s h e"
+    if phase is Phase.BACKWARD:
+        text = "b s h d, b t h d, b t h e, b s h e, b s h e -> b s h d, b t h d, b t h e"
+    sizes = {"b": 2, "s": 512, "t": 1024, "h": 4, "d": 64, "e": 32}
+    return op_of(OpKind.ATTENTION, Rule.of(text, sizes), phase=phase)
+
+
+def test_fused_attention_moves_operands_and_result_but_no_scores() -> None:
+    work = op_work(*attention(Phase.FORWARD))
+    assert work.compulsory_bytes == 2 * 2 * 4 * (512 * (64 + 32) + 1024 * (64 + 32))
+    assert work.macs == 2 * 4 * 512 * 1024 * (64 + 32)
+    assert work.vector_operations >= 2 * 4 * 512 * 1024
+    assert work.kind is CoreKind.BOTH
+
+
+def test_fused_attention_computes_its_scores_again_backward() -> None:
+    op, tensors = attention(Phase.BACKWARD)
+    work = op_work(op, tensors)
+    assert 2 * work.macs == op.matmul_flops + 2 * 2 * 4 * 512 * 1024 * 64
+    assert len(work.products) == 5
+
+
+def test_a_lookup_reads_the_rows_that_it_picks() -> None:
+    rule = Rule.of("v i, b s -> b s i", {"v": 50_000, "i": 64, "b": 1, "s": 10}, lookup="v")
+    assert op_work(*op_of(OpKind.LOOKUP, rule)).compulsory_bytes == 2 * (640 + 10 + 640)
+
+
+def test_a_scatter_writes_the_whole_table_and_reads_what_it_adds_to() -> None:
+    rule = Rule.of("b s i, b s -> v i", {"v": 500, "i": 64, "b": 1, "s": 10}, lookup="v")
+    assert op_work(*op_of(OpKind.SCATTER, rule)).compulsory_bytes == 2 * (640 + 10 + 500 * 64 + 640)
+
+
+def test_an_op_without_a_known_function_is_memory_bound_work_on_all_it_touches() -> None:
+    work = op_work(*op_of(OpKind.OPAQUE, opaque_rule([(100, 30), (7,)], [(11, 13)]), "unheard_of"))
+    assert (work.kind, work.vector_operations) == (CoreKind.VECTOR, 3000)
+    assert work.compulsory_bytes == 2 * (3000 + 7 + 143)
+
+
+def test_costly_functions_cost_more_than_cheap_ones() -> None:
+    rule = Rule.of("b -> b", {"b": 100})
+    operations = [
+        op_work(*op_of(OpKind.ELEMENTWISE, rule, function)).vector_operations for function in ("relu", "exp", "gelu")
+    ]
+    assert operations == sorted(set(operations))
+
+
+def test_a_product_runs_at_its_wider_operand() -> None:
+    op, tensors = op_of(OpKind.CONTRACTION, Rule.of("b i, o i -> b o", {"b": 4, "i": 8, "o": 2}))
+    mixed = tensors | {"t1": Tensor("t1", (2, 8), DType.FLOAT32)}
+    assert op_work(op, mixed).products[0].dtype == "float32"
+
+
+def test_a_local_rule_is_priced_at_its_local_size() -> None:
+    rule = Rule.of("b i, o i -> b o", {"b": 4, "i": 8, "o": 10}).local({"o": 3})
+    assert op_work(*op_of(OpKind.CONTRACTION, rule)).products[0].n == 4
+
+
+def test_a_view_is_nothing() -> None:
+    assert op_work(*op_of(OpKind.VIEW, Rule.of("b c -> (b c)", {"b": 2, "c": 3}))) is VIEW
+
+
+def test_an_op_kind_nobody_prices_is_refused_with_what_to_do() -> None:
+    op, tensors = op_of(OpKind.COLLECTIVE, Rule.of("b -> b", {"b": 4}), "all_reduce")
+    with pytest.raises(CostError, match=r"'op': nobody prices ops of kind collective \(all_reduce\).*price_collective"):
+        op_work(op, tensors)

@@ -1,0 +1,30 @@
+import pytest
+
+from phaze.cost import Binding, gathered_bytes, price_works, update_work
+from phaze.errors import CostError
+from phaze.hardware import precision_recipe, preset
+
+RECIPE = precision_recipe("bf16-adam")
+CHIP = preset("a100-80gb").accelerator
+
+
+def test_the_update_reads_and_writes_local_state_over_hbm() -> None:
+    estimate = price_works([update_work(RECIPE, 10**9)], CHIP)
+    assert estimate.binding() is Binding.MEMORY
+    assert estimate.spread_s[0, 0] == 30 * 10**9 / CHIP.hbm_bandwidth_bytes_per_s
+
+
+def test_shards_divide_the_update_and_the_largest_one_counts() -> None:
+    assert update_work(RECIPE, 100, zero_shards=8) == update_work(RECIPE, 13)
+
+
+def test_zero_one_and_two_gather_parameters_after_the_update() -> None:
+    gathered = [gathered_bytes(RECIPE, 100, zero_stage=stage, zero_shards=8) for stage in range(4)]
+    assert gathered == [0, 200, 200, 0]
+    assert gathered_bytes(RECIPE, 100, zero_stage=1, zero_shards=1) == 0
+
+
+@pytest.mark.parametrize(("parameters", "shards"), [(0, 1), (10, 0), (-5, 2)])
+def test_an_update_of_nothing_is_refused(parameters: int, shards: int) -> None:
+    with pytest.raises(CostError, match="update"):
+        update_work(RECIPE, parameters, zero_shards=shards)
