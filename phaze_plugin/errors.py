@@ -7,6 +7,7 @@ PhazeError
 ├── HardwareError         an accelerator, cluster or network that cannot exist; an unknown preset
 ├── CostError             an op or a collective that nobody can price
 ├── ScheduleError         a schedule that breaks a rule of its problem, or a problem that is malformed
+├── PlacementError        a placement problem that contradicts itself or cannot be asked
 ├── SolverError           a solver was misused, or is missing where it was asked for by name
 ├── PluginError           a plugin clashes with another, raised, or answered with the wrong type
 └── UnknownNameError      a name that nobody registered; lists the known ones
@@ -28,6 +29,7 @@ __all__ = [
     "HardwareError",
     "ImportModelError",
     "PhazeError",
+    "PlacementError",
     "PluginError",
     "PluginWarning",
     "ScheduleError",
@@ -62,6 +64,10 @@ class CostError(PhazeError):
 
 class ScheduleError(PhazeError):
     """A schedule breaks a rule of its problem, or the problem is malformed."""
+
+
+class PlacementError(PhazeError):
+    """A placement problem contradicts itself or cannot be asked."""
 
 
 class SolverError(PhazeError):

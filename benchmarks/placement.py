@@ -1,0 +1,123 @@
+"""Placement against its oracle and at scale.
+
+    python benchmarks/placement.py --instances FILE   every instance of FILE (the format of tests/data/placement.json)
+    python benchmarks/placement.py --scale            98 layers on 1,024 devices: paper mode, 1,000 accelerators at once
+
+The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
+Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from phaze.place.paper import place_paper, reconstruct
+from phaze.place.paper_instance import PaperInstance, read_paper_instance
+
+RELATIVE = 1e-9
+RUNS = 20
+LAYERS, DEVICES, MICRO_BATCHES, WIDTHS = 98, 1024, 512, (1, 2, 4, 8)
+
+
+def main() -> int:
+    """Run what was asked for; 1 if an instance differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=Path, help="file of instances with the original program's optima")
+    parser.add_argument("--scale", action="store_true", help="time the program at scale")
+    arguments = parser.parse_args()
+    if arguments.instances is None and not arguments.scale:
+        parser.error("nothing to do: give --instances FILE or --scale")
+    differing = compare_instances(arguments.instances) if arguments.instances else 0
+    if arguments.scale:
+        time_scale()
+    return 1 if differing else 0
+
+
+def compare_instances(path: Path) -> int:
+    """Print mismatches, seconds and `N/N equal`; the number of mismatches."""
+    oracles = json.loads(path.read_text())
+    equal, ours, original = 0, 0.0, 0.0
+    for oracle in oracles:
+        start = time.perf_counter()
+        instance = read_paper_instance(oracle["instance"])
+        result = place_paper(instance)
+        reconstruct(instance, result)
+        ours += time.perf_counter() - start
+        original += oracle.get("reference_seconds", 0.0)
+        found, expected = float(result.time_s[0]), oracle["expected"]
+        is_equal = bool(result.is_feasible[0]) == expected["feasible"]
+        if is_equal and expected["feasible"]:
+            is_equal = abs(found - expected["timePerBatch"]) <= RELATIVE * expected["timePerBatch"]
+        equal += is_equal
+        if not is_equal:
+            print(f"{oracle['name']}: found {found!r}, expected {expected.get('timePerBatch', 'infeasible')!r}")
+    print(f"total {ours:.3f} s; the original program's own total in the file: {original:.3f} s")
+    print(f"{equal}/{len(oracles)} equal")
+    return len(oracles) - equal
+
+
+def scale_instance(accelerators: int) -> PaperInstance:
+    """The random instance of --scale, on one or many accelerators."""
+    generator = np.random.default_rng(0)
+    widths = np.array(WIDTHS)[:, None, None]
+    speed = generator.uniform(0.5, 2, (1, accelerators, 1)) if accelerators > 1 else np.ones((1, 1, 1))
+    forward = generator.uniform(5e-3, 15e-3, (1, accelerators, LAYERS)) / speed * (1 + 0.06 * (widths - 1)) / widths
+    parameters, activations = generator.uniform(0.5e9, 1.5e9, (2, 1, LAYERS)) / widths[:, 0]
+    edges = generator.uniform(20e6, 60e6, (1, LAYERS - 1))
+    return PaperInstance(
+        layer_ids=tuple(range(LAYERS)),
+        widths=WIDTHS,
+        forward_s=forward,
+        backward_s=2 * forward * generator.uniform(0.9, 1.1, forward.shape),
+        parameter_bytes=parameters,
+        activation_bytes=activations,
+        is_tensor_parallel=np.repeat(np.array(WIDTHS)[:, None] > 1, LAYERS, axis=1),
+        edges=tuple((layer, layer + 1) for layer in range(LAYERS - 1)),
+        edge_bytes=np.repeat(edges, len(WIDTHS), axis=0),
+        memory_bytes=np.full(accelerators, 40e9),
+        bandwidth_bytes_per_s=25e9,
+        device_count=DEVICES,
+        micro_batches=MICRO_BATCHES,
+        recompute=(False, True),
+    )
+
+
+def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
+    """Median seconds of some runs."""
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def time_scale() -> None:
+    """Print what one placement and a batch of 1,000 cost."""
+    one, many = scale_instance(1), scale_instance(1000)
+    plan = reconstruct(one, place_paper(one))
+    assert plan is not None
+    print(
+        f"{LAYERS} layers, {DEVICES} devices, widths {WIDTHS}, Adam, recompute both: {len(plan.stages)} stages x "
+        f"{plan.width} tensor x {plan.pipelines} data, recompute {plan.recompute}, {plan.time_s:.4f} s per batch"
+    )
+    single = median_s(lambda: reconstruct(one, place_paper(one)))
+    print(f"paper mode, one accelerator with its stages: {1e3 * single:.2f} ms (median of {RUNS})")
+    feasible = int(place_paper(many).is_feasible.sum())
+    batch = median_s(lambda: place_paper(many), 5) / 1000
+    print(
+        f"paper mode, 1,000 accelerators in one call ({feasible} feasible): {1e3 * batch:.3f} ms each, "
+        f"{single / batch:.1f} times faster than one by one"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

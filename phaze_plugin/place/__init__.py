@@ -1,0 +1,1 @@
+"""Placement: stages, memory, pipeline schedules; the program over data x pipeline x tensor parallelism."""

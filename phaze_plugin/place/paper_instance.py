@@ -1,0 +1,201 @@
+"""A placement problem as the paper's program reads it, for one accelerator or for many at once.
+
+Layers form a chain in which extra edges may skip ahead: the paper's program walks through a stage layer by layer and
+refuses graphs in which two neighbours are not joined. Times carry an accelerator axis; sizes do not, because slicing a
+layer does not depend on the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.errors import FormatError, GraphError, PlacementError
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "PaperInstance", "read_paper_instance"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_NODE_FIELDS = ("optimalLatencyFw", "optimalLatencyBw", "parameterSize", "activationSize", "isTensorParallelized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaperInstance:
+    """What the paper's program places.
+
+    Attributes:
+        layer_ids: names of the layers, in the order of the chain.
+        widths: tensor-parallel widths that were profiled.
+        forward_s: seconds of one forward per (width, accelerator, layer).
+        backward_s: seconds of one backward, recompute not included.
+        parameter_bytes: per (width, layer).
+        activation_bytes: all activations of one microbatch per (width, layer).
+        is_tensor_parallel: whether the layer is sliced at that width, per (width, layer).
+        edges: pairs of positions in the chain.
+        edge_bytes: what crosses each edge, per (width, edge).
+        memory_bytes: capacity of one device, per accelerator.
+        bandwidth_bytes_per_s: of every link.
+        device_count: devices at hand.
+        micro_batches: microbatches in one batch, over all pipelines.
+        recompute: the choices of activation recomputation to try; the better one wins.
+        uses_adam: whether the optimizer keeps a third copy of the parameters.
+
+    Raises:
+        PlacementError: a count is below 1, or a size, time or bandwidth is negative, zero where it must not be, or NaN.
+        GraphError: there is no layer, an edge goes backward, or the graph branches.
+    """
+
+    layer_ids: tuple[int | str, ...]
+    widths: tuple[int, ...]
+    forward_s: FloatArray
+    backward_s: FloatArray
+    parameter_bytes: FloatArray
+    activation_bytes: FloatArray
+    is_tensor_parallel: BoolArray
+    edges: tuple[tuple[int, int], ...]
+    edge_bytes: FloatArray
+    memory_bytes: FloatArray
+    bandwidth_bytes_per_s: float
+    device_count: int
+    micro_batches: int
+    recompute: tuple[bool, ...] = (False,)
+    uses_adam: bool = True
+
+    def __post_init__(self) -> None:
+        """Check shapes, signs and the chain."""
+        if not self.layer_ids:
+            raise GraphError("the layer graph is empty; expected at least one layer.")
+        self._check_counts()
+        widths, accelerators, layers = len(self.widths), len(self.memory_bytes), len(self.layer_ids)
+        for field, shape in (
+            ("forward_s", (widths, accelerators, layers)),
+            ("backward_s", (widths, accelerators, layers)),
+            ("parameter_bytes", (widths, layers)),
+            ("activation_bytes", (widths, layers)),
+            ("edge_bytes", (widths, len(self.edges))),
+        ):
+            _check_array(field, np.asarray(getattr(self, field)), shape)
+        if self.is_tensor_parallel.shape != (widths, layers):
+            raise PlacementError(f"is_tensor_parallel has shape {self.is_tensor_parallel.shape}.")
+        self._check_chain()
+
+    def _check_counts(self) -> None:
+        for field in ("device_count", "micro_batches"):
+            if (count := getattr(self, field)) < 1:
+                raise PlacementError(f"{field} is {count}; expected at least 1.")
+        if not self.widths or min(self.widths) < 1 or len(set(self.widths)) < len(self.widths):
+            raise PlacementError(f"tensor widths are {self.widths}; expected distinct whole numbers of at least 1.")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise PlacementError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; expected a number above 0.")
+        if not (np.asarray(self.memory_bytes) > 0).all():
+            raise PlacementError(f"memory_bytes is {self.memory_bytes}; expected numbers above 0.")
+        if not self.recompute:
+            raise PlacementError("recompute is empty; expected False, True or both.")
+
+    def _check_chain(self) -> None:
+        present = set(self.edges)
+        if len(present) < len(self.edges):
+            raise GraphError("two edges join the same layers; add their bytes up into one.")
+        for source, target in self.edges:
+            if not 0 <= source < target < len(self.layer_ids):
+                raise GraphError(f"edge {source} -> {target} is not between two layers in the order of the chain.")
+        for position in range(len(self.layer_ids) - 1):
+            if (position, position + 1) not in present:
+                raise GraphError(
+                    f"the layer graph branches: {self.layer_ids[position]!r} and {self.layer_ids[position + 1]!r} are "
+                    "neighbours without an edge. The paper's program places chains; use the default mode."
+                )
+
+
+def _check_array(field: str, values: FloatArray, shape: tuple[int, ...]) -> None:
+    if values.shape != shape:
+        raise PlacementError(f"{field} has shape {values.shape}; expected {shape}.")
+    wrong = ~(values >= 0) | np.isinf(values)
+    if wrong.any():
+        raise PlacementError(f"{field} holds {values[wrong][0]}; expected finite numbers of at least 0.")
+
+
+def read_paper_instance(document: Mapping[str, Any]) -> PaperInstance:
+    """The instance in the input format of the paper's program (one accelerator).
+
+    Raises:
+        FormatError: a field is missing or of another form.
+        PlacementError: a value makes no sense.
+        GraphError: the layers are no chain.
+    """
+    try:
+        return _read(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"not an instance of the paper's placement program: {error!r}.") from error
+
+
+def _read(document: Mapping[str, Any]) -> PaperInstance:
+    nodes = {int(width): {node["id"]: node for node in rows} for width, rows in document["nodes"].items()}
+    edges = {
+        int(width): {(edge["sourceId"], edge["destId"]): float(edge["communicationCost"]) for edge in rows}
+        for width, rows in document["edges"].items()
+    }
+    widths = tuple(sorted(nodes))
+    if not widths:
+        raise PlacementError("the instance has no tensor widths; expected at least one.")
+    first = widths[0]
+    if set(edges) != set(widths) or any(
+        set(nodes[width]) != set(nodes[first]) or set(edges[width]) != set(edges[first]) for width in widths
+    ):
+        raise GraphError("layers or edges differ between tensor widths; expected the same graph for every width.")
+    if any(len(rows) != len(nodes[int(width)]) for width, rows in document["nodes"].items()):
+        raise GraphError("two layers share an id; expected distinct ids.")
+    order = _topological_order(list(nodes[first]), list(edges[first]))
+    position = {layer: index for index, layer in enumerate(order)}
+    pairs = tuple(edges[first])
+    forward, backward, parameters, activations, flags = (
+        np.array([[nodes[width][layer][field] for layer in order] for width in widths]) for field in _NODE_FIELDS
+    )
+    if document["optimizerAlgorithm"] not in ("SGD", "Adam"):
+        raise PlacementError(f"optimizerAlgorithm is {document['optimizerAlgorithm']!r}; expected SGD or Adam.")
+    if 1 in widths and flags[widths.index(1)].any():
+        raise PlacementError("a layer is tensor-parallel at width 1; expected slices only at larger widths.")
+    return PaperInstance(
+        layer_ids=tuple(order),
+        widths=widths,
+        forward_s=forward[:, None, :].astype(float),
+        backward_s=backward[:, None, :].astype(float),
+        parameter_bytes=parameters.astype(float),
+        activation_bytes=activations.astype(float),
+        is_tensor_parallel=flags.astype(bool),
+        edges=tuple((position[source], position[target]) for source, target in pairs),
+        edge_bytes=np.array([[edges[width][pair] for pair in pairs] for width in widths], dtype=float),
+        memory_bytes=np.array([document["maxMemoryPerDevice"]], dtype=float),
+        bandwidth_bytes_per_s=float(document["bandwidth"]),
+        device_count=int(document["maxDevices"]),
+        micro_batches=int(document["mbsInBatch"]),
+        recompute=(bool(document["activationRecomputation"]),),
+        uses_adam=document["optimizerAlgorithm"] == "Adam",
+    )
+
+
+def _topological_order(layers: Sequence[Any], edges: Sequence[tuple[Any, Any]]) -> list[Any]:
+    waiting = dict.fromkeys(layers, 0)
+    for source, target in edges:
+        if source not in waiting or target not in waiting:
+            raise GraphError(f"edge {source!r} -> {target!r} names a layer that does not exist.")
+        waiting[target] += 1
+    ready = [layer for layer in layers if not waiting[layer]]
+    order = []
+    while ready:
+        layer = ready.pop()
+        order.append(layer)
+        for source, target in edges:
+            if source == layer:
+                waiting[target] -= 1
+                if not waiting[target]:
+                    ready.append(target)
+    if len(order) < len(layers):
+        raise GraphError("the layer graph has a cycle; expected edges that point forward only.")
+    return order
