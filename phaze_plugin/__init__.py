@@ -22,8 +22,13 @@ _HOMES = {
 }
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
 
+_PUBLIC_MODULES = ("space",)
+"""Modules that users reach as attributes without importing them."""
+
 
 def __getattr__(name: str) -> object:
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"phaze.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'phaze' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES[name]), name)

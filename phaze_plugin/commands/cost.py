@@ -63,6 +63,7 @@ def _document(report: CostReport, title: str) -> dict[str, object]:
         "title": title,
         "calibration": report.calibration.name,
         "total_s": report.total_s,
+        "energy_j": report.energy_j,
         "update": asdict(report.update),
         "skipped_update_ops": report.skipped_update_ops,
         "rows": [asdict(row) | {"total_s": row.total_s} for row in report.rows],
@@ -74,7 +75,10 @@ def _for_people(report: CostReport, title: str, top: int) -> Iterator[Renderable
     shown = report.rows[:top]
     yield plain_table(columns, [_cells(row, report.total_s) for row in shown], title=title)
     distinct = len(report.rows)
-    yield f"\n{len(shown)} of {distinct} distinct ops; all together {report.total_s * 1e3:.4g} ms, one after the other."
+    yield (
+        f"\n{len(shown)} of {distinct} distinct ops; all together {report.total_s * 1e3:.4g} ms one after the other, "
+        f"and about {report.energy_j:.3g} J."
+    )
     update = report.update
     yield f"the update takes {update.spread_s * 1e3:.4g} ms once per batch ({update.binding})."
     if report.skipped_update_ops:

@@ -18,8 +18,9 @@ from phaze.cost.graph import price_groups
 from phaze.cost.price import price_works
 from phaze.cost.update import update_work
 from phaze.cost.work import Product, Work
-from phaze.hardware import Accelerator, PrecisionRecipe, precision_recipe
+from phaze.hardware import Accelerator, AcceleratorArray, PrecisionRecipe, precision_recipe
 from phaze.hardware.dtypes import rate_name
+from phaze.hardware.energy import energy_model
 from phaze.ir import Graph, Phase
 
 if TYPE_CHECKING:
@@ -60,12 +61,18 @@ class CostReport:
     rows: tuple[CostRow, ...]
     update: CostRow
     calibration: Calibration
+    static_power_w: float
     skipped_update_ops: int
 
     @property
     def total_s(self) -> float:
         """Seconds of forward and backward, one op after the other."""
         return sum(row.total_s for row in self.rows)
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of forward and backward: what the ops use, and static power for as long as they take."""
+        return sum(row.count * row.energy_j for row in self.rows) + self.static_power_w * self.total_s
 
 
 def cost_report(
@@ -96,6 +103,7 @@ def cost_report(
         rows=tuple(sorted(rows, key=lambda row: (-row.total_s, row.functions, row.shape))),
         update=_row("optimizer update", Phase.UPDATE, update, 1, update_estimate, 0, accelerator),
         calibration=calibration,
+        static_power_w=float(energy_model().static_power_w(AcceleratorArray.of([accelerator]))[0]),
         skipped_update_ops=len(graph.ops) - len(ops),
     )
 

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 
 import phaze.space
@@ -47,3 +50,8 @@ def test_hbm_size_is_free_and_changes_nothing_else() -> None:
     assert set(larger.hbm_bytes.tolist()) == {80 * 2**30}
     assert larger.names == SPACE.names
     assert (larger.hbm_bandwidth_bytes_per_s == SPACE.hbm_bandwidth_bytes_per_s).all()
+
+
+def test_the_module_is_found_without_importing_it() -> None:
+    program = "import sys, phaze; assert 'numpy' not in sys.modules; print(len(phaze.space.PAPER_HBM_BYTES))"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "3\n"
