@@ -62,6 +62,8 @@ def price_works(
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     model = energy or energy_model()
     estimate = Estimate.empty([work.kind for work in works], len(chips))
+    if not len(chips):
+        return estimate
     for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
         rows = [row for row, work in enumerate(works) if work.kind is kind]
         if rows:

@@ -9,14 +9,17 @@ One product Y[M, N] = X[M, K] W[K, N] on one array, as SCALE-Sim counts it (exac
 Pricing departs from it in three documented steps.
 
 1. Back-to-back tiles overlap: the next tile's stationary operand is loaded (or the last one's result drained) in R
-   cycles while T cycles are streamed. Only the first fill is exposed, and max(T, R) cycles remain per tile. (SCALE-Sim
-   numbers cycles from 0; the -1 is not taken over.)
-2. On P arrays, units of work are dealt out whole. The streamed dim is cut into s pieces and the contracted dim into p,
-   whose partial sums cost one more pass of the streamed rows for their reduction ([p > 1], 0 or 1):
+   cycles while T cycles are streamed. The first fill is exposed, max(T, R) cycles remain for every tile but the last,
+   and T for that one. (SCALE-Sim numbers cycles from 0; the -1 is not taken over.)
+2. On P arrays, units of work are dealt out whole, u to the busiest array. The streamed dim is cut into s pieces of t
+   and the contracted dim into p, whose partial sums cost one more pass of the streamed rows for their reduction
+   ([p > 1], 0 or 1). With q tiles on the busiest array:
 
-       weight-stationary  2R + C - 2 + ceil(B ceil(N/C) s p / P) * (ceil(K/(R p)) max(ceil(M/s), R) + [p > 1] ceil(M/s))
+       weight-stationary  2R + C - 2 + (q - 1) max(t, R) + t + [p > 1] u t
+                          t = ceil(M/s), u = ceil(B ceil(N/C) s p / P), q = u ceil(K/(R p))
        input-stationary   the same with M and N exchanged
-       output-stationary  R + C - 2 + ceil(B ceil(M/R) ceil(N/C) p / P) * (max(ceil(K/p), R) + [p > 1] R)
+       output-stationary  R + C - 2 + (u - 1) max(t, R) + t + [p > 1] u R
+                          t = ceil(K/p), u = ceil(B ceil(M/R) ceil(N/C) p / P)
 
 3. The best dataflow and the best powers of two s, p with s p <= P are taken.
 
@@ -142,7 +145,8 @@ def _streamed(grid: ArrayGrid, batch: int, *, stream: int, across: int, blocks: 
     np.ceil(units, out=units)
     reduction = grid.is_reduced * length
     bare = units * (blocks * length + reduction)
-    total = units * (blocks * np.maximum(length, grid.flat_rows) + reduction)
+    slack = np.maximum(grid.flat_rows - length, 0.0)
+    total = bare + (units * blocks - 1) * slack
     return Cycles(np.minimum.reduceat(total, grid.first), np.minimum.reduceat(bare, grid.first))
 
 
@@ -156,5 +160,5 @@ def _stationary_output(grid: ArrayGrid, batch: int, m: int, n: int, k: int) -> C
     units = np.ceil(tiles * pieces / grid.flat_arrays[whole])
     reduction = grid.is_reduced[whole] * rows
     bare = units * (length + reduction)
-    total = units * (np.maximum(length, rows) + reduction)
+    total = bare + (units - 1) * np.maximum(rows - length, 0.0)
     return Cycles(np.minimum.reduceat(total, first), np.minimum.reduceat(bare, first))

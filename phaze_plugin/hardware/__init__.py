@@ -1,8 +1,10 @@
 """Accelerators, clusters and presets of real chips."""
 
 from phaze.hardware.accelerator import Accelerator, MatrixRates
+from phaze.hardware.area import area_mm2, areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.cluster import Cluster, InterconnectLevel
+from phaze.hardware.energy import EnergyModel, energy_model
 from phaze.hardware.files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hardware.precision import PrecisionRecipe, precision_recipe, precision_recipe_names
 from phaze.hardware.presets import Fact, Preset, network_levels, network_names, preset, preset_names, presets
@@ -12,11 +14,15 @@ __all__ = [
     "Accelerator",
     "AcceleratorArray",
     "Cluster",
+    "EnergyModel",
     "Fact",
     "InterconnectLevel",
     "MatrixRates",
     "PrecisionRecipe",
     "Preset",
+    "area_mm2",
+    "areas_mm2",
+    "energy_model",
     "find_accelerator",
     "load_accelerator",
     "load_cluster",

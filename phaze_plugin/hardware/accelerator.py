@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from phaze.errors import HardwareError
 from phaze.hardware.dtypes import rate_name
-from phaze.hardware.validate import positive, positive_integer
+from phaze.hardware.validate import LARGEST_BYTES, LARGEST_COUNT, positive, positive_integer
 
 __all__ = ["MINIMUM_L2_BYTES", "Accelerator", "MatrixRates"]
 
@@ -84,7 +84,8 @@ class Accelerator:
         if not isinstance(self.name, str) or not self.name:
             raise HardwareError(f"accelerator name is {self.name!r}; expected a non-empty text.")
         for field in INTEGER_FIELDS:
-            object.__setattr__(self, field, positive_integer(self.name, field, getattr(self, field)))
+            most = LARGEST_BYTES if field.endswith("_bytes") else LARGEST_COUNT
+            object.__setattr__(self, field, positive_integer(self.name, field, getattr(self, field), most))
         for field in REAL_FIELDS:
             object.__setattr__(self, field, positive(self.name, field, getattr(self, field)))
         if not isinstance(self.rates, MatrixRates):

@@ -7,17 +7,22 @@ from numbers import Integral, Real
 
 from phaze.errors import HardwareError
 
-__all__ = ["fraction", "non_negative", "positive", "positive_integer"]
+__all__ = ["LARGEST_BYTES", "LARGEST_COUNT", "fraction", "non_negative", "positive", "positive_integer"]
+
+LARGEST_COUNT = 2**20
+"""Of cores, rows, columns and lanes: products of three still fit 64 bits."""
+
+LARGEST_BYTES = 2**50
 
 
-def positive_integer(owner: str, field: str, value: object) -> int:
-    """``value`` as an int of at least 1.
+def positive_integer(owner: str, field: str, value: object, most: int = LARGEST_BYTES) -> int:
+    """``value`` as an int of at least 1 and at most ``most``.
 
     Raises:
-        HardwareError: it is not a whole number, or smaller than 1.
+        HardwareError: it is not a whole number, or outside.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise HardwareError(f"{owner}: {field} is {value!r}; expected a whole number of at least 1.")
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= most:
+        raise HardwareError(f"{owner}: {field} is {value!r}; expected a whole number from 1 to {most}.")
     return int(value)
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from phaze.cost import VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
-from phaze.hardware import preset
+from phaze.hardware import AcceleratorArray, preset
 from phaze.hardware.energy import energy_model
 
 TPU = preset("tpuv4").accelerator
@@ -73,3 +73,4 @@ def test_a_view_costs_nothing_beside_others_that_do() -> None:
 
 def test_nothing_to_price_is_an_empty_estimate() -> None:
     assert price_works([], TPU).spread_s.shape == (0, 1)
+    assert price_works([vector_work(1, 4)], AcceleratorArray.of([])).spread_s.shape == (1, 0)

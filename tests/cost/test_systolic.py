@@ -44,11 +44,12 @@ def by_hand(batch: int, m: int, n: int, k: int, rows: int, cols: int, arrays: in
             for stream, across in ((m, n), (n, m)):
                 length = up(stream, pieces)
                 units = up(batch * up(across, cols) * pieces * split, arrays)
-                work = units * (blocks * max(length, rows) + reduced * length)
+                work = (units * blocks - 1) * max(length, rows) + length + reduced * units * length
                 best = min(best, 2 * rows + cols - 2 + work)
             if pieces == 1:
-                units = up(batch * up(m, rows) * up(n, cols) * split, arrays)
-                best = min(best, rows + cols - 2 + units * (max(up(k, split), rows) + reduced * rows))
+                length, units = up(k, split), up(batch * up(m, rows) * up(n, cols) * split, arrays)
+                work = (units - 1) * max(length, rows) + length + reduced * units * rows
+                best = min(best, rows + cols - 2 + work)
     return int(best)
 
 
@@ -62,10 +63,11 @@ def test_spread_cycles_are_the_least_over_every_candidate(
     assert found.without_fill[0] * rows * cols * arrays >= batch * m * n * k
 
 
-def test_a_single_tile_costs_what_scale_sim_counts() -> None:
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_a_single_tile_costs_what_scale_sim_counts(k: int) -> None:
     """One more than SCALE-Sim's number, which is that of the last cycle, counted from 0."""
-    cycles = product_cycles(array_grid([16], [16], [1]), 1, 16, 16, 100).total[0]
-    assert cycles == scale_sim_cycles("os", m=16, n=16, k=100, rows=16, cols=16) + 1
+    cycles = product_cycles(array_grid([16], [16], [1]), 1, 16, 16, k).total[0]
+    assert cycles == scale_sim_cycles("os", m=16, n=16, k=k, rows=16, cols=16) + 1
 
 
 def test_different_arrays_in_one_grid_do_not_disturb_each_other() -> None:
@@ -73,3 +75,9 @@ def test_different_arrays_in_one_grid_do_not_disturb_each_other() -> None:
     together = product_cycles(array_grid(*zip(*triples, strict=True)), 3, 100, 200, 300).total
     alone = [product_cycles(array_grid([r], [c], [p]), 3, 100, 200, 300).total[0] for r, c, p in triples]
     np.testing.assert_array_equal(together, alone)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 256), st.integers(1, 256))
+def test_overlap_never_costs_cycles_against_scale_sim(m: int, n: int, k: int, rows: int, cols: int) -> None:
+    apart = [int(scale_sim_cycles(flow, m=m, n=n, k=k, rows=rows, cols=cols)) for flow in ("ws", "is", "os")]
+    assert product_cycles(array_grid([rows], [cols], [1]), 1, m, n, k).total[0] <= min(apart) + 1

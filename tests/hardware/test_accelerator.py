@@ -29,6 +29,12 @@ def test_a_field_that_cannot_exist_is_refused_by_name(field: str, value: object)
 
 
 @pytest.mark.parametrize("field", INTEGER_FIELDS)
+def test_absurd_sizes_are_refused_before_they_overflow(field: str) -> None:
+    with pytest.raises(HardwareError, match=f"chip: {field} is"):
+        Accelerator(**(FIELDS | {field: 2**62}))
+
+
+@pytest.mark.parametrize("field", INTEGER_FIELDS)
 def test_counts_and_sizes_are_whole_numbers(field: str) -> None:
     with pytest.raises(HardwareError, match="whole number"):
         Accelerator(**(FIELDS | {field: 1.5}))
