@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from phaze.cost.traffic import AttentionTiling, ProductTiling
 from phaze.cost.vector import vector_operations
@@ -106,25 +107,27 @@ def _attention(op: Op, tensors: Tensors) -> Work:
     sizes = (*read_bytes(op, tensors), *written_bytes(op, tensors))
     for dims, moved in zip(op.rule.tensors(), sizes, strict=True):
         sides[_side(dims, rows, length)] += moved
-    widths = scores.k + _size(op, value - key)
     dtype = _operand_dtype(op, tensors)
+    width = (scores.k + _size(op, value - key)) * (2 if is_backward else 1)
+    computed = (scores, *gemms) if is_backward else gemms
+    work = Work(
+        products=tuple(_product_of(gemm, dtype) for gemm in computed),
+        vector_operations=_SOFTMAX_OPERATIONS[is_backward] * scores.batch * scores.m * scores.n,
+        streamed_bytes=sum(sides.values()),
+    )
+    if not (sides["near"] and sides["far"]):
+        return work
     tiling = AttentionTiling(
         heads=scores.batch,
         queries=scores.m,
         keys=scores.n,
-        query_width=widths * (2 if is_backward else 1),
-        key_width=widths * (2 if is_backward else 1),
+        query_width=width,
+        key_width=width,
         near_bytes=sides["near"],
         far_bytes=sides["far"],
         element_bytes=dtype.size_bytes,
     )
-    computed = (scores, *gemms) if is_backward else gemms
-    return Work(
-        products=tuple(_product_of(gemm, dtype) for gemm in computed),
-        vector_operations=_SOFTMAX_OPERATIONS[is_backward] * scores.batch * scores.m * scores.n,
-        tilings=(tiling,),
-        streamed_bytes=sides["other"],
-    )
+    return replace(work, tilings=(tiling,), streamed_bytes=sides["other"])
 
 
 def _scores(op: Op, gemms: tuple[Gemm, ...]) -> Gemm:

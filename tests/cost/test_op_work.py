@@ -84,6 +84,12 @@ def test_fused_attention_computes_its_scores_again_backward() -> None:
     assert len(work.products) == 5
 
 
+def test_attention_of_one_query_position_reads_everything_once() -> None:
+    rule = Rule.of("b h d, b t h d, b t h e -> b h e", {"b": 2, "t": 1024, "h": 4, "d": 64, "e": 32})
+    op, tensors = op_of(OpKind.ATTENTION, rule)
+    assert op_work(op, tensors).streamed_bytes == 2 * 2 * 4 * (64 + 1024 * 64 + 1024 * 32 + 32)
+
+
 def test_a_lookup_reads_the_rows_that_it_picks() -> None:
     rule = Rule.of("v i, b s -> b s i", {"v": 50_000, "i": 64, "b": 1, "s": 10}, lookup="v")
     assert op_work(*op_of(OpKind.LOOKUP, rule)).compulsory_bytes == 2 * (640 + 10 + 640)
