@@ -162,7 +162,26 @@ def _levels(graph: Graph, blocks: Mapping[str, str]) -> dict[str, int]:
         waits = max((levels[producer.id] for producer in producers if producer is not None), default=0)
         block = blocks.get(op.id)
         levels[op.id] = waits if block is None else max(waits, number.setdefault(block, len(number) + 1))
-    return levels
+    return levels | _levels_of_readers(graph, blocks, levels)
+
+
+def _levels_of_readers(graph: Graph, blocks: Mapping[str, str], levels: Mapping[str, int]) -> dict[str, int]:
+    """What waits for nothing but parameters (a transposed weight) is made where it is read, if that is in one piece."""
+    forward = graph.ops_of(Phase.FORWARD)
+    readers: dict[str, list[str]] = {}
+    from_data: set[str] = set()
+    for op in forward:
+        if any(graph.tensors[t].role is Role.BATCH or t in from_data for t in op.inputs):
+            from_data.update(op.outputs)
+        for tensor_id in op.inputs:
+            readers.setdefault(tensor_id, []).append(op.id)
+    found: dict[str, int] = {}
+    for op in reversed(forward):
+        using = [reader for tensor_id in op.outputs for reader in readers.get(tensor_id, ())]
+        if op.id in blocks or from_data.intersection(op.outputs) or not using or blocks.keys() & set(using):
+            continue
+        found[op.id] = min(found.get(reader, levels[reader]) for reader in using)
+    return found
 
 
 def _piece_name(ops: list[Op]) -> str:
