@@ -6,6 +6,7 @@ PhazeError
 ├── ImportModelError      a frontend could not turn a model into a graph
 ├── HardwareError         an accelerator, cluster or network that cannot exist; an unknown preset
 ├── CostError             an op or a collective that nobody can price
+├── ShardError            a layer that cannot be split so many ways; layout constraints that contradict or match nothing
 ├── ScheduleError         a schedule that breaks a rule of its problem, or a problem that is malformed
 ├── PlacementError        a placement problem that contradicts itself or cannot be asked
 ├── SolverError           a solver was misused, or is missing where it was asked for by name
@@ -33,6 +34,7 @@ __all__ = [
     "PluginError",
     "PluginWarning",
     "ScheduleError",
+    "ShardError",
     "SolverError",
     "UnknownNameError",
 ]
@@ -60,6 +62,10 @@ class HardwareError(PhazeError):
 
 class CostError(PhazeError):
     """An op or a collective has no price."""
+
+
+class ShardError(PhazeError):
+    """A layer cannot be split as asked, or layout constraints contradict each other or match nothing."""
 
 
 class ScheduleError(PhazeError):

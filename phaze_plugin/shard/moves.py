@@ -1,0 +1,56 @@
+"""Moves between layouts, and what they cost.
+
+partial -> whole         all-reduce
+partial -> split         reduce-scatter
+split   -> whole         all-gather
+split   -> other split   all-to-all
+whole   -> split         nothing: each device keeps its part
+anything -> partial      impossible, unless it already is
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phaze.cost import IDEAL, Calibration, Collective, price_collective
+from phaze.hardware import Cluster
+from phaze.shard.layout import Layout
+
+__all__ = ["IMPOSSIBLE", "Axis", "collective_of", "is_possible"]
+
+IMPOSSIBLE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The tensor-parallel mesh axis: the innermost `width` devices of a cluster."""
+
+    cluster: Cluster
+    width: int
+    calibration: Calibration = IDEAL
+
+    def seconds(self, collective: Collective, tensor_bytes: float) -> float:
+        """Time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
+        size = tensor_bytes / self.width if collective is Collective.ALL_TO_ALL else tensor_bytes
+        return float(price_collective(collective, size, self.cluster, self.width, calibration=self.calibration).seconds)
+
+    def move_s(self, before: Layout, after: Layout, tensor_bytes: float) -> float:
+        """Seconds from one layout to another; infinite where that is impossible."""
+        if not is_possible(before, after):
+            return IMPOSSIBLE
+        collective = collective_of(before, after)
+        return 0.0 if collective is None else self.seconds(collective, tensor_bytes)
+
+
+def is_possible(before: Layout, after: Layout) -> bool:
+    """Whether a tensor can get from one layout to another."""
+    return before == after or not after.is_partial
+
+
+def collective_of(before: Layout, after: Layout) -> Collective | None:
+    """The collective of a possible move; None where no device needs another."""
+    if before == after or before.is_whole:
+        return None
+    if before.is_partial:
+        return Collective.REDUCE_SCATTER if after.splits else Collective.ALL_REDUCE
+    return Collective.ALL_TO_ALL if after.splits else Collective.ALL_GATHER
