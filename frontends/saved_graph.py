@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phaze.errors import ImportModelError
+from phaze.frontends.files import is_file
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
@@ -31,7 +32,7 @@ class SavedGraphFrontend:
         """Whether this is a Graph or a file that says it holds one."""
         if isinstance(model, Graph):
             return True
-        if not isinstance(model, str | os.PathLike) or not Path(model).is_file():
+        if not isinstance(model, str | os.PathLike) or not is_file(Path(model)):
             return False
         with open(model, "rb") as file:
             return FORMAT.encode() in file.read(HEAD_BYTES)

@@ -12,6 +12,7 @@ from typing import Any
 
 from phaze.errors import FormatError, ImportModelError, UnknownNameError
 from phaze.frontends.families import FAMILIES, Fields
+from phaze.frontends.files import is_file
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend, ModelFactory
@@ -36,7 +37,7 @@ class TransformerConfigFrontend:
             return "model_type" in model
         if isinstance(model, str | os.PathLike):
             path = Path(model)
-            return (path / CONFIG_FILE).is_file() or (path.suffix == ".json" and path.is_file())
+            return is_file(path / CONFIG_FILE) or (path.suffix == ".json" and is_file(path))
         return isinstance(getattr(model, "model_type", None), str) and callable(getattr(model, "to_dict", None))
 
     def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:

@@ -37,7 +37,17 @@ __all__ = [
     "ShardError",
     "SolverError",
     "UnknownNameError",
+    "shown",
 ]
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: shortened, and without failing on integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class PhazeError(Exception):

@@ -24,12 +24,12 @@ def bert(fields: Fields, builder: GraphBuilder) -> str:
     drop, epsilon = fields.number("hidden_dropout_prob", 0.1), fields.number("layer_norm_eps", 1e-12)
     attention = Attention(
         heads=heads,
-        head_size=head_size(hidden, heads),
+        head_size=head_size(fields, hidden, heads),
         is_causal=False,
         dropout=fields.number("attention_probs_dropout_prob", 0.1),
     )
-    activation = activation_function(fields.text("hidden_act", "gelu"))
-    has_head = any(name.endswith(("MaskedLM", "PreTraining")) for name in fields.names("architectures"))
+    activation = activation_function(fields, "hidden_act", "gelu")
+    has_head = any(name.endswith("MaskedLM") for name in fields.names("architectures"))
     root = "bert." if has_head else ""
     x = writer.embedding(f"{root}embeddings.word_embeddings", writer.batch("input_ids"), writer.sizes["v"])
     types, table = writer.batch("token_type_ids"), f"{root}embeddings.token_type_embeddings"
@@ -40,7 +40,7 @@ def bert(fields: Fields, builder: GraphBuilder) -> str:
     )
     x = writer.norm(f"{root}embeddings.LayerNorm", x, "layer_norm", epsilon=epsilon)
     x = writer.dropout(f"{root}embeddings", x, drop)
-    for index in range(fields.size("num_hidden_layers")):
+    for index in range(fields.count("num_hidden_layers")):
         path = f"{root}encoder.layer.{index}"
         names = ("self.query", "self.key", "self.value")
         y = attend_separately(writer, f"{path}.attention", x, x, attention, names=names, out="output.dense", bias=True)

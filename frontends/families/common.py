@@ -36,22 +36,28 @@ def start(fields: Fields, builder: GraphBuilder, *, max_length: int | None = Non
         b=builder.micro_batch_size,
         s=length,
         t=length,
-        v=fields.size("vocab_size", "padded_vocab_size"),
+        v=fields.size("padded_vocab_size", "vocab_size"),
         **sizes,
     )
 
 
-def head_size(hidden: int, heads: int) -> int:
-    """The size of one head; heads must divide the hidden size."""
+def head_size(fields: Fields, hidden: int, heads: int, own: str = "head_dim") -> int:
+    """The size of one head: the config's own field for it, or the hidden size over the heads, which must divide it."""
+    if fields.has(own):
+        return fields.size(own)
     if hidden % heads:
-        raise ImportModelError(f"hidden size {hidden} is not a multiple of {heads} attention heads.")
+        raise ImportModelError(
+            f"{fields.where}: hidden size {hidden} is not a multiple of {heads} attention heads; add {own}."
+        )
     return hidden // heads
 
 
-def activation_function(name: str) -> str:
-    """The function of a config's name for an activation."""
+def activation_function(fields: Fields, field: str, default: str) -> str:
+    """The function that a config's field for an activation names."""
+    name = fields.text(field, default)
     if name not in ACTIVATIONS:
-        raise ImportModelError(f"activation {name!r} is not known; expected one of {', '.join(sorted(ACTIVATIONS))}.")
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ImportModelError(f"{fields.where}: {field} is {name!r}; expected one of {known}.")
     return ACTIVATIONS[name]
 
 

@@ -15,15 +15,17 @@ def gpt2(fields: Fields, builder: GraphBuilder) -> str:
     hidden, heads = fields.size("n_embd", "hidden_size"), fields.size("n_head", "num_attention_heads")
     positions = fields.size("n_positions", "max_position_embeddings")
     writer = start(fields, builder, i=hidden, f=fields.size("n_inner", default=4 * hidden), max_length=positions)
-    attention = Attention(heads=heads, head_size=head_size(hidden, heads), dropout=fields.number("attn_pdrop", 0.1))
+    attention = Attention(
+        heads=heads, head_size=head_size(fields, hidden, heads), dropout=fields.number("attn_pdrop", 0.1)
+    )
     resid, activation = (
         fields.number("resid_pdrop", 0.1),
-        activation_function(fields.text("activation_function", "gelu_new")),
+        activation_function(fields, "activation_function", "gelu_new"),
     )
     x = writer.embedding("transformer.wte", writer.batch("input_ids"), writer.sizes["v"])
     x = writer.positions("transformer.wpe", x, positions, writer.constant("positions", writer.sizes["s"]))
     x = writer.dropout("transformer.drop", x, fields.number("embd_pdrop", 0.1))
-    for index in range(fields.size("n_layer", "num_hidden_layers")):
+    for index in range(fields.count("n_layer", "num_hidden_layers")):
         path = f"transformer.h.{index}"
         y = writer.norm(f"{path}.ln_1", x, "layer_norm")
         y = writer.linear(

@@ -18,13 +18,18 @@ def llama(fields: Fields, builder: GraphBuilder) -> str:
     """Llama and its relatives (Mistral, Qwen2, Gemma, Mixtral): rotary positions, shared keys, gated MLP or experts."""
     kind = fields.text("model_type", "llama")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    groups = fields.size("num_key_value_heads", default=heads)
+    groups = fields.size("num_key_value_heads", default=8 if kind in ("mistral", "mixtral") else heads)
+    size = head_size(fields, hidden, heads)
     if heads % groups:
         raise ImportModelError(f"{heads} attention heads cannot share {groups} key/value heads: not a multiple.")
+    if size % 2:
+        raise ImportModelError(
+            f"{fields.where}: rotary positions rotate pairs, so heads of size {size} are not possible."
+        )
     attention = Attention(
         heads=heads,
         key_value_heads=groups,
-        head_size=fields.size("head_dim", default=head_size(hidden, heads)),
+        head_size=size,
         dropout=fields.number("attention_dropout", 0),
     )
     writer = start(fields, builder, i=hidden, f=fields.size("intermediate_size"))
@@ -39,7 +44,7 @@ def llama(fields: Fields, builder: GraphBuilder) -> str:
     x = writer.embedding("model.embed_tokens", writer.batch("input_ids"), writer.sizes["v"])
     if kind == "gemma":
         x = writer.scale("model.embed_tokens", x, math.sqrt(hidden))
-    for index in range(fields.size("num_hidden_layers")):
+    for index in range(fields.count("num_hidden_layers")):
         path = f"model.layers.{index}"
         y = norm(f"{path}.input_layernorm", x)
         y = attend_separately(
@@ -60,7 +65,7 @@ def llama(fields: Fields, builder: GraphBuilder) -> str:
 
 def _gated(fields: Fields, writer: Writer, path: str, x: str) -> str:
     default = "gelu_pytorch_tanh" if fields.text("model_type", "") == "gemma" else "silu"
-    bias, activation = fields.flag("mlp_bias", False), activation_function(fields.text("hidden_act", default))
+    bias, activation = fields.flag("mlp_bias", False), activation_function(fields, "hidden_act", default)
     gate = writer.linear(f"{path}.gate_proj", x, "b s i, f i -> b s f", bias=bias)
     up = writer.linear(f"{path}.up_proj", x, "b s i, f i -> b s f", bias=bias)
     gate = writer.elementwise(path, activation, "b s f -> b s f", gate)
@@ -71,9 +76,11 @@ def _gated(fields: Fields, writer: Writer, path: str, x: str) -> str:
 def _experts(fields: Fields, writer: Writer, path: str, x: str) -> str:
     """Experts with balanced load: each takes ceil(tokens * experts per token / experts) tokens of every sequence."""
     experts, chosen = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
+    if chosen > experts:
+        raise ImportModelError(f"{fields.where}: num_experts_per_tok is {chosen}, but there are {experts} experts.")
     rows = -(-writer.sizes["s"] * chosen // experts)
     sizes = {"e": experts, "k": chosen, "c": rows, "u": 2}
-    activation = activation_function(fields.text("hidden_act", "silu"))
+    activation = activation_function(fields, "hidden_act", "silu")
     weights, ids = _route(writer, f"{path}.gate", x, sizes)
     text, experts_path = "b s i, b s k -> e b c i", f"{path}.experts"
     (y,) = writer.op(experts_path, "dispatch", OpKind.LOOKUP, "dispatch", text, x, ids, sizes=sizes, lookup="s k")

@@ -14,7 +14,7 @@ def megatron_gpt(fields: Fields, builder: GraphBuilder) -> str:
     """GPT as Megatron-LM builds it: rows of the fused query-key-value weight are (h 3 d)."""
     writer, attention, positions = _megatron(fields, builder, is_causal=True)
     x = _megatron_embedding(writer, positions, fields.number("hidden_dropout", 0.1))
-    for index in range(fields.size("num_layers")):
+    for index in range(fields.count("num_layers", "num_hidden_layers")):
         x = _megatron_layer(fields, writer, f"language_model.encoder.layers.{index}", x, attention)
     x = writer.norm("language_model.encoder.final_layernorm", x, "layer_norm")
     tied = tied_table(fields, "language_model.embedding.word_embeddings.weight", True)
@@ -25,7 +25,7 @@ def megatron_bert(fields: Fields, builder: GraphBuilder) -> str:
     """BERT as Megatron-LM builds it: pre-norm layers, masked-language-model head."""
     writer, attention, positions = _megatron(fields, builder, is_causal=False)
     x = _megatron_embedding(writer, positions, fields.number("hidden_dropout", 0.1), has_types=True)
-    for index in range(fields.size("num_layers")):
+    for index in range(fields.count("num_layers", "num_hidden_layers")):
         x = _megatron_layer(fields, writer, f"language_model.encoder.layers.{index}", x, attention)
     x = writer.norm("language_model.encoder.final_layernorm", x, "layer_norm")
     return masked_language_head(writer, "lm_head", x, "language_model.embedding.word_embeddings.weight", "gelu")
@@ -34,8 +34,8 @@ def megatron_bert(fields: Fields, builder: GraphBuilder) -> str:
 def _megatron(fields: Fields, builder: GraphBuilder, *, is_causal: bool) -> tuple[Writer, Attention, int]:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     positions = fields.size("max_position_embeddings", "seq_length")
-    size = fields.size("kv_channels", default=None) if fields.has("kv_channels") else head_size(hidden, heads)
-    intermediate = fields.size("ffn_hidden_size", default=4 * hidden)
+    size = head_size(fields, hidden, heads, "kv_channels")
+    intermediate = fields.size("ffn_hidden_size", "intermediate_size", default=4 * hidden)
     writer = start(fields, builder, i=hidden, f=intermediate, max_length=positions)
     attention = Attention(
         heads=heads, head_size=size, is_causal=is_causal, dropout=fields.number("attention_dropout", 0.1)

@@ -20,16 +20,16 @@ def opt(fields: Fields, builder: GraphBuilder) -> str:
     positions = fields.size("max_position_embeddings")
     writer = start(fields, builder, i=hidden, f=fields.size("ffn_dim"), w=embedded, max_length=positions)
     attention = Attention(
-        heads=heads, head_size=head_size(hidden, heads), dropout=fields.number("attention_dropout", 0)
+        heads=heads, head_size=head_size(fields, hidden, heads), dropout=fields.number("attention_dropout", 0)
     )
     drop, bias = fields.number("dropout", 0.1), fields.flag("enable_bias", True)
-    activation, root = activation_function(fields.text("activation_function", "relu")), "model.decoder"
+    activation, root = activation_function(fields, "activation_function", "relu"), "model.decoder"
     x = writer.embedding(f"{root}.embed_tokens", writer.batch("input_ids"), writer.sizes["v"], "v w, b s -> b s w")
     if embedded != hidden:
         x = writer.linear(f"{root}.project_in", x, "b s w, i w -> b s i")
     ids = writer.constant("positions", writer.sizes["s"])
     x = writer.positions(f"{root}.embed_positions", x, positions + 2, ids)
-    for index in range(fields.size("num_hidden_layers")):
+    for index in range(fields.count("num_hidden_layers")):
         path = f"{root}.layers.{index}"
         y = writer.norm(f"{path}.self_attn_layer_norm", x, "layer_norm") if is_pre_norm else x
         y = attend_separately(writer, f"{path}.self_attn", y, y, attention, out="out_proj", bias=bias)

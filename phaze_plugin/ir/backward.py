@@ -108,7 +108,11 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
         if dim.size is None
         for n in dim.factors
     )
-    parts = tuple(Factor(f"part{index}", dim.size) for index, dim in enumerate(dims) if dim.size is not None)
+    parts = tuple(
+        Factor(f"part{index}", dim.size, is_batch=any(rule.factor(name).is_batch for name in dim.factors))
+        for index, dim in enumerate(dims)
+        if dim.size is not None
+    )
     return Rule((simple, simple), (simple,), factors + parts)
 
 

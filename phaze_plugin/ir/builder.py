@@ -79,26 +79,28 @@ class GraphBuilder:
     ) -> tuple[str, ...]:
         """Add an op; returns its result ids: the op's own, then `op_id:name` for each further name in `results`."""
         op_id = self._unused(op_id)
-        outputs = (op_id, *(f"{op_id}:{name}" for name in results))
-        dtypes = dtypes or [self.dtype] * len(outputs)
-        for tensor_id, dims, dtype in zip(outputs, rule.results, dtypes, strict=True):
-            self._add_tensor(Tensor(tensor_id, rule.shape(dims), dtype))
-        self.ops.append(
-            Op(
-                id=op_id,
-                kind=kind,
-                function=function,
-                rule=rule,
-                inputs=tuple(inputs),
-                outputs=outputs,
-                module=module,
-                phase=phase,
-                gradient_of=gradient_of,
-                origin=origin,
-                attributes=tuple(sorted((attributes or {}).items())),
-            )
+        op = Op(
+            id=op_id,
+            kind=kind,
+            function=function,
+            rule=rule,
+            inputs=tuple(inputs),
+            outputs=(op_id, *(f"{op_id}:{name}" for name in results)),
+            module=module,
+            phase=phase,
+            gradient_of=gradient_of,
+            origin=origin,
+            attributes=tuple(sorted((attributes or {}).items())),
         )
-        return outputs
+        return self.insert(op, dtypes or [self.dtype] * len(op.outputs))
+
+    def insert(self, op: Op, dtypes: Sequence[DType]) -> tuple[str, ...]:
+        """Add a finished op under its own ids, with its results as tensors of these types."""
+        for tensor_id, dims, dtype in zip(op.outputs, op.rule.results, dtypes, strict=True):
+            self._add_tensor(Tensor(tensor_id, op.rule.shape(dims), dtype))
+        self._op_ids.add(op.id)
+        self.ops.append(op)
+        return op.outputs
 
     def build(self, outputs: Iterable[str], notes: Iterable[str] = ()) -> Graph:
         """The verified graph."""

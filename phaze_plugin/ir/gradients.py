@@ -9,14 +9,15 @@ are put together. The rest is one op that reads what its entry here says and giv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from phaze.errors import GraphError
 from phaze.ir.builder import GraphBuilder
 from phaze.ir.dtype import DType
 from phaze.ir.functions import PASSES_GRADIENT, UNARY_READS, Saved
 from phaze.ir.graph import Graph
 from phaze.ir.op import Attribute, Op, OpKind, Phase
-from phaze.ir.rule import Dims, Rule, names_of
+from phaze.ir.rule import Dims, FactorKind, Rule, names_of
 
 __all__ = ["Gradients", "gradients_of"]
 
@@ -57,6 +58,9 @@ class Gradients:
         operands, results = tuple(dims for _, dims in reads), tuple(dims for _, dims in writes)
         names = frozenset[str]().union(*(names_of(dims) for dims in (*operands, *results)))
         factors = tuple(factor for factor in op.rule.factors if factor.name in names)
+        if kind is OpKind.SCATTER:
+            read = frozenset[str]().union(*(names_of(dims) for dims in operands))
+            factors = tuple(f if f.name in read else replace(f, kind=FactorKind.LOOKUP) for f in factors)
         rule = self.builder.shared(Rule(operands, results, factors))
         return self.builder.add(
             f"{writes[0][0]}.gradient",
@@ -89,6 +93,8 @@ class Gradients:
 
 def gradients_of(request: Gradients) -> Answers:
     """The gradient of every operand, None for those that have none."""
+    if request.incoming[0] is None and request.op.kind is not OpKind.VIEW:
+        return _opaque(request)
     by_function = _BY_FUNCTION.get(request.op.function)
     if by_function is not None:
         return by_function(request)
@@ -191,6 +197,11 @@ def _norm(request: Gradients) -> Answers:
 
 
 def _attention(request: Gradients) -> Answers:
+    if any(request.wanted[3:]):
+        raise GraphError(
+            f"op {request.op.id!r}: only query, key and value of a fused attention have gradients, but "
+            f"{request.op.inputs[request.wanted.index(True, 3)]!r} wants one; write it as products and a softmax."
+        )
     reads = (*(request.operand(index) for index in range(3)), request.result(), request.came_in())
     answers = request.emit("attention_backward", reads, tuple(request.operand(index) for index in range(3)))
     return (*answers, *[None] * (len(request.op.inputs) - 3))
@@ -226,7 +237,9 @@ def _reduction(request: Gradients) -> Answers:
     if request.op.function == "mean":
         return request.emit("mean_backward", (request.came_in(),), (request.operand(0),), kind=OpKind.ELEMENTWISE)
     reads = (request.came_in(), request.operand(0), request.result())
-    return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),))
+    is_window = any(dim.size is not None for dims in request.op.rule.tensors() for dim in dims)
+    kind = OpKind.OPAQUE if is_window else OpKind.ELEMENTWISE
+    return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),), kind=kind)
 
 
 def _expanded(request: Gradients, gradient: str) -> str:
@@ -308,10 +321,9 @@ def _summed_to(request: Gradients, index: int, gradient: str) -> str:
     """Sum a gradient of the result's shape over the factors that the operand was broadcast over."""
     operand, dims = request.operand(index)
     full = request.op.rule.results[0]
+    if full == dims:
+        return gradient
     if names_of(full) == names_of(dims):
-        same = request.op.rule.shape(full) == request.op.rule.shape(dims)
-        if same:
-            return gradient
         return request.emit("reshape", ((gradient, full),), ((operand, dims),), kind=OpKind.VIEW)[0]
     return request.emit("sum", ((gradient, full),), ((operand, dims),), kind=OpKind.REDUCTION)[0]
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phaze.errors import GraphError
-from phaze.ir.op import Op, OpKind, Phase
+from phaze.ir.functions import OPERANDS_AND_RESULTS
+from phaze.ir.op import Op, OpKind
 from phaze.ir.rule import FactorKind, Rule, names_of
 
 __all__ = ["check_rule"]
+
+LARGEST_WORK = 2**62
+
+_NOT_LOOPED = frozenset({OpKind.VIEW, OpKind.COPY, OpKind.SORT, OpKind.OPAQUE, OpKind.COLLECTIVE})
 
 _PARTLY_COVERED = frozenset(
     {
@@ -19,6 +24,7 @@ _PARTLY_COVERED = frozenset(
         OpKind.LOOKUP,
         OpKind.SCATTER,
         OpKind.SORT,
+        OpKind.COLLECTIVE,
         OpKind.OPAQUE,
     }
 )
@@ -33,9 +39,34 @@ def check_rule(op: Op) -> None:
     unused = [factor.name for factor in rule.factors if factor.name not in used]
     if unused:
         raise GraphError(f"op {op.id!r}: factors {', '.join(unused)} of '{rule}' stand in no tensor.")
-    complaint = _CHECKS[op.kind](rule) if op.kind in _CHECKS and op.phase is Phase.FORWARD else ""
+    complaint = _CHECKS[op.kind](rule) if op.kind in _CHECKS else ""
+    complaint = complaint or _function_complaint(op)
     if complaint:
         raise GraphError(f"op {op.id!r} of kind {op.kind}: its rule '{rule}' {complaint}.")
+
+
+def _function_complaint(op: Op) -> str:
+    rule = op.rule
+    if op.kind not in _NOT_LOOPED and rule.work > LARGEST_WORK:
+        return f"runs more than {LARGEST_WORK} times, which is more than can be counted"
+    if op.function == "concatenate":
+        return _concatenation(rule)
+    if op.function not in OPERANDS_AND_RESULTS:
+        return ""
+    operands, results = OPERANDS_AND_RESULTS[op.function]
+    if len(rule.operands) in operands and len(rule.results) == results:
+        return ""
+    takes = " or ".join(str(count) for count in operands)
+    return f"does not fit {op.function}, which takes {takes} operands and gives {results} results"
+
+
+def _concatenation(rule: Rule) -> str:
+    covered = [[dim for dim in dims if dim.size is not None] for dims in rule.operands]
+    if any(len(dims) != 1 or len(dims[0].factors) != 1 for dims in covered):
+        return "must cover one dimension of each operand in part"
+    total = sum(dims[0].size or 0 for dims in covered)
+    whole = rule.size(covered[0][0].factors[0])
+    return "" if total == whole else f"joins parts of {total} in all into a dimension of {whole}"
 
 
 def _product(rule: Rule) -> str:

@@ -1,10 +1,8 @@
 """Layers: the units that placement moves, and the graph of what flows between them.
 
-Ops are grouped by module path: the children of a repeated container (`h.0`, `h.1`, ...) are a layer each. What stands
-outside of every container forms a layer per connected piece (the embedding; final norm, logits and loss), except that
-a piece without parameters (a mask, a position table) joins the first layer that reads it. Where paths say nothing, or
-would make layers that wait for each other, the forward chain is cut at its narrow waists (`waists.py`).
-A backward op belongs to the layer of the forward op that it is the gradient of.
+Ops are grouped by module path (`modules.py`). Where paths say nothing, or would make layers that wait for each other,
+the forward chain is cut at its narrow waists (`waists.py`). A backward op belongs to the layer of the forward op that
+it is the gradient of.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from functools import cached_property
 import networkx as nx
 
 from phaze.ir.graph import Graph, Role
+from phaze.ir.modules import PIECE, group_by_module
 from phaze.ir.op import Op, Phase
 from phaze.ir.repeats import canonical_key
 from phaze.ir.waists import cut_at_waists
@@ -97,112 +96,13 @@ class LayerGraph:
 def split_layers(graph: Graph) -> LayerGraph:
     """Group the ops of a graph into layers."""
     forward = graph.ops_of(Phase.FORWARD)
-    groups = _group_by_module(graph, forward)
+    groups = group_by_module(graph, forward)
     if groups is None or not _is_acyclic(graph, forward, groups):
         groups = cut_at_waists(graph, forward)
     order = {group: index for index, group in enumerate(dict.fromkeys(_in_topological_order(graph, forward, groups)))}
     layer_of = {op.id: order[groups[op.id]] for op in forward}
-    for op in graph.ops:
-        if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
-            layer_of[op.id] = _backward_layer(graph, op, layer_of)
-    return _assemble(graph, layer_of, list(order))
-
-
-def _group_by_module(graph: Graph, forward: Iterable[Op]) -> dict[str, str] | None:
-    """Name the group of each forward op by its module path; None where no container repeats."""
-    children: dict[str, set[str]] = {}
-    for path in {op.module for op in forward}:
-        for prefix, child in _numbered(path):
-            children.setdefault(prefix, set()).add(child)
-    groups: dict[str, str] = {}
-    for op in forward:
-        block = next((f"{p}.{c}".lstrip(".") for p, c in _numbered(op.module) if len(children[p]) > 1), None)
-        if block is not None:
-            groups[op.id] = block
-    if not groups:
-        return None
-    return groups | _group_leftovers(graph, [op for op in forward if op.id not in groups], groups)
-
-
-def _numbered(path: str) -> list[tuple[str, str]]:
-    """Every (container, number) on a module path, outermost first."""
-    words = path.split(".")
-    return [(".".join(words[:index]), word) for index, word in enumerate(words) if word.isdigit()]
-
-
-def _group_leftovers(graph: Graph, leftovers: list[Op], blocks: Mapping[str, str]) -> dict[str, str]:
-    """Pieces of connected leftover ops that wait for the same blocks; pieces without parameters join a reader."""
-    levels = _levels(graph, blocks)
-    pieces = nx.utils.UnionFind(op.id for op in leftovers)
-    ids = {op.id for op in leftovers}
-    for op in leftovers:
-        for tensor_id in op.inputs:
-            producer = graph.producer(tensor_id)
-            if producer is not None and producer.id in ids and levels[producer.id] == levels[op.id]:
-                pieces.union(producer.id, op.id)
-    members: dict[str, list[Op]] = {}
-    for op in leftovers:
-        members.setdefault(pieces[op.id], []).append(op)
-    groups: dict[str, str] = {}
-    for ops in members.values():
-        groups |= {op.id: _piece_name(ops) for op in ops}
-    for ops in reversed(list(members.values())):
-        if not _has_parameters(graph, ops):
-            reader = _reader(graph, ops, {**blocks, **groups})
-            groups |= {op.id: reader for op in ops}
-    return groups
-
-
-def _levels(graph: Graph, blocks: Mapping[str, str]) -> dict[str, int]:
-    """For each forward op, the number of the last block (by appearance) that it waits for or is in."""
-    number: dict[str, int] = {}
-    levels: dict[str, int] = {}
-    for op in graph.ops_of(Phase.FORWARD):
-        producers = (graph.producer(tensor_id) for tensor_id in op.inputs)
-        waits = max((levels[producer.id] for producer in producers if producer is not None), default=0)
-        block = blocks.get(op.id)
-        levels[op.id] = waits if block is None else max(waits, number.setdefault(block, len(number) + 1))
-    return levels | _levels_of_readers(graph, blocks, levels)
-
-
-def _levels_of_readers(graph: Graph, blocks: Mapping[str, str], levels: Mapping[str, int]) -> dict[str, int]:
-    """What waits for nothing but parameters (a transposed weight) is made where it is read, if that is in one piece."""
-    forward = graph.ops_of(Phase.FORWARD)
-    readers: dict[str, list[str]] = {}
-    from_data: set[str] = set()
-    for op in forward:
-        if any(graph.tensors[t].role is Role.BATCH or t in from_data for t in op.inputs):
-            from_data.update(op.outputs)
-        for tensor_id in op.inputs:
-            readers.setdefault(tensor_id, []).append(op.id)
-    found: dict[str, int] = {}
-    for op in reversed(forward):
-        using = [reader for tensor_id in op.outputs for reader in readers.get(tensor_id, ())]
-        if op.id in blocks or from_data.intersection(op.outputs) or not using or blocks.keys() & set(using):
-            continue
-        found[op.id] = min(found.get(reader, levels[reader]) for reader in using)
-    return found
-
-
-def _piece_name(ops: list[Op]) -> str:
-    modules = list(dict.fromkeys(op.module or op.id for op in ops))
-    return modules[0] if len(modules) == 1 else f"{modules[0]} .. {modules[-1]}"
-
-
-def _has_parameters(graph: Graph, ops: Iterable[Op]) -> bool:
-    return any(graph.tensors[tensor_id].role is Role.PARAMETER for op in ops for tensor_id in op.inputs)
-
-
-def _reader(graph: Graph, ops: list[Op], groups: Mapping[str, str]) -> str:
-    """The group of the first op that reads from a piece, or of the last that it reads from where nobody does."""
-    own = {op.id for op in ops}
-    made = {tensor_id for op in ops for tensor_id in op.outputs}
-    for op in graph.ops_of(Phase.FORWARD):
-        if op.id not in own and made.intersection(op.inputs):
-            return groups[op.id]
-    producers = [graph.producer(tensor_id) for op in ops for tensor_id in op.inputs]
-    before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in own]
-    return before[-1] if before else groups[ops[0].id]
+    _backward_layers(graph, layer_of)
+    return _assemble(graph, layer_of, [group.partition(PIECE)[0] for group in order])
 
 
 def _feeds(graph: Graph, forward: Iterable[Op], groups: Mapping[str, str]) -> nx.DiGraph[str]:
@@ -225,12 +125,32 @@ def _in_topological_order(graph: Graph, forward: tuple[Op, ...], groups: Mapping
     return list(nx.lexicographical_topological_sort(_feeds(graph, forward, groups), key=first.__getitem__))
 
 
-def _backward_layer(graph: Graph, op: Op, layer_of: Mapping[str, int]) -> int:
+def _backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
+    """Add the layer of every backward op: its forward op's, its module's, or that of what it reads."""
+    by_module = {op.module: layer_of[op.id] for op in graph.ops if op.id in layer_of and op.module}
+    users: dict[str, set[int]] = {}
+    for op in graph.ops_of(Phase.FORWARD):
+        for tensor_id in op.inputs:
+            users.setdefault(tensor_id, set()).add(layer_of[op.id])
+    for op in graph.ops:
+        if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
+            layer_of[op.id] = _backward_layer(graph, op, layer_of, by_module, users)
+
+
+def _backward_layer(
+    graph: Graph, op: Op, layer_of: dict[str, int], by_module: Mapping[str, int], users: Mapping[str, set[int]]
+) -> int:
     if op.gradient_of in layer_of:
         return layer_of[op.gradient_of]
-    producers = (graph.producer(tensor_id) for tensor_id in op.inputs)
-    known = [layer_of[producer.id] for producer in producers if producer is not None and producer.id in layer_of]
-    return min(known, default=0)
+    if op.module in by_module:
+        return by_module[op.module]
+    own = [users[t] for t in op.inputs if graph.tensors[t].role is Role.PARAMETER and len(users.get(t, ())) == 1]
+    if own:
+        return min(own[0])
+    producers = [graph.producer(tensor_id) for tensor_id in op.inputs]
+    forward = [layer_of[p.id] for p in producers if p is not None and p.phase is Phase.FORWARD]
+    later = [layer_of[p.id] for p in producers if p is not None and p.phase is not Phase.FORWARD and p.id in layer_of]
+    return max(forward, default=min(later, default=0))
 
 
 def _assemble(graph: Graph, layer_of: Mapping[str, int], names: list[str]) -> LayerGraph:

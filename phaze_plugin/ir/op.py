@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from phaze.errors import GraphError
+from phaze.errors import GraphError, shown
 from phaze.ir.rule import FactorKind, Rule, names_of
 
 __all__ = ["Attribute", "Gemm", "Op", "OpKind", "Phase"]
@@ -64,6 +64,9 @@ class Gemm:
         return 2 * self.batch * self.m * self.n * self.k
 
 
+_COUNTED_BY_SIZE = (OpKind.OPAQUE, OpKind.COPY, OpKind.SORT, OpKind.COLLECTIVE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operator of a graph.
@@ -84,6 +87,14 @@ class Op:
     origin: str = ""
     attributes: tuple[tuple[str, Attribute], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, value in self.attributes:
+            is_integers = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
+            if not isinstance(name, str) or not (is_integers or isinstance(value, int | float | str)):
+                raise GraphError(
+                    f"op {self.id!r}: attribute {name!r} is {shown(value)}; expected a number, text or integers."
+                )
+
     def attribute(self, name: str) -> Attribute | None:
         """The value of an attribute, or None."""
         return next((value for key, value in self.attributes if key == name), None)
@@ -95,9 +106,14 @@ class Op:
 
     @property
     def flops(self) -> int:
-        """All arithmetic, one operation an element where it is not matrix work; views do none."""
+        """All arithmetic, one operation an element where it is not matrix work; views do none.
+
+        Ops that only move elements, and those without a rule of their own, count their largest tensor.
+        """
         if self.kind is OpKind.VIEW:
             return 0
+        if self.kind in _COUNTED_BY_SIZE:
+            return max(math.prod(self.rule.shape(dims)) for dims in self.rule.tensors())
         return self.matmul_flops if self.kind.is_matrix else self.rule.work
 
     @property

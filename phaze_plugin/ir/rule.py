@@ -21,15 +21,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from phaze.errors import GraphError
+from phaze.errors import GraphError, shown
 
-__all__ = ["Dim", "Dims", "Factor", "FactorKind", "Rule"]
+__all__ = ["Dim", "Dims", "Factor", "FactorKind", "Rule", "factor_names", "names_of"]
 
 LARGEST_FACTOR = 2**40
-LARGEST_WORK = 2**62
+MOST_FACTORS = 64
 
 
 class FactorKind(StrEnum):
@@ -70,9 +70,11 @@ class Dim:
 
 Dims = tuple[Dim, ...]
 
-_DIM = re.compile(r"(?:\((?P<many>[^()]+)\)|(?P<one>[A-Za-z_]\w*)|1)(?:@(?P<size>\d{1,19}))?$")
-_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!]?)(?P<batch>\*?)$")
-_NAME = re.compile(r"[A-Za-z_]\w*$")
+_DIM = re.compile(
+    r"(?:\((?P<many>[A-Za-z_]\w*(?: +[A-Za-z_]\w*)*)\)|(?P<one>[A-Za-z_]\w*)|1)(?:@(?P<size>\d{1,19}))?(?: +|$)"
+)
+_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!]?)(?P<batch>\*?)")
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,7 @@ class Rule:
     def parse(cls, text: str) -> Rule:
         """Read the text form; inverse of `str`."""
         body, _, tail = text.partition("|")
-        left, arrow, right = body.partition("->")
-        if not arrow:
-            raise GraphError(f"rule {text!r} has no '->'; expected 'operands -> results | factor=size ...'.")
+        left, right = _sides(body)
         factors = tuple(_parse_factor(word, text) for word in tail.split())
         return cls(_parse_side(left, text), _parse_side(right, text), factors)
 
@@ -111,8 +111,11 @@ class Rule:
         normalized: str = "",
         whole: str = "",
     ) -> Rule:
-        """Build from the part before the bar, sizes by name, and space-separated names of marked factors."""
-        left, _, right = text.partition("->")
+        """Build from the part before the bar, sizes by name, and space-separated names of marked factors.
+
+        A factor named `b` is the batch unless `batch` says otherwise.
+        """
+        left, right = _sides(text)
         operands, results = _parse_side(left, text), _parse_side(right, text)
         kinds = dict.fromkeys(lookup.split(), FactorKind.LOOKUP)
         kinds |= dict.fromkeys(normalized.split(), FactorKind.NORMALIZED)
@@ -168,27 +171,56 @@ class Rule:
         return math.prod(factor.size for factor in self.factors if factor.kind is not FactorKind.LOOKUP)
 
     def reduced_names(self, result: int = 0) -> frozenset[str]:
-        """Factors that a result sums over: splitting one of them leaves that result a partial sum."""
-        return frozenset(self._sizes) - names_of(self.results[result])
+        """Factors that a result lacks and that may be split: splitting one leaves the result to be reduced."""
+        kept = names_of(self.results[result])
+        may_split = (FactorKind.FREE, FactorKind.LOOKUP)
+        return frozenset(f.name for f in self.factors if f.name not in kept and f.kind in may_split)
 
     def with_batch_scaled(self, old: int, new: int) -> Rule:
         """The same rule at another microbatch size."""
-        return Rule(self.operands, self.results, tuple(_scaled(factor, old, new) for factor in self.factors))
-
-    def local(self, ways: Mapping[str, int], shard: int | None = None) -> Rule:
-        """The rule on one device when each named factor is split that many ways.
-
-        A shard holds ceil(size / ways) or what is left of it; `shard=None` gives the largest, which sets time and
-        memory. A dimension that a factor covers in part is split in the same proportion, rounded up.
-        """
-        sizes = {name: _shard_size(self._sizes[name], count, shard) for name, count in ways.items()}
+        batch = frozenset(factor.name for factor in self.factors if factor.is_batch)
         factors = tuple(
-            Factor(factor.name, sizes.get(factor.name, factor.size), factor.kind, factor.is_batch)
+            replace(factor, size=_scaled(factor.size, old, new, f"factor {factor}", old)) if factor.is_batch else factor
             for factor in self.factors
         )
-        operands = tuple(_local_dims(dims, ways) for dims in self.operands)
-        results = tuple(_local_dims(dims, ways) for dims in self.results)
-        return Rule(operands, results, factors)
+
+        def scaled(dims: Dims) -> Dims:
+            return tuple(
+                dim
+                if dim.size is None or not batch.intersection(dim.factors)
+                else Dim(dim.factors, _scaled(dim.size, old, new, f"dimension {dim}", 1))
+                for dim in dims
+            )
+
+        return Rule(
+            tuple(scaled(dims) for dims in self.operands), tuple(scaled(dims) for dims in self.results), factors
+        )
+
+    def local(self, ways: Mapping[str, int], shards: Mapping[str, int] | None = None) -> Rule:
+        """The rule on one device when each named factor is split that many ways.
+
+        A device holds ceil(size / ways) of a factor, the last one what is left. `shards` says which part of each
+        factor the device holds; without it the rule is that of the largest part, which sets time and memory.
+
+        Raises GraphError for an unknown factor, one that must stay whole, one of a dimension covered in part (its
+        parts would overlap), more ways than there are elements, or a part that is empty.
+        """
+        covered_in_part = frozenset(n for dims in self.tensors() for d in dims if d.size is not None for n in d.factors)
+        for name, count in ways.items():
+            if name not in self._sizes:
+                raise GraphError(f"rule '{self}' has no factor {name!r} to split.")
+            if self.factor(name).kind is FactorKind.WHOLE or name in covered_in_part:
+                raise GraphError(f"factor {name!r} of rule '{self}' must stay whole; it cannot be split.")
+            if not 1 <= count <= self._sizes[name]:
+                raise GraphError(f"factor {name}={self._sizes[name]} cannot be split {count} ways.")
+        parts = shards or {}
+        factors = tuple(
+            replace(factor, size=_part_size(factor, ways[factor.name], parts.get(factor.name)))
+            if factor.name in ways
+            else factor
+            for factor in self.factors
+        )
+        return Rule(self.operands, self.results, factors)
 
 
 def names_of(dims: Dims) -> frozenset[str]:
@@ -196,62 +228,71 @@ def names_of(dims: Dims) -> frozenset[str]:
     return frozenset(name for dim in dims for name in dim.factors)
 
 
-def _shard_size(size: int, ways: int, shard: int | None) -> int:
-    if ways < 1:
-        raise ValueError(f"a factor can be split 1 or more ways, got {ways}")
-    largest = -(-size // ways)
+def factor_names(dims: Dims) -> list[str]:
+    """The factors of a tensor's dimensions, in order."""
+    return [name for dim in dims for name in dim.factors]
+
+
+def _part_size(factor: Factor, ways: int, shard: int | None) -> int:
+    largest = -(-factor.size // ways)
     if shard is None:
         return largest
-    local = min(largest, size - shard * largest)
-    if local < 1:
-        raise GraphError(f"shard {shard} of {ways} of a factor of size {size} is empty; split it at most {size} ways.")
-    return local
+    size = min(largest, factor.size - shard * largest)
+    if not 0 <= shard < ways or size < 1:
+        raise GraphError(
+            f"factor {factor.name}={factor.size} split {ways} ways in parts of {largest} has no part {shard}."
+        )
+    return size
 
 
-def _local_dims(dims: Dims, ways: Mapping[str, int]) -> Dims:
-    return tuple(
-        dim if dim.size is None else Dim(dim.factors, -(-dim.size // math.prod(ways.get(n, 1) for n in dim.factors)))
-        for dim in dims
-    )
+def _scaled(size: int, old: int, new: int, what: str, unit: int) -> int:
+    """A size that grows with the microbatch; a factor is a multiple of it, a part of a dimension may be less."""
+    if size % unit or size * new % old:
+        raise GraphError(f"batch {what} is not a multiple of the microbatch {old} that it was built with.")
+    return size * new // old
 
 
-def _scaled(factor: Factor, old: int, new: int) -> Factor:
-    if not factor.is_batch:
-        return factor
-    if factor.size % old:
-        raise GraphError(f"batch factor {factor} is not a multiple of the microbatch {old} it was built with.")
-    return Factor(factor.name, factor.size // old * new, factor.kind, True)
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_FACTOR
 
 
 def _check_factors(rule: Rule) -> None:
+    if len(rule.factors) > MOST_FACTORS:
+        raise GraphError(f"a rule has {len(rule.factors)} factors; at most {MOST_FACTORS} are supported.")
+    for factor in rule.factors:
+        if not _is_size(factor.size):
+            raise GraphError(
+                f"factor {factor.name!r} has size {shown(factor.size)}; expected an integer from 1 to {LARGEST_FACTOR}."
+            )
+        if not _NAME.fullmatch(factor.name):
+            raise GraphError(f"factor name {factor.name!r} is not an identifier.")
     if len(rule._sizes) != len(rule.factors):
         raise GraphError(f"rule '{rule}' declares a factor twice.")
-    for factor in rule.factors:
-        is_integer = isinstance(factor.size, int) and not isinstance(factor.size, bool)
-        if not is_integer or not 1 <= factor.size <= LARGEST_FACTOR:
-            raise GraphError(
-                f"factor {factor.name!r} has size {factor.size!r}; expected an integer from 1 to {LARGEST_FACTOR}."
-            )
-        if not _NAME.match(factor.name):
-            raise GraphError(f"factor name {factor.name!r} is not an identifier.")
-    if rule.work > LARGEST_WORK:
-        raise GraphError(f"rule '{rule}' runs {rule.work} times; the largest supported is {LARGEST_WORK}.")
 
 
 def _check_dims(rule: Rule, dims: Dims) -> None:
-    names = [name for dim in dims for name in dim.factors]
+    names = factor_names(dims)
     for name in names:
         if name not in rule._sizes:
             raise GraphError(f"rule '{rule}' uses factor {name!r} without declaring its size.")
     if len(set(names)) != len(names):
         raise GraphError(f"rule '{rule}' uses one factor in two dimensions of a tensor; give each its own name.")
     for dim in dims:
-        if dim.size is not None and not 1 <= dim.size <= LARGEST_FACTOR:
-            raise GraphError(f"rule '{rule}' has a dimension of size {dim.size}; expected 1 to {LARGEST_FACTOR}.")
+        if dim.size is not None and not _is_size(dim.size):
+            raise GraphError(
+                f"rule '{rule}' has a dimension of size {shown(dim.size)}; expected 1 to {LARGEST_FACTOR}."
+            )
 
 
 def _format_dims(dims: Dims) -> str:
     return " ".join(str(dim) for dim in dims) or "."
+
+
+def _sides(text: str) -> tuple[str, str]:
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise GraphError(f"rule {shown(text)} has no '->'; expected 'operands -> results | factor=size ...'.")
+    return left, right
 
 
 def _parse_side(text: str, rule: str) -> tuple[Dims, ...]:
@@ -261,20 +302,22 @@ def _parse_side(text: str, rule: str) -> tuple[Dims, ...]:
 def _parse_dims(text: str, rule: str) -> Dims:
     if text == ".":
         return ()
-    words = re.findall(r"\([^()]*\)(?:@\d+)?|[^\s()]+", text)
-    return tuple(_parse_dim(word, rule) for word in words)
-
-
-def _parse_dim(word: str, rule: str) -> Dim:
-    match = _DIM.match(word)
-    if not match:
-        raise GraphError(f"rule {rule!r} has an unreadable dimension {word!r}.")
-    names = (match["many"] or match["one"] or "").split()
-    return Dim(tuple(names), None if match["size"] is None else int(match["size"]))
+    dims, end = [], 0
+    for match in _DIM.finditer(text):
+        if match.start() != end:
+            break
+        names = (match["many"] or match["one"] or "").split()
+        dims.append(Dim(tuple(names), None if match["size"] is None else int(match["size"])))
+        end = match.end()
+    if end != len(text) or not dims:
+        raise GraphError(f"rule {shown(rule)} has an unreadable dimension at {text[end:][:20]!r} of {shown(text)}.")
+    return tuple(dims)
 
 
 def _parse_factor(word: str, rule: str) -> Factor:
-    match = _FACTOR.match(word)
+    match = _FACTOR.fullmatch(word)
     if not match:
-        raise GraphError(f"rule {rule!r} has an unreadable factor {word!r}; expected name=size with marks ? ~ ! *.")
+        raise GraphError(
+            f"rule {shown(rule)} has an unreadable factor {shown(word)}; expected name=size with marks ? ~ ! *."
+        )
     return Factor(match["name"], int(match["size"]), FactorKind(match["kind"]), bool(match["batch"]))

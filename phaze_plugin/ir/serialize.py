@@ -6,15 +6,15 @@ version or a field of the wrong type is refused.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phaze.errors import FormatError, GraphError, PhazeError
+from phaze.errors import FormatError, GraphError, PhazeError, shown
 from phaze.ir.dtype import DType
 from phaze.ir.graph import Graph, Role, Tensor
 from phaze.ir.op import Attribute, Op, OpKind, Phase
@@ -53,18 +53,15 @@ def graph_to_json(graph: Graph) -> str:
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
     """Write a graph next to its destination, then move it there: whole or not at all."""
     target = Path(path)
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with open(beside, "x", encoding="utf-8") as file:
+            file.write(graph_to_json(graph))
+        os.replace(beside, target)
     except OSError as error:
         raise FormatError(f"cannot write {target}: {error.strerror}.") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(graph_to_json(graph))
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
@@ -93,7 +90,7 @@ def graph_from_json(text: str) -> Graph:
         raise FormatError(f"JSON, but not a saved graph: expected an object with format {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise FormatError(
-            f"saved graph of schema version {document.get('version')!r}; this Phaze reads version {VERSION}. "
+            f"saved graph of schema version {shown(document.get('version'))}; this Phaze reads version {VERSION}. "
             "Save it again with a matching Phaze."
         )
     return _graph_from_document(document)
@@ -141,7 +138,13 @@ def _op_to_json(op: Op, rule: int) -> dict[str, object]:
         "phase": op.phase.value,
     }
     entry |= {name: getattr(op, name) for name in _OPTIONAL if getattr(op, name)}
-    return entry | ({"attributes": dict(op.attributes)} if op.attributes else {})
+    attributes = {name: _attribute_to_json(value) for name, value in op.attributes}
+    return entry | ({"attributes": attributes} if attributes else {})
+
+
+def _attribute_to_json(value: Attribute) -> object:
+    """The value itself; floats that JSON has no number for as an object."""
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
@@ -166,9 +169,11 @@ def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
 def _attribute(value: object, where: str) -> Attribute:
     if isinstance(value, list) and all(isinstance(item, int) for item in value):
         return tuple(value)
+    if isinstance(value, dict) and value.get("float") in ("inf", "-inf", "nan"):
+        return float(value["float"])
     if isinstance(value, int | float | str):
         return value
-    raise FormatError(f"{where} is {value!r}; expected a number, text or a list of integers.")
+    raise FormatError(f"{where} is {shown(value)}; expected a number, text or a list of integers.")
 
 
 def _parse_rule(text: str, index: int) -> Rule:
@@ -180,19 +185,26 @@ def _parse_rule(text: str, index: int) -> Rule:
 
 def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{where} is {_shown(value)}; expected an object.")
+        raise FormatError(f"{where} is {shown(value)}; expected an object.")
     return value
 
 
 def _field(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     value = fields.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(f"{_at(where, name)} is {_shown(value)}; expected {_KIND_NAMES[kind]}.")
+        raise FormatError(f"{_at(where, name)} is {shown(value)}; expected {_KIND_NAMES[kind]}.")
     return value
 
 
 def _string(fields: Mapping[str, Any], name: str, where: str = "") -> str:
-    return str(_field(fields, name, str, where))
+    return _readable(str(_field(fields, name, str, where)), _at(where, name))
+
+
+def _readable(text: str, where: str) -> str:
+    """The text, which must be possible to print: JSON allows halves of characters."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise FormatError(f"{where} is {shown(text)}, which holds half a character; expected proper text.")
+    return text
 
 
 def _list(fields: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
@@ -203,14 +215,15 @@ def _strings(fields: Mapping[str, Any], name: str, where: str = "") -> list[str]
     values = _list(fields, name, where)
     for index, value in enumerate(values):
         if not isinstance(value, str):
-            raise FormatError(f"{_at(where, name)}[{index}] is {_shown(value)}; expected text.")
+            raise FormatError(f"{_at(where, name)}[{index}] is {shown(value)}; expected text.")
+        _readable(value, f"{_at(where, name)}[{index}]")
     return values
 
 
 def _pair(value: object, where: str) -> tuple[str, str]:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value):
         return value[0], value[1]
-    raise FormatError(f"{where} is {_shown(value)}; expected a pair of ids.")
+    raise FormatError(f"{where} is {shown(value)}; expected a pair of ids.")
 
 
 def _enum(kind: Any, value: object, where: str) -> Any:
@@ -218,16 +231,11 @@ def _enum(kind: Any, value: object, where: str) -> Any:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
-        raise FormatError(f"{where} is {_shown(value)}; expected one of {allowed}.") from None
+        raise FormatError(f"{where} is {shown(value)}; expected one of {allowed}.") from None
 
 
 def _at(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 _KIND_NAMES: dict[type, str] = {int: "an integer", str: "text", list: "a list"}

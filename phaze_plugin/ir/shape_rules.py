@@ -1,6 +1,8 @@
 """Rules from shapes alone, for frontends that know an op's dimensions but not their meaning.
 
-Factors are named `d0`, `d1`, ... in order of appearance (`k0`, ... for kernels). Nothing is marked as batch here.
+Factors are named `d0`, `d1`, ... in order of appearance; those of ids `p0`, ...; those of convolutions after what they
+are (batch, groups, inputs, outputs, positions, kernel). Nothing is marked as batch here. Shapes that do not fit each
+other raise ValueError.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def elementwise_rule(result: Shape, *operands: Shape) -> Rule:
     sides = []
     for shape in operands:
         start = len(dims) - len(shape)
+        if start < 0:
+            raise ValueError(f"an operand of shape {tuple(shape)} cannot be broadcast to {tuple(result)}")
         aligned = zip(shape, dims[start:], result[start:], strict=True)
         sides.append(tuple(_stretched(size, dim, whole) for size, dim, whole in aligned))
     return Rule(tuple(sides), (dims,), _factors(result))
@@ -83,14 +87,14 @@ def slice_rule(shape: Shape, result: Shape) -> Rule:
 
 def concatenate_rule(shapes: Sequence[Shape], along: int) -> Rule:
     """Tensors one after another along a dimension, which stays whole."""
-    axis = along % len(shapes[0])
-    total = sum(shape[axis] for shape in shapes)
-    result = [total if index == axis else size for index, size in enumerate(shapes[0])]
+    joined = along % len(shapes[0])
+    total = sum(shape[joined] for shape in shapes)
+    result = [total if index == joined else size for index, size in enumerate(shapes[0])]
     factors = tuple(
-        Factor(f"d{i}", size, FactorKind.WHOLE if i == axis else FactorKind.FREE) for i, size in enumerate(result)
+        Factor(f"d{i}", size, FactorKind.WHOLE if i == joined else FactorKind.FREE) for i, size in enumerate(result)
     )
     operands = tuple(
-        tuple(Dim((f"d{i}",), shape[axis] if i == axis else None) for i in range(len(shape))) for shape in shapes
+        tuple(Dim((f"d{i}",), shape[joined] if i == joined else None) for i in range(len(shape))) for shape in shapes
     )
     return Rule(operands, (_named(result),), factors)
 
@@ -109,6 +113,8 @@ def contraction_rule(
     right_dims = []
     for index, size in enumerate(right):
         if index in pairs:
+            if size != left[pairs[index]]:
+                raise ValueError(f"dimension {pairs[index]} of {tuple(left)} does not meet {index} of {tuple(right)}")
             right_dims.append(dims[pairs[index]])
         else:
             factors.append(Factor(f"d{len(factors)}", size))
@@ -133,13 +139,14 @@ def convolution_rule(x: Shape, weight: Shape, result: Shape, groups: int = 1) ->
 
 def lookup_rule(table: Shape, along: int, ids: Shape) -> Rule:
     """Slices of a table along one dimension picked by ids, whose dimensions stand in its place in the result."""
-    axis = along % len(table)
+    picked_from = along % len(table)
     dims, picked = _named(table), tuple(Dim((f"p{index}",)) for index in range(len(ids)))
     factors = tuple(
-        Factor(f"d{i}", size, FactorKind.LOOKUP if i == axis else FactorKind.FREE) for i, size in enumerate(table)
+        Factor(f"d{i}", size, FactorKind.LOOKUP if i == picked_from else FactorKind.FREE)
+        for i, size in enumerate(table)
     )
     factors += tuple(Factor(f"p{index}", size) for index, size in enumerate(ids))
-    return Rule((dims, picked), ((*dims[:axis], *picked, *dims[axis + 1 :]),), factors)
+    return Rule((dims, picked), ((*dims[:picked_from], *picked, *dims[picked_from + 1 :]),), factors)
 
 
 def opaque_rule(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
@@ -164,8 +171,8 @@ def reshape_rule(shape: Shape, result: Shape) -> Rule:
     Runs of dimensions with no common factoring, such as (3, 4) into (2, 6), become one dimension's worth of whole
     factors on either side: nothing can be split there.
     """
-    if math.prod(shape) != math.prod(result):
-        raise ValueError(f"cannot reshape {tuple(shape)} into {tuple(result)}: different numbers of elements")
+    if math.prod(shape) != math.prod(result) or not math.prod(shape):
+        raise ValueError(f"cannot reshape {tuple(shape)} into {tuple(result)}: different numbers of elements, or none")
     split = _Split()
     i = j = 0
     left, right = list(shape), list(result)
@@ -232,4 +239,6 @@ def _factors(shape: Shape) -> tuple[Factor, ...]:
 
 
 def _stretched(size: int, dim: Dim, whole: int) -> Dim:
+    if size not in (1, whole):
+        raise ValueError(f"a dimension of {size} cannot be broadcast to {whole}")
     return dim if size == whole else Dim()

@@ -16,8 +16,6 @@ def stashed_tensors(graph: Graph, layer: Layer) -> tuple[str, ...]:
     """
     kept: dict[str, None] = {}
     for op in layer.backward:
-        if op.phase is not Phase.BACKWARD:
-            continue
         for tensor_id in op.inputs:
             storage = graph.storage(tensor_id)
             producer = graph.producer(storage)

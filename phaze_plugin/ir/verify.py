@@ -6,28 +6,25 @@ Checked, in this order:
  3. every tensor is an argument with a role or the result of exactly one op;
  4. ops stand in topological order (a cycle is shown as a path);
  5. operands and results match the op's rule in number and shape;
- 6. rules fit the kind of op (`kinds.check_rule`);
+ 6. rules fit the kind of op and its function (`kinds.check_rule`), and parameters do not grow with the microbatch;
  7. a forward op reads nothing that backward or update made;
  8. outputs, gradients and `gradient_of` name what exists, and a gradient has its parameter's shape.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import networkx as nx
 
-from phaze.errors import GraphError
+from phaze.errors import GraphError, shown
+from phaze.ir.graph import Graph, Role
 from phaze.ir.kinds import check_rule
 from phaze.ir.op import Op, Phase
-from phaze.ir.rule import LARGEST_FACTOR, Dims
-
-if TYPE_CHECKING:
-    from phaze.ir.graph import Graph
+from phaze.ir.rule import LARGEST_FACTOR, Dims, factor_names
 
 __all__ = ["verify"]
 
 LARGEST_TENSOR = 2**55
+MOST_DIMENSIONS = 64
 
 
 def verify(graph: Graph) -> dict[str, Op]:
@@ -39,6 +36,7 @@ def verify(graph: Graph) -> dict[str, Op]:
     checked: set[tuple[int, str, str]] = set()
     for op in graph.ops:
         _check_shapes(graph, op)
+        _check_parameters(graph, op)
         key = (id(op.rule), op.kind, op.function)
         if key not in checked:
             check_rule(op)
@@ -50,14 +48,19 @@ def verify(graph: Graph) -> dict[str, Op]:
 
 def _check_tensors(graph: Graph) -> None:
     if not _is_size(graph.micro_batch_size) or graph.micro_batch_size < 1:
-        raise GraphError(f"micro_batch_size is {graph.micro_batch_size!r}; expected an integer of at least 1.")
+        raise GraphError(f"micro_batch_size is {shown(graph.micro_batch_size)}; expected an integer of at least 1.")
     for key, tensor in graph.tensors.items():
         if key != tensor.id:
             raise GraphError(f"tensor {tensor.id!r} is stored under another id, {key!r}.")
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            raise GraphError(
+                f"tensor {tensor.id!r} has {len(tensor.shape)} dimensions; at most {MOST_DIMENSIONS} are supported."
+            )
         for size in tensor.shape:
             if not _is_size(size) or not 1 <= size <= LARGEST_FACTOR:
                 raise GraphError(
-                    f"tensor {tensor.id!r} has a dimension of {size!r}; expected an integer from 1 to {LARGEST_FACTOR}."
+                    f"tensor {tensor.id!r} has a dimension of {shown(size)}; "
+                    f"expected an integer from 1 to {LARGEST_FACTOR}."
                 )
         if tensor.elements > LARGEST_TENSOR:
             raise GraphError(
@@ -136,7 +139,22 @@ def _check_side(graph: Graph, op: Op, side: str, tensor_ids: tuple[str, ...], si
             )
 
 
+def _check_parameters(graph: Graph, op: Op) -> None:
+    for tensor_id, dims in zip(op.inputs, op.rule.operands, strict=True):
+        if graph.tensors[tensor_id].role is not Role.PARAMETER:
+            continue
+        for name in factor_names(dims):
+            if op.rule.factor(name).is_batch:
+                raise GraphError(
+                    f"op {op.id!r}: parameter {tensor_id!r} would grow with the microbatch: its rule '{op.rule}' marks "
+                    f"factor {name!r} of it as batch."
+                )
+
+
 def _check_phases(graph: Graph, producers: dict[str, Op]) -> None:
+    phases = {op.phase for op in graph.ops}
+    if phases & {Phase.BACKWARD, Phase.RECOMPUTE} and Phase.FORWARD not in phases:
+        raise GraphError(f"graph {graph.name!r} has {len(graph.ops)} ops but none of them is a forward op.")
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:
             continue

@@ -177,7 +177,7 @@ def _task(graph: Graph, layer: Layer, axis: Axis, options: ShardOptions, layouts
 
 
 def _sequence_tensors(graph: Graph, names: tuple[str, ...], axis: Axis) -> dict[str, Layout]:
-    """Those of some tensors that have a sequence to split, with that layout: [batch, sequence, ...] of 3 dims or more."""
+    """The tensors [batch, sequence, ...] of at least 3 dimensions among some, split along the sequence."""
     found = {}
     for name in names:
         producer = graph.producer(name)

@@ -64,7 +64,7 @@ def split_choices(op: Op, width: int, *, only_factors: Iterable[str] | None = No
         wanted = frozenset(only_factors)
         allowed = [name for name in allowed if name in wanted]
     choices: list[Ways] = [()]
-    choices += [((name, width),) for name in allowed if rule.size(name) >= width]
+    choices += [((name, width),) for name in allowed if fills(rule.size(name), width)]
     for major, minor in _neighbours(op, allowed):
         ways = rule.size(major)
         if 1 < ways < width and width % ways == 0 and rule.size(minor) % (width // ways) == 0:
@@ -98,6 +98,11 @@ def head_factors(graph: Graph, op: Op) -> tuple[str, ...]:
     if op.kind is OpKind.ATTENTION:
         shared = op.rule.operand_names[0] & op.rule.operand_names[1] & op.rule.operand_names[2]
     return tuple(f.name for f in op.rule.factors if f.name in shared and not f.is_batch)
+
+
+def fills(size: int, ways: int) -> bool:
+    """Whether every device gets a part when chunks of ceil(size / ways) are dealt out."""
+    return (ways - 1) * -(-size // ways) < size
 
 
 def _may_split(op: Op, name: str) -> bool:
@@ -154,7 +159,7 @@ def _settled(graph: Graph, op: Op, made: tuple[Layout, ...], width: int) -> list
     if made[0].is_partial:
         dims = op.rule.results[0]
         names = [n for dim in dims for n in dim.factors if dim.size is None]
-        free = [n for n in names if not op.rule.factor(n).is_batch and op.rule.size(n) >= width]
+        free = [n for n in names if not op.rule.factor(n).is_batch and fills(op.rule.size(n), width)]
         targets += [layout_of(op.rule, dims, {name: width}) for name in free]
         if op.function != "max":
             targets.append(PARTIAL)

@@ -128,7 +128,9 @@ def test_a_config_is_taken_in_every_form(where: str, tmp_path: Path) -> None:
         ({"n_embd": "12"}, "n_embd is '12'; expected a positive integer"),
         ({"n_head": 5}, "hidden size 12 is not a multiple of 5 attention heads"),
         ({"attn_pdrop": 1.5}, "attn_pdrop is 1.5; expected a number of at least 0 and below 1"),
-        ({"activation_function": "swoosh"}, "activation 'swoosh' is not known; expected one of gelu"),
+        ({"activation_function": "swoosh"}, "activation_function is 'swoosh'; expected one of gelu"),
+        ({"n_layer": 10**9}, "n_layer or num_hidden_layers is 1000000000; at most 10000"),
+        ({"n_embd": 10**5000}, "n_embd is a int of thousands of digits"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
     ],
 )
@@ -145,6 +147,34 @@ def test_longer_sequences_than_learned_positions_are_refused() -> None:
 def test_an_unknown_family_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown model_type 'gpt5'.*Did you mean gpt2"):
         phaze.import_graph({"model_type": "gpt5"})
+
+
+def test_a_head_size_of_its_own_need_not_divide_the_hidden_size() -> None:
+    config = {**TINY_CONFIGS["llama"], "hidden_size": 66, "head_dim": 16}
+    graph = graph_from_config(config, name="llama", sequence_length=8)
+    assert graph.tensors["model.layers.0.self_attn.q_proj.weight"].shape == (64, 66)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 4 experts"),
+        ("llama", {"head_dim": 15}, "heads of size 15 are not possible"),
+    ],
+)
+def test_impossible_combinations_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ImportModelError, match=message):
+        graph_from_config({**TINY_CONFIGS[family], **changes}, name="bad", sequence_length=8)
+
+
+def test_a_config_without_a_length_asks_for_one() -> None:
+    with pytest.raises(ImportModelError, match="the t5 config names no sequence length; pass sequence_length"):
+        phaze.import_graph({key: value for key, value in TINY_CONFIGS["t5"].items() if key != "n_positions"})
+
+
+def test_a_model_name_longer_than_file_names_may_be_is_unknown() -> None:
+    with pytest.raises(UnknownNameError, match="unknown model"):
+        phaze.import_graph("x" * 5000)
 
 
 def test_heads_that_cannot_share_keys_are_refused() -> None:

@@ -53,6 +53,7 @@ def test_gradients_of_every_family_are_slopes_of_its_loss(family: str) -> None:
 
 @given(graphs())
 def test_gradients_of_random_graphs_are_slopes(graph: Graph) -> None:
+    assert graph.gradients
     assert_gradients_are_slopes(graph)
 
 
@@ -112,6 +113,8 @@ CASES: dict[str, Case] = {
     "lookup in the middle": Case(OpKind.LOOKUP, "embedding", lookup_rule((3, 5, 2), 1, (4, 2)), ids=(1,)),
     "maximum": Case(OpKind.REDUCTION, "max", reduction_rule((2, 3, 4), (0, 2))),
     "mean": Case(OpKind.REDUCTION, "mean", reduction_rule((2, 3, 4), (1,), keep=True)),
+    "sum with a transposed square": Case(OpKind.ELEMENTWISE, "add", Rule.parse("a b, b a -> a b | a=3 b=3")),
+    "transposed copy of a square": Case(OpKind.COPY, "contiguous", Rule.parse("a b -> b a | a=3 b=3")),
     "reshape": Case(OpKind.VIEW, "reshape", reshape_rule((4, 6), (2, 2, 3, 2))),
     "reshape without common factors": Case(OpKind.VIEW, "reshape", reshape_rule((2, 3, 4), (2, 2, 6))),
     "select": Case(OpKind.VIEW, "select", Rule.parse("b s i -> b i | b=2 s=3! i=4"), (("index", 2),)),
@@ -152,6 +155,16 @@ def test_a_function_without_a_known_gradient_gets_one_op_that_reads_its_float_in
     (backward,) = [op for op in graph.ops if op.function == "strange_backward"]
     assert backward.inputs == ("y.gradient", "x")
     assert backward.kind is OpKind.OPAQUE
+
+
+def test_a_wanted_gradient_that_nobody_can_give_is_said() -> None:
+    builder = GraphBuilder("biased")
+    rule = Rule.parse("b h s d, b h t d, b h t e, h s t -> b h s e | b=2 h=2 s=4 d=3 t=4 e=5")
+    inputs = [builder.argument(f"x{i}", rule.shape(d), Role.PARAMETER) for i, d in enumerate(rule.operands)]
+    (y,) = builder.add("y", OpKind.ATTENTION, "attention", rule, inputs)
+    (loss,) = builder.add("loss", OpKind.REDUCTION, "sum", reduction_rule((2, 2, 4, 5), range(4)), (y,))
+    with pytest.raises(GraphError, match=r"op 'y': only query, key and value .* but 'x3' wants one"):
+        builder.build((loss,)).with_backward()
 
 
 def test_backward_ops_name_the_forward_op_they_belong_to() -> None:

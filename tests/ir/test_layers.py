@@ -1,9 +1,13 @@
 """Layers: what placement moves, what flows between, what repeats."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from graphs import graphs, tiny_graph
 from hypothesis import given
 
-from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
+from phaze.frontends.transformer_config import graph_from_config
+from phaze.ir import Graph, GraphBuilder, Op, OpKind, Phase, Role
 from phaze.ir.shape_rules import elementwise_rule, reduction_rule
 
 
@@ -62,8 +66,6 @@ def test_t5_branches_and_relays_the_encoder_output_and_the_position_biases() -> 
 
 
 def test_a_position_bias_that_many_blocks_read_is_relayed() -> None:
-    from phaze.frontends.transformer_config import graph_from_config
-
     config = {"model_type": "t5", "num_layers": 4, "d_model": 8, "d_kv": 4, "num_heads": 2, "d_ff": 8, "vocab_size": 9}
     graph = graph_from_config(config, name="t5", sequence_length=4)
     relayed = [boundary for boundary in graph.layer_graph.boundaries if boundary.is_relayed]
@@ -83,11 +85,17 @@ def test_layers_never_wait_for_each_other(graph: Graph) -> None:
     assert all(producer < consumer for producer, consumer in graph.layer_graph.edges)
 
 
+def _in_order(ops: Iterable[Op]) -> list[str]:
+    return list(dict.fromkeys(name for op in ops for name in (*op.inputs, *op.outputs)))
+
+
 @given(graphs())
-def test_equal_keys_mean_equal_work(graph: Graph) -> None:
-    by_key: dict[str, list[tuple[str, str]]] = {}
+def test_equal_keys_mean_equal_work_and_wiring(graph: Graph) -> None:
+    by_key: dict[str, list[tuple[object, ...]]] = {}
     for layer in graph.layers:
-        work = [(op.function, str(op.rule)) for op in (*layer.forward, *layer.backward)]
+        ops = (*layer.forward, *layer.backward)
+        numbers = {tensor_id: index for index, tensor_id in enumerate(_in_order(ops))}
+        work = [(op.function, str(op.rule), *(numbers[name] for name in (*op.inputs, *op.outputs))) for op in ops]
         assert by_key.setdefault(layer.key, work) == work
 
 
@@ -112,6 +120,44 @@ def test_children_of_the_outermost_repeated_container_are_the_layers() -> None:
 def test_a_container_with_one_child_is_looked_through() -> None:
     graph = chain(["model.0.blocks.0", "model.0.blocks.1", "model.0.blocks.2"])
     assert names(graph) == ["model.0.blocks.0", "model.0.blocks.1", "model.0.blocks.2"]
+
+
+def test_a_model_of_one_block_keeps_its_layers() -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12, "n_head": 3, "n_positions": 8, "vocab_size": 11}
+    assert names(graph_from_config(config, name="gpt"))[1:] == ["transformer.h.0", "transformer.ln_f .. loss"]
+    config = {"model_type": "t5", "num_layers": 1, "d_model": 8, "d_kv": 4, "num_heads": 2, "d_ff": 8, "vocab_size": 9}
+    layers = names(graph_from_config(config, name="t5", sequence_length=4))
+    assert [name for name in layers if "block" in name] == ["encoder.block.0", "decoder.block.0"]
+
+
+def test_blocks_inside_an_outer_sequence_of_unlike_parts_are_the_layers() -> None:
+    graph = chain(["0", "1.0", "1.1", "1.2", "2"], functions=["add", "multiply", "multiply", "multiply", "subtract"])
+    assert names(graph) == ["0", "1.0", "1.1", "1.2", "2"]
+
+
+def test_a_module_outside_of_blocks_that_is_used_twice_makes_two_layers() -> None:
+    assert names(chain(["norm", "b.0", "norm", "b.1", "head"])) == ["norm", "b.0", "norm", "b.1", "head .. loss"]
+
+
+def test_a_shared_mask_does_not_hide_waists() -> None:
+    builder = GraphBuilder("masked")
+    x, raw = builder.argument("x", (4,), Role.BATCH), builder.argument("raw", (4,), Role.BATCH)
+    unary, binary = elementwise_rule((4,), (4,)), elementwise_rule((4,), (4,), (4,))
+    (mask,) = builder.add("mask", OpKind.ELEMENTWISE, "exp", unary, (raw,))
+    for index in range(3):
+        weight = builder.parameter(f"w{index}", 4)
+        (x,) = builder.add(f"y{index}", OpKind.ELEMENTWISE, "multiply", binary, (x, weight))
+        (x,) = builder.add(f"z{index}", OpKind.ELEMENTWISE, "multiply", binary, (x, mask))
+    assert len(builder.build((x,)).layers) == 3
+
+
+def test_backward_ops_without_a_forward_op_go_where_their_parameters_are() -> None:
+    graph = chain(["b.0", "b.1", "b.2", "b.3"])
+    stripped = tuple(replace(op, gradient_of="", module="") if op.phase is Phase.BACKWARD else op for op in graph.ops)
+    expected = [len(layer.backward) for layer in graph.layers]
+    found = [len(layer.backward) for layer in replace(graph, ops=stripped).layers]
+    assert sum(found) == sum(expected)
+    assert min(found) > 0
 
 
 def test_layers_that_differ_in_one_function_are_distinct() -> None:

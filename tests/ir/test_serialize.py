@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs import TINY_CONFIGS, graphs, tiny_graph
+from graphs import TINY_CONFIGS, graphs, rules, tiny_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.errors import FormatError, GraphError, PhazeError
-from phaze.ir import Graph
+from phaze.ir import DType, Graph, Op, OpKind, Role, Rule, Tensor, stashed_bytes
+from phaze.ir.rule import names_of
 from phaze.ir.serialize import graph_from_json, graph_to_json, read_graph
 
 
@@ -91,6 +92,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a lone gradient": (damaged(gradients=[["a"]]), r"gradients\[0\] is \['a'\]; expected a pair of ids"),
     "a tensor twice": (damaged(tensors=document()["tensors"] * 2), "two tensors have the id"),
     "a microbatch of text": (damaged(micro_batch_size="2"), "micro_batch_size is '2'; expected an integer"),
+    "half a character": (damaged(name="\ud800"), "name is .*half a character"),
+    "a shape of thousands": (damaged_entry("tensors", shape=[2] * 20_000), "has 20000 dimensions"),
     "a huge number": ('{"format": "phaze-graph", "version": 1' + "0" * 5000 + "}", "not valid JSON|schema version"),
 }
 
@@ -109,7 +112,47 @@ def test_no_mutation_of_a_saved_graph_escapes_as_anything_but_a_phaze_error(data
     end = min(len(text), start + data.draw(st.integers(0, 40)))
     mutated = text[:start] + data.draw(st.text(max_size=10)) + text[end:]
     with contextlib.suppress(PhazeError):
-        graph_from_json(mutated)
+        graph = graph_from_json(mutated)
+        assert graph.layers
+        assert graph.coverage().op_count == len(graph.ops)
+        assert sum(stashed_bytes(graph, layer) for layer in graph.layers) >= 0
+        assert graph_to_json(graph)
+
+
+@given(rules())
+def test_a_random_rule_comes_back_bit_for_bit(rule: Rule) -> None:
+    tensors = {
+        f"x{i}": Tensor(f"x{i}", rule.shape(dims), DType.FLOAT32, Role.OTHER) for i, dims in enumerate(rule.operands)
+    }
+    results = {f"y{i}": Tensor(f"y{i}", rule.shape(dims), DType.BOOL) for i, dims in enumerate(rule.results)}
+    attributes = (("a", -float("inf")), ("b", (1, 2)), ("c", "text"), ("d", 0.1))
+    names = frozenset[str]().union(*(names_of(dims) for dims in rule.tensors()))
+    used = Rule(rule.operands, rule.results, tuple(factor for factor in rule.factors if factor.name in names))
+    op = Op(
+        id="op",
+        kind=OpKind.OPAQUE,
+        function="f",
+        rule=used,
+        inputs=tuple(tensors),
+        outputs=tuple(results),
+        origin="o",
+        module="m.0",
+        attributes=attributes,
+    )
+    graph = Graph(name="rule", tensors={**tensors, **results}, ops=(op,), outputs=tuple(results))
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+def test_a_saved_graph_is_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    tiny_graph("gpt2").save(path)
+    (tmp_path / "plain").write_text("")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_saving_over_a_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"cannot write .*: Is a directory"):
+        tiny_graph("gpt2").save(tmp_path)
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

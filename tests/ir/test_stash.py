@@ -4,7 +4,8 @@ import pytest
 from graphs import tiny_graph
 
 from phaze.frontends.transformer_config import graph_from_config
-from phaze.ir import stashed_bytes, stashed_tensors
+from phaze.ir import GraphBuilder, OpKind, Phase, Role, stashed_bytes, stashed_tensors
+from phaze.ir.shape_rules import elementwise_rule
 
 
 @pytest.mark.parametrize("family", ["gpt2", "megatron-gpt"])
@@ -34,3 +35,15 @@ def test_views_are_kept_as_the_tensor_whose_memory_they_are() -> None:
     kept = stashed_tensors(graph, graph.layers[1])
     assert "transformer.h.0.attn.c_attn.bias_add" in kept
     assert not any(".split" in tensor_id for tensor_id in kept)
+
+
+def test_what_recomputation_reads_is_kept_instead_of_what_it_makes() -> None:
+    builder = GraphBuilder("checkpointed")
+    x = builder.argument("x", (4,), Role.BATCH)
+    rule = elementwise_rule((4,), (4,))
+    (y,) = builder.add("y", OpKind.ELEMENTWISE, "exp", rule, (x,))
+    (z,) = builder.add("z", OpKind.ELEMENTWISE, "exp", rule, (y,))
+    (again,) = builder.add("z2", OpKind.ELEMENTWISE, "exp", rule, (y,), phase=Phase.RECOMPUTE)
+    builder.add("dz", OpKind.ELEMENTWISE, "exp", rule, (again,), phase=Phase.BACKWARD)
+    graph = builder.build((z,))
+    assert [stashed_tensors(graph, layer) for layer in graph.layers] == [("y",)]

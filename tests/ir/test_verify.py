@@ -82,6 +82,22 @@ DAMAGE: dict[str, tuple[Callable[[Graph], dict[str, Any]], str]] = {
         lambda g: with_tensor(g, Tensor("x", (2**40, 2**40), BFLOAT16, Role.BATCH)),
         "tensor 'x' has 1208925819614629174706176 elements",
     ),
+    "too many dimensions": (
+        lambda g: with_tensor(g, Tensor("x", (2,) * 20_000, BFLOAT16, Role.BATCH)),
+        "tensor 'x' has 20000 dimensions; at most 64",
+    ),
+    "a number of thousands of digits": (
+        lambda g: with_tensor(g, Tensor("x", (10**5000, 4), BFLOAT16, Role.BATCH)),
+        "tensor 'x' has a dimension of a int of thousands of digits",
+    ),
+    "no forward op": (
+        lambda g: {"ops": tuple(replace(op, phase=Phase.BACKWARD, gradient_of="") for op in g.ops)},
+        "none of them is a forward op",
+    ),
+    "growing parameter": (
+        lambda g: with_op(g, "a", rule=Rule.parse("b i, o i -> b o | b=2 i=4 o=4*")),
+        "parameter 'a.weight' would grow with the microbatch.*marks factor 'o'",
+    ),
     "microbatch of zero": (lambda g: {"micro_batch_size": 0}, "micro_batch_size is 0"),
     "forward after backward": (
         lambda g: with_op(g, g.ops[-1].id, phase=Phase.FORWARD),
@@ -121,16 +137,40 @@ RULES = {
     "view of nothing": (OpKind.VIEW, "-> b i | b=2 i=3", "must have one operand"),
     "attention of two": (OpKind.ATTENTION, "b i, b i -> b i | b=2 i=3", "must have query, key and value"),
     "part of a product": (OpKind.CONTRACTION, "b@5 i, i -> b | b=2 i=3", "cannot cover a dimension in part"),
+    "absurd work": (OpKind.CONTRACTION, f"a b, b c -> a c | a={2**27} b={2**27} c={2**27}", "more than can be counted"),
+    "dropout without a mask": (OpKind.DROPOUT, "b i -> b i | b=2 i=3", "takes 1 operands and gives 2 results"),
+    "parts that do not add up": (OpKind.COPY, "s@2, s@3 -> s | s=6!", "joins parts of 5 in all into a dimension of 6"),
+    "parts without a size": (OpKind.COPY, "s, s -> s | s=6!", "must cover one dimension of each operand in part"),
     "factor of no tensor": (OpKind.ELEMENTWISE, "b i -> b i | b=2 i=3 k=4", "factors k of .* stand in no tensor"),
 }
 
 
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 @pytest.mark.parametrize("case", RULES)
-def test_a_rule_that_does_not_fit_its_kind_is_refused(case: str) -> None:
+def test_a_rule_that_does_not_fit_its_kind_is_refused_in_every_phase(case: str, phase: Phase) -> None:
     kind, text, message = RULES[case]
     rule = Rule.parse(text)
     tensors = {f"x{i}": Tensor(f"x{i}", rule.shape(d), BFLOAT16, Role.BATCH) for i, d in enumerate(rule.operands)}
-    op = Op(id="y", kind=kind, function="f", rule=rule, inputs=tuple(tensors), outputs=("y",))
+    function = {OpKind.DROPOUT: "dropout", OpKind.COPY: "concatenate"}.get(kind, "f")
+    op = Op(id="y", kind=kind, function=function, rule=rule, inputs=tuple(tensors), outputs=("y",))
     tensors["y"] = Tensor("y", rule.shape(rule.results[0]), BFLOAT16)
+    first = Op(
+        id="z", kind=OpKind.VIEW, function="reshape", rule=Rule.parse("n -> n | n=2"), inputs=("n",), outputs=("z",)
+    )
+    tensors |= {"n": Tensor("n", (2,), BFLOAT16, Role.BATCH), "z": Tensor("z", (2,), BFLOAT16)}
     with pytest.raises(GraphError, match=message):
-        Graph(name="bad", tensors=tensors, ops=(op,), outputs=("y",))
+        Graph(name="bad", tensors=tensors, ops=(first, replace(op, phase=phase)), outputs=("y",))
+
+
+@pytest.mark.parametrize("value", [None, [1], (1.5,), {"a": 1}])
+def test_an_attribute_that_cannot_be_saved_is_refused(value: object) -> None:
+    with pytest.raises(GraphError, match=r"op 'y': attribute 'a' is .*; expected a number, text or integers"):
+        Op(
+            id="y",
+            kind=OpKind.ELEMENTWISE,
+            function="f",
+            rule=Rule.parse("b -> b | b=1"),
+            inputs=("x",),
+            outputs=("y",),
+            attributes=(("a", value),),  # type: ignore[arg-type]
+        )

@@ -86,7 +86,10 @@ def graphs(draw: st.DrawFn) -> Graph:
     builder = GraphBuilder(
         "random", micro_batch_size=batch, dtype=draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16]))
     )
-    made = [builder.argument("x", (batch, length, width), Role.BATCH)]
+    first = builder.argument("x", (batch, length, width), Role.BATCH)
+    weight = builder.parameter("first.weight", width)
+    scaled = builder.rule("b s i, i -> b s i", sizes)
+    made = [*builder.add("first", OpKind.ELEMENTWISE, "multiply", scaled, (first, weight))]
     for index in range(draw(st.integers(1, 8))):
         module = f"layers.{index}" if draw(st.booleans()) else ""
         x = draw(st.sampled_from(made))
@@ -100,7 +103,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 def _random_op(
     draw: st.DrawFn, builder: GraphBuilder, name: str, module: str, x: str, other: str, sizes: dict[str, int]
 ) -> str:
-    choice = draw(st.integers(0, 5))
+    choice = draw(st.integers(0, 8))
     same = builder.rule("b s i -> b s i", sizes)
     if choice == 0:
         weight = builder.parameter(f"{name}.weight", sizes["o"], sizes["i"])
@@ -132,5 +135,20 @@ def _random_op(
             dtypes=dtypes,
             results=("mask",),
         )[0]
+    if choice == 5:
+        rule = builder.rule("b s i -> b (s i)", sizes)
+        (flat,) = builder.add(name, OpKind.VIEW, "reshape", rule, (x,), module=module)
+        back = builder.rule("b (s i) -> b s i", sizes)
+        return builder.add(f"{name}.back", OpKind.VIEW, "reshape", back, (flat,), module=module)[0]
+    if choice == 6:
+        rule = builder.rule("b s i, b s i -> b s u i", {**sizes, "u": 2}, whole="u")
+        (pair,) = builder.add(name, OpKind.COPY, "stack", rule, (x, other), module=module)
+        total = builder.rule("b s u i -> b s i", {**sizes, "u": 2})
+        return builder.add(f"{name}.sum", OpKind.REDUCTION, "sum", total, (pair,), module=module)[0]
+    if choice == 7:
+        cut = Rule.of(f"b s@{sizes['s']} i -> b s i", {**sizes, "s": (sizes["s"] + 1) // 2}, whole="s")
+        (part,) = builder.add(name, OpKind.VIEW, "slice", cut, (x,), module=module, attributes={"start": 0})
+        pad = Rule((cut.results[0],), (cut.operands[0],), cut.factors)
+        return builder.add(f"{name}.pad", OpKind.COPY, "pad", pad, (part,), module=module, attributes={"start": 0})[0]
     rule = builder.rule("b s i -> b s i", sizes, normalized="i")
     return builder.add(name, OpKind.SOFTMAX, "softmax", rule, (x,), module=module)[0]

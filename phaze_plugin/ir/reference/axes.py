@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.ir.rule import Dims, Rule, names_of
+from phaze.ir.rule import Dims, Rule, factor_names, names_of
 
 __all__ = ["Array", "align", "collapse", "einsum", "expand"]
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 def expand(rule: Rule, dims: Dims, array: Array) -> tuple[Array, list[str]]:
     """One axis per factor, in the order of the dimensions."""
-    names = [name for dim in dims for name in dim.factors]
+    names = factor_names(dims)
     return array.reshape([rule.size(name) for name in names]), names
 
 
@@ -36,7 +36,7 @@ def collapse(rule: Rule, dims: Dims, array: Array, order: Sequence[str]) -> Arra
     gone = tuple(index for index, name in enumerate(order) if name not in wanted)
     summed = np.asarray(full.sum(axis=gone, dtype=full.dtype))
     left = [name for name in order if name in wanted]
-    names = [name for dim in dims for name in dim.factors]
+    names = factor_names(dims)
     return summed.transpose([left.index(name) for name in names]).reshape(rule.shape(dims))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from phaze.ir.functions import UNARY_READS, Saved
 from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, align, collapse
+from phaze.ir.rule import factor_names
 
 __all__ = ["ELEMENTWISE", "dropout", "dropout_backward"]
 
@@ -107,7 +108,7 @@ def _number(op: Op, name: str) -> float:
 
 def _apply(function: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
     def run(op: Op, *inputs: Array) -> tuple[Array, ...]:
-        order = [name for dim in op.rule.results[0] for name in dim.factors]
+        order = factor_names(op.rule.results[0])
         aligned = [align(op.rule, dims, array, order) for dims, array in zip(op.rule.operands, inputs, strict=True)]
         return (collapse(op.rule, op.rule.results[0], function(op, *aligned), order),)
 

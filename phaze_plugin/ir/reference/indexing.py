@@ -6,7 +6,7 @@ import numpy as np
 
 from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, collapse, expand
-from phaze.ir.rule import FactorKind
+from phaze.ir.rule import FactorKind, factor_names
 
 __all__ = [
     "combine",
@@ -27,7 +27,7 @@ def embedding(op: Op, table: Array, ids: Array) -> tuple[Array, ...]:
     spread, names = expand(rule, rule.operands[0], table)
     axis = names.index(_looked_up(op))
     rows = np.moveaxis(spread, axis, 0)[ids]
-    order = [name for dim in rule.operands[1] for name in dim.factors] + names[:axis] + names[axis + 1 :]
+    order = factor_names(rule.operands[1]) + names[:axis] + names[axis + 1 :]
     return (collapse(rule, rule.results[0], rows.reshape([rule.size(name) for name in order]), order),)
 
 
@@ -35,14 +35,13 @@ def scatter_add(op: Op, gradient: Array, ids: Array) -> tuple[Array, ...]:
     """Every row of the gradient added to the row of the table that its id names."""
     rule = op.rule
     spread, names = expand(rule, rule.operands[0], gradient)
-    picked = [name for dim in rule.operands[1] for name in dim.factors]
+    picked = factor_names(rule.operands[1])
     rest = [name for name in names if name not in picked]
     rows = spread.transpose([names.index(name) for name in (*picked, *rest)])
-    table_names = [name for dim in rule.results[0] for name in dim.factors]
     looked_up = _looked_up(op)
     table = np.zeros([rule.size(looked_up), *(rule.size(name) for name in rest)], gradient.dtype)
     np.add.at(table, ids.reshape([rule.size(name) for name in picked]), rows)
-    return (collapse(rule, rule.results[0], table, [looked_up, *rest]),) if table_names else (table,)
+    return (collapse(rule, rule.results[0], table, [looked_up, *rest]),)
 
 
 def _looked_up(op: Op) -> str:

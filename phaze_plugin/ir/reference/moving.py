@@ -8,7 +8,7 @@ import numpy as np
 
 from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, align, collapse, expand
-from phaze.ir.rule import names_of
+from phaze.ir.rule import factor_names, names_of
 
 __all__ = ["concatenate", "max_backward", "pad", "reduce", "select", "slice_part", "split", "stack", "view", "zeros"]
 
@@ -18,7 +18,7 @@ def view(op: Op, x: Array) -> tuple[Array, ...]:
     rule = op.rule
     if op.function == "reshape" and not names_of(rule.operands[0]) <= names_of(rule.results[0]):
         return (x.reshape(rule.shape(rule.results[0])),)
-    order = [name for dim in rule.results[0] for name in dim.factors]
+    order = factor_names(rule.results[0])
     return (collapse(rule, rule.results[0], align(rule, rule.operands[0], x, order), order),)
 
 
@@ -35,7 +35,7 @@ def split(op: Op, x: Array) -> tuple[Array, ...]:
 def stack(op: Op, *parts: Array) -> tuple[Array, ...]:
     """The inverse of split."""
     rule = op.rule
-    names = [name for dim in rule.results[0] for name in dim.factors]
+    names = factor_names(rule.results[0])
     (new,) = names_of(rule.results[0]) - names_of(rule.operands[0])
     inner = [name for name in names if name != new]
     aligned = [align(rule, dims, part, inner) for dims, part in zip(rule.operands, parts, strict=True)]
@@ -87,7 +87,7 @@ def reduce(op: Op, x: Array) -> tuple[Array, ...]:
 def max_backward(op: Op, gradient: Array, x: Array, result: Array) -> tuple[Array, ...]:
     """The gradient where an element is the maximum."""
     rule = op.rule
-    order = [name for dim in rule.results[0] for name in dim.factors]
+    order = factor_names(rule.results[0])
     parts = zip(rule.operands, (gradient, x, result), strict=True)
     incoming, whole, largest = (align(rule, dims, array, order) for dims, array in parts)
     return (collapse(rule, rule.results[0], incoming * (whole == largest), order),)

@@ -9,7 +9,7 @@ import numpy as np
 
 from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, align, collapse
-from phaze.ir.rule import FactorKind, names_of
+from phaze.ir.rule import FactorKind, factor_names, names_of
 
 __all__ = [
     "cross_entropy",
@@ -93,7 +93,7 @@ def norm(op: Op, x: Array, *affine: Array) -> tuple[Array, ...]:
 def norm_backward(op: Op, gradient: Array, x: Array, *weight: Array) -> tuple[Array, ...]:
     """Gradients of the input, weight and bias, those that the attribute `gradients_of` lists."""
     rule = op.rule
-    order = [name for dim in rule.operands[0] for name in dim.factors]
+    order = factor_names(rule.operands[0])
     axes = tuple(_normalized(op, order))
     incoming = align(rule, rule.operands[0], gradient, order)
     centred, deviation = _standardized(op, align(rule, rule.operands[1], x, order), axes)
@@ -116,7 +116,7 @@ def _standardized(op: Op, x: Array, axes: Sequence[int]) -> tuple[Array, Array]:
 
 
 def _order(op: Op) -> list[str]:
-    return [name for dim in op.rule.results[0] for name in dim.factors]
+    return factor_names(op.rule.results[0])
 
 
 def _names(op: Op) -> list[str]:

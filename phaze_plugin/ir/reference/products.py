@@ -10,7 +10,7 @@ import numpy as np
 from phaze.ir.op import Op
 from phaze.ir.reference.axes import Array, collapse, einsum, expand
 from phaze.ir.reference.normalizing import masked_softmax, softmax_slope
-from phaze.ir.rule import Dims, Rule, names_of
+from phaze.ir.rule import Dims, Rule, factor_names, names_of
 
 __all__ = ["attention", "attention_backward", "contract", "convolution", "convolution_input", "convolution_weight"]
 
@@ -19,7 +19,7 @@ def contract(op: Op, left: Array, right: Array) -> tuple[Array, ...]:
     """The einsum that the rule says."""
     rule = op.rule
     operands = [expand(rule, dims, array) for dims, array in zip(rule.operands, (left, right), strict=True)]
-    names = [name for dim in rule.results[0] for name in dim.factors]
+    names = factor_names(rule.results[0])
     return (collapse(rule, rule.results[0], einsum(rule, operands, names), names),)
 
 
@@ -56,7 +56,7 @@ def convolution_weight(op: Op, gradient: Array, x: Array) -> tuple[Array, ...]:
     dims, weight_dims = rule.operands[1], rule.results[0]
     padded = np.pad(x, _padding(op, dims))
     kernel = _kernel_names(rule, dims)
-    names = [name for dim in weight_dims for name in dim.factors]
+    names = factor_names(weight_dims)
     result = np.zeros([rule.size(name) for name in names], np.result_type(gradient, x))
     kept = [name for name in names if name not in kernel]
     for at in _positions(rule, kernel):
@@ -71,7 +71,7 @@ def attention(op: Op, query: Array, key: Array, value: Array, *_: Array) -> tupl
     """softmax(query . key * scale, causal) . value"""
     weights, square = _attention_weights(op, query, key)
     rule = op.rule
-    names = [name for dim in rule.results[0] for name in dim.factors]
+    names = factor_names(rule.results[0])
     context = einsum(rule, [(weights, square), expand(rule, rule.operands[2], value)], names)
     return (collapse(rule, rule.results[0], context, names),)
 
@@ -93,7 +93,7 @@ def attention_backward(
     ]
     answers = []
     for parts, dims in zip(operands, rule.results, strict=True):
-        names = [name for dim in dims for name in dim.factors]
+        names = factor_names(dims)
         answers.append(collapse(rule, dims, einsum(rule, parts, names), names))
     return tuple(answers)
 
@@ -142,7 +142,7 @@ def _taps_names(rule: Rule, dims: Dims, weight_dims: Dims) -> list[str]:
 
 
 def _outer(dims: Dims) -> list[str]:
-    return [name for dim in dims for name in dim.factors]
+    return factor_names(dims)
 
 
 def _window_names(rule: Rule, dims: Dims) -> list[str]:

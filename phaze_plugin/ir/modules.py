@@ -1,0 +1,137 @@
+"""Layers by module path: the children of a container of alike blocks (`h.0`, `h.1`, ...) are a layer each.
+
+On an op's path the outermost container with at least two children that compute the same decides; without any, the
+outermost numbered one. What stands outside of every container forms a layer per connected piece (the embedding; final
+norm, logits and loss), except that a piece without parameters (a mask, a position table) joins the first layer that
+reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+
+from phaze.ir.graph import Graph, Role
+from phaze.ir.op import Op, Phase
+from phaze.ir.waists import reads_parameter
+
+__all__ = ["PIECE", "group_by_module"]
+
+PIECE = " #"
+"""Stands between a piece's name and its number, which tells apart pieces of one name."""
+
+
+def group_by_module(graph: Graph, forward: Sequence[Op]) -> dict[str, str] | None:
+    """Name the group of each forward op; None where no path has a numbered container."""
+    alike = _containers_of_alike_children(forward)
+    groups: dict[str, str] = {}
+    for op in forward:
+        numbered = _numbered(op.module)
+        if numbered:
+            container, child = next((pair for pair in numbered if pair[0] in alike), numbered[0])
+            groups[op.id] = f"{container}.{child}".lstrip(".")
+    if not groups:
+        return None
+    return groups | _group_leftovers(graph, [op for op in forward if op.id not in groups], groups)
+
+
+def _numbered(path: str) -> list[tuple[str, str]]:
+    """Every (container, number) on a module path, outermost first."""
+    words = path.split(".")
+    return [(".".join(words[:index]), word) for index, word in enumerate(words) if word.isdigit()]
+
+
+def _containers_of_alike_children(forward: Sequence[Op]) -> set[str]:
+    """Containers with two children whose ops have the same functions and rules."""
+    work: dict[tuple[str, str], list[str]] = {}
+    texts: dict[int, str] = {}
+    for op in forward:
+        text = texts.setdefault(id(op.rule), str(op.rule))
+        for pair in _numbered(op.module):
+            work.setdefault(pair, []).append(f"{op.function} {text}")
+    counts = Counter(
+        (container, hashlib.sha256("\n".join(lines).encode()).digest()) for (container, _), lines in work.items()
+    )
+    return {container for (container, _), count in counts.items() if count > 1}
+
+
+def _group_leftovers(graph: Graph, leftovers: Sequence[Op], blocks: Mapping[str, str]) -> dict[str, str]:
+    """Pieces of connected leftover ops that wait for the same blocks; pieces without parameters join a reader."""
+    levels = _levels(graph, blocks)
+    pieces = nx.utils.UnionFind(op.id for op in leftovers)
+    ids = {op.id for op in leftovers}
+    for op in leftovers:
+        for tensor_id in op.inputs:
+            producer = graph.producer(tensor_id)
+            if producer is not None and producer.id in ids and levels[producer.id] == levels[op.id]:
+                pieces.union(producer.id, op.id)
+    members: dict[str, list[Op]] = {}
+    for op in leftovers:
+        members.setdefault(pieces[op.id], []).append(op)
+    groups: dict[str, str] = {}
+    for number, ops in enumerate(members.values()):
+        groups |= dict.fromkeys((op.id for op in ops), f"{_piece_name(ops)}{PIECE}{number}")
+    readers = _readers(graph)
+    for ops in reversed(list(members.values())):
+        if not reads_parameter(graph, ops):
+            reader = _reader(graph, ops, {**blocks, **groups}, readers)
+            groups |= dict.fromkeys((op.id for op in ops), reader)
+    return groups
+
+
+def _levels(graph: Graph, blocks: Mapping[str, str]) -> dict[str, int]:
+    """For each forward op, the number of the last block (by appearance) that it waits for or is in."""
+    number: dict[str, int] = {}
+    levels: dict[str, int] = {}
+    for op in graph.ops_of(Phase.FORWARD):
+        producers = (graph.producer(tensor_id) for tensor_id in op.inputs)
+        waits = max((levels[producer.id] for producer in producers if producer is not None), default=0)
+        block = blocks.get(op.id)
+        levels[op.id] = waits if block is None else max(waits, number.setdefault(block, len(number) + 1))
+    return levels | _levels_of_readers(graph, blocks, levels)
+
+
+def _levels_of_readers(graph: Graph, blocks: Mapping[str, str], levels: Mapping[str, int]) -> dict[str, int]:
+    """What waits for nothing but parameters (a transposed weight) is made where it is read, if that is in one piece."""
+    forward, readers = graph.ops_of(Phase.FORWARD), _readers(graph)
+    from_data: set[str] = set()
+    for op in forward:
+        if any(graph.tensors[t].role is Role.BATCH or t in from_data for t in op.inputs):
+            from_data.update(op.outputs)
+    found: dict[str, int] = {}
+    for op in reversed(forward):
+        using = [reader for tensor_id in op.outputs for reader in readers.get(tensor_id, ())]
+        if op.id in blocks or from_data.intersection(op.outputs) or not using or blocks.keys() & set(using):
+            continue
+        found[op.id] = min(found.get(reader, levels[reader]) for reader in using)
+    return found
+
+
+def _piece_name(ops: Sequence[Op]) -> str:
+    modules = list(dict.fromkeys(op.module or op.id for op in ops))
+    return modules[0] if len(modules) == 1 else f"{modules[0]} .. {modules[-1]}"
+
+
+def _readers(graph: Graph) -> dict[str, list[str]]:
+    """The forward ops that read each tensor, in order."""
+    readers: dict[str, list[str]] = {}
+    for op in graph.ops_of(Phase.FORWARD):
+        for tensor_id in op.inputs:
+            readers.setdefault(tensor_id, []).append(op.id)
+    return readers
+
+
+def _reader(graph: Graph, ops: Sequence[Op], groups: Mapping[str, str], readers: Mapping[str, Sequence[str]]) -> str:
+    """The group of the first op that reads from a piece, or of the last that it reads from where nobody does."""
+    own = {op.id for op in ops}
+    for op in ops:
+        for tensor_id in op.outputs:
+            for reader in readers.get(tensor_id, ()):
+                if reader not in own:
+                    return groups[reader]
+    producers = [graph.producer(tensor_id) for op in ops for tensor_id in op.inputs]
+    before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in own]
+    return before[-1] if before else groups[ops[0].id]
