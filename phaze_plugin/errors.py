@@ -37,7 +37,6 @@ __all__ = [
     "ShardError",
     "SolverError",
     "UnknownNameError",
-    "shown",
 ]
 
 

@@ -68,4 +68,7 @@ OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
     "sum": ((1,), 1),
     "top_k": ((1,), 2),
 }
-"""How many operands and results a function takes, for those whose gradient is known by name."""
+"""How many operands a function takes and results it gives at least, for those whose gradient is known by name.
+
+Further results are statistics that a framework keeps for its own backward.
+"""

@@ -54,10 +54,10 @@ def _function_complaint(op: Op) -> str:
     if op.function not in OPERANDS_AND_RESULTS:
         return ""
     operands, results = OPERANDS_AND_RESULTS[op.function]
-    if len(rule.operands) in operands and len(rule.results) == results:
+    if len(rule.operands) in operands and len(rule.results) >= results:
         return ""
     takes = " or ".join(str(count) for count in operands)
-    return f"does not fit {op.function}, which takes {takes} operands and gives {results} results"
+    return f"does not fit {op.function}, which takes {takes} operands and gives at least {results} results"
 
 
 def _concatenation(rule: Rule) -> str:

@@ -138,7 +138,7 @@ RULES = {
     "attention of two": (OpKind.ATTENTION, "b i, b i -> b i | b=2 i=3", "must have query, key and value"),
     "part of a product": (OpKind.CONTRACTION, "b@5 i, i -> b | b=2 i=3", "cannot cover a dimension in part"),
     "absurd work": (OpKind.CONTRACTION, f"a b, b c -> a c | a={2**27} b={2**27} c={2**27}", "more than can be counted"),
-    "dropout without a mask": (OpKind.DROPOUT, "b i -> b i | b=2 i=3", "takes 1 operands and gives 2 results"),
+    "dropout without a mask": (OpKind.DROPOUT, "b i -> b i | b=2 i=3", "takes 1 operands and gives at least 2 results"),
     "parts that do not add up": (OpKind.COPY, "s@2, s@3 -> s | s=6!", "joins parts of 5 in all into a dimension of 6"),
     "parts without a size": (OpKind.COPY, "s, s -> s | s=6!", "must cover one dimension of each operand in part"),
     "factor of no tensor": (OpKind.ELEMENTWISE, "b i -> b i | b=2 i=3 k=4", "factors k of .* stand in no tensor"),
