@@ -2,10 +2,13 @@
 
 from phaze.shard.constraints import LayoutConstraint
 from phaze.shard.layout import PARTIAL, WHOLE, Layout, Split
+from phaze.shard.model import SequenceParallel, ShardedModel, ShardOptions, shard_model
 from phaze.shard.moves import Axis
 from phaze.shard.program import shard_layer
+from phaze.shard.slice import slice_layer
 from phaze.shard.strategies import Strategy
 from phaze.shard.task import LayerTask, ShardedLayer
+from phaze.shard.text import format_sharded_layer
 
 __all__ = [
     "PARTIAL",
@@ -14,8 +17,14 @@ __all__ = [
     "LayerTask",
     "Layout",
     "LayoutConstraint",
+    "SequenceParallel",
+    "ShardOptions",
     "ShardedLayer",
+    "ShardedModel",
     "Split",
     "Strategy",
+    "format_sharded_layer",
     "shard_layer",
+    "shard_model",
+    "slice_layer",
 ]

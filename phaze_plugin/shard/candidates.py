@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from phaze.cost import price_ops
 from phaze.errors import ShardError
 from phaze.ir import FactorKind, Op, OpKind, Phase, Role
+from phaze.ir.rule import factor_names, names_of
 from phaze.shard.constraints import admits
 from phaze.shard.strategies import Strategy, Ways, head_factors, op_strategies, split_choices
 from phaze.shard.task import LayerTask, settle_s
@@ -17,15 +19,30 @@ __all__ = ["check_heads", "is_free", "layer_strategies", "strategy_seconds"]
 
 
 def check_heads(task: LayerTask, op: Op) -> None:
-    """Raise ShardError where an op's heads do not divide by the width."""
-    names = head_factors(task.graph, op)
+    """Raise ShardError where an op's heads do not divide by the width.
+
+    Fewer key heads than devices are fine where the query heads that share a key divide among the rest.
+    """
+    names, width = head_factors(task.graph, op), task.axis.width
     heads = math.prod(op.rule.size(name) for name in names) if names else 0
-    if heads % task.axis.width:
-        factors = " x ".join(f"{name}={op.rule.size(name)}" for name in names)
-        raise ShardError(
-            f"op {op.id!r}: its {heads} heads (factor {factors}) cannot be split {task.axis.width} ways evenly; "
-            f"use a width that divides {heads}."
-        )
+    if heads % width == 0:
+        return
+    if width % heads == 0 and any(
+        op.rule.size(sharing) % (width // heads) == 0 for sharing in _sharing_factors(op, names)
+    ):
+        return
+    factors = " x ".join(f"{name}={op.rule.size(name)}" for name in names)
+    raise ShardError(
+        f"op {op.id!r}: its {heads} heads (factor {factors}) cannot be split {width} ways evenly; "
+        f"use a width that divides {heads}."
+    )
+
+
+def _sharing_factors(op: Op, heads: Sequence[str]) -> list[str]:
+    """Query factors that stand right behind the heads and that keys lack: query heads per key head."""
+    query, key = factor_names(op.rule.operands[0]), names_of(op.rule.operands[1])
+    behind = [later for name, later in pairwise(query) if name in heads]
+    return [name for name in behind if name not in key and name in op.rule.result_names[0]]
 
 
 def layer_strategies(task: LayerTask, ops: Sequence[Op]) -> dict[str, list[Strategy]]:

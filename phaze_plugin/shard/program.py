@@ -31,7 +31,7 @@ from phaze.shard.strategies import Strategy, Ways
 from phaze.shard.task import LayerTask, ShardedLayer, add_up, leaving, settle_s
 from phaze.solvers import ProblemBuilder, SolveStatus, WorkLimits, solve_linear
 
-__all__ = ["shard_layer"]
+__all__ = ["ShardingProgram", "shard_layer"]
 
 MICROSECONDS = 1e6
 PARTIAL_PENALTY = 1e-3
@@ -49,14 +49,14 @@ def shard_layer(task: LayerTask) -> ShardedLayer:
         check_heads(task, op)
     strategies = layer_strategies(task, ops)
     seconds = strategy_seconds(task, ops, strategies)
-    program = _Program(task, ops, strategies, seconds)
+    program = ShardingProgram(task, ops, strategies, seconds)
     return program.solve()
 
 
 Terms = list[int]
 
 
-class _Program:
+class ShardingProgram:
     """Variables and rows of the integer program, numbered as in the module's docstring."""
 
     def __init__(
@@ -82,10 +82,12 @@ class _Program:
         return [MICROSECONDS * s + penalty for s, penalty in zip(self.seconds[op.id], penalties, strict=True)]
 
     def one_strategy_per_op(self) -> None:
+        """Constraint 1."""
         for op in self.ops:
             self._row(self.chosen[op.id], [], 1.0)
 
     def backward_follows_forward(self) -> None:
+        """Constraint 2."""
         for op in self.ops:
             if op.phase is Phase.FORWARD or is_free(op):
                 continue
@@ -101,7 +103,7 @@ class _Program:
         return groups
 
     def parameters_have_one_layout(self) -> None:
-        """Also a parameter's gradient has the parameter's layout."""
+        """Constraint 3; a parameter's gradient has the parameter's layout, too."""
         asked: dict[str, list[dict[Layout, Terms]]] = {}
         for op in self.ops:
             for index, name in enumerate(op.inputs):
@@ -117,6 +119,7 @@ class _Program:
                     self._row(first.get(layout, []), other.get(layout, []), 0.0)
 
     def tensors_move(self) -> None:
+        """Constraints 4 and 5."""
         readers: dict[tuple[str, Phase], list[dict[Layout, Terms]]] = {}
         for op in self.ops:
             for index, name in enumerate(op.inputs):
@@ -173,6 +176,7 @@ class _Program:
         self.builder.rows([*plus, *minus], values, lower=value, upper=value)
 
     def solve(self) -> ShardedLayer:
+        """The cheapest strategies; raises ShardError where there are none."""
         result = solve_linear(self.builder.build(), WorkLimits())
         if result.status is not SolveStatus.OPTIMAL or result.solution is None:
             raise ShardError(

@@ -1,0 +1,164 @@
+"""Runs a sharded layer on simulated devices: real pieces of arrays, real collectives, op by op.
+
+Every device runs the op at its local rule on its own pieces. Ops whose kernel needs to know where its piece lies (a
+masked lookup, a causal mask, a dropout pattern, the routing of tokens) get it by running on arrays that are zero
+outside of the device's piece; a normalization over a split factor runs on what its statistics make whole.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.ir import FactorKind, Op
+from phaze.ir.reference import evaluate_op
+from phaze.ir.rule import names_of
+from phaze.shard import LayerTask, Layout, ShardedLayer, Strategy
+
+Array = NDArray[Any]
+Pieces = list[Array]
+
+POSITIONAL = {
+    "embedding",
+    "scatter_add",
+    "dispatch",
+    "undispatch",
+    "combine",
+    "dropout",
+    "attention",
+    "attention_backward",
+}
+POSITIONAL |= {"combine_rows_backward", "combine_weights_backward", "softmax", "biased_softmax"}
+
+
+def piece_index(layout: Layout, shape: tuple[int, ...], device: int) -> list[Array]:
+    """For every dimension the indices that a device holds."""
+    held = [np.arange(size) for size in shape]
+    for split in layout.splits:
+        size = shape[split.dim]
+        run = size // split.outer
+        part = (device // split.stride) % split.ways
+        inside = np.arange(size) % run
+        mine = (inside >= part * split.chunk) & (inside < (part + 1) * split.chunk)
+        held[split.dim] = np.intersect1d(held[split.dim], np.flatnonzero(mine))
+    return held
+
+
+def place(whole: Array, layout: Layout, width: int) -> Pieces:
+    """A whole tensor dealt out to devices; as a partial sum the first device has all of it."""
+    if layout.is_partial:
+        return [whole if device == 0 else np.zeros_like(whole) for device in range(width)]
+    return [
+        whole[np.ix_(*piece_index(layout, whole.shape, device))] if whole.ndim else whole for device in range(width)
+    ]
+
+
+def assemble(pieces: Pieces, layout: Layout, shape: tuple[int, ...]) -> Array:
+    """The whole tensor from what the devices hold."""
+    if layout.is_partial:
+        return np.asarray(sum(pieces[1:], start=pieces[0]))
+    whole = np.zeros(shape, pieces[0].dtype)
+    for device, piece in enumerate(pieces):
+        if whole.ndim:
+            whole[np.ix_(*piece_index(layout, shape, device))] = piece
+        else:
+            whole = np.asarray(piece)
+    return whole
+
+
+def move(pieces: Pieces, before: Layout, after: Layout, shape: tuple[int, ...]) -> Pieces:
+    """The collective between two layouts."""
+    return pieces if before == after else place(assemble(pieces, before, shape), after, len(pieces))
+
+
+def run_sharded(sharded: ShardedLayer, arguments: Mapping[str, Array]) -> dict[str, Array]:
+    """Every tensor of a layer, assembled from the devices."""
+    task, width = sharded.task, sharded.task.axis.width
+    held: dict[str, tuple[Pieces, Layout]] = {}
+    for op in (*task.layer.forward, *task.layer.backward):
+        strategy = sharded.strategies[op.id]
+        operands = [
+            _fetch(task, held, arguments, name, wanted)
+            for name, wanted in zip(op.inputs, strategy.operands, strict=True)
+        ]
+        made = _run_op(task, op, strategy, operands, width)
+        for index, name in enumerate(op.outputs):
+            shape = task.graph.tensors[name].shape
+            pieces = [results[index] for results in made]
+            held[name] = (move(pieces, strategy.made[index], strategy.results[index], shape), strategy.results[index])
+    return {name: assemble(*entry, task.graph.tensors[name].shape) for name, entry in held.items()}
+
+
+def _fetch(
+    task: LayerTask,
+    held: Mapping[str, tuple[Pieces, Layout]],
+    arguments: Mapping[str, Array],
+    name: str,
+    wanted: Layout,
+) -> Pieces:
+    if name in held:
+        pieces, layout = held[name]
+        return move(pieces, layout, wanted, task.graph.tensors[name].shape)
+    return place(np.asarray(arguments[name]), wanted, task.axis.width)
+
+
+def _run_op(task: LayerTask, op: Op, strategy: Strategy, operands: list[Pieces], width: int) -> list[tuple[Array, ...]]:
+    split = dict(strategy.ways)
+    if any(op.rule.factor(name).kind is FactorKind.NORMALIZED for name in split):
+        return _run_whole(task, op, strategy, operands, width)
+    is_positional = op.function in POSITIONAL and bool(split)
+    runner = _run_padded if is_positional else _run_local
+    return [runner(task, op, strategy, [pieces[device] for pieces in operands], device) for device in range(width)]
+
+
+def _run_local(task: LayerTask, op: Op, strategy: Strategy, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
+    split = dict(strategy.ways)
+    if not split:
+        return evaluate_op(op, pieces)
+    names, shards, stride = list(split), {}, 1
+    for name in reversed(names):
+        shards[name] = (device // stride) % split[name]
+        stride *= split[name]
+    local = replace(op, rule=op.rule.local(split, shards))
+    results = evaluate_op(local, pieces)
+    for result, dims in zip(results, local.rule.results, strict=True):
+        assert result.shape == local.rule.shape(dims)
+    share = math.prod(local.rule.size(name) / op.rule.size(name) for name in split if name in _averaged(op))
+    return tuple(result * share for result in results) if share != 1 else results
+
+
+def _averaged(op: Op) -> frozenset[str]:
+    """Factors that a mean runs over: a device's kernel divides by the size of the whole, not of its part."""
+    if op.function in ("cross_entropy", "cross_entropy_backward"):
+        return names_of(op.rule.operands[-1])
+    if op.function in ("mean", "mean_backward"):
+        return names_of(op.rule.operands[0]) ^ names_of(op.rule.results[0])
+    return frozenset()
+
+
+def _run_padded(task: LayerTask, op: Op, strategy: Strategy, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
+    padded = []
+    for piece, layout, dims in zip(pieces, strategy.operands, op.rule.operands, strict=True):
+        whole = np.zeros(op.rule.shape(dims), piece.dtype)
+        if whole.ndim:
+            whole[np.ix_(*piece_index(layout, whole.shape, device))] = piece
+        padded.append(whole if whole.ndim else piece)
+    results = evaluate_op(op, padded)
+    cut = []
+    for result, layout in zip(results, strategy.made, strict=True):
+        is_cut = result.ndim and not layout.is_partial
+        cut.append(result[np.ix_(*piece_index(layout, result.shape, device))] if is_cut else result)
+    return tuple(cut)
+
+
+def _run_whole(
+    task: LayerTask, op: Op, strategy: Strategy, operands: list[Pieces], width: int
+) -> list[tuple[Array, ...]]:
+    shapes = [op.rule.shape(dims) for dims in op.rule.operands]
+    whole = [assemble(p, layout, s) for p, layout, s in zip(operands, strategy.operands, shapes, strict=True)]
+    results = evaluate_op(op, whole)
+    placed = [place(np.asarray(r), layout, width) for r, layout in zip(results, strategy.made, strict=True)]
+    return [tuple(pieces[device] for pieces in placed) for device in range(width)]
