@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaze.cost import Collective
-from phaze.ir import Op, OpKind
+from phaze.cost import Collective, price_ops
+from phaze.ir import Graph, Op, OpKind
 from phaze.shard.slice import slice_layer
 from phaze.shard.task import ShardedLayer
 
@@ -14,23 +14,26 @@ def format_sharded_layer(sharded: ShardedLayer) -> str:
     """Parameters with their layouts, then the local ops of forward and backward in order, microseconds in front."""
     task = sharded.task
     local = slice_layer(sharded)
+    seconds = _seconds(sharded, local)
     lines = [
         f"layer {task.layer.name}, {task.axis.width} ways: "
         f"{sharded.compute_s * 1e6:.1f} us of work, {sharded.move_s * 1e6:.1f} us of collectives"
     ]
-    for name, layout in sharded.parameters.items():
-        lines.append(f"  parameter {name}: {layout}")
-    for op in local.ops:
-        lines.append(f"  {op.phase:<8} {_seconds(sharded, op)} {_described(sharded, op)}")
+    lines += [f"  parameter {name}: {layout}" for name, layout in sharded.parameters.items()]
+    lines += [f"  {op.phase:<8} {seconds[op.id] * 1e6:8.1f} us  {_described(sharded, op)}" for op in local.ops]
     return "\n".join(lines) + "\n"
 
 
-def _seconds(sharded: ShardedLayer, op: Op) -> str:
-    if op.kind is not OpKind.COLLECTIVE:
-        return " " * 9
-    size = op.attribute("bytes")
-    assert isinstance(size, int)
-    return f"{sharded.task.axis.seconds(Collective(op.function), size) * 1e6:7.1f}us"
+def _seconds(sharded: ShardedLayer, local: Graph) -> dict[str, float]:
+    """What each local op and each collective takes."""
+    axis = sharded.task.axis
+    ops = [op for op in local.ops if op.kind is not OpKind.COLLECTIVE]
+    estimate = price_ops(local, ops, axis.cluster.accelerator, calibration=axis.calibration, prices={})
+    seconds = dict(zip((op.id for op in ops), estimate.spread_s[:, 0].tolist(), strict=True))
+    for op in local.ops:
+        if op.kind is OpKind.COLLECTIVE:
+            seconds[op.id] = axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+    return seconds
 
 
 def _described(sharded: ShardedLayer, op: Op) -> str:
