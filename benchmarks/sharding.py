@@ -30,9 +30,8 @@ def main() -> None:
     block = max(graph.layers, key=lambda layer: sum(other.key == layer.key for other in graph.layers)).index
     shard_model(phaze.import_graph("gpt2"), Axis(cluster, 2))
     total = 0.0
-    print(
-        f"{'width':>5} {'sequence':<9}{'work us':>10}{'moves us':>10}{'model s':>9}  collectives of {graph.layers[block].name}"
-    )
+    name = graph.layers[block].name
+    print(f"{'width':>5} {'sequence':<9}{'work us':>10}{'moves us':>10}{'model s':>9}  collectives of {name}")
     for width in (int(word) for word in arguments.widths.split(",")):
         for mode in SequenceParallel:
             start = time.perf_counter()
