@@ -15,10 +15,10 @@ from phaze.ir.layers import Layer
 from phaze.ir.op import Op, OpKind
 from phaze.ir.stash import stashed_tensors
 
-__all__ = ["Recompute", "kept_bytes", "kept_tensors", "recomputed_ops"]
+__all__ = ["RecomputeMode", "kept_bytes", "kept_tensors", "recomputed_ops"]
 
 
-class Recompute(StrEnum):
+class RecomputeMode(StrEnum):
     """How much of a layer's forward is computed again in backward."""
 
     NONE = "none"
@@ -26,12 +26,12 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-def kept_tensors(graph: Graph, layer: Layer, mode: Recompute) -> tuple[str, ...]:
+def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, ...]:
     """Ids of the tensors that a layer keeps between forward and backward."""
     kept = stashed_tensors(graph, layer)
-    if mode is Recompute.NONE:
+    if mode is RecomputeMode.NONE:
         return kept
-    if mode is Recompute.SELECTIVE:
+    if mode is RecomputeMode.SELECTIVE:
         dropped = _inside_attention(graph, layer)
         return tuple(tensor_id for tensor_id in kept if tensor_id not in dropped)
     made = {tensor_id for op in layer.forward for tensor_id in op.outputs}
@@ -44,16 +44,16 @@ def kept_tensors(graph: Graph, layer: Layer, mode: Recompute) -> tuple[str, ...]
     return tuple(entering) if kept else ()
 
 
-def kept_bytes(graph: Graph, layer: Layer, mode: Recompute) -> int:
+def kept_bytes(graph: Graph, layer: Layer, mode: RecomputeMode) -> int:
     """Bytes of what a layer keeps between forward and backward."""
     return sum(graph.tensors[tensor_id].size_bytes for tensor_id in kept_tensors(graph, layer, mode))
 
 
-def recomputed_ops(graph: Graph, layer: Layer, mode: Recompute) -> tuple[Op, ...]:
+def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[Op, ...]:
     """The forward ops that run again in backward, in order."""
-    if mode is Recompute.NONE:
+    if mode is RecomputeMode.NONE:
         return ()
-    if mode is Recompute.FULL:
+    if mode is RecomputeMode.FULL:
         return layer.forward
     dropped = _inside_attention(graph, layer)
     return tuple(op for op in layer.forward if dropped.intersection(op.outputs))

@@ -4,7 +4,7 @@ import pytest
 from graphs import tiny_graph
 
 from phaze.frontends.transformer_config import graph_from_config
-from phaze.ir import Recompute, kept_bytes, kept_tensors, recomputed_ops, stashed_tensors
+from phaze.ir import RecomputeMode, kept_bytes, kept_tensors, recomputed_ops, stashed_tensors
 
 
 @pytest.mark.parametrize("family", ["gpt2", "megatron-gpt"])
@@ -12,28 +12,28 @@ def test_selective_recomputation_keeps_34_and_full_2_bytes_an_element(family: st
     """arXiv:2205.05198, table 2: 34 s b h with selective recomputation, 2 s b h with full."""
     graph = tiny_graph(family, 2)
     layer, elements = graph.layers[1], 2 * 8 * 12
-    assert kept_bytes(graph, layer, Recompute.SELECTIVE) == 34 * elements
-    assert kept_bytes(graph, layer, Recompute.FULL) == 2 * elements
-    assert kept_tensors(graph, layer, Recompute.NONE) == stashed_tensors(graph, layer)
+    assert kept_bytes(graph, layer, RecomputeMode.SELECTIVE) == 34 * elements
+    assert kept_bytes(graph, layer, RecomputeMode.FULL) == 2 * elements
+    assert kept_tensors(graph, layer, RecomputeMode.NONE) == stashed_tensors(graph, layer)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "mixtral"])
 def test_selective_recomputation_runs_scores_softmax_and_dropout_again(family: str) -> None:
     graph = tiny_graph(family)
     block = next(layer for layer in graph.layers if layer.name.endswith(".0"))
-    again = [op.id.rsplit(".", 1)[-1] for op in recomputed_ops(graph, block, Recompute.SELECTIVE)]
+    again = [op.id.rsplit(".", 1)[-1] for op in recomputed_ops(graph, block, RecomputeMode.SELECTIVE)]
     assert again[:2] == ["scores", "softmax"]
     assert set(again) <= {"scores", "softmax", "dropout"}
 
 
 def test_full_recomputation_runs_the_forward_again() -> None:
     graph = tiny_graph("gpt2")
-    assert recomputed_ops(graph, graph.layers[1], Recompute.FULL) == graph.layers[1].forward
-    assert recomputed_ops(graph, graph.layers[1], Recompute.NONE) == ()
+    assert recomputed_ops(graph, graph.layers[1], RecomputeMode.FULL) == graph.layers[1].forward
+    assert recomputed_ops(graph, graph.layers[1], RecomputeMode.NONE) == ()
 
 
 def test_a_relayed_tensor_that_enters_is_kept_under_full_recomputation() -> None:
     config = {"model_type": "t5", "num_layers": 3, "d_model": 8, "d_kv": 4, "num_heads": 2, "d_ff": 8, "vocab_size": 9}
     graph = graph_from_config(config, name="t5", sequence_length=4)
     decoder = next(layer for layer in graph.layers if layer.name == "decoder.block.1")
-    assert "encoder.final_layer_norm.dropout" in kept_tensors(graph, decoder, Recompute.FULL)
+    assert "encoder.final_layer_norm.dropout" in kept_tensors(graph, decoder, RecomputeMode.FULL)

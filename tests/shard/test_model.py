@@ -9,7 +9,7 @@ from sharding import A100S, whole_layer
 
 import phaze
 from phaze.errors import ShardError
-from phaze.ir import Graph, OpKind, Phase, Recompute, kept_bytes
+from phaze.ir import Graph, OpKind, Phase, RecomputeMode, kept_bytes
 from phaze.shard import (
     Axis,
     LayoutConstraint,
@@ -142,9 +142,9 @@ def test_kept_bytes_of_a_gpt_layer_are_korthikanti_et_al_s(gpt3: Graph, width: i
     local = slice_layer(sharded(gpt3, width, mode, *(MEGATRON if mode == "off" else ())).layers[1])
     linear = 10 * unit + 24 * unit // width if mode == "off" else 34 * unit // width
     layer = whole_layer(local)
-    assert kept_bytes(local, layer, Recompute.NONE) == linear + square // width
-    assert kept_bytes(local, layer, Recompute.SELECTIVE) == linear
-    assert kept_bytes(local, layer, Recompute.FULL) == 2 * unit // (1 if mode == "off" else width)
+    assert kept_bytes(local, layer, RecomputeMode.NONE) == linear + square // width
+    assert kept_bytes(local, layer, RecomputeMode.SELECTIVE) == linear
+    assert kept_bytes(local, layer, RecomputeMode.FULL) == 2 * unit // (1 if mode == "off" else width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
