@@ -64,8 +64,9 @@ class CpSatSolver:
                 model.add_hint(variable, int(value))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
-        solver.parameters.random_seed = limits.seed
+        solver.parameters.random_seed = limits.seed + 1  # 1 is the library's own default
         solver.parameters.relative_gap_limit = limits.relative_gap
+        solver.parameters.presolve_inclusion_work_limit = 0  # can prove a wrong optimum: google/or-tools issue 5293
         if limits.work is not None:
             solver.parameters.max_deterministic_time = limits.work
         if limits.wall_s is not None:

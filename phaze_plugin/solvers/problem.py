@@ -65,8 +65,8 @@ class WorkLimits:
         for name, value in (("work", self.work), ("wall_s", self.wall_s)):
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name} is {value}; expected a positive number, or None for no limit")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed is {self.seed}; expected 0 to 2147483647")
+        if not 0 <= self.seed < 2_000_000_000:
+            raise ValueError(f"seed is {self.seed}; expected 0 to 1999999999")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,270 @@
+"""Lower bounds on the makespan without a solver, for one accelerator or thousands at once.
+
+Let l_i be an op's time on one core, s_i spread over all cores. Give each op a rate u_i (worth per second while it runs
+on one core) and v_i (while it is spread). If at no instant of any schedule the running ops' rates add up to more
+than 1, then every schedule lasts at least
+
+    sum over i of z_i,    z_i = min(u_i l_i, v_i s_i).
+
+Weights that add up to 1 build such rates (T, V tensor and vector cores):
+
+ 1. work:  w_tensor / T on tensor and both ops, w_vector / V on vector and both ops. A spread op fills all cores of its
+    kind, and with exclusive spreading all cores: then v_i has the whole weight of 1, 2.
+ 2. chains (exclusive only):  w_chain is divided over chains of the precedence; of a chain at most one op runs at a
+    time, and while a spread op runs no op of rule 1 and 2 does. u_i rises by the share of the chains through i.
+ 3. links:  w_link on link ops, which run one at a time.
+ 4. paths:  w_path divided over chains, counting every op: u_i and v_i both rise.
+
+The shares are filled greedily: the chain whose unsaturated ops (u_i l_i < v_i s_i) last longest gets share until one of
+them is saturated. Within half a percent this is the optimum of the linear program. If on every antichain the s_i/l_i
+add up to at most 1, all z_i = s_i: spreading everything is optimal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from phaze.schedule.problem import Problem
+from phaze.schedule.reduce import BoolArray, FloatArray, IntArray, Reduced, reduce_problem, segments
+
+__all__ = ["Rates", "lower_bound", "lower_bounds", "rates"]
+
+# columns: w_tensor, w_vector, w_chain, w_link, w_path
+_EXCLUSIVE = np.array(
+    [
+        (0, 0, 1, 0, 0),
+        (1, 0, 0, 0, 0),
+        (0, 1, 0, 0, 0),
+        (1 / 4, 0, 3 / 4, 0, 0),
+        (1 / 3, 0, 2 / 3, 0, 0),
+        (1 / 2, 0, 1 / 2, 0, 0),
+        (3 / 4, 0, 1 / 4, 0, 0),
+        (0, 1 / 4, 3 / 4, 0, 0),
+        (0, 1 / 2, 1 / 2, 0, 0),
+        (1 / 4, 1 / 4, 1 / 2, 0, 0),
+        (1 / 2, 1 / 2, 0, 0, 0),
+    ]
+)
+_SHARED = np.array(
+    [
+        (1, 0, 0, 0, 0),
+        (0, 1, 0, 0, 0),
+        (0, 0, 0, 0, 1),
+        (1 / 2, 0, 0, 0, 1 / 2),
+        (0, 1 / 2, 0, 0, 1 / 2),
+        (1 / 3, 1 / 3, 0, 0, 1 / 3),
+    ]
+)
+_OFF_CORE = np.array(
+    [
+        (0, 0, 0, 1, 0),
+        (0, 0, 0, 0, 1),
+        (0, 0, 1 / 3, 0, 2 / 3),
+        (0, 0, 2 / 3, 0, 1 / 3),
+        (1 / 2, 0, 0, 0, 1 / 2),
+        (0, 0, 1 / 2, 1 / 2, 0),
+    ]
+)
+_TINY = 1e-12
+_BLOCK = 512
+_TYPICAL = 4  # accelerators of the batch, from few to many cores, whose heaviest chains serve for all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rates:
+    """Rows of valid weights (see the module's docstring) and the rates that follow from them."""
+
+    weights: FloatArray  # [row, 5]
+    one_core: FloatArray  # u [row, op]
+    worth_s: FloatArray  # z [row, op]
+
+    @property
+    def bounds_s(self) -> FloatArray:
+        """The bound of each row."""
+        bounds: FloatArray = self.worth_s.sum(axis=1)
+        return bounds
+
+
+def lower_bound(reduced: Reduced) -> float:
+    """A lower bound on the makespan of one problem, its segments added up."""
+    return sum(float(rates(part).bounds_s.max()) for part in segments(reduced))
+
+
+def rates(reduced: Reduced) -> Rates:
+    """Every row of weights for one problem."""
+    weights = weight_rows(reduced)
+    times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
+    cores = (np.array([reduced.tensor_cores]), np.array([reduced.vector_cores]))
+    found = heavy_chains(reduced, reduced.latency_s, reduced.spread_s / reduced.latency_s)
+    chains = _chain_rows(found, reduced.count)
+    filled = [_rates(reduced, row, *times, *cores, chains) for row in weights]
+    one_core, worth = (np.concatenate([pair[side] for pair in filled]) for side in (0, 1))
+    return Rates(weights=weights, one_core=one_core, worth_s=worth)
+
+
+def weight_rows(reduced: Reduced) -> FloatArray:
+    """The weights that can matter for this kind of problem."""
+    rows = [_EXCLUSIVE if reduced.is_exclusive else _SHARED]
+    if reduced.has_off_core:
+        rows.append(_OFF_CORE if reduced.is_exclusive else _OFF_CORE[:2])
+    return np.concatenate(rows).astype(np.float64)
+
+
+def lower_bounds(
+    template: Problem,
+    *,
+    latency_s: ArrayLike,
+    spread_s: ArrayLike,
+    tensor_cores: ArrayLike,
+    vector_cores: ArrayLike,
+    memory_s: ArrayLike = 0.0,
+) -> FloatArray:
+    """Lower bounds on one layer's time on many accelerators.
+
+    `latency_s` and `spread_s` are [accelerator, op], core counts and `memory_s` [accelerator]; ops, kinds, precedence
+    and rules are the template's. Infinite where an op cannot run. Ops of no latency on any accelerator only pass
+    precedence on; on others a zero is merely a very short op.
+    """
+    latency, spread = np.atleast_2d(np.asarray(latency_s, np.float64)), np.atleast_2d(np.asarray(spread_s, np.float64))
+    cores = [np.broadcast_to(np.asarray(count, np.int64), (len(latency),)) for count in (tensor_cores, vector_cores)]
+    takes_time: BoolArray = np.atleast_1d((np.minimum(latency, spread) > 0.0).any(axis=0))
+    whole = reduce_problem(template, takes_time=takes_time)
+    cannot = np.isinf(latency[:, whole.index]).any(axis=1)
+    cannot |= (cores[0] == 0) & whole.uses_tensor.any() | (cores[1] == 0) & whole.uses_vector.any()
+    floor = 0.0 if template.floor_s == 0.0 and np.ndim(memory_s) == 0 else memory_s
+    bound = np.zeros(len(latency))
+    usable = np.flatnonzero(~cannot)
+    for part in segments(whole):
+        one, many = latency[usable][:, part.index], spread[usable][:, part.index]
+        many = np.where(part.is_off_core | (many >= one), np.inf, many)
+        bound[usable] += _segment_bounds(part, one, many, cores[0][usable], cores[1][usable])
+    bound[cannot] = np.inf
+    return np.maximum(bound, floor)
+
+
+def _segment_bounds(
+    part: Reduced, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
+) -> FloatArray:
+    """One segment on many accelerators, in blocks that fit a processor's cache; a lone op needs no weights."""
+    if part.count == 1 or not len(latency):
+        alone: FloatArray = np.minimum(latency, spread).sum(axis=1)
+        return alone
+    typical = np.unique(np.linspace(0, len(latency) - 1, _TYPICAL).astype(int))
+    chosen = np.argsort(tensor * vector, kind="stable")[typical]
+    found: set[tuple[int, ...]] = set()
+    for at in chosen:
+        found |= heavy_chains(part, latency[at], spread[at] / latency[at])
+    chains, one_by_one = _chain_rows(found, part.count), np.minimum(latency, spread).sum(axis=1)
+    bound = np.zeros(len(latency))
+    for first in range(0, len(latency), _BLOCK):
+        at = np.arange(first, min(first + _BLOCK, len(latency)))
+        for weights in weight_rows(part):
+            _, worth = _rates(part, weights, latency[at], spread[at], tensor[at], vector[at], chains)
+            bound[at] = np.maximum(bound[at], worth.sum(axis=1))
+            at = at[bound[at] < one_by_one[at] * (1.0 - _TINY)]
+    return bound
+
+
+def _rates(
+    part: Reduced,
+    weights: FloatArray,
+    latency: FloatArray,
+    spread: FloatArray,
+    tensor: IntArray,
+    vector: IntArray,
+    chains: BoolArray,
+) -> tuple[FloatArray, FloatArray]:
+    """u and z for one row of weights on many accelerators: [accelerator, op]."""
+    w_tensor, w_vector, w_chain, w_link, w_path = weights
+    one_core = w_tensor / np.maximum(tensor, 1)[:, None] * part.uses_tensor
+    one_core = one_core + w_vector / np.maximum(vector, 1)[:, None] * part.uses_vector + w_link * part.is_link
+    if part.is_exclusive:
+        spreading = np.full(latency.shape, w_tensor + w_vector + w_chain)
+    else:
+        spreading = np.broadcast_to(w_tensor * part.uses_tensor + w_vector * part.uses_vector, latency.shape).copy()
+    if w_chain > 0.0:
+        _fill(one_core, spreading, latency, spread, w_chain, chains & ~part.is_off_core, grows_spread=False)
+    if w_path > 0.0:
+        _fill(one_core, spreading, latency, spread, w_path, chains, grows_spread=True)
+    cannot = np.isinf(spread)
+    return one_core, np.minimum(one_core * latency, np.where(cannot, np.inf, np.where(cannot, 0.0, spread) * spreading))
+
+
+def _fill(
+    one_core: FloatArray,
+    spreading: FloatArray,
+    latency: FloatArray,
+    spread: FloatArray,
+    total: float,
+    chains: BoolArray,
+    *,
+    grows_spread: bool,
+) -> None:
+    """Divide `total` over chains, raising `one_core` (and `spreading`) in place; rows are independent."""
+    finite = np.where(np.isinf(spread), 0.0, spread)
+    share_of_latency = finite / np.where(latency > 0.0, latency, 1.0)
+    needed = np.where(np.isinf(spread), np.inf, spreading * share_of_latency)
+    weights = chains.T.astype(np.float64)
+    at, left = np.arange(len(latency)), np.full(len(latency), total)
+    while at.size:
+        is_open = one_core[at] < needed[at] * (1.0 - _TINY)
+        rate = np.where(is_open, latency[at], finite[at] if grows_spread else 0.0) @ weights
+        pick = rate.argmax(axis=1)
+        on = chains[pick]
+        room = np.where(on & is_open, needed[at] - one_core[at], np.inf)
+        if grows_spread:  # saturation comes later: (u + d) l = (v + d) s
+            room /= np.maximum(1.0 - share_of_latency[at], _TINY)
+        share = np.minimum(room.min(axis=1), left[at])
+        share[rate[np.arange(len(at)), pick] <= 0.0] = 0.0
+        one_core[at] += share[:, None] * on
+        if grows_spread:
+            spreading[at] += share[:, None] * on
+            needed[at] += share[:, None] * on * share_of_latency[at]
+        left[at] -= share
+        at = at[(share > 0.0) & (left[at] > _TINY)]
+
+
+def heavy_chains(reduced: Reduced, latency: FloatArray, needed: FloatArray) -> set[tuple[int, ...]]:
+    """Chains that matter for one accelerator: again and again the heaviest, until its ops have the rate they need."""
+    after = [np.flatnonzero(row).tolist() for row in reduced.is_edge]
+    found: set[tuple[int, ...]] = set()
+    for kept in (np.ones(reduced.count, np.bool_), reduced.uses_tensor, reduced.uses_vector):
+        weight, missing = np.where(kept, latency, 0.0).tolist(), np.minimum(needed, 1.0).tolist()
+        left = 1.0
+        while left > _TINY:
+            chain = _heaviest([w if m > _TINY else 0.0 for w, m in zip(weight, missing, strict=True)], after)
+            open_ = [op for op in chain if missing[op] > _TINY and weight[op] > 0.0]
+            if not open_:
+                break
+            found.add(tuple(chain))
+            share = min(left, *(missing[op] for op in open_))
+            left -= share
+            for op in chain:
+                missing[op] -= share
+    return found
+
+
+def _heaviest(weight: list[float], after: list[list[int]]) -> list[int]:
+    """The heaviest chain, extended to the end of the precedence."""
+    total, step = list(weight), [-1] * len(weight)
+    for op in range(len(weight) - 1, -1, -1):
+        if after[op]:
+            step[op] = max(after[op], key=total.__getitem__)
+            total[op] += total[step[op]]
+    op = max(range(len(weight)), key=total.__getitem__)
+    chain = []
+    while op >= 0:
+        chain.append(op)
+        op = step[op]
+    return chain
+
+
+def _chain_rows(chains: set[tuple[int, ...]], count: int) -> BoolArray:
+    """[chain, op], in a fixed order."""
+    rows = np.zeros((len(chains), count), np.bool_)
+    for row, chain in enumerate(sorted(chains)):
+        rows[row, list(chain)] = True
+    return rows

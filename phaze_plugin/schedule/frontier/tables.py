@@ -1,0 +1,101 @@
+"""What every step of the frontier search reads: the problem in units of its incumbent, and tables made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.schedule.bounds import rates
+from phaze.schedule.list_schedule import tails
+from phaze.schedule.reduce import BoolArray, FloatArray, IntArray, Reduced
+
+__all__ = ["Tables", "make_tables"]
+
+WORD = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """Times are in units of `unit_s`. Rows are those of the bounds module; `before` is padded with `count`."""
+
+    reduced: Reduced
+    unit_s: float
+    latency: FloatArray
+    spread: FloatArray
+    tail: FloatArray
+    before: IntArray  # [op, k]: direct predecessors
+    edges: NDArray[np.float32]  # [op, successor]: direct precedence
+    predecessor_count: NDArray[np.float32]
+    clock_weight: FloatArray  # [row]: the weight of each row that counts from the clock of the cores,
+    link_weight: FloatArray  # from the link's next free time,
+    path_weight: FloatArray  # and from the earlier of both
+    one_core: FloatArray  # [row, op]; 0 off the cores
+    worth: FloatArray  # [row, op]
+    bits: NDArray[np.uint64]  # [word, op]: the op's bit in the set of started ops
+    tensor_columns: int  # cores to tell apart; 0 where there is one for every op
+    vector_columns: int
+    is_matched: bool  # columns are pairs: both ops are present and cores are scarce
+    is_last: BoolArray  # exclusive ops without successors, which may be spread at the end
+    waits_for_clock: BoolArray  # ops all of whose successors start in the order of the cores
+
+    @property
+    def count(self) -> int:
+        """Number of ops."""
+        return self.reduced.count
+
+    @property
+    def core_rows(self) -> BoolArray:
+        """Rows whose whole weight lies on the cores."""
+        return self.clock_weight >= 1.0 - 1e-9
+
+
+def make_tables(reduced: Reduced, unit_s: float) -> Tables:
+    """Tables for a problem whose incumbent takes `unit_s`."""
+    weights = rates(reduced)
+    is_edge = reduced.is_edge
+    count = reduced.count
+    before = np.full((count, max(1, int(is_edge.sum(axis=0).max()))), count)
+    for op in range(count):
+        found = np.flatnonzero(is_edge[:, op])
+        before[op, : len(found)] = found
+    bits = np.zeros((-(-count // WORD), count), np.uint64)
+    bits[np.arange(count) // WORD, np.arange(count)] = np.uint64(1) << (
+        np.arange(count, dtype=np.uint64) % np.uint64(WORD)
+    )
+    tensor, vector = _columns(reduced)
+    is_last, clocked = np.full(count, reduced.is_exclusive and not reduced.has_off_core), np.ones(count, np.bool_)
+    is_last[np.nonzero(is_edge)[0]] = False
+    clocked[np.nonzero(is_edge & reduced.is_off_core)[0]] = False
+    return Tables(
+        reduced=reduced,
+        unit_s=unit_s,
+        latency=reduced.latency_s / unit_s,
+        spread=reduced.spread_s / unit_s,
+        tail=tails(reduced) / unit_s,
+        before=before,
+        edges=is_edge.astype(np.float32),
+        predecessor_count=is_edge.sum(axis=0).astype(np.float32),
+        clock_weight=weights.weights[:, :3].sum(axis=1) + (0.0 if reduced.has_off_core else weights.weights[:, 4]),
+        link_weight=weights.weights[:, 3],
+        path_weight=weights.weights[:, 4] if reduced.has_off_core else np.zeros(len(weights.weights)),
+        one_core=np.where(reduced.is_off_core, 0.0, weights.one_core),
+        worth=weights.worth_s / unit_s,
+        bits=bits,
+        tensor_columns=tensor,
+        vector_columns=vector,
+        is_matched=bool(reduced.is_both.any()) and tensor + vector > 0,
+        is_last=is_last,
+        waits_for_clock=clocked,
+    )
+
+
+def _columns(reduced: Reduced) -> tuple[int, int]:
+    """How many cores of each kind must be told apart."""
+    tensor, vector = reduced.useful_cores
+    tensor_needed, vector_needed = int(reduced.uses_tensor.sum()), int(reduced.uses_vector.sum())
+    is_scarce = (tensor < tensor_needed or not reduced.is_exclusive, vector < vector_needed or not reduced.is_exclusive)
+    if reduced.is_both.any() and any(is_scarce):
+        return max(tensor, vector), max(tensor, vector)
+    return tensor * is_scarce[0], vector * is_scarce[1]

@@ -1,0 +1,92 @@
+"""Bounds hold on every problem, one by one and for many accelerators at once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scheduling import random_problem
+
+from phaze.schedule import Op, OpKind, Problem, lower_bounds, schedule_layer
+from phaze.schedule.bounds import lower_bound
+from phaze.schedule.reduce import reduce_problem, segments
+
+
+def arrays(problem: Problem) -> dict[str, np.ndarray]:
+    return {
+        "latency_s": np.array([[op.latency_s for op in problem.ops]]),
+        "spread_s": np.array([[op.spread_s for op in problem.ops]]),
+    }
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_bound_never_exceeds_the_optimum(exclusive: bool) -> None:
+    for seed in range(120):
+        problem = random_problem(seed, 2 + seed % 9, exclusive=exclusive)
+        best = schedule_layer(problem, gap=0.0).makespan_s
+        bound = lower_bound(reduce_problem(problem))
+        assert bound <= best * (1 + 1e-9), problem.name
+        cores = {"tensor_cores": problem.tensor_cores, "vector_cores": problem.vector_cores}
+        (batch,) = lower_bounds(problem, **arrays(problem), **cores)
+        assert batch <= best * (1 + 1e-9), problem.name
+
+
+def test_batch_gives_the_bound_of_each_accelerator() -> None:
+    template = random_problem(5, 12, exclusive=True)
+    random = np.random.default_rng(0)
+    latency = random.uniform(1.0, 9.0, (30, 12))
+    spread = latency * random.uniform(0.1, 1.0, (30, 12))
+    tensor, vector = random.integers(1, 9, 30), random.integers(1, 5, 30)
+    bounds = lower_bounds(template, latency_s=latency, spread_s=spread, tensor_cores=tensor, vector_cores=vector)
+    for row in range(30):
+        ops = tuple(Op(op.name, op.kind, latency[row, at], spread[row, at]) for at, op in enumerate(template.ops))
+        one = Problem(ops=ops, edges=template.edges, tensor_cores=int(tensor[row]), vector_cores=int(vector[row]))
+        best = schedule_layer(one, gap=0.0).makespan_s
+        assert bounds[row] <= best * (1 + 1e-9)
+        assert bounds[row] >= 0.9 * lower_bound(reduce_problem(one))
+
+
+def test_accelerators_that_cannot_run_an_op_get_infinity() -> None:
+    template = Problem(
+        ops=(Op("a", OpKind.TENSOR, 1.0), Op("b", OpKind.VECTOR, 1.0)), edges=(), tensor_cores=1, vector_cores=1
+    )
+    bounds = lower_bounds(
+        template,
+        latency_s=[[1.0, 2.0], [math.inf, 2.0], [1.0, 2.0], [1.0, 2.0]],
+        spread_s=np.full((4, 2), math.inf),
+        tensor_cores=[1, 1, 0, 1],
+        vector_cores=[1, 1, 1, 0],
+    )
+    assert bounds.tolist() == [2.0, math.inf, math.inf, math.inf]
+
+
+def test_memory_is_a_floor() -> None:
+    template = Problem(ops=(Op("a", OpKind.TENSOR, 1.0),), edges=(), tensor_cores=1, vector_cores=1)
+    bounds = lower_bounds(
+        template, latency_s=[[1.0], [1.0]], spread_s=[[1.0], [1.0]], tensor_cores=1, vector_cores=1, memory_s=[0.5, 3.0]
+    )
+    assert bounds.tolist() == [1.0, 3.0]
+
+
+def test_chain_falls_into_segments_and_is_proven_without_search() -> None:
+    ops = tuple(Op(f"op{number}", OpKind.TENSOR, 4.0 + number, 1.0 + number) for number in range(20))
+    chain = Problem(ops=ops, edges=tuple((number, number + 1) for number in range(19)), tensor_cores=4, vector_cores=1)
+    assert len(segments(reduce_problem(chain))) == 20
+    answer = schedule_layer(chain, gap=0.0)
+    assert (answer.method, answer.work, answer.gap) == ("list", 0, 0.0)
+
+
+def test_wide_spreading_is_proven_optimal_without_search() -> None:
+    """If no antichain's spread-to-latency shares exceed 1 together, running everything spread is optimal."""
+    ops = tuple(Op(f"op{number}", OpKind.TENSOR, 64.0, 1.0) for number in range(30))
+    wide = Problem(ops=ops, edges=((0, 29),), tensor_cores=64, vector_cores=1)
+    answer = schedule_layer(wide, gap=0.0)
+    assert (answer.makespan_s, answer.work) == (30.0, 0)
+    assert answer.gap <= 1e-9
+
+
+def test_views_join_what_they_stand_between() -> None:
+    ops = (Op("a", OpKind.TENSOR, 1.0), Op("view", OpKind.NONE, 0.0), Op("b", OpKind.TENSOR, 1.0))
+    reduced = reduce_problem(Problem(ops=ops, edges=((0, 1), (1, 2)), tensor_cores=2, vector_cores=0))
+    assert reduced.is_before.tolist() == [[False, True], [False, False]]

@@ -1,0 +1,135 @@
+"""Every exact method finds the optimum: the reference's, brute force's, and each other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scheduling import brute_force, random_problem
+
+from phaze.schedule import Problem, Schedule, ScheduleCache, ScheduleStatus, breaches, schedule_layer
+from phaze.schedule.instances import read_instances
+
+ORACLE = read_instances(Path(__file__).parents[1] / "data" / "schedule.json")
+EXACT = [("auto", "highs"), ("frontier", "highs"), ("cp-sat", "highs"), ("milp", "highs"), ("milp", "gurobi")]
+
+
+def is_same(first: float, second: float) -> bool:
+    return abs(first - second) <= 1e-6 * max(1.0, second)
+
+
+@pytest.mark.parametrize(("method", "solver"), EXACT, ids=lambda value: str(value))
+def test_reference_optima_are_found(method: str, solver: str) -> None:
+    wrong = []
+    for instance in ORACLE:
+        answer = schedule_layer(instance.problem, gap=0.0, method=method, solver=solver)
+        assert instance.makespan is not None
+        if answer.status is not ScheduleStatus.OPTIMAL or not is_same(answer.makespan_s, instance.makespan):
+            wrong.append((instance.problem.name, answer.makespan_s, instance.makespan))
+    assert wrong == []
+    assert len(ORACLE) == 60
+
+
+def check_against_brute_force(seeds: range) -> None:
+    for seed in seeds:
+        problem = random_problem(seed, 1 + seed % 6)
+        best = brute_force(problem)
+        answer = schedule_layer(problem, gap=0.0)
+        assert answer.status is ScheduleStatus.OPTIMAL, problem.name
+        assert is_same(answer.makespan_s, best), (problem.name, answer.makespan_s, best)
+        assert answer.bound_s <= best * (1 + 1e-9), problem.name
+
+
+def test_brute_force_agrees_on_small_problems() -> None:
+    check_against_brute_force(range(400))
+
+
+@pytest.mark.exhaustive
+def test_brute_force_agrees_on_many_small_problems() -> None:
+    check_against_brute_force(range(400, 6000))
+
+
+def check_methods_agree(problem: Problem, method: str, solver: str, work: float | None) -> bool:
+    """Whether the other method proved its answer; proven or not, it verifies and brackets the optimum."""
+    exact = schedule_layer(problem, gap=0.0)
+    assert exact.status is ScheduleStatus.OPTIMAL, problem.name
+    other = schedule_layer(problem, gap=0.0, method=method, solver=solver, work=work)
+    assert list(breaches(other)) == [], problem.name
+    assert other.bound_s <= exact.makespan_s * (1 + 1e-6), problem.name
+    assert exact.makespan_s <= other.makespan_s * (1 + 1e-6), problem.name
+    if other.status is ScheduleStatus.OPTIMAL:
+        assert is_same(other.makespan_s, exact.makespan_s), problem.name
+    return other.status is ScheduleStatus.OPTIMAL
+
+
+def test_cp_sat_and_the_exact_method_agree_up_to_12_ops() -> None:
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", "highs", 0.3) for seed in range(200)]
+    assert sum(proven) >= 180
+
+
+@pytest.mark.parametrize("solver", ["highs", "gurobi"])
+def test_milp_solvers_and_the_exact_method_agree_up_to_8_ops(solver: str) -> None:
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(200)]
+    assert sum(proven) >= 190
+
+
+@pytest.mark.exhaustive
+def test_scip_and_the_exact_method_agree_up_to_8_ops() -> None:
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", "scip", 3.0) for seed in range(200)]
+    assert sum(proven) >= 190
+
+
+@pytest.mark.parametrize("method", ["auto", "list", "frontier", "cp-sat", "milp"])
+def test_same_input_and_seed_give_the_same_schedule(method: str) -> None:
+    problem = random_problem(7, 8)
+    first, second = (schedule_layer(problem, gap=0.0, method=method, seed=5) for _ in range(2))
+    assert first == second
+
+
+def test_wanted_gap_is_kept() -> None:
+    for seed in range(40):
+        problem = random_problem(seed, 9)
+        best = schedule_layer(problem, gap=0.0).makespan_s
+        answer = schedule_layer(problem, gap=0.2)
+        assert answer.status in (ScheduleStatus.OPTIMAL, ScheduleStatus.WITHIN_GAP)
+        assert best <= answer.makespan_s * (1 + 1e-9)
+        assert answer.makespan_s * 0.8 <= answer.bound_s * (1 + 1e-9)
+        assert answer.bound_s <= best * (1 + 1e-9)
+
+
+def test_work_limit_ends_with_a_valid_schedule_and_says_so() -> None:
+    cut: list[Schedule] = []
+    for seed in range(60):
+        problem = random_problem(seed, 12)
+        best = schedule_layer(problem, gap=0.0).makespan_s
+        answer = schedule_layer(problem, gap=0.0, work=10)
+        assert answer.bound_s <= best * (1 + 1e-9)
+        assert best <= answer.makespan_s * (1 + 1e-9)
+        if answer.status is ScheduleStatus.LIMIT:
+            cut.append(answer)
+    assert cut
+    assert all(answer.gap > 0.0 for answer in cut)
+
+
+def test_cache_answers_equal_problems_of_other_names() -> None:
+    problem = random_problem(3, 9)
+    renamed = Problem(
+        ops=tuple(type(op)(f"other-{op.name}", op.kind, op.latency_s, op.spread_s, 1.0) for op in problem.ops),
+        edges=problem.edges,
+        tensor_cores=problem.tensor_cores,
+        vector_cores=problem.vector_cores,
+        intra_op_exclusive=problem.intra_op_exclusive,
+    )
+    cache = ScheduleCache()
+    first, second = schedule_layer(problem, cache=cache), schedule_layer(renamed, cache=cache)
+    assert len(cache.found) == 1
+    assert (first.ops, first.bound_s) == (second.ops, second.bound_s)
+    assert second.problem is renamed
+    assert second.energy_j == 9.0
+
+
+def test_milp_over_the_licence_falls_back_and_says_so() -> None:
+    problem = random_problem(1, 60)
+    answer = schedule_layer(problem, method="milp", solver="gurobi", work=0.01)
+    if "on gurobi" not in answer.method:
+        assert "fell back from gurobi" in answer.report

@@ -1,0 +1,94 @@
+"""Scheduling problems for tests: random ones, and a transformer layer's backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from phaze.schedule import Op, OpKind, Problem
+
+KINDS = (OpKind.TENSOR, OpKind.VECTOR, OpKind.BOTH, OpKind.NONE, OpKind.LINK)
+
+
+def random_problem(seed: int, ops: int, *, exclusive: bool | None = None, decimals: int = 3) -> Problem:
+    """A problem with all kinds of ops, few cores and latencies that leave spreading an open question."""
+    random = np.random.default_rng(seed)
+    tensor_cores, vector_cores = (int(count) for count in random.integers(1, 4, 2))
+    chosen = random.choice(len(KINDS), ops, p=(0.35, 0.3, 0.15, 0.1, 0.1))
+    made = []
+    for number, kind in enumerate(KINDS[int(choice)] for choice in chosen):
+        latency = (
+            0.0 if kind is OpKind.NONE and random.random() < 0.7 else round(float(random.uniform(1, 30)), decimals)
+        )
+        cores = {OpKind.TENSOR: tensor_cores, OpKind.VECTOR: vector_cores}.get(kind, min(tensor_cores, vector_cores))
+        spread = round(latency / cores * float(random.uniform(1.0, 1.6)), decimals) if latency else 0.0
+        made.append(Op(f"op{number}", kind, latency, min(spread, latency)))
+    density = float(random.uniform(0.1, 0.5))
+    edges = [(i, j) for i in range(ops) for j in range(i + 1, ops) if random.random() < density]
+    return Problem(
+        ops=tuple(made),
+        edges=tuple(edges),
+        tensor_cores=tensor_cores,
+        vector_cores=vector_cores,
+        intra_op_exclusive=bool(random.random() < 0.6) if exclusive is None else exclusive,
+        name=f"random-{seed}",
+    )
+
+
+def brute_force(problem: Problem) -> float:
+    """The optimum by trying every order, mode and core; ops are appended, each as early as it can."""
+    return _Search(problem).best
+
+
+class _Search:
+    """Depth first over all orders; written without anything from the package but the problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.best = problem, math.inf
+        self.before: list[set[int]] = [set() for _ in problem.ops]
+        for first, second in problem.edges:
+            self.before[second].add(first)
+        self._extend({}, [0.0] * problem.tensor_cores, [0.0] * problem.vector_cores, 0.0)
+
+    def _extend(self, ended: dict[int, float], tensor: list[float], vector: list[float], link: float) -> None:
+        if max(ended.values(), default=0.0) >= self.best:
+            return
+        if len(ended) == len(self.problem.ops):
+            self.best = max(ended.values(), default=0.0)
+            return
+        for op in range(len(self.problem.ops)):
+            if op not in ended and self.before[op] <= set(ended):
+                ready = max((ended[other] for other in self.before[op]), default=0.0)
+                for end, *after in self._placements(op, ready, tensor, vector, link):
+                    self._extend({**ended, op: end}, *after)
+
+    def _placements(
+        self, op: int, ready: float, tensor: list[float], vector: list[float], link: float
+    ) -> Iterator[tuple[float, list[float], list[float], float]]:
+        entry, exclusive = self.problem.ops[op], self.problem.intra_op_exclusive
+        if entry.kind is OpKind.NONE:
+            yield ready + entry.latency_s, tensor, vector, link
+            return
+        if entry.kind is OpKind.LINK:
+            end = max(ready, link) + entry.latency_s
+            yield end, tensor, vector, end
+            return
+        on_tensor, on_vector = entry.kind.uses_tensor, entry.kind.uses_vector
+        all_tensor, all_vector = on_tensor or exclusive, on_vector or exclusive
+        held = [*(tensor if all_tensor else []), *(vector if all_vector else [])]
+        end = max([ready, *held]) + entry.spread_s
+        yield end, [end] * len(tensor) if all_tensor else tensor, [end] * len(vector) if all_vector else vector, link
+        tried = set()
+        cores = range(min([len(tensor)] * on_tensor + [len(vector)] * on_vector))
+        for core in cores:
+            state = (tensor[core] if core < len(tensor) else None, vector[core] if core < len(vector) else None)
+            if state in tried:
+                continue
+            tried.add(state)
+            free = [*(tensor[core : core + 1] if on_tensor else []), *(vector[core : core + 1] if on_vector else [])]
+            end = max([ready, *free]) + entry.latency_s
+            new_tensor = [*tensor[:core], end, *tensor[core + 1 :]] if on_tensor else tensor
+            new_vector = [*vector[:core], end, *vector[core + 1 :]] if on_vector else vector
+            yield end, new_tensor, new_vector, link
