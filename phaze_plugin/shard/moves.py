@@ -10,7 +10,10 @@ anything -> partial      impossible, unless it already is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from phaze.cost import IDEAL, Calibration, Collective, price_collective
 from phaze.hardware import Cluster
@@ -19,20 +22,36 @@ from phaze.shard.layout import Layout
 __all__ = ["IMPOSSIBLE", "Axis", "collective_of", "is_possible"]
 
 IMPOSSIBLE = float("inf")
+LARGE = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The tensor-parallel mesh axis: the innermost `width` devices of a cluster."""
+    """The tensor-parallel mesh axis: the innermost `width` devices of a cluster.
+
+    A collective's time grows linearly with its bytes; `_costs` keeps the time of none and of one more byte.
+    """
 
     cluster: Cluster
     width: int
     calibration: Calibration = IDEAL
+    _costs: Mapping[Collective, tuple[float, float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        costs = {}
+        for collective in Collective:
+            sizes = np.array([0.0, float(LARGE)])
+            none, large = price_collective(
+                collective, sizes, self.cluster, self.width, calibration=self.calibration
+            ).seconds.tolist()
+            costs[collective] = (none, (large - none) / LARGE)
+        object.__setattr__(self, "_costs", costs)
 
     def seconds(self, collective: Collective, tensor_bytes: float) -> float:
         """Time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
         size = tensor_bytes / self.width if collective is Collective.ALL_TO_ALL else tensor_bytes
-        return float(price_collective(collective, size, self.cluster, self.width, calibration=self.calibration).seconds)
+        latency, per_byte = self._costs[collective]
+        return latency + per_byte * size
 
     def move_s(self, before: Layout, after: Layout, tensor_bytes: float) -> float:
         """Seconds from one layout to another; infinite where that is impossible."""

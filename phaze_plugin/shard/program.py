@@ -54,6 +54,7 @@ def shard_layer(task: LayerTask) -> ShardedLayer:
 
 
 Terms = list[int]
+Move = tuple[Layout, Layout]
 
 
 class ShardingProgram:
@@ -137,17 +138,20 @@ class ShardingProgram:
     def _move(self, name: str, wanted: list[dict[Layout, Terms]]) -> None:
         made = self._made_in(name)
         size = self.task.graph.tensors[name].size_bytes
-        costs = {(p, q): self._move_s(name, p, q, size) for p in made for reader in wanted for q in reader}
-        shared = {pair: self._variable(seconds) for pair, seconds in costs.items() if 0 < seconds < IMPOSSIBLE}
+        asked = dict.fromkeys(q for reader in wanted for q in reader)
+        costs = {(p, q): self._move_s(name, p, q, size) for p in made for q in asked}
+        dear = [pair for pair, seconds in costs.items() if 0 < seconds < IMPOSSIBLE]
+        shared = self._variables(dear, [costs[pair] for pair in dear])
         for reader in wanted:
-            flow = {pair: self._variable(0.0) for pair in costs if pair[1] in reader and costs[pair] < IMPOSSIBLE}
+            possible = [pair for pair in costs if pair[1] in reader and costs[pair] < IMPOSSIBLE]
+            flow = self._variables(possible, [0.0] * len(possible))
             for p, terms in made.items():
-                self._row([flow[pair] for pair in flow if pair[0] == p], terms, 0.0)
+                self._row([flow[pair] for pair in possible if pair[0] == p], terms, 0.0)
             for q, terms in reader.items():
-                self._row([flow[pair] for pair in flow if pair[1] == q], terms, 0.0)
-            for pair, variable in flow.items():
-                if pair in shared:
-                    self.builder.rows([shared[pair], variable], [1.0, -1.0], lower=0.0)
+                self._row([flow[pair] for pair in possible if pair[1] == q], terms, 0.0)
+            both = [[shared[pair], flow[pair]] for pair in possible if pair in shared]
+            if both:
+                self.builder.rows(both, [1.0, -1.0], lower=0.0)
 
     def _made_in(self, name: str) -> dict[Layout, Terms]:
         if name in self.made:
@@ -168,8 +172,10 @@ class ShardingProgram:
             groups.setdefault(layout, []).append(variable)
         return groups
 
-    def _variable(self, seconds: float) -> int:
-        return int(self.builder.variables(1, upper=1.0, cost=MICROSECONDS * seconds)[0])
+    def _variables(self, moves: list[Move], seconds: list[float]) -> dict[Move, int]:
+        """A variable from 0 to 1 for each move."""
+        costs = [MICROSECONDS * cost for cost in seconds]
+        return dict(zip(moves, self.builder.variables(len(moves), upper=1.0, cost=costs).tolist(), strict=True))
 
     def _row(self, plus: Terms, minus: Terms, value: float) -> None:
         values = [1.0] * len(plus) + [-1.0] * len(minus)
