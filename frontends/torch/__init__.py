@@ -18,12 +18,12 @@ class TorchFrontend:
     """Takes an nn.Module (fx.GraphModule included) or an ExportedProgram.
 
     Options: `loss_fn` (of the output, and of `targets` where those are given), `dtype` (a torch dtype to capture in),
-    `sequence_length` (for Hugging Face models captured without inputs).
+    `sequence_length` (for Hugging Face models captured without inputs), `micro_batch_size` (other than the inputs').
     """
 
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
-    options: tuple[str, ...] = ("loss_fn", "targets", "dtype", "sequence_length")
+    options: tuple[str, ...] = ("loss_fn", "targets", "dtype", "sequence_length", "micro_batch_size")
 
     def accepts(self, model: object) -> bool:
         """Whether this is a module or an exported program; torch is not imported to find out."""

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phaze.errors import GraphError
 from phaze.frontends.torch.dtypes import to_dtype
 from phaze.ir import Attribute, DType, GraphBuilder, OpKind, Phase, Rule
+from phaze.ir.kinds import check_rule
 
 __all__ = ["Call", "Place", "Shape", "Unsupported", "Value"]
 
@@ -126,6 +128,8 @@ class Call:
         attributes: Mapping[str, Attribute] | None = None,
     ) -> tuple[str, ...]:
         """Add an op at the call's place; its result ids."""
+        if len(inputs) != len(rule.operands):
+            raise Unsupported
         for tensor_id, dims in zip(inputs, rule.operands, strict=True):
             if rule.shape(dims) != self.shape(tensor_id):
                 raise Unsupported
@@ -145,5 +149,9 @@ class Call:
             origin=f"aten.{self.name}",
             attributes=attributes,
         )
+        try:
+            check_rule(self.builder.ops[-1])
+        except GraphError:
+            raise Unsupported from None
         self.first_op = self.first_op or made[0]
         return made

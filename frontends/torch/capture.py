@@ -1,19 +1,19 @@
-"""Capturing a model's operators: four ways, each taken only when the one before fails.
+"""Capturing a model's operators: each way is taken only when the one before fails.
 
+    direct     autograd traced over the module itself; first where the model brings autograd functions of its own, and
+               for graphs that are flat already; otherwise not at all
     joint      torch.export without dynamo, then autograd traced ahead of time: one aten graph, forward and backward
     dynamo     the same, with dynamo in front
     export     torch.export alone: forward only; backward follows by rule
     make_fx    the loss and its gradient traced as a function of the parameters: no module paths
 
-The first two and the last return the backward that torch itself would run. Parts of torch that are not public are used
-here and nowhere else.
+All but `export` return the backward that torch itself would run. Parts of torch that are not public are used here, in
+`clone.py`, `rehearsal.py` and `surroundings.py`, and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,10 +22,12 @@ from typing import Any
 from phaze.errors import ImportModelError, PhazeError
 from phaze.frontends.torch.clone import FakeModel
 from phaze.frontends.torch.examples import Examples
+from phaze.frontends.torch.surroundings import as_exported
 
-__all__ = ["Argument", "ArgumentKind", "Capture", "CaptureError", "Target", "capture", "forward_shapes", "untouched"]
+__all__ = ["Argument", "ArgumentKind", "Capture", "CaptureError", "Target", "capture"]
 
-PREFIX = "model."
+PREFIX = "phaze_model."
+"""The path of the model inside its objective."""
 
 
 class ArgumentKind(StrEnum):
@@ -52,6 +54,7 @@ class Target:
     fake: FakeModel
     objective: Any
     inputs: Examples
+    is_flat: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -69,17 +72,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A trace: its nodes, what each placeholder is, the loss, and the gradient of each trainable parameter it has.
-
-    `shapes` are those of the forward trace, by which another batch size is compared.
-    """
+    """A trace: its nodes, what each placeholder is, the loss, and the gradient of each trainable parameter it has."""
 
     recipe: str
     nodes: tuple[Any, ...]
     arguments: Mapping[Any, Argument]
     loss: Any
     gradients: Mapping[str, Any]
-    shapes: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
     @property
     def has_backward(self) -> bool:
@@ -95,10 +94,10 @@ class CaptureError(ImportModelError):
         self.errors = errors
 
 
-def capture(target: Target) -> Capture:
-    """Capture by the first way that works; raises what the model itself raised on purpose, else CaptureError."""
+def capture(target: Target, *, directly: bool = False) -> Capture:
+    """Capture by the first way that works; raises what Phaze itself refuses, else CaptureError."""
     errors: dict[str, Exception] = {}
-    for recipe, trace in _RECIPES.items():
+    for recipe, trace in (({"direct": _directly} if directly or target.is_flat else {}) | _RECIPES).items():
         try:
             found = trace(target)
         except Exception as error:
@@ -111,27 +110,6 @@ def capture(target: Target) -> Capture:
     raise CaptureError("no way of capturing the model worked", errors)
 
 
-def forward_shapes(target: Target, recipe: str) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
-    """The shapes of the forward trace by the same front, at the target's inputs."""
-    if recipe == "make_fx":
-        return _by_make_fx(target).shapes
-    return _trace_shapes(_export(target, strict=recipe == "dynamo").graph.nodes)
-
-
-@contextlib.contextmanager
-def untouched() -> Iterator[None]:
-    """Leave random state and grad mode as found, and keep torch's warnings about its own workings quiet."""
-    import torch
-
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(state)
-
-
 def _export(target: Target, *, strict: bool) -> Any:
     import torch
 
@@ -139,20 +117,57 @@ def _export(target: Target, *, strict: bool) -> Any:
         return torch.export.export(target.objective, target.arguments, strict=strict)
 
 
+def _directly(target: Target) -> Capture:
+    with as_exported(), _module_paths(target):
+        return _traced_jointly(target, target.objective, "direct")
+
+
 def _jointly(target: Target, *, strict: bool = False) -> Capture:
+    module = _export(target, strict=strict).module(check_guards=False)
+    return _traced_jointly(target, module, "dynamo" if strict else "joint")
+
+
+def _traced_jointly(target: Target, module: Any, recipe: str) -> Capture:
     import torch.fx.traceback
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    exported = _export(target, strict=strict)
-    shapes = _trace_shapes(exported.graph.nodes)
-    module = exported.module(check_guards=False)
     with contextlib.ExitStack() as stack, target.fake.mode, torch.fx.traceback.preserve_node_meta():
         joint = aot_export_joint_with_descriptors(stack, module, target.arguments)
-        graph = joint.graph_module.graph
-    return _read_joint(target, graph, shapes, "dynamo" if strict else "joint")
+    return _read_joint(target, joint.graph_module.graph, recipe)
 
 
-def _read_joint(target: Target, graph: Any, shapes: Any, recipe: str) -> Capture:
+@contextlib.contextmanager
+def _module_paths(target: Target) -> Iterator[None]:
+    """Have a trace of the objective write down which modules each operator was called in."""
+    from torch.fx import traceback
+
+    if target.is_flat:
+        yield
+        return
+    calls: dict[str, int] = {}
+    running: dict[str, tuple[str, str]] = {}
+
+    def entering(path: str, module: Any) -> None:
+        count = calls[path] = calls.get(path, -1) + 1
+        running[f"{path}@{count}" if count else path] = (path, type(module).__name__)
+        traceback.current_meta["nn_module_stack"] = dict(running)
+
+    def leaving(*_: Any) -> None:
+        running.popitem()
+        traceback.current_meta["nn_module_stack"] = dict(running)
+
+    handles = []
+    for name, part in target.objective.named_modules():
+        handles.append(part.register_forward_pre_hook(lambda module, _, name=name: entering(name, module)))
+        handles.append(part.register_forward_hook(leaving, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _read_joint(target: Target, graph: Any, recipe: str) -> Capture:
     from torch._functorch._aot_autograd import descriptors
 
     nodes = tuple(graph.nodes)
@@ -177,9 +192,14 @@ def _read_joint(target: Target, graph: Any, shapes: Any, recipe: str) -> Capture
             loss = value
         elif value is not None and isinstance(getattr(what, "grad_of", None), descriptors.ParamAOTInput):
             gradients[_parameter(target, what.grad_of.target)] = value
+    _check_gradients(gradients)
+    return Capture(recipe=recipe, nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=gradients)
+
+
+def _check_gradients(gradients: Mapping[str, Any]) -> None:
+    """The loss has a gradient, as its rehearsal showed: a trace without any has lost it."""
     if not gradients:
-        raise ImportModelError("torch returned no gradients")
-    return Capture(recipe=recipe, nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=gradients, shapes=shapes)
+        raise RuntimeError("the trace lost the gradients")
 
 
 def _parameter(target: Target, name: str) -> str:
@@ -204,8 +224,7 @@ def _by_export(target: Target) -> Capture:
             arguments[node] = Argument(ArgumentKind.BUFFER, str(spec.target).removeprefix(PREFIX))
     kinds = [spec.kind for spec in exported.graph_signature.output_specs]
     loss = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
-    shapes = _trace_shapes(nodes)
-    return Capture(recipe="export", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients={}, shapes=shapes)
+    return Capture(recipe="export", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients={})
 
 
 def _by_make_fx(target: Target) -> Capture:
@@ -235,20 +254,8 @@ def _by_make_fx(target: Target) -> Capture:
     arguments = dict(zip(placeholders, tensors if len(placeholders) == len(tensors) else what, strict=True))
     loss, *gradients = tree_flatten(nodes[-1].args[0])[0] if len(trained) else (None,)
     found = {n.removeprefix(PREFIX): g for n, g in zip(trained, gradients, strict=True) if g is not None}
-    if not found:
-        raise ImportModelError("torch returned no gradients")
-    shapes = _trace_shapes(nodes)
-    return Capture(recipe="make_fx", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=found, shapes=shapes)
-
-
-def _trace_shapes(nodes: Any) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
-    found = []
-    for node in nodes:
-        value = node.meta.get("val")
-        values = value if isinstance(value, list | tuple) else (value,)
-        shapes = tuple(tuple(int(size) for size in item.shape) for item in values if hasattr(item, "shape"))
-        found.append((str(node.target), shapes))
-    return tuple(found)
+    _check_gradients(found)
+    return Capture(recipe="make_fx", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=found)
 
 
 def _leaf_name(path: Any) -> str:

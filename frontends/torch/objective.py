@@ -10,19 +10,23 @@ from phaze.errors import ImportModelError
 __all__ = ["make_objective"]
 
 
-def make_objective(model: Any, loss_fn: Callable[..., Any] | None) -> Any:
-    """A module whose `forward(args, kwargs, targets)` is the scalar loss; the model is its child `model`."""
+def make_objective(model: Any, loss_fn: Callable[..., Any] | None, *, is_flat: bool = False) -> Any:
+    """A module whose `forward(args, kwargs, targets)` is the scalar loss; the model is its child `phaze_model`.
+
+    A flat graph is run node by node, which hands the module paths that its nodes remember on to the trace.
+    """
     import torch
 
     class Objective(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.phaze_model = model
             self.loss_fn = loss_fn
             self.training = model.training
 
         def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> Any:
-            output = self.model(*args, **kwargs)
+            call = torch.fx.Interpreter(self.phaze_model).run if is_flat else self.phaze_model
+            output = call(*args, **kwargs)
             if self.loss_fn is None:
                 return _find_loss(output)
             loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)

@@ -7,16 +7,15 @@ arguments of the graph. What comes out empty is left out.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from phaze.frontends.torch.aten import OPERATORS
 from phaze.frontends.torch.aten.elementwise import elementwise
 from phaze.frontends.torch.call import Call, Place, Unsupported, Value
-from phaze.frontends.torch.capture import PREFIX, ArgumentKind, Capture
+from phaze.frontends.torch.capture import ArgumentKind, Capture
 from phaze.frontends.torch.dtypes import to_dtype
+from phaze.frontends.torch.paths import find_repeated_calls, module_path
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
 from phaze.ir.shape_rules import opaque_rule
 
@@ -30,9 +29,10 @@ _ROLES = {
 }
 
 
-def translate(capture: Capture, parameters: Mapping[str, Any], *, name: str, batch_size: int) -> Graph:
-    """The graph of a capture; `parameters` are all of the model's by name, used or not."""
-    work = _Translation(capture, GraphBuilder(name, micro_batch_size=batch_size))
+def translate(capture: Capture, module: Any, *, name: str, batch_size: int) -> Graph:
+    """The graph of a capture; all parameters of the module are among its arguments, used or not."""
+    parameters = dict(module.named_parameters())
+    work = _Translation(capture, GraphBuilder(name, micro_batch_size=batch_size), find_repeated_calls(capture, module))
     for parameter, value in parameters.items():
         work.builder.argument(parameter, tuple(value.shape), Role.PARAMETER, to_dtype(value.dtype))
     for node in capture.nodes:
@@ -53,10 +53,10 @@ def translate(capture: Capture, parameters: Mapping[str, Any], *, name: str, bat
 class _Translation:
     capture: Capture
     builder: GraphBuilder
+    repeated: frozenset[str]
     values: dict[Any, Value] = field(default_factory=dict)
     varying: set[Any] = field(default_factory=set)
     forward_ops: dict[int, str] = field(default_factory=dict)
-    forward_modules: dict[int, str] = field(default_factory=dict)
     forward_nodes: frozenset[Any] | None = None
     folded: int = 0
 
@@ -186,7 +186,7 @@ class _Translation:
     def _place(self, node: Any) -> Place:
         phase = self._phase(node)
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        module = _module_path(stack)
+        module = module_path(stack, self.repeated)
         if phase is Phase.FORWARD:
             return Place(module=module)
         if not stack and self.capture.recipe != "make_fx":
@@ -231,13 +231,3 @@ def _operator_name(target: Any) -> str:
 
 def _is_pointwise(target: Any) -> bool:
     return any(str(tag).endswith("pointwise") for tag in getattr(target, "tags", ()))
-
-
-def _module_path(stack: Any) -> str:
-    """The innermost module's path, without the objective's own."""
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"L\['self'\]\.?", "", path)
-    path = re.sub(r"@\d+", "", path)
-    return "" if path == PREFIX.rstrip(".") else path.removeprefix(PREFIX)

@@ -1,9 +1,11 @@
 """Layers by module path: the children of a container of alike blocks (`h.0`, `h.1`, ...) are a layer each.
 
-On an op's path the outermost container with at least two children that compute the same decides; without any, the
-outermost numbered one. What stands outside of every container forms a layer per connected piece (the embedding; final
-norm, logits and loss), except that a piece without parameters (a mask, a position table) joins the first layer that
-reads it.
+A module that is called several times is such a container too: its calls are written `block@0`, `block@1`. On an op's
+path the outermost container with at least two children that compute the same decides, and with it all containers whose
+paths differ from its own in numbers only (the stages of a vision model); without any, the outermost numbered one.
+Children without parameters are no blocks. What stands outside of every block forms a layer per connected piece (the
+embedding; final norm, logits and loss), except that a piece without parameters (a mask, a position table) joins the
+layer that reads it, or the embedding where several layers do, so that these stay equal.
 """
 
 from __future__ import annotations
@@ -31,21 +33,33 @@ def group_by_module(graph: Graph, forward: Sequence[Op]) -> dict[str, str] | Non
     for op in forward:
         numbered = _numbered(op.module)
         if numbered:
-            container, child = next((pair for pair in numbered if pair[0] in alike), numbered[0])
-            groups[op.id] = f"{container}.{child}".lstrip(".")
+            _, groups[op.id] = next((pair for pair in numbered if _pattern(pair[0]) in alike), numbered[0])
+    with_parameters = {groups[op.id] for op in forward if op.id in groups and reads_parameter(graph, (op,))}
+    groups = {op_id: block for op_id, block in groups.items() if block in with_parameters}
     if not groups:
         return None
     return groups | _group_leftovers(graph, [op for op in forward if op.id not in groups], groups)
 
 
 def _numbered(path: str) -> list[tuple[str, str]]:
-    """Every (container, number) on a module path, outermost first."""
+    """Every (container, child) on a module path, outermost first; both as whole paths."""
     words = path.split(".")
-    return [(".".join(words[:index]), word) for index, word in enumerate(words) if word.isdigit()]
+    found = []
+    for index, word in enumerate(words):
+        child = ".".join(words[: index + 1])
+        if "@" in word:
+            found.append((child.rpartition("@")[0], child))
+        elif word.isdigit():
+            found.append((".".join(words[:index]), child))
+    return found
+
+
+def _pattern(container: str) -> str:
+    return ".".join("*" if word.isdigit() else word for word in container.split("."))
 
 
 def _containers_of_alike_children(forward: Sequence[Op]) -> set[str]:
-    """Containers with two children whose ops have the same functions and rules."""
+    """Patterns of containers with two children whose ops have the same functions and rules."""
     work: dict[tuple[str, str], list[str]] = {}
     texts: dict[int, str] = {}
     for op in forward:
@@ -55,11 +69,11 @@ def _containers_of_alike_children(forward: Sequence[Op]) -> set[str]:
     counts = Counter(
         (container, hashlib.sha256("\n".join(lines).encode()).digest()) for (container, _), lines in work.items()
     )
-    return {container for (container, _), count in counts.items() if count > 1}
+    return {_pattern(container) for (container, _), count in counts.items() if count > 1}
 
 
 def _group_leftovers(graph: Graph, leftovers: Sequence[Op], blocks: Mapping[str, str]) -> dict[str, str]:
-    """Pieces of connected leftover ops that wait for the same blocks; pieces without parameters join a reader."""
+    """Pieces of connected leftover ops that wait for the same blocks; those without parameters join another layer."""
     levels = _levels(graph, blocks)
     pieces = nx.utils.UnionFind(op.id for op in leftovers)
     ids = {op.id for op in leftovers}
@@ -75,10 +89,13 @@ def _group_leftovers(graph: Graph, leftovers: Sequence[Op], blocks: Mapping[str,
     for number, ops in enumerate(members.values()):
         groups |= dict.fromkeys((op.id for op in ops), f"{_piece_name(ops)}{PIECE}{number}")
     readers = _readers(graph)
+    first = next((ops for ops in members.values() if not levels[ops[0].id] and reads_parameter(graph, ops)), None)
     for ops in reversed(list(members.values())):
         if not reads_parameter(graph, ops):
-            reader = _reader(graph, ops, {**blocks, **groups}, readers)
-            groups |= dict.fromkeys((op.id for op in ops), reader)
+            reading = _reading(graph, ops, {**blocks, **groups}, readers)
+            is_shared = first is not None and not levels[ops[0].id] and len(set(reading)) > 1
+            joined = groups[first[0].id] if first is not None and is_shared else reading[0]
+            groups |= dict.fromkeys((op.id for op in ops), joined)
     return groups
 
 
@@ -124,14 +141,15 @@ def _readers(graph: Graph) -> dict[str, list[str]]:
     return readers
 
 
-def _reader(graph: Graph, ops: Sequence[Op], groups: Mapping[str, str], readers: Mapping[str, Sequence[str]]) -> str:
-    """The group of the first op that reads from a piece, or of the last that it reads from where nobody does."""
+def _reading(
+    graph: Graph, ops: Sequence[Op], groups: Mapping[str, str], readers: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """The groups of the ops that read from a piece, or of the last that it reads from where nobody does."""
     own = {op.id for op in ops}
-    for op in ops:
-        for tensor_id in op.outputs:
-            for reader in readers.get(tensor_id, ()):
-                if reader not in own:
-                    return groups[reader]
+    made = (tensor_id for op in ops for tensor_id in op.outputs)
+    reading = [groups[reader] for tensor_id in made for reader in readers.get(tensor_id, ()) if reader not in own]
+    if reading:
+        return reading
     producers = [graph.producer(tensor_id) for op in ops for tensor_id in op.inputs]
     before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in own]
-    return before[-1] if before else groups[ops[0].id]
+    return before[-1:] or [groups[ops[0].id]]

@@ -105,8 +105,9 @@ _PLAIN = (
     "abs erf exp log negative reciprocal relu rsqrt sigmoid silu sin cos sqrt tanh where masked_fill clamp neg "
     "threshold_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward leaky_relu_backward "
     "hardswish_backward hardsigmoid_backward elu_backward mish_backward softplus_backward log_sigmoid_backward "
-    "bernoulli fill exponential hardtanh leaky_relu hardswish elu softplus log_sigmoid_forward hardsigmoid mish "
-    "tril triu addcmul addcdiv polar nan_to_num lerp _conj _conj_physical complex logit_backward"
+    "floor_divide remainder fmod bernoulli fill exponential hardtanh leaky_relu hardswish elu softplus "
+    "log_sigmoid_forward hardsigmoid mish tril triu addcmul addcdiv polar nan_to_num lerp _conj _conj_physical "
+    "complex logit_backward"
 )
 
 ELEMENTWISE: dict[str, Callable[[Call], Value]] = {

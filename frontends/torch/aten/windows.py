@@ -93,7 +93,7 @@ def _pool_backward(call: Call) -> Value:
     inputs = (gradient,) if indices is None else (gradient, indices)
     rule = Rule((positions,) * len(inputs), (operand,), factors)
     function = "max_pool_backward" if "max" in call.name else "average_pool_backward"
-    return call.emit(OpKind.REDUCTION, function, rule, *inputs)
+    return call.emit(OpKind.COPY, function, rule, *inputs)
 
 
 def _resize(call: Call) -> Value:

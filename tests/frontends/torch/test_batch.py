@@ -1,0 +1,61 @@
+"""The batch: found in every dimension that is made of it, checked by a second trace, or left fixed and said so."""
+
+import pytest
+import torch
+import torch_models as models
+
+import phaze
+from phaze.errors import GraphError
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_rescaled_graph_is_the_graph_captured_at_that_size(size: int) -> None:
+    model = models.gpt2(n_layer=2)
+    captured = phaze.import_graph(model, {"input_ids": models.ids(size), "labels": models.ids(size)})
+    rescaled = phaze.import_graph(model, {"input_ids": models.ids(2), "labels": models.ids(2)}).with_micro_batch(size)
+    assert rescaled == captured
+    assert captured.tensors["input_ids"].shape == (size, models.LENGTH)
+
+
+def test_heads_and_batch_are_factors_of_their_own() -> None:
+    model = models.gpt2(n_layer=2)
+    graph = phaze.import_graph(model, {"input_ids": models.ids(2), "labels": models.ids(2)})
+    (linear,) = [op for op in graph.layers[1].forward if "c_attn" in op.module and op.function == "einsum"]
+    assert str(linear.rule) == "(b0 d0) d1, d1 (d2 d3 d4) -> (b0 d0) (d2 d3 d4) | b0=2* d0=16 d1=48 d2=3 d3=3 d4=16"
+
+
+def test_a_micro_batch_size_may_be_asked_for() -> None:
+    graph = phaze.import_graph(models.Tower(), (2, 8), micro_batch_size=6)
+    assert graph.micro_batch_size == 6
+    assert graph.tensors["input_0"].shape == (6, 8)
+
+
+class Rigid(torch.nn.Module):
+    """Reshapes to sizes that only fit one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).reshape(2, 3, 8).square().mean()
+
+
+class Mixing(torch.nn.Module):
+    """Compares every sample with every other: work grows with the square of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.cat([y @ y.T, y], dim=1).square().mean()
+
+
+@pytest.mark.parametrize("model", [Rigid(), Mixing()])
+def test_a_model_that_is_tied_to_its_batch_stays_fixed_and_says_so(model: torch.nn.Module) -> None:
+    graph = phaze.import_graph(model, (6, 8))
+    assert any(note.startswith("fixed to the microbatch of 6") for note in graph.notes)
+    with pytest.raises(GraphError, match="fixed to the microbatch it was captured with, 6"):
+        graph.with_micro_batch(2)
