@@ -59,7 +59,8 @@ class Compatibility(StrEnum):
 class Op:
     """One operator; `spread_s` is its time on all cores of its kind (infinite: it cannot be spread).
 
-    An infinite `latency_s` says that the op cannot run on this accelerator. Raises ScheduleError on negative or NaN.
+    An infinite `latency_s` says that the op cannot run on this accelerator. The energies are those on one core and
+    spread. Raises ScheduleError on negative or NaN.
     """
 
     name: str
@@ -67,9 +68,10 @@ class Op:
     latency_s: float
     spread_s: float = math.inf
     energy_j: float = 0.0
+    spread_energy_j: float = 0.0
 
     def __post_init__(self) -> None:
-        for field_name in ("latency_s", "spread_s", "energy_j"):
+        for field_name in ("latency_s", "spread_s", "energy_j", "spread_energy_j"):
             value = getattr(self, field_name)
             if not value >= 0.0:
                 raise ScheduleError(

@@ -74,8 +74,9 @@ class Schedule:
 
     @property
     def energy_j(self) -> float:
-        """The sum of the ops' energies."""
-        return math.fsum(op.energy_j for op in self.problem.ops)
+        """The sum of the ops' energies, each as it runs: on one core or spread."""
+        pairs = zip(self.problem.ops, self.ops, strict=False)
+        return math.fsum(op.spread_energy_j if entry.is_spread else op.energy_j for op, entry in pairs)
 
     def of(self, problem: Problem) -> Schedule:
         """The same schedule as the answer to an equal problem whose ops have other names or energies."""
@@ -94,7 +95,7 @@ def status_of(time_s: float, bound_s: float, gap: float) -> ScheduleStatus:
     reached = relative_gap(time_s, bound_s)
     if reached <= PROVEN:
         return ScheduleStatus.OPTIMAL
-    return ScheduleStatus.WITHIN_GAP if reached <= gap else ScheduleStatus.LIMIT
+    return ScheduleStatus.WITHIN_GAP if reached <= gap + PROVEN else ScheduleStatus.LIMIT
 
 
 def infeasible_schedule(problem: Problem, reason: str, method: str) -> Schedule:

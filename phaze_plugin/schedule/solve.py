@@ -124,7 +124,7 @@ def _is_done(problem: Problem, parts: Sequence[_Part], gap: float) -> bool:
     """Whether the layer's time, makespan or memory, is within the gap of its bound."""
     time = max(math.fsum(makespan(part.placed) for part in parts), problem.floor_s)
     bound = max(math.fsum(part.bound_s for part in parts), problem.floor_s)
-    return relative_gap(time, bound) <= max(gap, PROVEN)
+    return relative_gap(time, bound) <= gap + PROVEN
 
 
 def _search(problem: Problem, parts: list[_Part], gap: float, work: int) -> int:

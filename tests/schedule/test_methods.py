@@ -114,7 +114,7 @@ def test_work_limit_ends_with_a_valid_schedule_and_says_so() -> None:
 def test_cache_answers_equal_problems_of_other_names() -> None:
     problem = random_problem(3, 9)
     renamed = Problem(
-        ops=tuple(type(op)(f"other-{op.name}", op.kind, op.latency_s, op.spread_s, 1.0) for op in problem.ops),
+        ops=tuple(type(op)(f"other-{op.name}", op.kind, op.latency_s, op.spread_s, 1.0, 1.0) for op in problem.ops),
         edges=problem.edges,
         tensor_cores=problem.tensor_cores,
         vector_cores=problem.vector_cores,

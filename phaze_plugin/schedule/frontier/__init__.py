@@ -10,7 +10,8 @@ reached. From a level the next one is made for all states at once, and a state i
     part of running ops still to come; the ways to the end; and, while one-core ops hold cores until time F, no op is
     spread before F: ops that one-core latencies cannot bring in before F do all their work after it;
  4. another state has started the same ops and is nowhere later: clock, cores, ends that successors wait for;
- 5. the level is wider than allowed. The least bound of the states dropped for this reason stays as the proven bound.
+ 5. the level is wider than allowed. The least bound of the states dropped for this reason stays as the proven bound;
+ 6. its last two ops could change places (both start now, or both are spread and exclusive) and are not in order.
 
 Links are not bound by the order of starts on the cores: they start as soon as they can. If nothing is dropped by rule
 5, the better of what is found and the target is proven. Wider and wider passes give better incumbents first and the

@@ -81,6 +81,9 @@ def _grown(tables: Tables, states: States, moves: Moves) -> States:
         tensor_free=tensor,
         vector_free=vector,
         members=parents.members | tables.bits[:, op],
+        last=op,
+        last_start=moves.start,
+        last_is_spread=moves.is_spread,
     )
 
 

@@ -18,7 +18,7 @@ def undominated(tables: Tables, states: States) -> IntArray:
     """The places of the states to keep, in a fixed order."""
     late = _lateness(tables, states)
     order = np.lexsort((np.where(np.isinf(late), 0.0, late).sum(axis=0), *states.members))
-    members, late = states.members[:, order], late[:, order]
+    members, late = states.members[:, order], late.T[order]
     is_first = np.ones(states.count, np.bool_)
     is_first[1:] = (members[:, 1:] != members[:, :-1]).any(axis=0)
     group = np.cumsum(is_first)
@@ -28,7 +28,7 @@ def undominated(tables: Tables, states: States) -> IntArray:
         if not pairs.size:
             break
         pairs = pairs[~is_dead[pairs + distance]]
-        is_worse = (late[:, pairs] <= late[:, pairs + distance] + _EPSILON).all(axis=0)
+        is_worse = (late[pairs] <= late[pairs + distance] + _EPSILON).all(axis=1)
         is_dead[pairs[is_worse] + distance] = True
     return order[~is_dead]
 

@@ -60,8 +60,7 @@ def search_frontier(
         target = best - max(gap * best + spare_s / unit_s, _EPSILON)
         if bound >= target - _EPSILON:
             break
-        width = min(width, max(1, (work - spent) // tables.count))
-        found = _run(tables, target, width)
+        found = _run(tables, target, width, work - spent)
         spent += found.work
         bound = max(bound, min(found.bound, target))
         if found.moves:
@@ -71,10 +70,12 @@ def search_frontier(
     return Outcome(placed=incumbent, bound_s=min(bound, best) * unit_s, work=spent)
 
 
-def _run(tables: Tables, target: float, width: int) -> _Pass:
-    """One pass: level by level, at most `width` states on each."""
+def _run(tables: Tables, target: float, width: int, most: int) -> _Pass:
+    """One pass: level by level, at most `width` states on each and about `most` in all."""
     states, history, dropped, work = first_state(tables), [], math.inf, 0
     for _ in range(tables.count):
+        if work >= most:
+            return _Pass(moves=(), last=-1, bound=min(dropped, float(states.bound.min())), work=work)
         work += states.count
         states, moves = children(tables, states, moves_from(tables, states), target)
         kept = undominated(tables, states)

@@ -29,6 +29,9 @@ class States:
     tensor_free: FloatArray  # [column, state], ascending
     vector_free: FloatArray
     members: NDArray[np.uint64]  # [word, state]
+    last: IntArray  # the op appended last, -1 at first,
+    last_start: FloatArray  # its start,
+    last_is_spread: BoolArray  # and how it runs
     bound: FloatArray
 
     @property
@@ -77,12 +80,15 @@ def first_state(tables: Tables) -> States:
         tensor_free=tensor,
         vector_free=vector,
         members=np.zeros((len(tables.bits), 1), np.uint64),
+        last=np.full(1, -1),
+        last_start=np.zeros(1),
+        last_is_spread=np.zeros(1, np.bool_),
         bound=np.zeros(1),
     )
 
 
 def moves_from(tables: Tables, states: States) -> Moves:
-    """Every op that may be appended to every state, on one core and spread, but for rules 1 and 2."""
+    """Every op that may be appended to every state, on one core and spread, but for rules 1, 2 and 6."""
     parent, op = np.nonzero(_eligible(tables, states).T)
     ready = states.end[tables.before[op], parent[:, None]].max(axis=1)
     on_core = ~tables.reduced.is_off_core[op]
@@ -99,7 +105,18 @@ def moves_from(tables: Tables, states: States) -> Moves:
             for part in fields(Moves)
         }
     )
-    return moves.take(moves.start < earliest[moves.parent])
+    return moves.take((moves.start < earliest[moves.parent]) & ~_is_swapped(tables, states, moves))
+
+
+def _is_swapped(tables: Tables, states: States, moves: Moves) -> BoolArray:
+    """Rule 6: the op and the one before it could change places, and the other order is the one to keep."""
+    last = states.last[moves.parent]
+    reduced = tables.reduced
+    together = (moves.start == states.last_start[moves.parent]) & ~moves.is_spread & ~states.last_is_spread[moves.parent]
+    together &= ~(reduced.is_off_core[moves.op] | reduced.is_off_core[last])
+    if reduced.is_exclusive and not reduced.has_off_core:
+        together |= moves.is_spread & states.last_is_spread[moves.parent]
+    return together & (moves.op < last) & (tables.edges[last, moves.op] == 0.0)
 
 
 def _eligible(tables: Tables, states: States) -> BoolArray:

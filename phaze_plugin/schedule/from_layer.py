@@ -1,0 +1,160 @@
+"""From the ops of a layer and their prices to scheduling problems, one per accelerator.
+
+Each group of ops (one op, or a matrix op with its fused epilogue) becomes one op of the problem: its kind and its two
+latencies come from the cost model, views hold nothing and take no time, collectives are links. One group precedes
+another if it makes a tensor that the other reads. The memory floor counts every group's traffic with the whole buffer at
+its service, which is the least it can be, over the bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.cost import IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
+from phaze.errors import ScheduleError
+from phaze.hardware import Accelerator, AcceleratorArray
+from phaze.ir import Graph
+from phaze.ir import Op as GraphOp
+from phaze.ir import OpKind as GraphOpKind
+from phaze.schedule.bounds import lower_bounds
+from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
+
+if TYPE_CHECKING:
+    from phaze.cost import OpGroup
+    from phaze.interfaces import OpPricer
+
+__all__ = ["PricedPass", "price_pass"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedPass:
+    """One pass of a layer (its forward or backward ops) priced on many accelerators; arrays are [accelerator, op]."""
+
+    name: str
+    names: tuple[str, ...]
+    kinds: tuple[OpKind, ...]
+    edges: tuple[tuple[int, int], ...]
+    latency_s: FloatArray
+    spread_s: FloatArray
+    energy_j: FloatArray
+    spread_energy_j: FloatArray
+    memory_s: FloatArray  # [accelerator]
+    tensor_cores: NDArray[np.int64]
+    vector_cores: NDArray[np.int64]
+    intra_op_exclusive: bool = True
+    compatibility: Compatibility = Compatibility.PHAZE
+
+    def problem(self, accelerator: int = 0) -> Problem:
+        """The scheduling problem on one of the accelerators."""
+        rows = (self.latency_s, self.spread_s, self.energy_j, self.spread_energy_j)
+        columns = zip(self.names, self.kinds, *(row[accelerator].tolist() for row in rows), strict=True)
+        return Problem(
+            ops=tuple(Op(*column) for column in columns),
+            edges=self.edges,
+            tensor_cores=int(self.tensor_cores[accelerator]),
+            vector_cores=int(self.vector_cores[accelerator]),
+            intra_op_exclusive=self.intra_op_exclusive,
+            memory_s=float(self.memory_s[accelerator]),
+            compatibility=self.compatibility,
+            name=self.name,
+        )
+
+    def lower_bounds(self) -> FloatArray:
+        """Lower bounds on the pass's time on every accelerator."""
+        return lower_bounds(
+            self.problem(0),
+            latency_s=self.latency_s,
+            spread_s=self.spread_s,
+            tensor_cores=self.tensor_cores,
+            vector_cores=self.vector_cores,
+            memory_s=0.0 if self.compatibility is Compatibility.PAPER else self.memory_s,
+        )
+
+
+def price_pass(
+    graph: Graph,
+    ops: Sequence[GraphOp],
+    accelerators: AcceleratorArray | Accelerator,
+    *,
+    name: str = "layer",
+    is_fused: bool = False,
+    link_s: Callable[[GraphOp], float] | None = None,
+    calibration: Calibration = IDEAL,
+    prices: Mapping[str, OpPricer] | None = None,
+    intra_op_exclusive: bool = True,
+    compatibility: Compatibility = Compatibility.PHAZE,
+) -> PricedPass:
+    """Price `ops` (of one phase) on all accelerators; `link_s` gives the seconds of a collective.
+
+    Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
+    """
+    chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
+    groups = fuse_epilogues(graph, ops) if is_fused else single_groups(ops)
+    links = {at: _seconds(group.head, link_s) for at, group in enumerate(groups) if _is_link(group.head)}
+    local = [group for group in groups if not _is_link(group.head)]
+    estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices)
+    placed = [at for at in range(len(groups)) if at not in links]
+    kinds = [OpKind.LINK] * len(groups)
+    for at, kind in zip(placed, estimate.kinds, strict=True):
+        kinds[at] = OpKind(kind.value)
+    bandwidth = chips.hbm_bandwidth_bytes_per_s * calibration.memory
+    return PricedPass(
+        name=name,
+        names=tuple(group.head.id for group in groups),
+        kinds=tuple(kinds),
+        edges=group_edges(groups),
+        latency_s=_columns(estimate.core_s, placed, links, len(groups)),
+        spread_s=_spread(estimate, placed, len(groups), len(chips)),
+        energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
+        spread_energy_j=_columns(estimate.spread_energy_j, placed, {}, len(groups)),
+        memory_s=np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth,
+        tensor_cores=chips.tensor_cores,
+        vector_cores=chips.vector_cores,
+        intra_op_exclusive=intra_op_exclusive,
+        compatibility=compatibility,
+    )
+
+
+def group_edges(groups: Sequence[OpGroup]) -> tuple[tuple[int, int], ...]:
+    """Which group makes what another reads."""
+    maker = {tensor: at for at, group in enumerate(groups) for op in group.ops for tensor in op.outputs}
+    edges = {(maker[tensor], at) for at, group in enumerate(groups) for tensor in group.reads if tensor in maker}
+    return tuple(sorted((before, after) for before, after in edges if before != after))
+
+
+def _is_link(op: GraphOp) -> bool:
+    return op.kind is GraphOpKind.COLLECTIVE
+
+
+def _seconds(op: GraphOp, link_s: Callable[[GraphOp], float] | None) -> float:
+    if link_s is None:
+        raise ScheduleError(
+            f"op {op.id!r} is a collective ({op.function}) and nobody says how long it takes; pass link_s, "
+            "for example from phaze.cost.price_collective on its mesh axis."
+        )
+    return float(link_s(op))
+
+
+def _columns(values: FloatArray, placed: Sequence[int], links: Mapping[int, float], count: int) -> FloatArray:
+    """[accelerator, op] from [priced op, accelerator] and the seconds of links."""
+    columns = np.zeros((values.shape[1], count))
+    columns[:, list(placed)] = values.T
+    for at, seconds in links.items():
+        columns[:, at] = seconds
+    return columns
+
+
+def _spread(estimate: Estimate, placed: Sequence[int], count: int, accelerators: int) -> FloatArray:
+    """Spread times; infinite for ops that hold no core."""
+    spread = np.full((accelerators, count), np.inf)
+    for row, (at, kind) in enumerate(zip(placed, estimate.kinds, strict=True)):
+        if kind is not CoreKind.NONE:
+            spread[:, at] = estimate.spread_s[row]
+    return spread
