@@ -11,7 +11,9 @@ reached. From a level the next one is made for all states at once, and a state i
     spread before F: ops that one-core latencies cannot bring in before F do all their work after it;
  4. another state has started the same ops and is nowhere later: clock, cores, ends that successors wait for;
  5. the level is wider than allowed. The least bound of the states dropped for this reason stays as the proven bound;
- 6. its last two ops could change places (both start now, or both are spread and exclusive) and are not in order.
+ 6. its last two ops could change places (both start now, or both are spread and exclusive) and are not in order;
+ 7. its new op overtakes one that is alike, has no other predecessors and as many successors or more: the two could
+    change places in any schedule.
 
 Links are not bound by the order of starts on the cores: they start as soon as they can. If nothing is dropped by rule
 5, the better of what is found and the target is proven. Wider and wider passes give better incumbents first and the

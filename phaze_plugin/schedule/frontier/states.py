@@ -112,16 +112,18 @@ def _is_swapped(tables: Tables, states: States, moves: Moves) -> BoolArray:
     """Rule 6: the op and the one before it could change places, and the other order is the one to keep."""
     last = states.last[moves.parent]
     reduced = tables.reduced
-    together = (moves.start == states.last_start[moves.parent]) & ~moves.is_spread & ~states.last_is_spread[moves.parent]
+    together = (
+        (moves.start == states.last_start[moves.parent]) & ~moves.is_spread & ~states.last_is_spread[moves.parent]
+    )
     together &= ~(reduced.is_off_core[moves.op] | reduced.is_off_core[last])
     if reduced.is_exclusive and not reduced.has_off_core:
         together |= moves.is_spread & states.last_is_spread[moves.parent]
-    return together & (moves.op < last) & (tables.edges[last, moves.op] == 0.0)
+    return together & (moves.op < last) & (tables.goes_first[last, moves.op] == 0.0)
 
 
 def _eligible(tables: Tables, states: States) -> BoolArray:
-    done = tables.edges.T @ states.started.astype(np.float32)
-    eligible: BoolArray = ~states.started & (done == tables.predecessor_count[:, None])
+    done = tables.goes_first.T @ states.started.astype(np.float32)
+    eligible: BoolArray = ~states.started & (done == tables.first_count[:, None])
     waits = tables.reduced.is_off_core & ~tables.reduced.is_link
     if waits.any():  # an op that holds nothing starts at once: nothing else can be better
         forced = eligible & waits[:, None]

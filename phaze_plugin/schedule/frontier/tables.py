@@ -27,7 +27,8 @@ class Tables:
     tail: FloatArray
     before: IntArray  # [op, k]: direct predecessors
     edges: NDArray[np.float32]  # [op, successor]: direct precedence
-    predecessor_count: NDArray[np.float32]
+    goes_first: NDArray[np.float32]  # [op, other]: the other starts after this op has started; edges and rule 7
+    first_count: NDArray[np.float32]  # how many ops go first
     clock_weight: FloatArray  # [row]: the weight of each row that counts from the clock of the cores,
     link_weight: FloatArray  # from the link's next free time,
     path_weight: FloatArray  # and from the earlier of both
@@ -65,6 +66,7 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
         np.arange(count, dtype=np.uint64) % np.uint64(WORD)
     )
     tensor, vector = _columns(reduced)
+    goes_first = is_edge | _leaders(reduced)
     is_last, clocked = np.full(count, reduced.is_exclusive and not reduced.has_off_core), np.ones(count, np.bool_)
     is_last[np.nonzero(is_edge)[0]] = False
     clocked[np.nonzero(is_edge & reduced.is_off_core)[0]] = False
@@ -76,7 +78,8 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
         tail=tails(reduced) / unit_s,
         before=before,
         edges=is_edge.astype(np.float32),
-        predecessor_count=is_edge.sum(axis=0).astype(np.float32),
+        goes_first=goes_first.astype(np.float32),
+        first_count=goes_first.sum(axis=0).astype(np.float32),
         clock_weight=weights.weights[:, :3].sum(axis=1) + (0.0 if reduced.has_off_core else weights.weights[:, 4]),
         link_weight=weights.weights[:, 3],
         path_weight=weights.weights[:, 4] if reduced.has_off_core else np.zeros(len(weights.weights)),
@@ -89,6 +92,23 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
         is_last=is_last,
         waits_for_clock=clocked,
     )
+
+
+def _leaders(reduced: Reduced) -> BoolArray:
+    """[i, j]: alike ops of which i has no more predecessors and no fewer successors, so that i may go first.
+
+    In any schedule where j starts before i the two can change places, with their cores and modes. Of ops with the same
+    predecessors and successors the first in order leads.
+    """
+    before, alike = reduced.is_before, np.ones((reduced.count, reduced.count), np.bool_)
+    for column in (reduced.uses_tensor, reduced.uses_vector, reduced.is_link, reduced.latency_s, reduced.spread_s):
+        alike &= column[:, None] == column[None, :]
+    extra_before = before.T.astype(np.float32) @ ~before  # [i, j]: how many precede i and not j
+    extra_after = before.astype(np.float32) @ ~before.T  # [i, j]: how many succeed i and not j
+    may_lead = alike & (extra_before == 0) & (extra_after.T == 0) & ~(before | before.T)
+    np.fill_diagonal(may_lead, False)
+    ties = may_lead & may_lead.T
+    return may_lead & ~np.tril(ties)
 
 
 def _columns(reduced: Reduced) -> tuple[int, int]:
