@@ -5,9 +5,13 @@ It looks in the forward ops for
     scores = contraction(query, key);  p = softmax(scores);  [p = dropout(p)];  context = contraction(p, value)
 
 where nothing else reads what lies between, and writes one attention op in the place of the last. The key is the operand
-that holds the normalized factor. Backward is derived again by rule, so that neither phase moves or keeps anything of
-the size of the scores; dropout's mask is made again from its seed. Softmax with a learned bias is left alone, because
-the fused op would have no gradient for it.
+that holds the normalized factor. Three things have the same form and are not attention: a router that weighs experts
+(its key is a parameter), values that differ from query to query, and a context that keeps the key positions apart. They
+are left alone, and so is anything whose fused matrix work would differ from that of its parts.
+
+Backward is derived again by rule, so that neither phase moves or keeps anything of the size of the scores; dropout's
+mask is made again from its seed. Softmax with a learned bias is left alone, because the fused op would have no gradient
+for it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from phaze.errors import CostError
 from phaze.ir import Dim, Dims, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
+from phaze.ir.backward import DERIVED_BACKWARD
 from phaze.ir.rule import names_of
 
 __all__ = ["fuse_attention"]
@@ -25,8 +30,7 @@ __all__ = ["fuse_attention"]
 def fuse_attention(graph: Graph) -> Graph:
     """``graph`` with fused attention ops; itself where there is nothing to fuse.
 
-    Raises:
-        CostError: the graph holds phases that cannot be derived again by rule.
+    A graph with phases that cannot be derived again by rule is refused with a `CostError`.
     """
     foreign = {op.phase for op in graph.ops} - {Phase.FORWARD, Phase.BACKWARD}
     if foreign:
@@ -63,7 +67,7 @@ def _match(graph: Graph, softmax: Op, readers: Mapping[str, list[Op]]) -> _Match
     if following.kind is not OpKind.CONTRACTION or _only_reader(graph, scores.outputs[0], readers) is not softmax:
         return None
     rule, inputs = _joined(scores, softmax, following, chain[-1].outputs[0])
-    if rule is None:
+    if rule is None or _is_parameter(graph, inputs[1]):
         return None
     attributes = dict(sorted(pair for op in chain for pair in op.attributes))
     fused = replace(
@@ -74,7 +78,17 @@ def _match(graph: Graph, softmax: Op, readers: Mapping[str, list[Op]]) -> _Match
         inputs=inputs,
         attributes=tuple(attributes.items()),
     )
-    return _Match((scores, *chain, following), fused)
+    is_same_work = fused.matmul_flops == scores.matmul_flops + following.matmul_flops
+    return _Match((scores, *chain, following), fused) if is_same_work else None
+
+
+def _is_parameter(graph: Graph, tensor_id: str) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    producer = graph.producer(tensor_id)
+    while producer is not None and producer.kind is OpKind.VIEW:
+        tensor_id = producer.inputs[0]
+        producer = graph.producer(tensor_id)
+    return graph.tensors[tensor_id].role is Role.PARAMETER
 
 
 def _only_reader(graph: Graph, tensor_id: str, readers: Mapping[str, list[Op]]) -> Op | None:
@@ -93,7 +107,7 @@ def _joined(scores: Op, softmax: Op, context: Op, probabilities: str) -> tuple[R
     normalized = {to_softmax[f.name] for f in softmax.rule.factors if f.kind is FactorKind.NORMALIZED}
     key = next((index for index, names in enumerate(scores.rule.operand_names) if normalized <= names), None)
     value, result = context.rule.operands[1 - at], context.rule.results[0]
-    if key is None or not normalized <= {to_scores.get(name) for name in names_of(value)}:
+    if key is None or not _is_value(value, result, to_scores, scores.rule.operand_names[key], normalized):
         return None, ()
     taken = {factor.name for factor in scores.rule.factors}
     own = {factor.name: factor for factor in context.rule.factors if factor.name not in to_scores}
@@ -105,6 +119,16 @@ def _joined(scores: Op, softmax: Op, context: Op, probabilities: str) -> tuple[R
     query_dims, key_dims = scores.rule.operands[1 - key], scores.rule.operands[key]
     rule = Rule((query_dims, key_dims, _renamed(value, names)), (_renamed(result, names),), tuple(factors))
     return rule, (scores.inputs[1 - key], scores.inputs[key], context.inputs[1 - at])
+
+
+def _is_value(
+    value: Dims, result: Dims, to_scores: Mapping[str, str], key: frozenset[str], normalized: set[str]
+) -> bool:
+    """Whether every factor of the value is the key's, or its own and the result's, and key positions are summed."""
+    shared = {to_scores[name] for name in names_of(value) if name in to_scores}
+    own = {name for name in names_of(value) if name not in to_scores}
+    kept = {to_scores.get(name) for name in names_of(result)}
+    return normalized <= shared <= key and own <= names_of(result) and not normalized & kept
 
 
 def _renaming(dims: Dims, other: Dims) -> dict[str, str] | None:
@@ -137,6 +161,6 @@ def _rewritten(graph: Graph, matches: list[_Match]) -> Graph:
     keep = {Role.PARAMETER, Role.BATCH, Role.OPTIMIZER_STATE}
     tensors = {name: tensor for name, tensor in graph.tensors.items() if name in used or tensor.role in keep}
     had_backward = len(graph.ops_of(Phase.BACKWARD)) > 0
-    notes = (*(note for note in graph.notes if "backward" not in note), f"{len(matches)} attentions fused")
+    notes = (*(note for note in graph.notes if note != DERIVED_BACKWARD), f"{len(matches)} attentions fused")
     forward = replace(graph, tensors=tensors, ops=ops, gradients=(), notes=notes)
     return forward.with_backward() if had_backward else forward

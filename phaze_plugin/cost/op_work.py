@@ -2,8 +2,8 @@
 
     contraction   the GEMM of its rule, on operands as they are stored
     convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches
-    attention     a fused kernel: score and context products (backward also the scores again), softmax on the vector
-                  cores at the same time, scores never off the chip
+    attention     a fused kernel: score and context products (backward also the scores again), softmax and dropout on
+                  the vector cores at the same time, scores never off the chip
     vector kinds  elements x operations per element, against every operand read and every result written once
     lookup        only the rows that are picked are read; scatter also reads the rows that it adds to
     opaque        memory-bound vector work on everything it touches
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from phaze.cost.traffic import AttentionTiling, ProductTiling
-from phaze.cost.vector import vector_operations
+from phaze.cost.vector import attention_operations, vector_operations
 from phaze.cost.work import VIEW, Product, Work
 from phaze.errors import CostError
 from phaze.ir import DType, Gemm, Op, OpKind, Phase, Tensor
@@ -30,16 +30,9 @@ __all__ = ["op_work", "read_bytes", "written_bytes"]
 
 Tensors = Mapping[str, Tensor]
 
-_SOFTMAX_OPERATIONS = {False: 13.0, True: 18.0}
-"""Per score: softmax forward; softmax again and its gradient backward."""
-
 
 def op_work(op: Op, tensors: Tensors) -> Work:
-    """The work of one op.
-
-    Raises:
-        CostError: its kind has no price of its own (a collective depends on the mesh axis it runs over).
-    """
+    """The work of one op; a `CostError` where its kind has none (a collective's depends on its mesh axis)."""
     build = _BUILDERS.get(op.kind)
     if build is None:
         raise CostError(
@@ -104,16 +97,21 @@ def _attention(op: Op, tensors: Tensors) -> Work:
     gemms = op.gemms
     scores = _scores(op, gemms)
     sides = {"near": 0.0, "far": 0.0, "other": 0.0}
-    sizes = (*read_bytes(op, tensors), *written_bytes(op, tensors))
-    for dims, moved in zip(op.rule.tensors(), sizes, strict=True):
+    for dims, moved in zip(op.rule.operands, read_bytes(op, tensors), strict=True):
         sides[_side(dims, rows, length)] += moved
+    accumulated = 0.0
+    for dims, moved in zip(op.rule.results, written_bytes(op, tensors), strict=True):
+        if (side := _side(dims, rows, length)) == "far":
+            accumulated += moved
+        else:
+            sides[side] += moved
     dtype = _operand_dtype(op, tensors)
     width = (scores.k + _size(op, value - key)) * (2 if is_backward else 1)
     computed = (scores, *gemms) if is_backward else gemms
     work = Work(
         products=tuple(_product_of(gemm, dtype) for gemm in computed),
-        vector_operations=_SOFTMAX_OPERATIONS[is_backward] * scores.batch * scores.m * scores.n,
-        streamed_bytes=sum(sides.values()),
+        vector_operations=float(attention_operations(op)) * scores.batch * scores.m * scores.n,
+        streamed_bytes=sum(sides.values()) + accumulated,
     )
     if not (sides["near"] and sides["far"]):
         return work
@@ -125,6 +123,7 @@ def _attention(op: Op, tensors: Tensors) -> Work:
         key_width=width,
         near_bytes=sides["near"],
         far_bytes=sides["far"],
+        accumulated_bytes=accumulated,
         element_bytes=dtype.size_bytes,
     )
     return replace(work, tilings=(tiling,), streamed_bytes=sides["other"])

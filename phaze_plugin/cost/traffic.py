@@ -14,8 +14,9 @@ fits. For a given count each form grows with the shape and shrinks with S, so th
 compulsory X + W + Y.
 
 Fused attention keeps its scores on the chip. Per head, a block of m queries stays (query, output accumulator, running
-maximum and sum) while keys and values pass: Q + O + (K + V) ceil(queries/m); or a head's keys and values stay while
-queries pass: Q + O + K + V.
+maximum and sum) while keys and values pass, c = ceil(queries/m) times: Q + O + (K + V) c; or a head's keys and values
+stay while queries pass: Q + O + K + V. Backward the gradients of keys and values pass as well, and every pass but the
+first reads the sums that the last one wrote: Q + O + dO + dQ + (K + V) c + (dK + dV)(2 c - 1).
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class AttentionTiling:
         query_width: elements of one query position that stay: query, output and, backward, their gradients.
         key_width: elements of one key position that pass: key, value and, backward, their gradients.
         near_bytes: everything of the query side, stored, over all heads.
-        far_bytes: everything of the key side, stored, over all heads.
+        far_bytes: everything of the key side that is read, stored, over all heads.
+        accumulated_bytes: everything of the key side that is summed over queries (backward), over all heads.
         element_bytes: size of one element.
     """
 
@@ -142,25 +144,28 @@ class AttentionTiling:
     key_width: int
     near_bytes: float
     far_bytes: float
+    accumulated_bytes: float = 0.0
     element_bytes: float
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
         sizes = (self.heads, self.queries, self.keys, self.query_width, self.key_width)
-        if min(sizes) < 1 or min(self.near_bytes, self.far_bytes, self.element_bytes) <= 0:
+        is_moved = min(self.near_bytes, self.far_bytes, self.element_bytes) > 0 and self.accumulated_bytes >= 0
+        if min(sizes) < 1 or not is_moved:
             raise CostError(f"attention of sizes {sizes}: sizes must be at least 1 and bytes above 0.")
 
     @property
     def compulsory_bytes(self) -> float:
         """Every operand and the result once."""
-        return self.near_bytes + self.far_bytes
+        return self.near_bytes + self.far_bytes + self.accumulated_bytes
 
     def traffic_bytes(self, memory_bytes: _Floats) -> _Floats:
         """Least bytes moved, for each size of the memory in between."""
         sliver = 2 * self.element_bytes * self.key_width
         per_query = self.query_width * _ACCUMULATOR_BYTES + 2 * _ACCUMULATOR_BYTES
         room = np.maximum(1.0, np.floor((memory_bytes - sliver) / per_query))
-        passing = self.near_bytes + self.far_bytes * np.ceil(self.queries / room)
+        passes = np.ceil(self.queries / room)
+        passing = self.near_bytes + self.far_bytes * passes + self.accumulated_bytes * (2 * passes - 1)
         resident = self.keys * self.key_width * self.element_bytes + 2 * per_query
         moved: _Floats = np.where(memory_bytes >= resident, self.compulsory_bytes, passing)
         return moved

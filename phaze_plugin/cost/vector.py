@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from phaze.ir import FactorKind, Op, OpKind
+from phaze.ir import FactorKind, Op, OpKind, Phase
 
-__all__ = ["vector_operations"]
+__all__ = ["attention_operations", "vector_operations"]
 
 _TRANSCENDENTAL = 8
 
@@ -45,12 +45,28 @@ _BY_FUNCTION: dict[str, int] = {
 _BY_KIND: dict[OpKind, int] = {OpKind.SOFTMAX: _TRANSCENDENTAL + 5, OpKind.NORM: 8, OpKind.DROPOUT: 6}
 
 
+_COUNTED_BY_SIZE = frozenset({OpKind.OPAQUE, OpKind.COPY, OpKind.SORT})
+"""Kinds whose factors do not multiply to what they touch: the largest tensor does."""
+
+
 def vector_operations(op: Op) -> float:
     """Lane operations of an op on the vector cores."""
     per_element = _BY_FUNCTION.get(op.function, _BY_KIND.get(op.kind, 1))
-    moved = max(1, *op.elements_written, *op.elements_read)
-    touched = moved if op.kind is OpKind.OPAQUE else max(op.rule.work, *op.elements_written)
+    if op.kind in _COUNTED_BY_SIZE:
+        touched = max(1, *op.elements_written, *op.elements_read)
+    else:
+        touched = max(op.rule.work, *op.elements_written)
     if op.kind is OpKind.SORT:
         longest = max((f.size for f in op.rule.factors if f.kind is FactorKind.WHOLE), default=op.rule.work)
         per_element = max(1, math.ceil(math.log2(max(2, longest))))
     return float(per_element) * touched
+
+
+def attention_operations(op: Op) -> int:
+    """Lane operations per score of fused attention, whose scores and mask are made again backward."""
+    functions = ["softmax"]
+    if op.attribute("probability") is not None:
+        functions.append("dropout")
+    if op.phase is Phase.BACKWARD:
+        functions += [f"{function}_backward" for function in functions]
+    return sum(_BY_FUNCTION[function] for function in functions)

@@ -15,7 +15,10 @@ from phaze.ir.graph import Graph, Role
 from phaze.ir.op import Op, OpKind, Phase
 from phaze.ir.rule import Dim, Dims, Factor, Rule
 
-__all__ = ["add_backward"]
+__all__ = ["DERIVED_BACKWARD", "add_backward"]
+
+DERIVED_BACKWARD = "backward derived by rule"
+"""The note of a graph whose backward ops were derived here."""
 
 
 def add_backward(graph: Graph) -> Graph:
@@ -28,7 +31,7 @@ def add_backward(graph: Graph) -> Graph:
     for op in reversed(graph.ops_of(Phase.FORWARD)):
         walk.visit(op)
     walk.collect_parameters()
-    return walk.builder.build(graph.outputs, (*graph.notes, "backward derived by rule"))
+    return walk.builder.build(graph.outputs, (*graph.notes, DERIVED_BACKWARD))
 
 
 def _find_loss(graph: Graph) -> str:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -5,10 +6,11 @@ import pytest
 from graphs import TINY_CONFIGS, argument_values, tiny_graph
 
 import phaze
-from phaze.cost import fuse_attention, price_ops
+from phaze.cost import fuse_attention, op_work, price_ops
 from phaze.errors import CostError
 from phaze.hardware import preset
-from phaze.ir import OpKind, Phase, stashed_bytes
+from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role, stashed_bytes
+from phaze.ir.backward import DERIVED_BACKWARD
 from phaze.ir.reference import evaluate_graph
 from phaze.ir.text import format_graph
 
@@ -81,9 +83,70 @@ def test_nothing_to_fuse_is_the_same_graph() -> None:
 
 
 def test_phases_that_cannot_be_derived_again_are_refused() -> None:
-    from dataclasses import replace
-
     graph = tiny_graph("llama")
     last = replace(graph.ops[-1], phase=Phase.UPDATE)
     with pytest.raises(CostError, match="holds update ops"):
         fuse_attention(replace(graph, ops=(*graph.ops[:-1], last)))
+
+
+def product(
+    builder: GraphBuilder, name: str, text: str, sizes: dict[str, int], inputs: tuple[str, str], **marks: str
+) -> None:
+    builder.add(name, OpKind.CONTRACTION, "einsum", builder.rule(text, sizes, **marks), inputs)
+
+
+def weighted(scores: str, key: tuple[str, ...], key_role: Role, context: str, value: tuple[str, ...]) -> Graph:
+    """x with a key, softmax over e, and a second product of the weights with a value."""
+    sizes = {"b": 2, "s": 64, "i": 32, "e": 8, "d": 16}
+    builder = GraphBuilder("weighted")
+    for name, dims, role in (("x", ("b", "s", "i"), Role.BATCH), ("key", key, key_role), ("value", value, Role.BATCH)):
+        builder.argument(name, tuple(sizes[dim] for dim in dims), role)
+    product(builder, "scores", scores, sizes, ("x", "key"))
+    rule = builder.rule("b s e -> b s e", sizes, normalized="e")
+    builder.add("weights", OpKind.SOFTMAX, "softmax", rule, ("scores",))
+    product(builder, "mix", context, sizes, ("weights", "value"))
+    return builder.build(("mix",))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        weighted("b s i, e i -> b s e", ("e", "i"), Role.PARAMETER, "b s e, b e d -> b s d", ("b", "e", "d")),
+        weighted("b s i, e i -> b s e", ("e", "i"), Role.PARAMETER, "b s e, b s e d -> b s d", ("b", "s", "e", "d")),
+        weighted("b s i, b e i -> b s e", ("b", "e", "i"), Role.BATCH, "b s e, b s e d -> b s d", tuple("bsed")),
+        weighted("b s i, b e i -> b s e", ("b", "e", "i"), Role.BATCH, "b s e, b e d -> b s e d", ("b", "e", "d")),
+    ],
+    ids=["a router over experts", "a router of tokens' own experts", "values of each query", "nothing summed"],
+)
+def test_what_only_looks_like_attention_stays_apart(graph: Graph) -> None:
+    assert fuse_attention(graph) is graph
+
+
+def test_the_same_form_with_keys_and_values_of_the_batch_is_attention() -> None:
+    graph = weighted("b s i, b e i -> b s e", ("b", "e", "i"), Role.BATCH, "b s e, b e d -> b s d", ("b", "e", "d"))
+    fused = fuse_attention(graph)
+    assert attentions(fused, Phase.FORWARD) == 1
+    assert fused.matmul_flops(Phase.FORWARD) == graph.matmul_flops(Phase.FORWARD)
+
+
+def test_fusing_leaves_notes_of_others_alone() -> None:
+    graph = replace(tiny_graph("gpt2"), notes=("captured without backward",)).with_backward()
+    notes = fuse_attention(graph).notes
+    assert "captured without backward" in notes
+    assert notes.count(DERIVED_BACKWARD) == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_fused_vector_work_is_at_least_that_of_its_parts(phase: Phase) -> None:
+    """Softmax and dropout of gpt2 are all inside attention, but for the dropouts after it."""
+    graph = tiny_graph("gpt2", 1).with_backward()
+    fused = fuse_attention(graph)
+    inside = {OpKind.SOFTMAX, OpKind.DROPOUT}
+    parts = sum(op_work(op, graph.tensors).vector_operations for op in graph.ops_of(phase) if op.kind in inside)
+    whole = sum(
+        op_work(op, fused.tensors).vector_operations
+        for op in fused.ops_of(phase)
+        if op.kind in inside | {OpKind.ATTENTION}
+    )
+    assert any(op.attribute("probability") for op in fused.ops_of(phase) if op.kind is OpKind.ATTENTION)
+    assert whole >= parts if phase is Phase.BACKWARD else whole == parts

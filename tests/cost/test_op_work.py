@@ -2,6 +2,7 @@ import pytest
 from graphs import TINY_CONFIGS, tiny_graph
 
 from phaze.cost import VIEW, CoreKind, op_work, price_ops
+from phaze.cost.traffic import AttentionTiling
 from phaze.errors import CostError
 from phaze.hardware import preset
 from phaze.ir import DType, Op, OpKind, Phase, Rule, Tensor
@@ -82,6 +83,21 @@ def test_fused_attention_computes_its_scores_again_backward() -> None:
     work = op_work(op, tensors)
     assert 2 * work.macs == op.matmul_flops + 2 * 2 * 4 * 512 * 1024 * 64
     assert len(work.products) == 5
+
+
+def test_fused_attention_sums_the_gradients_of_keys_and_values_backward() -> None:
+    (tiling,) = op_work(*attention(Phase.BACKWARD)).tilings
+    assert isinstance(tiling, AttentionTiling)
+    assert tiling.accumulated_bytes == tiling.far_bytes == 2 * 2 * 4 * 1024 * (64 + 32)
+
+
+def test_picking_the_largest_costs_no_more_than_sorting_and_copies_their_largest_tensor() -> None:
+    sizes = {"b": 100, "e": 64, "k": 8}
+    ops = [("b e -> b k, b k", "top_k", "e k"), ("b e -> b e, b e", "sort", "e")]
+    top, whole = (op_work(*op_of(OpKind.SORT, Rule.of(text, sizes, whole=marked), name)) for text, name, marked in ops)
+    assert top.vector_operations <= whole.vector_operations == 100 * 64 * 6
+    stack = Rule.of("b e, b e -> b c", {"b": 100, "e": 64, "c": 128}, whole="e c")
+    assert op_work(*op_of(OpKind.COPY, stack, "concatenate")).vector_operations == 100 * 128
 
 
 def test_attention_of_one_query_position_reads_everything_once() -> None:

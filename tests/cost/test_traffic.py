@@ -75,7 +75,7 @@ def test_a_product_without_size_is_refused(change: dict[str, float]) -> None:
         ProductTiling(**(fields | change))
 
 
-def attention(queries: int, keys: int) -> AttentionTiling:
+def attention(queries: int, keys: int, accumulated_bytes: float = 0.0) -> AttentionTiling:
     return AttentionTiling(
         heads=1,
         queries=queries,
@@ -84,6 +84,7 @@ def attention(queries: int, keys: int) -> AttentionTiling:
         key_width=128,
         near_bytes=2.0 * 128 * queries,
         far_bytes=2.0 * 128 * keys,
+        accumulated_bytes=accumulated_bytes,
         element_bytes=2,
     )
 
@@ -98,6 +99,13 @@ def test_attention_reads_keys_once_per_block_of_queries() -> None:
     tiling = attention(1000, 10_000)
     per_query, sliver = 4 * 128 + 8, 2 * 2 * 128
     assert traffic(tiling, 100 * per_query + sliver) == tiling.near_bytes + 10 * tiling.far_bytes
+
+
+def test_attention_reads_and_writes_the_gradients_of_keys_on_every_pass_but_the_first() -> None:
+    forward, backward = attention(1000, 10_000), attention(1000, 10_000, 1e6)
+    memory = 100 * (4 * 128 + 8) + 2 * 2 * 128
+    assert traffic(backward, memory) == traffic(forward, memory) + 19 * 1e6
+    assert traffic(backward, 2**40) == backward.compulsory_bytes == forward.compulsory_bytes + 1e6
 
 
 def test_attention_without_size_is_refused() -> None:
