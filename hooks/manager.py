@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -95,10 +96,12 @@ class PluginManager:
         return self._collect("phaze_named_models", "model", callable)
 
     def accelerators(self) -> Registry[Accelerator]:
-        """All accelerators known by name."""
+        """All accelerators, each called by the name that it is offered under."""
         from phaze.hardware import Accelerator
 
-        return self._collect("phaze_accelerators", "accelerator", _instance_of(Accelerator))
+        offered = self._collect("phaze_accelerators", "accelerator", _instance_of(Accelerator))
+        renamed = (Offer(offer.name, replace(offer.value, name=offer.name), offer.origin) for offer in offered)
+        return Registry(offered.what, tuple(renamed))
 
     def op_prices(self) -> Registry[OpPricer]:
         """All prices of op kinds that plugins brought."""

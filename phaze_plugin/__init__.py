@@ -30,9 +30,11 @@ def __getattr__(name: str) -> object:
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"phaze.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'phaze' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'phaze' has no attribute {name!r}; it has {', '.join((*__all__, *_PUBLIC_MODULES))}"
+        )
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES})

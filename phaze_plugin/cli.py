@@ -68,7 +68,7 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"phaze {phaze.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(command=None)
-    subparsers = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="phaze")
     for command in commands:
         subparser = subparsers.add_parser(command.name, description=f"{command.summary}.")
         subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -51,6 +51,8 @@ def import_with_plugins(
     if frontend is not None:
         return _import_by_named(plugins.frontends().offer(frontend), model, inputs, options)
     if isinstance(model, str) and model in plugins.named_models().names:
+        if inputs is not None:
+            raise ImportModelError(f"{model!r} describes its own inputs; pass sequence_length instead of inputs.")
         return _build_named(plugins.named_models().offer(model), options)
     for offer in _accepting(plugins, model):
         _check_options(offer, options, offer.value.options)
@@ -131,6 +133,10 @@ def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
     error: PhazeError
     if isinstance(model, str) and not os.path.exists(model):
         error = UnknownNameError("model or missing file", model, plugins.named_models().names)
+    elif isinstance(model, str | os.PathLike) and os.path.isdir(model):
+        error = ImportModelError(
+            f"the folder {os.fspath(model)!r} holds no config.json; pass a file that describes a model."
+        )
     else:
         what = repr(model) if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__qualname__}"
         error = ImportModelError(

@@ -31,6 +31,8 @@ ACTIVATIONS = {
 def start(fields: Fields, builder: GraphBuilder, *, max_length: int | None = None, **sizes: int) -> Writer:
     """A writer with the sizes that every family has."""
     length = fields.sequence_length(max_length)
+    origin = "as asked" if fields.length is not None else "the model's own; pass sequence_length to change it"
+    builder.notes.append(f"sequences of {length:,} positions ({origin})")
     return Writer(
         builder,
         b=builder.micro_batch_size,

@@ -33,6 +33,9 @@ def llama(fields: Fields, builder: GraphBuilder) -> str:
         dropout=fields.number("attention_dropout", 0),
     )
     writer = start(fields, builder, i=hidden, f=fields.size("intermediate_size"))
+    window = fields.size("sliding_window", default=writer.sizes["s"])
+    if window < writer.sizes["s"] and fields.flag("use_sliding_window", True):
+        builder.notes.append(f"sliding_window={window} is not modelled: attention to all positions is counted")
     norm = partial(
         writer.norm, function="rms_norm", epsilon=fields.number("rms_norm_eps", 1e-6), offset=int(kind == "gemma")
     )

@@ -12,16 +12,23 @@ from rich.console import Console, RenderableType
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
 
 if TYPE_CHECKING:
-    from phaze.ir import Graph, Layer
+    from phaze.ir import Graph, Layer, Tensor
 
 __all__ = ["import_model"]
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a built-in name, a config.json or its folder, or a saved graph")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a known name (none: list them), a config.json or its folder, or a saved graph",
+    )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
-    parser.add_argument("--micro-batch", type=positive_integer, metavar="N", help="sequences a microbatch (default 1)")
+    parser.add_argument(
+        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default: as saved, else 1)"
+    )
     parser.add_argument("--out", metavar="FILE", help="save the graph as JSON")
     add_json_option(parser)
 
@@ -30,13 +37,26 @@ def run(arguments: Namespace, console: Console) -> int:
     """Import a model, show what it is made of, and save it where asked."""
     from phaze.imports import import_graph
 
+    if arguments.model is None:
+        return _list_models(arguments, console)
     length = arguments.sequence_length
     graph = import_graph(arguments.model, **({} if length is None else {"sequence_length": length}))
     if arguments.micro_batch is not None:
         graph = graph.with_micro_batch(arguments.micro_batch)
     if arguments.out is not None:
         graph.save(arguments.out)
-    show(console, arguments, summarize(graph), *_renderables(graph, arguments.out))
+    document = summarize(graph) | ({} if arguments.out is None else {"saved_to": arguments.out})
+    show(console, arguments, document, *_renderables(graph, arguments.out))
+    return ExitCode.FINE
+
+
+def _list_models(arguments: Namespace, console: Console) -> int:
+    from phaze.hooks import PluginManager
+
+    offers = sorted(PluginManager.load().named_models(), key=lambda offer: offer.name)
+    rows = [(offer.name, str(offer.origin)) for offer in offers]
+    document = {"models": [{"name": name, "origin": origin} for name, origin in rows]}
+    show(console, arguments, document, plain_table(["model", "from"], rows))
     return ExitCode.FINE
 
 
@@ -46,6 +66,7 @@ def summarize(graph: Graph) -> dict[str, object]:
     return {
         "name": graph.name,
         "micro_batch_size": graph.micro_batch_size,
+        "inputs": {tensor.id: list(tensor.shape) for tensor in _inputs(graph)},
         "layers": len(graph.layers),
         "distinct_layers": len(graph.distinct_layers),
         "parameter_count": graph.parameter_count,
@@ -64,6 +85,7 @@ def _renderables(graph: Graph, saved_to: str | None) -> list[RenderableType]:
     lines = [
         f"{graph.name}: {graph.parameter_count:,} parameters, {len(graph.layers)} layers "
         f"({len(graph.distinct_layers)} distinct), microbatch {graph.micro_batch_size}",
+        f"inputs: {', '.join(f'{tensor.id} {list(tensor.shape)}' for tensor in _inputs(graph))}",
         f"matmul flops: {flops}",
         f"coverage: {shares} in {coverage.op_count:,} ops",
         *(f"no rule: {op.function} x{op.count}, {op.bytes_share:.2%} of bytes" for op in coverage.unknown),
@@ -72,7 +94,16 @@ def _renderables(graph: Graph, saved_to: str | None) -> list[RenderableType]:
     columns = ["layer", ">count", ">parameters", ">forward", ">backward", ">kept for backward", ">ops"]
     counts = Counter(layer.key for layer in graph.layers)
     table = plain_table(columns, [_row(graph, layer, counts[layer.key]) for layer in graph.distinct_layers])
-    return ["\n".join(lines), table, *([f"\nsaved to {saved_to}"] if saved_to is not None else [])]
+    ends = [f"* with parameters that several layers share: {name}" for name in graph.layer_graph.tied_parameters]
+    ends += [f"note: {note}" for note in graph.notes]
+    ends += [f"saved to {saved_to}"] if saved_to is not None else []
+    return ["\n".join(lines), table, "", *ends]
+
+
+def _inputs(graph: Graph) -> list[Tensor]:
+    from phaze.ir import Role
+
+    return [tensor for tensor in graph.tensors.values() if tensor.role is Role.BATCH]
 
 
 def _row(graph: Graph, layer: Layer, count: int) -> list[str]:
@@ -81,12 +112,16 @@ def _row(graph: Graph, layer: Layer, count: int) -> list[str]:
     return [
         layer.name,
         str(count),
-        f"{sum(graph.tensors[name].elements for name in layer.parameters):,}",
+        f"{sum(graph.tensors[name].elements for name in layer.parameters):,}{_shared_mark(graph, layer)}",
         _flops(sum(op.matmul_flops for op in layer.forward)),
         _flops(sum(op.matmul_flops for op in layer.backward)),
         f"{stashed_bytes(graph, layer) / 2**20:,.1f} MiB",
         f"{len(layer.forward)} + {len(layer.backward)}",
     ]
+
+
+def _shared_mark(graph: Graph, layer: Layer) -> str:
+    return "*" if graph.layer_graph.tied_parameters.keys() & set(layer.parameters) else ""
 
 
 def _flops(count: int) -> str:

@@ -23,6 +23,7 @@ class GraphBuilder:
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
         self.gradients: list[tuple[str, str]] = []
+        self.notes: list[str] = []
         self._rules: dict[object, Rule] = {}
         self._op_ids: set[str] = set()
 
@@ -103,7 +104,7 @@ class GraphBuilder:
         return op.outputs
 
     def build(self, outputs: Iterable[str], notes: Iterable[str] = ()) -> Graph:
-        """The verified graph."""
+        """The verified graph, with the notes taken on the way and these."""
         return Graph(
             name=self.name,
             tensors=self.tensors,
@@ -111,7 +112,7 @@ class GraphBuilder:
             outputs=tuple(outputs),
             gradients=tuple(self.gradients),
             micro_batch_size=self.micro_batch_size,
-            notes=tuple(notes),
+            notes=(*self.notes, *notes),
         )
 
     def _add_tensor(self, tensor: Tensor) -> None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from phaze.errors import GraphError
 from phaze.ir.dtype import DType
 from phaze.ir.op import Op, OpKind, Phase
 
@@ -49,7 +50,7 @@ class Tensor:
         return self.elements * self.dtype.size_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Graph:
     """A model's operators, forward and backward.
 
@@ -74,7 +75,9 @@ class Graph:
         object.__setattr__(self, "_producers", verify(self))
 
     def op(self, op_id: str) -> Op:
-        """The op of that id."""
+        """The op of that id; raises GraphError where there is none."""
+        if op_id not in self._ops_by_id:
+            raise GraphError(f"graph {self.name!r} has no op {op_id!r}.")
         return self._ops_by_id[op_id]
 
     def producer(self, tensor_id: str) -> Op | None:
@@ -105,6 +108,8 @@ class Graph:
 
     def matmul_flops(self, phase: Phase | str) -> int:
         """Flops of matrix ops in a phase: whole squares of attention, nothing recomputed."""
+        if phase not in set(Phase):
+            raise ValueError(f"phase is {phase!r}; expected one of {', '.join(Phase)}")
         wanted = Phase(phase)
         return sum(op.matmul_flops for op in self.ops if op.phase is wanted)
 
@@ -153,6 +158,12 @@ class Graph:
         from phaze.ir.text import format_graph
 
         return format_graph(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Graph {self.name}: {self.parameter_count:,} parameters, {len(self.ops):,} ops, "
+            f"microbatch {self.micro_batch_size}>"
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.micro_batch_size, self.ops))

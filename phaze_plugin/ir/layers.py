@@ -22,7 +22,7 @@ from phaze.ir.waists import cut_at_waists
 __all__ = ["Boundary", "Layer", "LayerGraph", "split_layers"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Layer:
     """Ops that placement keeps together. `key` is equal for layers with equal ops, shapes and wiring.
 
@@ -38,6 +38,9 @@ class Layer:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     key: str
+
+    def __repr__(self) -> str:
+        return f"<Layer {self.index} {self.name}: {len(self.forward)} + {len(self.backward)} ops>"
 
 
 @dataclass(frozen=True, slots=True)

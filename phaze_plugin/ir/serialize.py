@@ -26,6 +26,11 @@ FORMAT = "phaze-graph"
 VERSION = 1
 
 _OPTIONAL = ("module", "gradient_of", "origin")
+_GRAPH_FIELDS = frozenset(
+    ("format", "version", "name", "micro_batch_size", "notes", "tensors", "rules", "ops", "outputs", "gradients")
+)
+_TENSOR_FIELDS = frozenset(("id", "shape", "dtype", "role"))
+_OP_FIELDS = frozenset(("id", "kind", "function", "rule", "inputs", "outputs", "phase", "attributes", *_OPTIONAL))
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -97,6 +102,7 @@ def graph_from_json(text: str) -> Graph:
 
 
 def _graph_from_document(document: Mapping[str, Any]) -> Graph:
+    _refuse_unknown(document, _GRAPH_FIELDS, "")
     rules = [_parse_rule(text, index) for index, text in enumerate(_strings(document, "rules"))]
     tensors: dict[str, Tensor] = {}
     for index, entry in enumerate(_list(document, "tensors")):
@@ -122,6 +128,7 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, object]:
 
 def _tensor_from_json(entry: object, where: str) -> Tensor:
     fields = _object(entry, where)
+    _refuse_unknown(fields, _TENSOR_FIELDS, where)
     shape = _field(fields, "shape", list, where)
     role = _enum(Role, fields["role"], f"{where}.role") if "role" in fields else None
     return Tensor(_string(fields, "id", where), tuple(shape), _enum(DType, fields.get("dtype"), f"{where}.dtype"), role)
@@ -149,6 +156,7 @@ def _attribute_to_json(value: Attribute) -> object:
 
 def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
     fields = _object(entry, where)
+    _refuse_unknown(fields, _OP_FIELDS, where)
     index = _field(fields, "rule", int, where)
     if not 0 <= index < len(rules):
         raise FormatError(f"{where}.rule is {index}, but there are {len(rules)} rules.")
@@ -187,6 +195,14 @@ def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{where} is {shown(value)}; expected an object.")
     return value
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    unknown = sorted(name for name in fields if name not in known)
+    if unknown:
+        raise FormatError(
+            f"{_at(where, unknown[0])} is not a field of a saved graph; known are {', '.join(sorted(known))}."
+        )
 
 
 def _field(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:

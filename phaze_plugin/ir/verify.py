@@ -6,7 +6,8 @@ Checked, in this order:
  3. every tensor is an argument with a role or the result of exactly one op;
  4. ops stand in topological order (a cycle is shown as a path);
  5. operands and results match the op's rule in number and shape;
- 6. rules fit the kind of op and its function (`kinds.check_rule`), and parameters do not grow with the microbatch;
+ 6. rules fit the kind of op and its function (`kinds.check_rule`), batch factors are multiples of
+    the microbatch, and parameters do not grow with it;
  7. a forward op reads nothing that backward or update made;
  8. outputs, gradients and `gradient_of` name what exists, and a gradient has its parameter's shape.
 """
@@ -40,6 +41,7 @@ def verify(graph: Graph) -> dict[str, Op]:
         key = (id(op.rule), op.kind, op.function)
         if key not in checked:
             check_rule(op)
+            _check_batch(graph, op)
             checked.add(key)
     _check_phases(graph, producers)
     _check_results(graph)
@@ -136,6 +138,14 @@ def _check_side(graph: Graph, op: Op, side: str, tensor_ids: tuple[str, ...], si
             raise GraphError(
                 f"op {op.id!r}: {side} {index} {tensor_id!r} has shape {list(actual)}, "
                 f"but its rule '{op.rule}' says {list(expected)}."
+            )
+
+
+def _check_batch(graph: Graph, op: Op) -> None:
+    for factor in op.rule.factors:
+        if factor.is_batch and factor.size % graph.micro_batch_size:
+            raise GraphError(
+                f"op {op.id!r}: batch factor {factor} is not a multiple of the microbatch {graph.micro_batch_size}."
             )
 
 

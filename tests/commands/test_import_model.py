@@ -49,3 +49,32 @@ def test_an_unknown_model_is_one_readable_block(capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert "Did you mean gpt2-xl" in err
     assert "Traceback" not in err
+
+
+def test_without_a_model_the_known_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--json"]) == 0
+    names = [model["name"] for model in json.loads(capsys.readouterr().out)["models"]]
+    assert {"gpt2-xl", "gpt3-175b", "t5-large"} <= set(names)
+
+
+def test_what_decides_the_numbers_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "mistral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8}
+    config |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512, "sliding_window": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "inputs: input_ids [1, 512], labels [1, 512]" in out
+    assert "note: sequences of 512 positions (the model's own; pass sequence_length to change it)" in out
+    assert "note: sliding_window=128 is not modelled: attention to all positions is counted" in out
+
+
+def test_shared_parameters_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "gpt2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("39,383,808*") == 1
+    assert "* with parameters that several layers share: transformer.wte.weight" in out
+
+
+def test_a_folder_without_a_config_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(tmp_path)]) == 1
+    assert "holds no config.json" in capsys.readouterr().err

@@ -22,3 +22,9 @@ def test_there_is_one_line_an_op() -> None:
     graph = tiny_graph("t5")
     assert len(format_ops(graph, graph.ops)) == len(graph.ops)
     assert len(format_ops(graph, graph.ops_of(Phase.FORWARD))) < len(graph.ops)
+
+
+def test_a_graph_and_a_layer_are_one_line_in_a_session() -> None:
+    graph = tiny_graph("gpt2")
+    assert repr(graph) == "<Graph gpt2: 4,020 parameters, 109 ops, microbatch 2>"
+    assert repr(graph.layers[1]) == "<Layer 1 transformer.h.0: 20 + 26 ops>"
