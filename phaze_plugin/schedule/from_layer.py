@@ -2,8 +2,8 @@
 
 Each group of ops (one op, or a matrix op with its fused epilogue) becomes one op of the problem: its kind and its two
 latencies come from the cost model, views hold nothing and take no time, collectives are links. One group precedes
-another if it makes a tensor that the other reads. The memory floor counts every group's traffic with the whole buffer at
-its service, which is the least it can be, over the bandwidth.
+another if it makes a tensor that the other reads. The memory floor counts every group's traffic with the whole buffer
+at its service, which is the least it can be, over the bandwidth.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from phaze.shard.moves import Axis
 from phaze.shard.program import shard_layer
 from phaze.shard.slice import slice_layer
 from phaze.shard.strategies import Strategy
-from phaze.shard.task import LayerTask, ShardedLayer
+from phaze.shard.task import LayerTask, ShardedLayer, unsharded
 from phaze.shard.text import format_sharded_layer
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "shard_layer",
     "shard_model",
     "slice_layer",
+    "unsharded",
 ]

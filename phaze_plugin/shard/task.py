@@ -12,7 +12,7 @@ from phaze.shard.layout import WHOLE, Layout
 from phaze.shard.moves import Axis, collective_of
 from phaze.shard.strategies import Strategy, statistics_bytes
 
-__all__ = ["LayerTask", "ShardedLayer", "add_up", "layer_moves", "leaving", "settle_s"]
+__all__ = ["LayerTask", "ShardedLayer", "add_up", "layer_moves", "leaving", "settle_s", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,15 @@ class ShardedLayer:
     def seconds(self) -> float:
         """What was minimised."""
         return self.compute_s + self.move_s
+
+
+def unsharded(task: LayerTask) -> ShardedLayer:
+    """The layer on one device, or on each of several that do the same: everything whole, no collectives."""
+    strategies = {}
+    for op in (*task.layer.forward, *task.layer.backward):
+        results = (WHOLE,) * len(op.outputs)
+        strategies[op.id] = Strategy(ways=(), operands=(WHOLE,) * len(op.inputs), made=results, results=results)
+    return add_up(task, strategies, 0.0)
 
 
 def add_up(task: LayerTask, chosen: Mapping[str, Strategy], compute_s: float) -> ShardedLayer:

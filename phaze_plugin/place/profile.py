@@ -1,0 +1,176 @@
+"""What placement knows about layers: their graph, and what one microbatch of each costs at each tensor width.
+
+Seconds come as a value with a proven lower bound, for one accelerator or for many (a leading accelerator axis). Sizes
+are those of one device. A layer's stash holds its inputs and what its own ops keep for backward, but not its outputs:
+those are their readers' inputs. A tensor that several layers read, or that is read further on than by the next layer,
+is one flow with all its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from phaze.errors import GraphError, PlacementError
+from phaze.hardware.dtypes import dtype_bytes
+
+__all__ = ["BoundaryTensor", "Bounded", "Flow", "LayerProfile", "PlacementGraph", "PlacementLayer", "RecomputeMode"]
+
+
+class RecomputeMode(StrEnum):
+    """What a stage stashes: everything, all but attention's square tensors, or only each layer's inputs."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounded:
+    """Seconds per accelerator, and a proven bound under each.
+
+    Raises:
+        PlacementError: a number is negative, infinite or NaN, or a bound exceeds its value.
+    """
+
+    value: NDArray[np.float64]
+    bound: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        """Settle the types and check the numbers."""
+        for name in ("value", "bound"):
+            numbers = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
+            if not (np.isfinite(numbers) & (numbers >= 0)).all():
+                raise PlacementError(f"seconds are {getattr(self, name)}; expected finite numbers of at least 0.")
+            object.__setattr__(self, name, numbers)
+        if self.value.shape != self.bound.shape or (self.bound > self.value * (1 + 1e-9)).any():
+            raise PlacementError(f"bounds {self.bound} do not lie under their values {self.value}.")
+
+    @classmethod
+    def exact(cls, seconds: ArrayLike) -> Bounded:
+        """Seconds that are their own bound."""
+        numbers = np.atleast_1d(np.asarray(seconds, dtype=np.float64))
+        return cls(numbers, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensor:
+    """A tensor that leaves its layer: bytes on each device of the stage, and how it lies on them."""
+
+    size_bytes: float
+    layout: str = "whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerProfile:
+    """One microbatch of one distinct layer at one tensor width and recompute mode, on one device of the stage.
+
+    Attributes:
+        forward_s: forward, with the collectives of tensor parallelism.
+        backward_input_s: the part of backward that makes the gradients of inputs.
+        backward_weight_s: the part that makes the gradients of parameters.
+        recompute_s: what runs again before backward.
+        parameter_bytes: of the parameters on this device, per data type; only float types are trained.
+        stashed_bytes: what stays between forward and backward.
+        peak_working_bytes: the most that lives on top of that while the layer runs.
+        outputs: tensors that other layers read.
+        is_tensor_parallel: whether the layer is sliced at this width.
+        tied_parameters: how many of the parameters are shared with other layers, by the name of the tie.
+
+    Raises:
+        PlacementError: a size is negative, infinite or NaN.
+    """
+
+    forward_s: Bounded
+    backward_input_s: Bounded
+    backward_weight_s: Bounded
+    recompute_s: Bounded
+    parameter_bytes: Mapping[str, float]
+    stashed_bytes: float
+    peak_working_bytes: float
+    outputs: tuple[BoundaryTensor, ...] = ()
+    is_tensor_parallel: bool = False
+    tied_parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        sizes = {
+            "stashed_bytes": self.stashed_bytes,
+            "peak_working_bytes": self.peak_working_bytes,
+            **{f"parameter_bytes[{dtype}]": size for dtype, size in self.parameter_bytes.items()},
+            **{f"outputs[{index}]": tensor.size_bytes for index, tensor in enumerate(self.outputs)},
+            **{f"tied_parameters[{name}]": count for name, count in self.tied_parameters.items()},
+        }
+        for name, size in sizes.items():
+            if not (np.isfinite(size) and size >= 0):
+                raise PlacementError(f"{name} is {size}; expected a finite number of at least 0.")
+
+    @property
+    def parameters(self) -> float:
+        """How many parameters are trained on this device."""
+        return sum(size / dtype_bytes(dtype) for dtype, size in self.parameter_bytes.items() if _is_trained(dtype))
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of parameters that are not trained."""
+        return sum(size for dtype, size in self.parameter_bytes.items() if not _is_trained(dtype))
+
+
+def _is_trained(dtype: str) -> bool:
+    return not dtype.startswith(("int", "uint", "bool"))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementLayer:
+    """One layer: its name, and the key that equal layers share."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A tensor from its producer (the `output`-th of its profile) to every layer that reads it."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementGraph:
+    """Layers in topological order, the tensors between them, and the layers that share a parameter (by tie).
+
+    Raises:
+        GraphError: there is no layer, or a flow or tie does not lie between layers in order.
+    """
+
+    layers: tuple[PlacementLayer, ...]
+    flows: tuple[Flow, ...] = ()
+    ties: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there are layers and that everything points forward."""
+        if not self.layers:
+            raise GraphError("the layer graph is empty; expected at least one layer.")
+        for flow in self.flows:
+            if not flow.consumers or not 0 <= flow.producer < min(flow.consumers):
+                raise GraphError(f"{flow} does not lead from a layer to later ones; list layers in topological order.")
+            if max(flow.consumers) >= len(self.layers) or flow.output < 0:
+                raise GraphError(f"{flow} names a layer or an output that does not exist.")
+        for name, layers in self.ties.items():
+            if len(set(layers)) < 2 or not all(0 <= layer < len(self.layers) for layer in layers):
+                raise GraphError(f"tie {name!r} joins layers {layers}; expected two or more of {len(self.layers)}.")
+
+    @classmethod
+    def chain(cls, keys: tuple[str, ...], ties: Mapping[str, tuple[int, ...]] | None = None) -> PlacementGraph:
+        """Layers in a row, each with one output that the next one reads."""
+        return cls(
+            layers=tuple(PlacementLayer(f"{index}:{key}", key) for index, key in enumerate(keys)),
+            flows=tuple(Flow(index, (index + 1,)) for index in range(len(keys) - 1)),
+            ties=ties or {},
+        )

@@ -1,0 +1,188 @@
+"""From a sharded layer to what placement reads: its slice is priced and scheduled, its bytes are counted.
+
+Forward, backward and what is computed again are scheduled as passes of their own, collectives as links. The part of
+backward that makes gradients of inputs is what leads to a gradient that leaves the layer; the rest makes gradients of
+parameters, and its time is what the whole backward takes longer than that part. Bounds follow: the two parts' bounds
+add up to no more than the whole's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phaze.cost import Collective
+from phaze.ir import Graph, Layer, Op, OpKind, Phase, kept_tensors, recomputed_ops, stashed_tensors
+from phaze.ir import RecomputeMode as IrRecomputeMode
+from phaze.place.profile import (
+    BoundaryTensor,
+    Bounded,
+    Flow,
+    LayerProfile,
+    PlacementGraph,
+    PlacementLayer,
+    RecomputeMode,
+)
+from phaze.schedule import Schedule, ScheduleCache, schedule_layer
+from phaze.schedule.from_layer import price_pass
+from phaze.shard import WHOLE, ShardedLayer, slice_layer
+
+__all__ = ["ProfileOptions", "placement_graph", "profile_layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How passes are priced and scheduled: epilogues fused or not, the gap to prove, and the schedules found so far."""
+
+    is_fused: bool = True
+    gap: float = 0.01
+    cache: ScheduleCache = field(default_factory=ScheduleCache)
+
+
+def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOptions | None = None) -> LayerProfile:
+    """One microbatch of a sharded layer on one device."""
+    options = options or ProfileOptions()
+    local = slice_layer(sharded)
+    layer = _only_layer(local)
+    kind = IrRecomputeMode(mode.value)
+    forward = _timed(sharded, local, layer.forward, options)
+    again = _timed(sharded, local, recomputed_ops(local, layer, kind), options)
+    to_inputs, to_weights = _backward(sharded, local, layer, options)
+    tied = sharded.task.graph.layer_graph.tied_parameters
+    return LayerProfile(
+        forward_s=forward,
+        backward_input_s=to_inputs,
+        backward_weight_s=to_weights,
+        recompute_s=again,
+        parameter_bytes=_parameter_bytes(local),
+        stashed_bytes=_bytes(local, kept_tensors(local, layer, kind)),
+        peak_working_bytes=_peak_working_bytes(local, layer, kind),
+        outputs=_outputs(sharded),
+        is_tensor_parallel=sharded.task.axis.width > 1,
+        tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+    )
+
+
+def placement_graph(graph: Graph) -> PlacementGraph:
+    """The layers of a graph, what flows between them, and which share parameters."""
+    layers = graph.layer_graph
+    return PlacementGraph(
+        layers=tuple(PlacementLayer(f"{layer.index}:{layer.name}", layer.key) for layer in layers.layers),
+        flows=tuple(
+            Flow(boundary.producer, boundary.consumers, layers.layers[boundary.producer].outputs.index(boundary.tensor))
+            for boundary in layers.boundaries
+        ),
+        ties=layers.tied_parameters,
+    )
+
+
+def _only_layer(local: Graph) -> Layer:
+    """All of a slice as one layer."""
+    return Layer(
+        index=0,
+        name=local.name,
+        forward=local.ops_of(Phase.FORWARD),
+        backward=local.ops_of(Phase.BACKWARD),
+        parameters=tuple(tensor.id for tensor in local.parameters),
+        inputs=(),
+        outputs=local.outputs,
+        key="",
+    )
+
+
+def _timed(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Bounded:
+    schedule = _schedule(sharded, local, ops, options)
+    return Bounded.exact(0.0) if schedule is None else _bounded(schedule.time_s, schedule.time_bound_s)
+
+
+def _bounded(value: float, bound: float) -> Bounded:
+    return Bounded(value, min(value, max(0.0, bound)))  # type: ignore[arg-type]
+
+
+def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
+    if not ops:
+        return None
+    axis = sharded.task.axis
+
+    def link_s(op: Op) -> float:
+        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+
+    priced = price_pass(
+        local,
+        ops,
+        axis.cluster.accelerator,
+        name=local.name,
+        is_fused=options.is_fused,
+        link_s=link_s,
+        calibration=axis.calibration,
+    )
+    return schedule_layer(priced.problem(), gap=options.gap, cache=options.cache)
+
+
+def _backward(sharded: ShardedLayer, local: Graph, layer: Layer, options: ProfileOptions) -> tuple[Bounded, Bounded]:
+    """The parts of backward that make gradients of inputs and of parameters."""
+    whole = _schedule(sharded, local, layer.backward, options)
+    if whole is None:
+        return Bounded.exact(0.0), Bounded.exact(0.0)
+    first = _schedule(sharded, local, _leading_to_inputs(local, layer), options)
+    inputs_s, inputs_bound_s = (first.time_s, first.time_bound_s) if first is not None else (0.0, 0.0)
+    inputs_s = min(inputs_s, whole.time_s)
+    weights_s = whole.time_s - inputs_s
+    return _bounded(inputs_s, inputs_bound_s), _bounded(weights_s, whole.time_bound_s - inputs_s)
+
+
+def _leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:
+    """Backward ops that a gradient which leaves the layer depends on."""
+    wanted = {name for name in local.outputs if (op := local.producer(name)) and op.phase is Phase.BACKWARD}
+    for op in reversed(layer.backward):
+        if wanted.intersection(op.outputs):
+            wanted.update(op.inputs)
+    return tuple(op for op in layer.backward if wanted.intersection(op.outputs))
+
+
+def _parameter_bytes(local: Graph) -> dict[str, float]:
+    sizes: dict[str, float] = {}
+    for tensor in local.parameters:
+        sizes[tensor.dtype.value] = sizes.get(tensor.dtype.value, 0.0) + tensor.size_bytes
+    return sizes
+
+
+def _bytes(local: Graph, names: Sequence[str]) -> float:
+    return float(sum(local.tensors[name].size_bytes for name in names))
+
+
+def _peak_working_bytes(local: Graph, layer: Layer, mode: IrRecomputeMode) -> float:
+    """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward."""
+    kept = set(kept_tensors(local, layer, mode))
+    again = [name for name in stashed_tensors(local, layer) if name not in kept]
+    kept.update(gradient for _, gradient in local.gradients)
+    forward = _peak_alive_bytes(local, layer.forward, kept)
+    return max(forward, _bytes(local, again) + _peak_alive_bytes(local, layer.backward, kept))
+
+
+def _peak_alive_bytes(local: Graph, ops: Sequence[Op], kept: set[str]) -> float:
+    """The most bytes of results alive at once when ops run in order; views and kept tensors take no room."""
+    last_use = {local.storage(name): at for at, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
+    alive, peak, now = dict[str, int](), 0, 0
+    for at, op in enumerate(ops):
+        if op.kind is not OpKind.VIEW:
+            for name in op.outputs:
+                if name not in kept:
+                    alive[name] = local.tensors[name].size_bytes
+                    now += alive[name]
+        peak = max(peak, now)
+        for name in [name for name in alive if last_use[name] <= at]:
+            now -= alive.pop(name)
+    return float(peak)
+
+
+def _outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
+    task = sharded.task
+    found = []
+    for name in task.layer.outputs:
+        tensor, layout = task.graph.tensors[name], task.layouts.get(name, WHOLE)
+        elements = 1
+        for size in layout.local_shape(tensor.shape):
+            elements *= size
+        found.append(BoundaryTensor(float(elements * tensor.dtype.size_bytes), str(layout)))
+    return tuple(found)
