@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
 
 if TYPE_CHECKING:
-    from phaze.hardware import Accelerator, Preset
+    from phaze.hardware import Accelerator, Network, Preset
 
 __all__ = ["chips"]
 
@@ -31,19 +31,21 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.hardware import find_accelerator, presets
     from phaze.hooks import PluginManager
 
-    known = {preset.accelerator.name: preset for preset in presets()}
+    manager = PluginManager.load()
     if arguments.name is not None:
-        found = [find_accelerator(arguments.name)]
+        found = [find_accelerator(arguments.name, manager)]
     else:
-        found = [offer.value for offer in PluginManager.load().accelerators()]
-    document = {"chips": [_document(chip, known.get(chip.name)) for chip in found]}
-    lines = _one(found[0], known.get(found[0].name)) if arguments.name is not None else _all(found, known)
+        found = [offer.value for offer in manager.accelerators()]
+    known = {preset.accelerator: preset for preset in presets()}
+    chips = [(chip, known.get(chip)) for chip in found]
+    document = {"chips": [_document(chip, preset) for chip, preset in chips]}
+    lines = _one(*chips[0]) if arguments.name is not None else _all(chips)
     show(console, arguments, document, *lines)
     return ExitCode.FINE
 
 
 def _document(chip: Accelerator, preset: Preset | None) -> dict[str, object]:
-    from phaze.hardware.area import area_mm2
+    from phaze.hardware import area_mm2, network
 
     document = asdict(chip) | {"peak_flops_per_s": chip.peak_flops_per_s(), "model_area_mm2": area_mm2(chip)}
     if preset is not None:
@@ -52,47 +54,42 @@ def _document(chip: Accelerator, preset: Preset | None) -> dict[str, object]:
             "published_peak_flops_per_s": preset.published_peak_flops_per_s and preset.published_peak_flops_per_s.value,
             "published_dtype": preset.published_dtype,
             "default_network": preset.default_network,
+            "network": asdict(network(preset.default_network)),
             "sources": {field: asdict(fact) for field, fact in preset.facts.items()},
         }
     return document
 
 
-def _all(found: list[Accelerator], known: dict[str, Preset]) -> Iterator[RenderableType]:
-    from phaze.hardware.area import area_mm2
+def _all(chips: Sequence[tuple[Accelerator, Preset | None]]) -> Iterator[RenderableType]:
+    from phaze.hardware import area_mm2
 
-    columns = ["chip", ">peak TF/s", ">tensor cores", ">vector cores", ">area mm2", ">buffer MiB", ">HBM GiB", ">TB/s"]
     yield plain_table(
-        [*columns, "sources"],
+        ["chip", ">peak TF/s", ">HBM GiB", ">TB/s", ">buffer MiB", ">area mm2", ">estimates"],
         [
             (
                 chip.name,
                 f"{chip.peak_flops_per_s() / 1e12:.4g}",
-                f"{chip.tensor_cores} x {chip.tensor_rows}x{chip.tensor_cols}",
-                f"{chip.vector_cores} x {chip.vector_lanes}",
-                f"{area_mm2(chip):.1f}",
-                f"{chip.buffer_bytes / _MIB:.4g}",
                 f"{chip.hbm_bytes / _GIB:.4g}",
                 f"{chip.hbm_bandwidth_bytes_per_s / 1e12:.4g}",
-                _sources(known.get(chip.name)),
+                f"{chip.buffer_bytes / _MIB:.4g}",
+                f"{area_mm2(chip):.1f}",
+                f"{len(preset.estimates)} of {len(preset.fields)}" if preset else "plugin",
             )
-            for chip in found
+            for chip, preset in chips
         ],
     )
+    yield "\nsources (of every field: `phaze chips NAME`)"
+    for chip, preset in chips:
+        yield f"  {chip.name}: {(preset.source or 'field by field') if preset else 'a plugin'}"
     yield (
         "\npeak is that of the arrays' native type; area follows the paper's 22 nm model, which has no HBM interface, "
-        "links or network on chip and does not compare with real dies. `phaze chips NAME` shows every field's source."
+        "links or network on chip and does not compare with real dies. Estimates are not published "
+        "facts."
     )
-
-
-def _sources(preset: Preset | None) -> str:
-    if preset is None:
-        return "plugin"
-    estimates = f" ({len(preset.estimates)} of 9 fields are estimates)" if preset.estimates else ""
-    return f"{preset.facts['clock_hz'].source}{estimates}"
 
 
 def _one(chip: Accelerator, preset: Preset | None) -> Iterator[RenderableType]:
-    from phaze.hardware.area import area_mm2
+    from phaze.hardware import area_mm2, network
 
     yield f"{chip.name}: {preset.title if preset else 'added by a plugin or read from a file'}"
     yield f"peak {chip.peak_flops_per_s() / 1e12:.4g} TF/s, model area {area_mm2(chip):.3f} mm2 at 22 nm"
@@ -102,12 +99,25 @@ def _one(chip: Accelerator, preset: Preset | None) -> Iterator[RenderableType]:
     if preset.published_peak_flops_per_s is not None:
         published = preset.published_peak_flops_per_s
         yield f"published {published.value / 1e12:.4g} TF/s at {preset.published_dtype} ({published.source})"
-    yield f"network {preset.default_network}\n"
+    yield ""
     yield plain_table(
         ["field", ">value", "status", "source"],
+        [(name, f"{fact.value:.6g}", fact.status, fact.source) for name, fact in preset.facts.items()],
+    )
+    yield from _links(network(preset.default_network))
+
+
+def _links(network: Network) -> Iterator[RenderableType]:
+    yield f"\nnetwork {network.name}: {network.title}"
+    yield plain_table(
+        [">joins", "field", ">value", "status", "source"],
         [
-            (name, f"{fact.value:.6g}", "fact" if fact.is_verified else "estimate", fact.source)
-            for name, fact in preset.facts.items()
+            (str(level.size or "all"), name, f"{fact.value:.6g}", fact.status, fact.source)
+            for level in network.levels
+            for name, fact in (
+                ("bandwidth_bytes_per_s", level.bandwidth_bytes_per_s),
+                ("latency_s", level.latency_s),
+            )
         ],
     )
 
@@ -115,7 +125,7 @@ def _one(chip: Accelerator, preset: Preset | None) -> Iterator[RenderableType]:
 chips = Command(
     name="chips",
     group=CommandGroup.HARDWARE,
-    summary="list accelerators with peak, area, memory and sources",
+    summary="list accelerators with peak, memory and area, or one with its sources",
     configure=configure,
     run=run,
 )

@@ -13,6 +13,7 @@ from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_opt
 
 if TYPE_CHECKING:
     from phaze.cost.report import CostReport, CostRow
+    from phaze.ir import Graph
 
 __all__ = ["cost"]
 
@@ -40,22 +41,43 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Price the model's ops and show the most expensive ones."""
-    from phaze.cost import cast_graph, fuse_attention
+    from phaze.cost import cast_graph, fuse_attention, plugin_prices
     from phaze.cost.report import cost_report
     from phaze.hardware import find_accelerator, precision_recipe
+    from phaze.hooks import PluginManager
     from phaze.imports import import_graph
 
-    chip = find_accelerator(arguments.chip)
+    manager = PluginManager.load()
+    chip = find_accelerator(arguments.chip, manager)
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     graph = import_graph(arguments.model, **options).with_backward()
     if arguments.micro_batch is not None:
         graph = graph.with_micro_batch(arguments.micro_batch)
     graph = cast_graph(fuse_attention(graph) if arguments.fused_attention else graph, recipe)
-    report = cost_report(graph, chip, recipe=recipe, is_fused=arguments.fuse)
+    prices = plugin_prices(manager)
+    report = cost_report(graph, chip, recipe=recipe, is_fused=arguments.fuse, prices=prices)
     title = f"{graph.name} on {chip.name}, microbatch {graph.micro_batch_size}, {recipe.name}"
-    show(console, arguments, _document(report, title), *_for_people(report, title, arguments.top))
+    counts = _attention_counts(graph)
+    document = _document(report, title) | counts
+    lines = _for_people(report, title, arguments.top)
+    fused = [_attention_line(counts)] if arguments.fused_attention else []
+    show(console, arguments, document, *lines, *fused)
     return ExitCode.FINE
+
+
+def _attention_counts(graph: Graph) -> dict[str, int]:
+    from phaze.ir import OpKind, Phase
+
+    kinds = [op.kind for op in graph.ops_of(Phase.FORWARD)]
+    return {"fused_attentions": kinds.count(OpKind.ATTENTION), "separate_softmaxes": kinds.count(OpKind.SOFTMAX)}
+
+
+def _attention_line(counts: dict[str, int]) -> str:
+    return (
+        f"{counts['fused_attentions']} attentions are fused; {counts['separate_softmaxes']} softmaxes stay apart "
+        "(losses, routers, learned biases)."
+    )
 
 
 def _document(report: CostReport, title: str) -> dict[str, object]:
@@ -64,7 +86,7 @@ def _document(report: CostReport, title: str) -> dict[str, object]:
         "calibration": report.calibration.name,
         "total_s": report.total_s,
         "energy_j": report.energy_j,
-        "update": asdict(report.update),
+        "update": asdict(report.update) if report.update else None,
         "skipped_update_ops": report.skipped_update_ops,
         "rows": [asdict(row) | {"total_s": row.total_s} for row in report.rows],
     }
@@ -79,8 +101,11 @@ def _for_people(report: CostReport, title: str, top: int) -> Iterator[Renderable
         f"\n{len(shown)} of {distinct} distinct ops; all together {report.total_s * 1e3:.4g} ms one after the other, "
         f"and about {report.energy_j:.3g} J."
     )
-    update = report.update
-    yield f"the update takes {update.spread_s * 1e3:.4g} ms once per batch ({update.binding})."
+    if report.update is not None:
+        update = report.update
+        yield f"the update takes {update.spread_s * 1e3:.4g} ms once per batch ({update.binding})."
+    else:
+        yield "there are no parameters, and so no update."
     if report.skipped_update_ops:
         yield f"{report.skipped_update_ops} captured update ops are left out: the line above stands for them."
     yield f"calibration: {report.calibration.name}."

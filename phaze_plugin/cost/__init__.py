@@ -6,10 +6,12 @@ from phaze.cost.cast import cast_graph
 from phaze.cost.collective import Collective, CollectiveEstimate, price_collective
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.fusion import OpGroup, format_groups, fuse_epilogues, group_work, single_groups
-from phaze.cost.graph import plugin_prices, price_groups, price_ops
+from phaze.cost.graph import price_groups, price_ops
 from phaze.cost.op_work import op_work
+from phaze.cost.plugin_price import plugin_prices
 from phaze.cost.price import price_works
-from phaze.cost.report import CostReport, CostRow, cost_report, explain
+from phaze.cost.reasons import explain
+from phaze.cost.report import CostReport, CostRow, cost_report
 from phaze.cost.update import gathered_bytes, update_work
 from phaze.cost.work import VIEW, Product, Work, matmul_work, vector_work
 

@@ -5,9 +5,11 @@ from phaze.hardware.area import area_mm2, areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.cluster import Cluster, InterconnectLevel
 from phaze.hardware.energy import EnergyModel, energy_model
+from phaze.hardware.fact import Fact
 from phaze.hardware.files import load_accelerator, load_cluster, save_accelerator, save_cluster
+from phaze.hardware.networks import Network, NetworkLevel, network, network_levels, network_names
 from phaze.hardware.precision import PrecisionRecipe, precision_recipe, precision_recipe_names
-from phaze.hardware.presets import Fact, Preset, network_levels, network_names, preset, preset_names, presets
+from phaze.hardware.presets import Preset, preset, preset_names, presets
 from phaze.hardware.text import find_accelerator, parse_cluster
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "Fact",
     "InterconnectLevel",
     "MatrixRates",
+    "Network",
+    "NetworkLevel",
     "PrecisionRecipe",
     "Preset",
     "area_mm2",
@@ -26,6 +30,7 @@ __all__ = [
     "find_accelerator",
     "load_accelerator",
     "load_cluster",
+    "network",
     "network_levels",
     "network_names",
     "parse_cluster",

@@ -11,15 +11,13 @@ HBM interface, links or network on chip: its areas compare with each other, not 
 
 from __future__ import annotations
 
-import json
-from importlib import resources
-
 import numpy as np
 from numpy.typing import NDArray
 
 from phaze.hardware.accelerator import MINIMUM_L2_BYTES, Accelerator
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.curve import log_log
+from phaze.hardware.packaged import packaged_table
 
 __all__ = ["area_mm2", "areas_mm2"]
 
@@ -33,7 +31,7 @@ def area_mm2(accelerator: Accelerator) -> float:
 
 def areas_mm2(accelerators: AcceleratorArray) -> NDArray[np.float64]:
     """Area of each accelerator."""
-    table = json.loads(resources.files("phaze.hardware.data").joinpath("area.json").read_text(encoding="utf-8"))
+    table = packaged_table("area")
     macs = accelerators.tensor_rows * accelerators.tensor_cols
     cores = table["tensor_mac_um2"] * (accelerators.tensor_cores * macs) + table["vector_lane_um2"] * (
         accelerators.vector_cores * accelerators.vector_lanes

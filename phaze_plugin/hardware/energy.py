@@ -9,9 +9,7 @@ SRAM energy per byte grows with capacity, log-log between published points and b
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +18,7 @@ from phaze.hardware.area import areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.curve import log_log
 from phaze.hardware.dtypes import rate_name
+from phaze.hardware.packaged import packaged_table
 
 __all__ = ["EnergyModel", "energy_model"]
 
@@ -61,8 +60,7 @@ class EnergyModel:
 
 def energy_model() -> EnergyModel:
     """The energy model that is shipped."""
-    text = resources.files("phaze.hardware.data").joinpath("energy.json").read_text(encoding="utf-8")
-    table = json.loads(text)
+    table = packaged_table("energy")
     single = ("vector_operation_j", "hbm_j_per_byte", "link_j_per_byte", "static_w_per_mm2")
     sram = table["sram_j_per_byte_by_bytes"]
     return EnergyModel(

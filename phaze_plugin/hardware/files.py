@@ -11,12 +11,15 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from phaze.errors import FormatError, HardwareError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.cluster import Cluster, InterconnectLevel
-from phaze.hardware.presets import preset
+from phaze.hardware.known import known_accelerator
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
 
 __all__ = [
     "accelerator_from_json",
@@ -41,9 +44,7 @@ def accelerator_to_json(accelerator: Accelerator) -> dict[str, Any]:
 def accelerator_from_json(document: object) -> Accelerator:
     """The accelerator that ``document`` describes.
 
-    Raises:
-        FormatError: fields are missing, unknown or of the wrong type.
-        HardwareError: a value cannot be.
+    Fields that are missing, unknown or of the wrong type are a `FormatError`, values that cannot be a `HardwareError`.
     """
     body = dict(_object("accelerator", document))
     rates = _construct("rates", MatrixRates, _object("rates", body.pop("rates", {})))
@@ -55,16 +56,14 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     return asdict(cluster)
 
 
-def cluster_from_json(document: object) -> Cluster:
-    """The cluster that ``document`` describes; its accelerator is an object or the name of a preset.
+def cluster_from_json(document: object, manager: PluginManager | None = None) -> Cluster:
+    """The cluster that ``document`` describes; its accelerator is an object or a name that ``manager`` knows.
 
-    Raises:
-        FormatError: fields are missing, unknown or of the wrong type.
-        HardwareError: a value cannot be.
+    It raises as `accelerator_from_json` does, and `UnknownNameError` for a name that nobody knows.
     """
     body = dict(_object("cluster", document))
     chip = body.pop("accelerator", None)
-    accelerator = preset(chip).accelerator if isinstance(chip, str) else accelerator_from_json(chip)
+    accelerator = known_accelerator(chip, manager) if isinstance(chip, str) else accelerator_from_json(chip)
     levels = body.pop("levels", [])
     if not isinstance(levels, list):
         raise FormatError(f"cluster: levels is {type(levels).__name__}; expected a list, innermost first.")
@@ -83,26 +82,21 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
 
 
 def load_accelerator(path: str | Path) -> Accelerator:
-    """Read the accelerator in ``path``.
-
-    Raises:
-        FormatError: the file is missing, damaged, foreign or of another version.
-    """
+    """Read the accelerator in ``path``; a missing, damaged or foreign file is a `FormatError`."""
     return accelerator_from_json(_load(path, "accelerator"))
 
 
-def load_cluster(path: str | Path) -> Cluster:
-    """Read the cluster in ``path``.
-
-    Raises:
-        FormatError: the file is missing, damaged, foreign or of another version.
-    """
-    return cluster_from_json(_load(path, "cluster"))
+def load_cluster(path: str | Path, manager: PluginManager | None = None) -> Cluster:
+    """Read the cluster in ``path``; a missing, damaged or foreign file is a `FormatError`."""
+    return cluster_from_json(_load(path, "cluster"), manager)
 
 
 def _write(path: str | Path, kind: str, body: dict[str, Any]) -> None:
     text = json.dumps({"version": _VERSION, "kind": kind, kind: body}, indent=1)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists.") from error
 
 
 def _load(path: str | Path, kind: str) -> object:

@@ -1,43 +1,31 @@
-"""Real chips and networks by name, each number with its source and whether that source was checked.
+"""Real chips by name, each number with its source and whether that source was checked.
 
-The numbers live in ``data/chips.json`` and ``data/networks.json``. A verified cell is a fact; any other is an estimate
-and is shown as one. A network's outermost level has no size of its own: it joins as many groups as a cluster needs.
+The numbers live in ``data/chips.json``. A verified cell is a fact; any other is an estimate and is shown as one: a
+number that nobody checked, that was derived from others, that was chosen among several, or that is a drawing (a unit of
+64 multiply-accumulates as an array of 8x8).
 """
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from phaze.errors import UnknownNameError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
-from phaze.hardware.cluster import InterconnectLevel
+from phaze.hardware.fact import Fact, fact_of
+from phaze.hardware.packaged import packaged_table
 
-__all__ = ["Fact", "Preset", "network_levels", "network_names", "preset", "preset_names", "presets"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One number, where it comes from, and whether that was checked (otherwise it is an estimate)."""
-
-    value: float
-    source: str
-    is_verified: bool
+__all__ = ["Preset", "preset", "preset_names", "presets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A chip with the origin of each of its numbers.
 
-    Attributes:
-        accelerator: the chip.
-        title: its full name.
-        facts: per field of the accelerator, and per rate as ``rates.<dtype>``.
-        published_peak_flops_per_s: the vendor's figure, at ``published_dtype``; absent for generic machines.
-        default_network: the network that `phaze.hardware.parse_cluster` uses when none is named.
+    ``facts`` has one for each field of the accelerator, and one for each rate as ``rates.<dtype>``. The published peak
+    is the vendor's figure at ``published_dtype``, absent for generic machines. The default network is the one that
+    `phaze.hardware.parse_cluster` uses when none is named.
     """
 
     accelerator: Accelerator
@@ -48,67 +36,48 @@ class Preset:
     default_network: str
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the accelerator's fields that have a fact of their own; rates are listed by ``facts`` only."""
+        return tuple(name for name in self.facts if "." not in name)
+
+    @property
+    def source(self) -> str:
+        """What the sources of all fields have in common; empty where that is nothing."""
+        parts = [self.facts[name].source.split("; ") for name in self.fields]
+        return "; ".join(part for part in dict.fromkeys(parts[0]) if all(part in others for others in parts))
+
+    @property
     def estimates(self) -> tuple[str, ...]:
-        """Names of the accelerator's fields that are estimates; rates are listed by ``facts`` only."""
-        return tuple(name for name, fact in self.facts.items() if not fact.is_verified and "." not in name)
+        """Those of the fields that are estimates."""
+        return tuple(name for name in self.fields if not self.facts[name].is_verified)
 
 
 def preset_names() -> tuple[str, ...]:
     """Names of the built-in chips."""
-    return tuple(_read("chips"))
+    return tuple(_chips())
 
 
 def presets() -> tuple[Preset, ...]:
     """All built-in chips."""
-    return tuple(_preset(name, entry) for name, entry in _read("chips").items())
+    return tuple(_preset(name, entry) for name, entry in _chips().items())
 
 
 def preset(name: str) -> Preset:
-    """The built-in chip called ``name``.
-
-    Raises:
-        UnknownNameError: there is none; near names are listed.
-    """
-    chips = _read("chips")
+    """The built-in chip called ``name``; an `UnknownNameError` lists near names where there is none."""
+    chips = _chips()
     if name not in chips:
         raise UnknownNameError("accelerator", name, chips)
     return _preset(name, chips[name])
 
 
-def network_names() -> tuple[str, ...]:
-    """Names of the built-in networks."""
-    return tuple(_read("networks"))
+def _chips() -> Mapping[str, Any]:
+    chips: Mapping[str, Any] = packaged_table("chips")["chips"]
+    return chips
 
 
-def network_levels(name: str, device_count: int) -> tuple[InterconnectLevel, ...]:
-    """The levels of network ``name`` that ``device_count`` devices need, innermost first.
-
-    Raises:
-        UnknownNameError: there is no such network; near names are listed.
-    """
-    networks = _read("networks")
-    if name not in networks:
-        raise UnknownNameError("network", name, networks)
-    levels: list[InterconnectLevel] = []
-    groups = device_count
-    for entry in networks[name]["levels"]:
-        size = groups if entry["size"] is None else min(entry["size"], groups)
-        if size > 1:
-            level = InterconnectLevel(size, entry["bandwidth_bytes_per_s"]["value"], entry["latency_s"]["value"])
-            levels.append(level)
-        groups = math.ceil(groups / size)
-    return tuple(levels)
-
-
-def _read(kind: str) -> dict[str, Any]:
-    text = resources.files("phaze.hardware.data").joinpath(f"{kind}.json").read_text(encoding="utf-8")
-    entries: dict[str, Any] = json.loads(text)[kind]
-    return entries
-
-
-def _preset(name: str, entry: dict[str, Any]) -> Preset:
-    facts = {field: _fact(cell) for field, cell in entry["fields"].items()}
-    rates = {dtype: _fact(cell) for dtype, cell in entry["rates"].items()}
+def _preset(name: str, entry: Mapping[str, Any]) -> Preset:
+    facts = {field: fact_of(cell) for field, cell in entry["fields"].items()}
+    rates = {dtype: fact_of(cell) for dtype, cell in entry["rates"].items()}
     peak = entry["published_peak_flops_per_s"]
     return Preset(
         accelerator=Accelerator(
@@ -118,11 +87,7 @@ def _preset(name: str, entry: dict[str, Any]) -> Preset:
         ),
         title=entry["title"],
         facts=facts | {f"rates.{dtype}": fact for dtype, fact in rates.items()},
-        published_peak_flops_per_s=_fact(peak) if peak else None,
+        published_peak_flops_per_s=fact_of(peak) if peak else None,
         published_dtype=peak["dtype"] if peak else None,
         default_network=entry["default_network"],
     )
-
-
-def _fact(cell: dict[str, Any]) -> Fact:
-    return Fact(cell["value"], cell["source"], cell["verified"])

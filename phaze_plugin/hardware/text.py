@@ -7,48 +7,55 @@ stands for the whole.
 
 from __future__ import annotations
 
-from phaze.errors import HardwareError
+from typing import TYPE_CHECKING
+
+from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.cluster import Cluster
 from phaze.hardware.files import load_accelerator, load_cluster
-from phaze.hardware.presets import network_levels, preset, preset_names
+from phaze.hardware.known import known_accelerator
+from phaze.hardware.networks import network_levels
+from phaze.hardware.presets import preset, preset_names
+from phaze.hardware.validate import LARGEST_BYTES
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
 
 __all__ = ["find_accelerator", "parse_cluster"]
 
 _NETWORK_OF_OTHER_CHIPS = "paper"
+_MOST_DIGITS = 40
 
 
-def find_accelerator(text: str) -> Accelerator:
+def find_accelerator(text: str, manager: PluginManager | None = None) -> Accelerator:
     """The accelerator that ``text`` names: a preset, one that a plugin added, or the path of a JSON file.
 
-    Raises:
-        UnknownNameError: nobody knows the name; near names are listed.
-        PluginError: plugins clash over the name.
-        FormatError: the file is not an accelerator.
+    Without a ``manager`` the installed plugins are looked up anew. A name that nobody knows is an `UnknownNameError`
+    that lists near ones, one that plugins clash over a `PluginError`, a file with something else a `FormatError`.
     """
-    from phaze.hooks import PluginManager
-
-    return load_accelerator(text) if text.endswith(".json") else PluginManager.load().accelerators().get(text)
+    return load_accelerator(text) if text.endswith(".json") else known_accelerator(text, manager)
 
 
-def parse_cluster(text: str) -> Cluster:
+def parse_cluster(text: str, manager: PluginManager | None = None) -> Cluster:
     """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``tpuv4-paper:1024@paper``.
 
-    Raises:
-        HardwareError: the text has another form, or counts no devices.
-        UnknownNameError: nobody knows the chip or the network.
+    Another form and a count that no cluster has are a `HardwareError`, unknown chips and networks an
+    `UnknownNameError`.
     """
     chip, colon, rest = text.strip().rpartition(":")
     if not colon and rest.endswith(".json"):
-        return load_cluster(rest)
+        return load_cluster(rest, manager)
     count_text, at, network = rest.partition("@")
     if not chip or (at and not network) or not (count_text.isascii() and count_text.isdigit()):
         raise HardwareError(
-            f"cluster {text!r} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64."
+            f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64."
         )
-    if (count := int(count_text)) < 1:
-        raise HardwareError(f"cluster {text!r} has {count} devices; expected at least 1.")
-    accelerator = find_accelerator(chip)
+    count = int(count_text) if len(count_text) <= _MOST_DIGITS else LARGEST_BYTES + 1
+    if not 1 <= count <= LARGEST_BYTES:
+        raise HardwareError(
+            f"cluster {shown(text)} has {count_text[:_MOST_DIGITS]} devices; expected 1 to {LARGEST_BYTES}."
+        )
+    accelerator = find_accelerator(chip, manager)
     return Cluster(accelerator, count, network_levels(network or _network_of(chip), count))
 
 

@@ -1,11 +1,13 @@
 """`phaze chips`: every preset with its numbers and sources."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from phaze.cli import main
-from phaze.hardware import preset_names
+from phaze.hardware import preset, preset_names, save_accelerator
 
 
 def test_the_list_has_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,6 +16,40 @@ def test_the_list_has_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in preset_names())
     assert "275.3" in out
     assert "278.8" in out
+
+
+def test_the_list_has_one_line_a_chip_and_a_source_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chips"]) == 0
+    table, sources = capsys.readouterr().out.split("sources (of every field")
+    for name in preset_names():
+        assert sum(line.split()[:1] == [name] for line in table.splitlines()) == 1
+        assert f"  {name}: " in sources
+    assert "9 of 9" in table
+
+
+def test_another_chip_under_a_presets_name_has_none_of_its_facts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    save_accelerator(replace(preset("h100").accelerator, clock_hz=1e9), path)
+    assert main(["chips", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "h100: added by a plugin or read from a file" in out
+    assert "published" not in out
+    assert main(["chips", str(path), "--json"]) == 0
+    assert "sources" not in json.loads(capsys.readouterr().out)["chips"][0]
+
+
+def test_one_chip_shows_its_network_and_what_of_it_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chips", "a100-80gb"]) == 0
+    out = capsys.readouterr().out
+    assert "network dgx-a100: 8 by NVLink3, then InfiniBand" in out
+    links = out.split("network dgx-a100")[1]
+    assert links.count("fact") == 2
+    assert links.count("estimate") == 2
+    assert main(["chips", "a100-80gb", "--json"]) == 0
+    (inner, _) = json.loads(capsys.readouterr().out)["chips"][0]["network"]["levels"]
+    assert inner["latency_s"]["is_verified"] is False
 
 
 def test_one_chip_shows_the_source_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:

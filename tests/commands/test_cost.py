@@ -37,6 +37,14 @@ def test_fusion_shortens_the_total(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(set(totals)) == 3
 
 
+def test_fused_attention_says_how_many_it_fused_and_what_stayed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--fused-attention"]) == 0
+    assert "12 attentions are fused; 1 softmaxes stay apart" in capsys.readouterr().out
+    assert main([*SMALL, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["fused_attentions"], document["separate_softmaxes"]) == (0, 13)
+
+
 def test_precision_changes_the_price(capsys: pytest.CaptureFixture[str]) -> None:
     totals = []
     for recipe in ("bf16-adam", "fp32-adam"):

@@ -4,11 +4,11 @@ import pytest
 
 from phaze.cost import IDEAL, Calibration, calibration_of
 from phaze.errors import HardwareError
-from phaze.hardware import preset_names
+from phaze.hardware import Accelerator, presets
 
 
-@pytest.mark.parametrize("chip", preset_names())
-def test_no_preset_is_fitted_yet_and_says_so(chip: str) -> None:
+@pytest.mark.parametrize("chip", [preset.accelerator for preset in presets()], ids=lambda chip: chip.name)
+def test_no_preset_is_fitted_yet_and_says_so(chip: Accelerator) -> None:
     calibration = calibration_of(chip)
     assert calibration == IDEAL
     assert (calibration.name, calibration.is_ideal) == ("ideal", True)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from phaze.cost import VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
+from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
 from phaze.hardware.energy import energy_model
 
@@ -18,7 +19,7 @@ def test_a_large_square_product_comes_near_to_peak_and_says_that_compute_binds()
     assert 0.85 <= peak_share(8192) <= 1
     sentence = explain(matmul_work(1, 8192, 8192, 8192), TPU)
     assert "on ideal tpuv4" in sentence
-    assert "compute binds: the cores are busy" in sentence
+    assert "compute binds: the tensor cores are busy throughout" in sentence
 
 
 def test_a_small_product_stays_far_below_peak_and_says_that_fill_binds() -> None:
@@ -32,6 +33,21 @@ def test_vector_work_is_bound_by_memory_or_by_lanes() -> None:
     assert (heavy.binding(), heavy.core_s[0, 0]) == (Binding.COMPUTE, pytest.approx(1e9 / 1024 / 1.05e9, rel=1e-5))
     assert heavy.core_s[0, 0] == pytest.approx(2 * heavy.spread_s[0, 0], rel=1e-5)
     assert "memory binds" in explain(vector_work(1e6, 4e6), TPU)
+
+
+def test_the_reason_names_the_cores_that_decide_and_what_they_do() -> None:
+    assert "compute binds: the vector cores are busy with 1e+09 lane operations." in explain(vector_work(1e9, 4e6), TPU)
+    padded = matmul_work(1, 2**18, 129, 129)
+    many = replace(TPU, hbm_bandwidth_bytes_per_s=1e15)
+    assert "compute binds: the tensor cores need" in explain(padded, many)
+    assert "the rest is padding the shape to 8 arrays of 128x128" in explain(padded, many)
+    both = replace(matmul_work(1, 8192, 8192, 8192), vector_operations=1e13)
+    assert "lane operations; the tensor cores wait" in explain(both, TPU)
+
+
+def test_a_view_has_nothing_to_explain() -> None:
+    with pytest.raises(CostError, match="a view costs nothing"):
+        explain(VIEW, TPU)
 
 
 def test_overhead_binds_when_it_exceeds_the_work() -> None:

@@ -1,12 +1,24 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hardware_strategies import accelerators, clusters
 from hypothesis import given
+from plugins import manager_of, plugin_with
 
 from phaze.errors import FormatError, HardwareError, UnknownNameError
-from phaze.hardware import Accelerator, Cluster, load_accelerator, load_cluster, parse_cluster, preset, save_cluster
+from phaze.hardware import (
+    Accelerator,
+    Cluster,
+    find_accelerator,
+    load_accelerator,
+    load_cluster,
+    parse_cluster,
+    preset,
+    save_accelerator,
+    save_cluster,
+)
 from phaze.hardware.files import accelerator_from_json, accelerator_to_json, cluster_from_json, cluster_to_json
 
 CHIP = accelerator_to_json(preset("h100").accelerator)
@@ -31,6 +43,20 @@ def test_a_cluster_may_name_its_chip() -> None:
     assert cluster_from_json(document) == parse_cluster("h100:8")
     with pytest.raises(UnknownNameError, match="Did you mean h100"):
         cluster_from_json(document | {"accelerator": "h10"})
+
+
+def test_a_cluster_may_name_a_plugins_chip() -> None:
+    chip = replace(preset("h100").accelerator, name="mine")
+    manager = manager_of(mine=plugin_with(phaze_accelerators=lambda: {"mine": chip}))
+    document = {"accelerator": "mine", "device_count": 1}
+    assert cluster_from_json(document, manager) == Cluster(chip, 1)
+    assert find_accelerator("mine", manager) == chip
+    assert parse_cluster("mine:2", manager).accelerator == chip
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"none.chip\.json: cannot be written \(No such file or directory\)"):
+        save_accelerator(preset("h100").accelerator, tmp_path / "none" / "chip.json")
 
 
 @pytest.mark.parametrize(

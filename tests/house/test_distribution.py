@@ -115,11 +115,11 @@ except phaze.PhazeError as error:
 def test_the_sample_plugins_price_is_used_on_its_accelerator(python_with_sample: Path) -> None:
     program = """
 import phaze
-from phaze.cost import price_ops
+from phaze.cost import plugin_prices, price_ops
 from phaze.hardware import find_accelerator
 graph = phaze.import_graph("toy-tiny")
 shuffles = [op for op in graph.ops if op.function == "toy_shuffle"]
-print(*price_ops(graph, shuffles, find_accelerator("toy-chip")).core_s.ravel())
+print(*price_ops(graph, shuffles, find_accelerator("toy-chip"), prices=plugin_prices()).core_s.ravel())
 """
     read_and_written_bytes, slowdown, bandwidth_bytes_per_s = 2 * 2 * 128, 3.0, 1e9
     seconds = [float(text) for text in run(python_with_sample, "-c", program).split()]
