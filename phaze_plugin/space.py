@@ -13,6 +13,7 @@ import numpy as np
 from phaze.hardware.area import area_mm2, areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.presets import preset
+from phaze.hardware.validate import positive_integer
 
 __all__ = ["PAPER_HBM_BYTES", "paper"]
 
@@ -29,13 +30,14 @@ def paper(hbm_bytes: int = PAPER_HBM_BYTES[0]) -> AcceleratorArray:
 
     The tuple is (tensor cores, rows, columns, vector cores, lanes, buffer bytes); it also makes the name.
     """
+    hbm_bytes = positive_integer("the paper's space", "hbm_bytes", hbm_bytes)
     cores, sides, buffers = 2 ** np.arange(13), 2 ** np.arange(1, 9), _MIB * 2 ** np.arange(1, 8)
     grid = np.meshgrid(cores, sides, sides, cores, buffers, indexing="ij")
     tensor_cores, rows, cols, vector_cores, buffer_bytes = (axis.ravel().astype(np.int64) for axis in grid)
     baseline = preset("tpuv4-paper").accelerator
     count = len(rows)
     points = AcceleratorArray(
-        names=("",) * count,
+        names=("unnamed",) * count,
         tensor_cores=tensor_cores,
         tensor_rows=rows,
         tensor_cols=cols,

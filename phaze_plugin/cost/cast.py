@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from phaze.hardware import PrecisionRecipe
-from phaze.hardware.dtypes import rate_name
+from phaze.hardware.dtypes import element_type
 from phaze.ir import DType, Graph
 
 __all__ = ["cast_graph"]
@@ -22,7 +22,7 @@ def cast_graph(graph: Graph, recipe: PrecisionRecipe) -> Graph:
     for tensor in graph.parameters or tuple(graph.tensors.values()):
         if tensor.dtype.is_float:
             sizes[tensor.dtype] += tensor.elements
-    target = next(dtype for dtype in DType if dtype.is_float and rate_name(dtype) == rate_name(recipe.compute_dtype))
+    target = element_type(recipe.compute_dtype)
     captured = sizes.most_common(1)[0][0] if sizes else target
     if captured is target:
         return graph

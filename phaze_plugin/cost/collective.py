@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
-from phaze.errors import CostError
+from phaze.errors import CostError, shown
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.energy import EnergyModel, energy_model
 
@@ -70,15 +70,17 @@ def price_collective(
 ) -> CollectiveEstimate:
     """Price a collective on tensors of ``tensor_bytes`` over one mesh axis of ``cluster``.
 
-    Raises:
-        CostError: the collective is unknown, or a size is negative or not finite.
-        HardwareError: the axis does not fit the cluster.
+    An unknown collective, and a size that is negative or no finite number, is a `CostError`; an axis that does not fit
+    the cluster a `HardwareError`.
     """
-    if collective not in set(Collective):
-        raise CostError(f"unknown collective {collective!r}; known are {', '.join(Collective)}.")
-    sizes = np.asarray(tensor_bytes, dtype=np.float64)
+    if not isinstance(collective, str) or collective not in set(Collective):
+        raise CostError(f"unknown collective {shown(collective)}; known are {', '.join(Collective)}.")
+    try:
+        sizes = np.asarray(tensor_bytes, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        sizes = np.array(np.nan)
     if not (np.isfinite(sizes) & (sizes >= 0)).all():
-        raise CostError(f"{collective} of {tensor_bytes!r} bytes; expected finite sizes of at least 0.")
+        raise CostError(f"{collective} of {shown(tensor_bytes)} bytes; expected finite sizes of at least 0.")
     levels = cluster.axis_levels(axis_size, axis_stride)
     steps = _STEPS[Collective(collective)](levels, sizes)
     sent = sum((sent for _, sent, _ in steps), start=np.zeros_like(sizes))

@@ -30,7 +30,6 @@ from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate
 from phaze.cost.systolic import ArrayGrid, Cycles, array_grid, product_cycles
 from phaze.cost.work import Work
 from phaze.hardware import Accelerator, AcceleratorArray
-from phaze.hardware.accelerator import MINIMUM_L2_BYTES
 from phaze.hardware.dtypes import dtype_bytes
 from phaze.hardware.energy import EnergyModel, energy_model
 
@@ -101,8 +100,7 @@ def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyMo
     rows, cols, cores = chips.tensor_rows, chips.tensor_cols, chips.tensor_cores
     core_first, core_at = distinct_rows([rows, cols])
     spread_first, spread_at = distinct_rows([rows, cols, cores])
-    tensor_l2 = np.maximum(MINIMUM_L2_BYTES, 16 * rows * cols)
-    vector_l2 = np.maximum(MINIMUM_L2_BYTES, 16 * chips.vector_lanes)
+    tensor_l2 = chips.tensor_l2_bytes
     sizes = np.concatenate((chips.buffer_bytes // cores, chips.buffer_bytes, tensor_l2))
     size_first, memory_at = distinct_rows([sizes])
     share_at, buffer_at, l2_at = np.split(memory_at, 3)
@@ -121,7 +119,7 @@ def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyMo
         bandwidth=chips.hbm_bandwidth_bytes_per_s * calibration.memory,
         buffer_j_per_byte=energy.sram_j_per_byte(chips.buffer_bytes),
         tensor_l2_j_per_byte=energy.sram_j_per_byte(tensor_l2),
-        vector_l2_j_per_byte=energy.sram_j_per_byte(vector_l2),
+        vector_l2_j_per_byte=energy.sram_j_per_byte(chips.vector_l2_bytes),
     )
 
 

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.errors import CostError
+from phaze.cost.sizes import check_amounts, check_sizes
 
 __all__ = ["AttentionTiling", "ProductTiling", "Tiling"]
 
@@ -54,15 +54,8 @@ class Tiling(Protocol):
 class ProductTiling:
     """``batch`` products of (m, k) with (k, n).
 
-    Attributes:
-        batch: independent products.
-        m: rows of the left operand.
-        n: columns of the right operand.
-        k: contracted size.
-        left_bytes: the left operand as stored, over the whole batch (an image, not its unfolded copies).
-        right_bytes: the right operand as stored, over the whole batch.
-        output_bytes: the result as stored, over the whole batch; 0 when it stays on the chip.
-        element_bytes: size of one operand element on the chip.
+    Bytes are those of operands and result as stored, over the whole batch (an image, not its unfolded copies); output
+    bytes are 0 when the result stays on the chip. ``element_bytes`` is the size of one operand element on the chip.
     """
 
     batch: int
@@ -76,10 +69,10 @@ class ProductTiling:
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
-        if min(self.batch, self.m, self.n, self.k) < 1:
-            raise CostError(f"matrix product {self.batch} x ({self.m}, {self.n}, {self.k}): sizes must be at least 1.")
-        if min(self.left_bytes, self.right_bytes, self.element_bytes) <= 0 or self.output_bytes < 0:
-            raise CostError("matrix product: operand bytes must be above 0 and output bytes not below.")
+        check_sizes("matrix product", batch=self.batch, m=self.m, n=self.n, k=self.k)
+        operands = {name: getattr(self, name) for name in ("left_bytes", "right_bytes", "element_bytes")}
+        check_amounts("matrix product", **operands)
+        check_amounts("matrix product", may_be_zero=True, output_bytes=self.output_bytes)
 
     @property
     def compulsory_bytes(self) -> float:
@@ -125,16 +118,10 @@ class ProductTiling:
 class AttentionTiling:
     """Attention of ``heads`` heads (batch included) whose scores never leave the chip.
 
-    Attributes:
-        heads: independent heads, over the batch.
-        queries: query positions of a head.
-        keys: key positions of a head.
-        query_width: elements of one query position that stay: query, output and, backward, their gradients.
-        key_width: elements of one key position that pass: key, value and, backward, their gradients.
-        near_bytes: everything of the query side, stored, over all heads.
-        far_bytes: everything of the key side that is read, stored, over all heads.
-        accumulated_bytes: everything of the key side that is summed over queries (backward), over all heads.
-        element_bytes: size of one element.
+    Queries and keys are positions of one head; heads include the batch. A query position that stays has
+    ``query_width`` elements (query, output and, backward, their gradients), a key position that passes ``key_width``.
+    Bytes are those of everything stored, over all heads: of the query side, of the key side that is read, and of the
+    key side that is summed over queries (backward).
     """
 
     heads: int
@@ -149,10 +136,11 @@ class AttentionTiling:
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
-        sizes = (self.heads, self.queries, self.keys, self.query_width, self.key_width)
-        is_moved = min(self.near_bytes, self.far_bytes, self.element_bytes) > 0 and self.accumulated_bytes >= 0
-        if min(sizes) < 1 or not is_moved:
-            raise CostError(f"attention of sizes {sizes}: sizes must be at least 1 and bytes above 0.")
+        sizes = {name: getattr(self, name) for name in ("heads", "queries", "keys", "query_width", "key_width")}
+        check_sizes("attention", **sizes)
+        moved = {name: getattr(self, name) for name in ("near_bytes", "far_bytes", "element_bytes")}
+        check_amounts("attention", **moved)
+        check_amounts("attention", may_be_zero=True, accumulated_bytes=self.accumulated_bytes)
 
     @property
     def compulsory_bytes(self) -> float:

@@ -12,10 +12,10 @@ own resource, so the largest decides:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from phaze.cost.estimate import CoreKind
+from phaze.cost.sizes import check_amounts, check_sizes
 from phaze.cost.traffic import ProductTiling, Tiling
 from phaze.errors import CostError
 from phaze.hardware.dtypes import dtype_bytes
@@ -35,8 +35,7 @@ class Product:
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
-        if min(self.batch, self.m, self.n, self.k) < 1:
-            raise CostError(f"matrix product {self.batch} x ({self.m}, {self.n}, {self.k}): sizes must be at least 1.")
+        check_sizes("matrix product", batch=self.batch, m=self.m, n=self.n, k=self.k)
 
     @property
     def macs(self) -> float:
@@ -46,16 +45,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The terms of one op.
+    """The terms of one op: tilings are the traffic that depends on the buffer, streamed bytes that which does not.
 
-    Attributes:
-        products: matrix products on the tensor cores.
-        vector_operations: operations of single lanes on the vector cores.
-        tilings: traffic that depends on the buffer.
-        streamed_bytes: traffic that does not.
-
-    Raises:
-        CostError: it computes without moving a byte; such an op would be priced too low.
+    A work that computes without moving a byte is a `CostError`, since it would be priced too low.
     """
 
     products: tuple[Product, ...] = ()
@@ -65,11 +57,8 @@ class Work:
 
     def __post_init__(self) -> None:
         """Check signs, and that what computes also moves bytes."""
-        if not (0 <= self.vector_operations < math.inf and 0 <= self.streamed_bytes < math.inf):
-            raise CostError(
-                f"work with {self.vector_operations} vector operations and {self.streamed_bytes} streamed bytes: "
-                "expected finite numbers of at least 0."
-            )
+        amounts = {"vector_operations": self.vector_operations, "streamed_bytes": self.streamed_bytes}
+        check_amounts("work", may_be_zero=True, **amounts)
         computes = bool(self.products) or self.vector_operations > 0
         if computes != (self.compulsory_bytes > 0):
             raise CostError(
@@ -103,6 +92,7 @@ def matmul_work(
     batch: int, m: int, n: int, k: int, *, dtype: str = "bfloat16", output_dtype: str | None = None
 ) -> Work:
     """``batch`` dense products of (m, k) with (k, n) at ``dtype``; the result has ``output_dtype``, or the same."""
+    check_sizes("matrix product", batch=batch, m=m, n=n, k=k)
     size = dtype_bytes(dtype)
     tiling = ProductTiling(
         batch=batch,

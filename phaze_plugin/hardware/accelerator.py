@@ -1,7 +1,7 @@
 """One accelerator: the paper's template of tensor cores, vector cores, a shared buffer and HBM.
 
 A tensor core is a systolic array of ``tensor_rows x tensor_cols`` multiply-accumulate units; a vector core has
-``vector_lanes`` lanes. Both kinds own a private L2 whose size the paper derives from the core's width. With clock f,
+``vector_lanes`` lanes. With clock f,
 
     peak flops = 2 * tensor_cores * tensor_rows * tensor_cols * f * rate(dtype)
 
@@ -16,10 +16,7 @@ from phaze.errors import HardwareError
 from phaze.hardware.dtypes import rate_name
 from phaze.hardware.validate import LARGEST_BYTES, LARGEST_COUNT, positive, positive_integer
 
-__all__ = ["MINIMUM_L2_BYTES", "Accelerator", "MatrixRates"]
-
-MINIMUM_L2_BYTES = 1024
-_L2_BYTES_PER_UNIT = 16
+__all__ = ["INTEGER_FIELDS", "REAL_FIELDS", "Accelerator", "MatrixRates", "largest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +47,9 @@ class MatrixRates:
 class Accelerator:
     """One chip as the cost model sees it.
 
-    Attributes:
-        name: what people call it.
-        tensor_cores: systolic arrays.
-        tensor_rows: rows of one array.
-        tensor_cols: columns of one array.
-        vector_cores: vector units.
-        vector_lanes: lanes of one vector unit; a lane does one elementwise operation per cycle.
-        buffer_bytes: on-chip buffer shared by all cores.
-        hbm_bytes: off-chip memory.
-        hbm_bandwidth_bytes_per_s: off-chip bandwidth, reads and writes together.
-        clock_hz: cycles per second of both core kinds.
-        rates: matrix rate per data type.
-
-    Raises:
-        HardwareError: a field is zero, negative or not a number.
+    A lane of a vector core does one elementwise operation per cycle. The buffer is shared by all cores; bandwidth
+    counts reads and writes together; both core kinds run at the one clock. A field that is zero, negative or not a
+    number is a `HardwareError`.
     """
 
     name: str
@@ -84,22 +69,11 @@ class Accelerator:
         if not isinstance(self.name, str) or not self.name:
             raise HardwareError(f"accelerator name is {self.name!r}; expected a non-empty text.")
         for field in INTEGER_FIELDS:
-            most = LARGEST_BYTES if field.endswith("_bytes") else LARGEST_COUNT
-            object.__setattr__(self, field, positive_integer(self.name, field, getattr(self, field), most))
+            object.__setattr__(self, field, positive_integer(self.name, field, getattr(self, field), largest(field)))
         for field in REAL_FIELDS:
             object.__setattr__(self, field, positive(self.name, field, getattr(self, field)))
         if not isinstance(self.rates, MatrixRates):
             raise HardwareError(f"{self.name}: rates is {self.rates!r}; expected MatrixRates.")
-
-    @property
-    def tensor_l2_bytes(self) -> int:
-        """Private L2 of one tensor core."""
-        return max(MINIMUM_L2_BYTES, _L2_BYTES_PER_UNIT * self.tensor_rows * self.tensor_cols)
-
-    @property
-    def vector_l2_bytes(self) -> int:
-        """Private L2 of one vector core."""
-        return max(MINIMUM_L2_BYTES, _L2_BYTES_PER_UNIT * self.vector_lanes)
 
     def peak_flops_per_s(self, dtype: str | None = None) -> float:
         """Peak matrix flops per second at ``dtype``, or at the arrays' native type when none is given."""
@@ -121,3 +95,8 @@ INTEGER_FIELDS = (
     "hbm_bytes",
 )
 REAL_FIELDS = ("hbm_bandwidth_bytes_per_s", "clock_hz")
+
+
+def largest(field: str) -> int:
+    """The largest value of an integer field."""
+    return LARGEST_BYTES if field.endswith("_bytes") else LARGEST_COUNT

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.hardware.accelerator import MINIMUM_L2_BYTES, Accelerator
+from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.curve import log_log
 from phaze.hardware.packaged import packaged_table
@@ -36,8 +36,8 @@ def areas_mm2(accelerators: AcceleratorArray) -> NDArray[np.float64]:
     cores = table["tensor_mac_um2"] * (accelerators.tensor_cores * macs) + table["vector_lane_um2"] * (
         accelerators.vector_cores * accelerators.vector_lanes
     )
-    tensor_l2 = log_log(table["core_l2_um2_by_bytes"], np.maximum(MINIMUM_L2_BYTES, 16 * macs))
-    vector_l2 = log_log(table["core_l2_um2_by_bytes"], np.maximum(MINIMUM_L2_BYTES, 16 * accelerators.vector_lanes))
+    tensor_l2 = log_log(table["core_l2_um2_by_bytes"], accelerators.tensor_l2_bytes)
+    vector_l2 = log_log(table["core_l2_um2_by_bytes"], accelerators.vector_l2_bytes)
     buffer = log_log(table["buffer_um2_by_bytes"], accelerators.buffer_bytes)
     total: NDArray[np.float64] = (
         cores + accelerators.tensor_cores * tensor_l2 + accelerators.vector_cores * vector_l2 + buffer

@@ -12,9 +12,10 @@ groups do not line up with the blocks (an axis of 6 in nodes of 8), every step i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phaze.errors import HardwareError
+from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.validate import non_negative, positive, positive_integer
 
@@ -40,8 +41,7 @@ class InterconnectLevel:
 class Cluster:
     """``device_count`` equal accelerators joined by ``levels``, innermost first.
 
-    Raises:
-        HardwareError: the levels join fewer devices than there are.
+    Levels that join fewer devices than there are, and fields of other types, are a `HardwareError`.
     """
 
     accelerator: Accelerator
@@ -49,9 +49,19 @@ class Cluster:
     levels: tuple[InterconnectLevel, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that the levels join all devices."""
+        """Check types, and that the levels join all devices."""
+        if not isinstance(self.accelerator, Accelerator):
+            raise HardwareError(
+                f"cluster: accelerator is {shown(self.accelerator)}; expected an Accelerator, such as "
+                "phaze.hardware.find_accelerator gives."
+            )
+        levels = tuple(self.levels) if isinstance(self.levels, Iterable) else (None,)
+        if not all(isinstance(level, InterconnectLevel) for level in levels):
+            raise HardwareError(
+                f"cluster: levels is {shown(self.levels)}; expected InterconnectLevels, innermost first."
+            )
         object.__setattr__(self, "device_count", positive_integer("cluster", "device_count", self.device_count))
-        object.__setattr__(self, "levels", tuple(self.levels))
+        object.__setattr__(self, "levels", levels)
         joined = math.prod(level.size for level in self.levels)
         if joined < self.device_count:
             sizes = " x ".join(str(level.size) for level in self.levels) or "no levels"
@@ -63,8 +73,7 @@ class Cluster:
     def axis_levels(self, size: int, stride: int = 1) -> tuple[InterconnectLevel, ...]:
         """The part of a mesh axis that lies in each level, innermost first; sizes multiply to ``size``.
 
-        Raises:
-            HardwareError: the axis needs more devices than the cluster has.
+        An axis that needs more devices than the cluster has is a `HardwareError`.
         """
         extent = positive_integer("mesh axis", "size", size) * positive_integer("mesh axis", "stride", stride)
         if extent > self.device_count:

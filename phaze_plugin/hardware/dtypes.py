@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from phaze.errors import HardwareError
+from phaze.errors import HardwareError, shown
+from phaze.ir import DType
 
-__all__ = ["DTYPE_BYTES", "RATE_NAMES", "dtype_bytes", "rate_name"]
+__all__ = ["RATE_NAMES", "dtype_bytes", "element_type", "rate_name"]
 
-RATE_NAMES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
-"""The types that matrix units distinguish."""
-
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
+_RATES = {
+    DType.BFLOAT16: "bf16",
+    DType.FLOAT16: "fp16",
+    DType.FLOAT32: "fp32",
+    DType.FLOAT64: "fp64",
+    DType.FLOAT8: "fp8",
+    DType.INT8: "int8",
 }
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8"}
-_RATE = {long: short for short, long in _SHORT.items()} | {"int8": "int8", "uint8": "int8"}
+RATE_NAMES = tuple(_RATES.values())
+"""The types that matrix units distinguish."""
+
+_BY_NAME = {short: dtype for dtype, short in _RATES.items()} | {dtype.value: dtype for dtype in DType}
+
+
+def element_type(dtype: str) -> DType:
+    """The type that people call ``dtype``; a `HardwareError` where there is none."""
+    if not isinstance(dtype, str) or dtype not in _BY_NAME:
+        raise HardwareError(f"unknown element type {shown(dtype)}; known are {', '.join(_BY_NAME)}.")
+    return _BY_NAME[dtype]
 
 
 def rate_name(dtype: str) -> str:
-    """The matrix rate that ``dtype`` runs at; types that matrix units do not know (int32, bool, ...) run as fp32.
-
-    Raises:
-        HardwareError: there is no such type.
-    """
-    return _RATE.get(_long(dtype), "fp32")
+    """The matrix rate that ``dtype`` runs at; types that matrix units do not know (int32, bool, ...) run as fp32."""
+    found = element_type(dtype)
+    return _RATES[DType.INT8] if found is DType.UINT8 else _RATES.get(found, _RATES[DType.FLOAT32])
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises:
-        HardwareError: there is no such type.
-    """
-    return DTYPE_BYTES[_long(dtype)]
-
-
-def _long(dtype: str) -> str:
-    name = _SHORT.get(dtype, str(dtype))
-    if name not in DTYPE_BYTES:
-        known = ", ".join((*DTYPE_BYTES, *_SHORT))
-        raise HardwareError(f"unknown element type {dtype!r}; known are {known}.")
-    return name
+    """Bytes of one element."""
+    return element_type(dtype).size_bytes

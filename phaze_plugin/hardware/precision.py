@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phaze.errors import UnknownNameError
-from phaze.hardware.dtypes import dtype_bytes
+from phaze.errors import HardwareError, UnknownNameError
+from phaze.hardware.dtypes import dtype_bytes, element_type
 from phaze.hardware.validate import non_negative, positive
+from phaze.ir import DType
 
 __all__ = ["PrecisionRecipe", "precision_recipe", "precision_recipe_names"]
+
+_TRAINABLE = (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionRecipe:
     """How a model is trained, numerically.
 
-    Attributes:
-        name: what people call it.
-        compute_dtype: data type of matrix operands and activations; overrides captured float types.
-        reduction_dtype: data type in which gradients are summed over devices.
-        parameter_bytes: per parameter, the copy that forward and backward read.
-        gradient_bytes: per parameter, the accumulated gradient.
-        master_bytes: per parameter, the copy that the optimizer updates (0 when it updates the first).
-        state_bytes: per parameter, the optimizer's own state.
+    The compute type is that of matrix operands and activations and overrides captured float types; gradients are summed
+    over devices in the reduction type. Bytes are per parameter: the copy that forward and backward read, the
+    accumulated gradient, the master copy that the optimizer updates (0 when it updates the first), its own state.
     """
 
     name: str
@@ -40,8 +38,10 @@ class PrecisionRecipe:
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
         owner = f"precision recipe {self.name}"
-        for dtype in (self.compute_dtype, self.reduction_dtype):
-            dtype_bytes(dtype)
+        for field in ("compute_dtype", "reduction_dtype"):
+            dtype = element_type(getattr(self, field))
+            if dtype not in _TRAINABLE:
+                raise HardwareError(f"{owner}: {field} is {dtype}; expected one of {', '.join(_TRAINABLE)}.")
         for field in ("parameter_bytes", "gradient_bytes"):
             positive(owner, field, getattr(self, field))
         for field in ("master_bytes", "state_bytes"):
@@ -103,11 +103,7 @@ def precision_recipe_names() -> tuple[str, ...]:
 
 
 def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
-    """The recipe called ``name``.
-
-    Raises:
-        UnknownNameError: nobody defined it; near names are listed.
-    """
+    """The recipe called ``name``; an `UnknownNameError` lists near names where there is none."""
     recipes = _recipes()
     if name not in recipes:
         raise UnknownNameError("precision recipe", name, recipes)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hardware_strategies import clusters
@@ -87,10 +89,16 @@ def test_more_bytes_never_take_less_time(
     assert found[0] <= found[1]
 
 
-@pytest.mark.parametrize("tensor_bytes", [-1.0, np.nan, np.inf])
-def test_impossible_sizes_are_refused(tensor_bytes: float) -> None:
+@pytest.mark.parametrize("tensor_bytes", [-1.0, np.nan, np.inf, "much", None, 10**400, [[1], [2, 3]]])
+def test_impossible_sizes_are_refused(tensor_bytes: Any) -> None:
     with pytest.raises(CostError, match="bytes"):
         price_collective("all_reduce", tensor_bytes, FLAT, 2)
+
+
+@pytest.mark.parametrize("collective", [[], None, 3, {}])
+def test_what_is_no_collective_is_refused(collective: Any) -> None:
+    with pytest.raises(CostError, match="unknown collective"):
+        price_collective(collective, S, FLAT, 2)
 
 
 def test_an_unknown_collective_lists_the_known() -> None:

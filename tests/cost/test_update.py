@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from phaze.cost import Binding, gathered_bytes, price_works, update_work
@@ -24,7 +26,15 @@ def test_zero_one_and_two_gather_parameters_after_the_update() -> None:
     assert gathered_bytes(RECIPE, 100, zero_stage=1, zero_shards=1) == 0
 
 
-@pytest.mark.parametrize(("parameters", "shards"), [(0, 1), (10, 0), (-5, 2)])
+@pytest.mark.parametrize(("parameters", "shards"), [(0, 1), (10, 0), (-5, 2), (math.nan, 1), (2.5, 1), (10, math.inf)])
 def test_an_update_of_nothing_is_refused(parameters: int, shards: int) -> None:
     with pytest.raises(CostError, match="update"):
         update_work(RECIPE, parameters, zero_shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shards", "parameters"), [(7, 2, 1), (-1, 2, 1), (1, -3, 1), (1, 2, -1), (1, 2, math.nan), (1.0, 2, 1)]
+)
+def test_an_unknown_stage_or_size_is_refused(stage: int, shards: int, parameters: int) -> None:
+    with pytest.raises(CostError, match="all-gather after the update"):
+        gathered_bytes(RECIPE, parameters, zero_stage=stage, zero_shards=shards)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from phaze.cost import VIEW, CoreKind, Product, Work, matmul_work, vector_work
@@ -40,3 +42,11 @@ def test_equal_works_are_one() -> None:
 
 def test_a_result_may_have_another_type_than_its_operands() -> None:
     assert matmul_work(1, 2, 3, 4, dtype="bf16", output_dtype="fp32").compulsory_bytes == 2 * (8 + 12) + 4 * 6
+
+
+@pytest.mark.parametrize("m", [math.inf, math.nan, 2.5, 0, -1, True, "4", 10**400])
+def test_a_product_of_no_whole_size_is_refused(m: int) -> None:
+    with pytest.raises(CostError, match="matrix product: m is"):
+        matmul_work(1, m, 4, 4)
+    with pytest.raises(CostError, match="matrix product: m is"):
+        Product(batch=1, m=m, n=4, k=4, dtype="bfloat16")

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from phaze.errors import HardwareError
-from phaze.hardware import Accelerator, MatrixRates
+from phaze.hardware import Accelerator, MatrixRates, preset
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 
 FIELDS = {
@@ -59,14 +59,21 @@ def test_peak_is_two_flops_per_unit_and_cycle_times_the_rate_of_the_type() -> No
     assert chip.peak_flops_per_s("float32") == chip.peak_flops_per_s() / 4
 
 
-def test_private_memories_grow_with_the_core_and_have_a_minimum() -> None:
-    chip = Accelerator(**FIELDS)
-    assert (chip.tensor_l2_bytes, chip.vector_l2_bytes) == (16 * 8 * 16, 1024)
-
-
 def test_an_accelerator_is_a_value() -> None:
     chip = Accelerator(**FIELDS)
     assert chip == Accelerator(**FIELDS)
     assert hash(chip) == hash(Accelerator(**FIELDS))
     with pytest.raises(dataclasses.FrozenInstanceError):
         chip.clock_hz = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [10**400, 5e-324, 1e308, "fast", None, True])
+@pytest.mark.parametrize("field", ["clock_hz", "hbm_bandwidth_bytes_per_s"])
+def test_numbers_that_no_chip_has_are_refused(field: str, value: object) -> None:
+    with pytest.raises(HardwareError, match=f"h100: {field} is"):
+        dataclasses.replace(preset("h100").accelerator, **{field: value})
+
+
+def test_counts_of_thousands_of_digits_are_refused() -> None:
+    with pytest.raises(HardwareError, match="tensor_cores is a int of thousands of digits"):
+        dataclasses.replace(preset("h100").accelerator, tensor_cores=10**5000)

@@ -45,3 +45,41 @@ def test_columns_of_different_length_are_refused() -> None:
 def test_the_arrays_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="read-only"):
         AcceleratorArray.of(CHIPS).clock_hz[0] = 1.0
+
+
+def test_the_callers_arrays_stay_the_callers() -> None:
+    clocks = np.array([1e9, 2e9, 3e9])
+    array = dataclasses.replace(AcceleratorArray.of(CHIPS[:3]), clock_hz=clocks)
+    clocks[0] = 5.0
+    assert array.clock_hz.tolist() == [1e9, 2e9, 3e9]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "complaint"),
+    [
+        (
+            "tensor_rows",
+            np.array([1.5, 2.0]),
+            r"tensor_rows is an array of shape \(2,\) and type float64; expected whole",
+        ),
+        ("clock_hz", np.array(["fast", "slow"]), "clock_hz is an array of shape .* and type <U4; expected numbers"),
+        ("tensor_cores", np.array([1, 2**21]), r"tensor_cores\[1\] is 2097152; expected 1 to"),
+        ("clock_hz", np.array([1e308, 1e9]), r"clock_hz\[0\] is 1e\+308"),
+        ("clock_hz", np.array([1e9, 5e-324]), r"clock_hz\[1\] is 5e-324"),
+        ("clock_hz", np.array([1e9, np.nan]), r"clock_hz\[1\] is nan"),
+        ("rates", np.ones((2, 5)), r"rates is an array of shape \(2, 5\).* of shape \(2, 6\)"),
+        ("rates", np.ones(2), r"rates is an array of shape \(2,\)"),
+        ("buffer_bytes", np.array(3), "buffer_bytes has no entries"),
+        ("names", ("a", ""), "a name is empty"),
+    ],
+)
+def test_what_an_accelerator_refuses_an_array_refuses(field: str, values: object, complaint: str) -> None:
+    with pytest.raises(HardwareError, match=complaint):
+        dataclasses.replace(AcceleratorArray.of(CHIPS[:2]), **{field: values})
+
+
+@given(accelerators())
+def test_private_memories_follow_the_width_of_their_cores(chip: Accelerator) -> None:
+    array = AcceleratorArray.of([chip])
+    assert array.tensor_l2_bytes.tolist() == [max(1024, 16 * chip.tensor_rows * chip.tensor_cols)]
+    assert array.vector_l2_bytes.tolist() == [max(1024, 16 * chip.vector_lanes)]

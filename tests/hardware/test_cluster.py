@@ -90,3 +90,14 @@ def test_levels_that_join_too_few_devices_are_refused() -> None:
 
 def test_a_single_device_needs_no_levels() -> None:
     assert Cluster(CHIP, 1).axis_levels(1) == ()
+
+
+@pytest.mark.parametrize("levels", [None, 3, (3,), "ab", [None]])
+def test_levels_of_another_type_are_refused(levels: object) -> None:
+    with pytest.raises(HardwareError, match=r"cluster: levels is .*expected InterconnectLevels"):
+        Cluster(preset("h100").accelerator, 1, levels)  # type: ignore[arg-type]
+
+
+def test_a_chips_name_is_not_a_chip() -> None:
+    with pytest.raises(HardwareError, match="accelerator is 'a100'; expected an Accelerator"):
+        Cluster("a100", 1)  # type: ignore[arg-type]

@@ -2,12 +2,14 @@ import pytest
 
 from phaze.errors import HardwareError
 from phaze.hardware import MatrixRates
-from phaze.hardware.dtypes import DTYPE_BYTES, RATE_NAMES, dtype_bytes, rate_name
+from phaze.hardware.dtypes import RATE_NAMES, dtype_bytes, element_type, rate_name
 from phaze.ir import DType
 
 
-def test_hardware_and_graphs_agree_on_types_and_sizes() -> None:
-    assert {dtype.value: dtype.size_bytes for dtype in DType} == DTYPE_BYTES
+def test_every_type_of_a_graph_is_known_under_its_name() -> None:
+    for dtype in DType:
+        assert element_type(dtype.value) is dtype
+        assert dtype_bytes(dtype) == dtype.size_bytes
 
 
 def test_short_and_long_names_mean_the_same() -> None:
@@ -27,3 +29,9 @@ def test_rates_have_a_column_per_field() -> None:
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(HardwareError, match="unknown element type 'bf61'"):
         rate_name("bf61")
+
+
+@pytest.mark.parametrize("dtype", [None, [], 7])
+def test_what_is_no_text_is_refused(dtype: object) -> None:
+    with pytest.raises(HardwareError, match="unknown element type"):
+        rate_name(dtype)  # type: ignore[arg-type]

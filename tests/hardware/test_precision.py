@@ -40,3 +40,10 @@ def test_an_unknown_recipe_lists_near_names() -> None:
 def test_a_recipe_that_cannot_exist_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(HardwareError):
         dataclasses.replace(precision_recipe(), **change)
+
+
+@pytest.mark.parametrize("field", ["compute_dtype", "reduction_dtype"])
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64"])
+def test_types_that_nothing_is_trained_in_are_refused(field: str, dtype: str) -> None:
+    with pytest.raises(HardwareError, match=f"{field} is {dtype}; expected one of float64"):
+        dataclasses.replace(precision_recipe(), **{field: dtype})

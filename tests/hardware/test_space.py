@@ -2,8 +2,10 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 import phaze.space
+from phaze.errors import HardwareError
 from phaze.hardware import preset
 from phaze.hardware.area import area_mm2, areas_mm2
 
@@ -55,3 +57,9 @@ def test_hbm_size_is_free_and_changes_nothing_else() -> None:
 def test_the_module_is_found_without_importing_it() -> None:
     program = "import sys, phaze; assert 'numpy' not in sys.modules; print(len(phaze.space.PAPER_HBM_BYTES))"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "3\n"
+
+
+@pytest.mark.parametrize("hbm_bytes", [1.5, 0, -1, 10**400, "80GB"])
+def test_memory_that_cannot_be_is_refused(hbm_bytes: object) -> None:
+    with pytest.raises(HardwareError, match="hbm_bytes"):
+        phaze.space.paper(hbm_bytes)  # type: ignore[arg-type]

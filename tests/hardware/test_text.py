@@ -67,6 +67,12 @@ def test_a_cluster_without_devices_is_refused() -> None:
         parse_cluster("h100:0")
 
 
+@pytest.mark.parametrize("count", ["9" * 5000, "9" * 20])
+def test_a_count_that_no_cluster_has_is_refused(count: str) -> None:
+    with pytest.raises(HardwareError, match="devices; expected 1 to"):
+        parse_cluster(f"h100:{count}")
+
+
 def test_unknown_chips_and_networks_list_near_names() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown accelerator 'a100'.*Did you mean a100-"):
         parse_cluster("a100:8")
