@@ -1,9 +1,13 @@
 """Operators of a layer on the cores of one accelerator: schedules with a proof."""
 
 from phaze.schedule.bounds import lower_bounds
+from phaze.schedule.from_layer import PricedPass, price_pass
+from phaze.schedule.gantt import format_gantt
 from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
 from phaze.schedule.result import Schedule, ScheduledOp, ScheduleStatus
 from phaze.schedule.solve import DEFAULT_WORK, Method, ScheduleCache, schedule_layer
+from phaze.schedule.trace import chrome_trace
+from phaze.schedule.utilization import Utilization, utilization
 from phaze.schedule.verify import breaches, verify
 
 __all__ = [
@@ -12,13 +16,19 @@ __all__ = [
     "Method",
     "Op",
     "OpKind",
+    "PricedPass",
     "Problem",
     "Schedule",
     "ScheduleCache",
     "ScheduleStatus",
     "ScheduledOp",
+    "Utilization",
     "breaches",
+    "chrome_trace",
+    "format_gantt",
     "lower_bounds",
+    "price_pass",
     "schedule_layer",
+    "utilization",
     "verify",
 ]

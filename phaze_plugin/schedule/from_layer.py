@@ -66,8 +66,8 @@ class PricedPass:
             name=self.name,
         )
 
-    def lower_bounds(self) -> FloatArray:
-        """Lower bounds on the pass's time on every accelerator."""
+    def lower_bounds(self, *, is_tight: bool = True) -> FloatArray:
+        """Lower bounds on the pass's time on every accelerator; see `phaze.schedule.lower_bounds`."""
         return lower_bounds(
             self.problem(0),
             latency_s=self.latency_s,
@@ -75,6 +75,7 @@ class PricedPass:
             tensor_cores=self.tensor_cores,
             vector_cores=self.vector_cores,
             memory_s=0.0 if self.compatibility is Compatibility.PAPER else self.memory_s,
+            is_tight=is_tight,
         )
 
 

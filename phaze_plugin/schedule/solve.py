@@ -25,8 +25,8 @@ from phaze.solvers import BUILT_IN_SOLVERS, LinearSolver, WorkLimits
 
 __all__ = ["DEFAULT_WORK", "Method", "ScheduleCache", "schedule_layer"]
 
-DEFAULT_WORK = 300_000
-"""States that the default method may expand: a few seconds."""
+DEFAULT_WORK = 1_000_000
+"""Moves that the default method may look at: a few seconds."""
 
 
 class Method(StrEnum):
@@ -72,7 +72,7 @@ def schedule_layer(
 ) -> Schedule:
     """A verified schedule with its bound, within the relative `gap` (0: optimal) unless `work` runs out.
 
-    `work` is in the method's own unit: states for the frontier (DEFAULT_WORK if None), deterministic seconds for
+    `work` is in the method's own unit: moves for the frontier (DEFAULT_WORK if None), deterministic seconds for
     CP-SAT, the linear solver's work for the MILP on `solver` (no limit if None). Raises ValueError on a bad gap or
     method.
     """
@@ -128,7 +128,7 @@ def _is_done(problem: Problem, parts: Sequence[_Part], gap: float) -> bool:
 
 
 def _search(problem: Problem, parts: list[_Part], gap: float, work: int) -> int:
-    """Search segments, the largest gap first, each as far as the others' gaps leave room; the states expanded."""
+    """Search segments, the largest gap first, each as far as the others' gaps leave room; the work spent."""
     spent = 0
     for part in sorted(parts, key=lambda part: -part.gap_s):
         if _is_done(problem, parts, gap) or spent >= work:

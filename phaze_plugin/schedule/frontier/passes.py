@@ -24,7 +24,7 @@ _EPSILON = 1e-10  # a schedule counts as better if it is shorter by more than th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The best schedule known, a proven bound, and the number of states that were expanded."""
+    """The best schedule known, a proven bound, and the number of moves that were looked at."""
 
     placed: tuple[Placed, ...]
     bound_s: float
@@ -50,7 +50,7 @@ def search_frontier(
 ) -> Outcome:
     """Improve the incumbent until its bound is within `gap` of it plus `spare_s`, or it takes at most `enough_s`.
 
-    `work` limits the states expanded.
+    `work` limits the moves looked at.
     """
     unit_s = makespan(incumbent)
     tables = make_tables(reduced, unit_s)
@@ -71,13 +71,14 @@ def search_frontier(
 
 
 def _run(tables: Tables, target: float, width: int, most: int) -> _Pass:
-    """One pass: level by level, at most `width` states on each and about `most` in all."""
+    """One pass: level by level, at most `width` states on each, until `most` moves have been looked at."""
     states, history, dropped, work = first_state(tables), [], math.inf, 0
     for _ in range(tables.count):
         if work >= most:
             return _Pass(moves=(), last=-1, bound=min(dropped, float(states.bound.min())), work=work)
-        work += states.count
-        states, moves = children(tables, states, moves_from(tables, states), target)
+        moves = moves_from(tables, states)
+        work += moves.count
+        states, moves = children(tables, states, moves, target)
         kept = undominated(tables, states)
         if len(kept) > width:
             ranked = kept[np.argsort(_rank(tables, states)[kept], kind="stable")]

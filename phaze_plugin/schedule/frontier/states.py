@@ -118,7 +118,8 @@ def _is_swapped(tables: Tables, states: States, moves: Moves) -> BoolArray:
     together &= ~(reduced.is_off_core[moves.op] | reduced.is_off_core[last])
     if reduced.is_exclusive and not reduced.has_off_core:
         together |= moves.is_spread & states.last_is_spread[moves.parent]
-    return np.asarray(together & (moves.op < last) & (tables.goes_first[last, moves.op] == 0.0))
+    is_swapped: BoolArray = together & (moves.op < last) & (tables.goes_first[last, moves.op] == 0.0)
+    return is_swapped
 
 
 def _eligible(tables: Tables, states: States) -> BoolArray:

@@ -108,7 +108,8 @@ def _leaders(reduced: Reduced) -> BoolArray:
     may_lead = alike & (extra_before == 0) & (extra_after.T == 0) & ~(before | before.T)
     np.fill_diagonal(may_lead, False)
     ties = may_lead & may_lead.T
-    return np.asarray(may_lead & ~np.tril(ties))
+    leads: BoolArray = may_lead & ~np.tril(ties)
+    return leads
 
 
 def _columns(reduced: Reduced) -> tuple[int, int]:

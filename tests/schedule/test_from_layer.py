@@ -1,0 +1,74 @@
+"""Layers of real models become scheduling problems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import phaze
+from phaze.cost import price_collective
+from phaze.errors import ScheduleError
+from phaze.hardware import AcceleratorArray, parse_cluster, preset
+from phaze.ir import Graph, OpKind
+from phaze.schedule import Compatibility, price_pass, schedule_layer
+from phaze.schedule import OpKind as CoreUse
+from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
+
+CHIPS = AcceleratorArray.of([preset("tpuv4-paper").accelerator, preset("a100-80gb").accelerator])
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Graph:
+    return phaze.import_graph("gpt2")
+
+
+def test_forward_and_backward_of_a_block_are_scheduled_within_the_gap(gpt2: Graph) -> None:
+    block = gpt2.layers[1]
+    for ops in (block.forward, block.backward):
+        priced = price_pass(gpt2, ops, CHIPS, prices={})
+        bounds = priced.lower_bounds()
+        for chip in range(len(CHIPS)):
+            answer = schedule_layer(priced.problem(chip))
+            assert answer.gap <= 0.01 + 1e-9
+            assert bounds[chip] <= answer.time_s * (1 + 1e-9)
+            assert answer.time_s <= priced.spread_s[chip][np.isfinite(priced.spread_s[chip])].sum() * (1 + 1e-9)
+
+
+def test_no_layer_beats_bytes_over_bandwidth(gpt2: Graph) -> None:
+    for layer in gpt2.distinct_layers:
+        priced = price_pass(gpt2, layer.forward, CHIPS, prices={})
+        for chip in range(len(CHIPS)):
+            problem = priced.problem(chip)
+            assert schedule_layer(problem).time_s >= problem.memory_s > 0.0
+
+
+def test_views_hold_nothing_and_fused_ops_hold_both(gpt2: Graph) -> None:
+    block = gpt2.layers[1]
+    single = price_pass(gpt2, block.forward, CHIPS, prices={})
+    views = {op.id for op in block.forward if op.kind is OpKind.VIEW}
+    assert views
+    assert {name for name, kind in zip(single.names, single.kinds, strict=True) if kind is CoreUse.NONE} == views
+    fused = price_pass(gpt2, block.forward, CHIPS, is_fused=True, prices={})
+    assert CoreUse.BOTH in fused.kinds
+    assert len(fused.names) < len(single.names)
+    assert CoreUse.BOTH not in single.kinds
+
+
+def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
+    cluster = parse_cluster("a100-80gb:8")
+    axis = Axis(cluster, 4)
+    local = slice_layer(shard_layer(LayerTask(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
+    forward = [op for op in local.ops if op.phase == "forward"]
+    chip = cluster.accelerator
+    with pytest.raises(ScheduleError, match=r"is a collective \(reduce_scatter\) and nobody says how long it takes"):
+        price_pass(local, forward, chip, prices={})
+
+    def seconds(op: object) -> float:
+        return float(price_collective("all_reduce", 1e6, cluster, 4).seconds)
+
+    priced = price_pass(local, forward, chip, link_s=seconds, prices={})
+    assert CoreUse.LINK in priced.kinds
+    kept = schedule_layer(priced.problem(0), gap=0.0)
+    paper = price_pass(local, forward, chip, link_s=seconds, prices={}, compatibility=Compatibility.PAPER)
+    assert CoreUse.LINK not in paper.problem(0).kinds
+    assert kept.gap <= 1e-9
