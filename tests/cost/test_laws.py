@@ -1,16 +1,30 @@
 """The laws of the cost model, on the priced result of random ops on random accelerators."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
+from graphs import tiny_graph
 from hardware_strategies import accelerators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_strategies import SampleOp, sample_ops
 
-from phaze.cost import BINDINGS, Binding, Calibration, Estimate, Work, op_work, price_works
-from phaze.cost.op_work import read_bytes, written_bytes
-from phaze.hardware import Accelerator, AcceleratorArray
+from phaze.cost import (
+    BINDINGS,
+    Binding,
+    Calibration,
+    Estimate,
+    OpGroup,
+    Work,
+    fuse_epilogues,
+    group_work,
+    op_work,
+    price_works,
+    update_work,
+)
+from phaze.hardware import Accelerator, AcceleratorArray, precision_recipe, precision_recipe_names
+from phaze.ir import Graph, OpKind
 
 MANY = settings(max_examples=400)
 EXACT = 1 + 1e-12
@@ -78,12 +92,70 @@ def test_no_op_is_faster_than_its_flops_at_peak_or_its_bytes_at_full_bandwidth(
     op, tensors = sample.op, sample.tensors
     core_s, spread_s = priced(op_work(op, tensors), chip)
     dtype = tensors[op.inputs[0]].dtype
-    moved = sum(read_bytes(op, tensors)) + sum(written_bytes(op, tensors))
+    moved = least_bytes(sample)
     assert spread_s * EXACT >= op.matmul_flops / chip.peak_flops_per_s(dtype)
     assert core_s * EXACT >= op.matmul_flops / chip.peak_flops_per_s(dtype) * chip.tensor_cores
     assert spread_s * EXACT >= moved / chip.hbm_bandwidth_bytes_per_s
     if not op.kind.is_matrix:
         assert spread_s * EXACT >= max(op.elements_written) / chip.peak_vector_ops_per_s()
+
+
+def least_bytes(sample: SampleOp) -> float:
+    """Every tensor once, by its shape; of a table that is looked up in, no more than what is picked."""
+    op, tensors = sample.op, sample.tensors
+    elements = {name: math.prod(tensors[name].shape) for name in (*op.inputs, *op.outputs)}
+    if op.kind is OpKind.LOOKUP:
+        table, picked = op.inputs[0], op.outputs[0]
+        elements[table] = min(elements[table], elements[picked])
+    return float(sum(count * tensors[name].dtype.size_bytes for name, count in elements.items()))
+
+
+GRAPHS = [tiny_graph(name).with_backward() for name in ("gpt2", "llama", "mixtral")]
+GROUPS = [(graph, group) for graph in GRAPHS for group in fuse_epilogues(graph) if group.epilogue]
+
+
+@given(st.sampled_from(GROUPS), accelerators(), GROWTH)
+def test_the_laws_hold_for_fused_groups(pair: tuple[Graph, OpGroup], chip: Accelerator, growth: float) -> None:
+    graph, group = pair
+    work = group_work(group, graph.tensors)
+    core_s, spread_s = priced(work, chip)
+    moved = sum(math.prod(graph.tensors[name].shape) * size_of(graph, name) for name in (*group.reads, *group.writes))
+    flops = sum(op.matmul_flops for op in group.ops)
+    least_s = flops / chip.peak_flops_per_s(graph.tensors[group.head.inputs[0]].dtype)
+    assert core_s >= spread_s
+    assert spread_s * EXACT >= max(least_s, moved / chip.hbm_bandwidth_bytes_per_s)
+    assert core_s * EXACT >= least_s * chip.tensor_cores
+    touched = sum(max(op.elements_written) for op in group.epilogue)
+    assert spread_s * EXACT >= touched / chip.peak_vector_ops_per_s()
+    for field in ("hbm_bandwidth_bytes_per_s", "clock_hz"):
+        better = replace(chip, **{field: getattr(chip, field) * growth})
+        assert all(more <= less for less, more in zip((core_s, spread_s), priced(work, better), strict=True))
+    for field in ("tensor_cores", "vector_cores", "vector_lanes", "buffer_bytes"):
+        better = replace(chip, **{field: math.ceil(getattr(chip, field) * growth)})
+        assert priced(work, better)[1] <= spread_s
+
+
+def size_of(graph: Graph, name: str) -> int:
+    return graph.tensors[name].dtype.size_bytes
+
+
+@given(
+    st.sampled_from(precision_recipe_names()), st.integers(1, 10**12), st.integers(1, 10**10), accelerators(), GROWTH
+)
+def test_the_laws_hold_for_the_update(name: str, few: int, extra: int, chip: Accelerator, growth: float) -> None:
+    recipe = precision_recipe(name)
+    work = update_work(recipe, few)
+    core_s, spread_s = priced(work, chip)
+    read_and_written = recipe.bytes_per_parameter * few
+    assert core_s >= spread_s
+    assert spread_s * EXACT >= read_and_written / chip.hbm_bandwidth_bytes_per_s
+    assert spread_s * EXACT >= few / chip.peak_vector_ops_per_s()
+    for less, more in zip((core_s, spread_s), priced(update_work(recipe, few + extra), chip), strict=True):
+        assert less <= more
+    assert priced(update_work(recipe, few, zero_shards=2), chip)[1] <= spread_s
+    for field in ("hbm_bandwidth_bytes_per_s", "clock_hz"):
+        better = replace(chip, **{field: getattr(chip, field) * growth})
+        assert all(more <= less for less, more in zip((core_s, spread_s), priced(work, better), strict=True))
 
 
 @given(sample_ops(), accelerators())

@@ -41,7 +41,24 @@ def test_cells_that_nobody_checked_are_estimates() -> None:
     assert set(preset("tpuv4").estimates) == {"buffer_bytes"}
     assert "clock_hz" in preset("mi250x").estimates
     assert len(preset("cpu").estimates) == 9
-    assert preset("h100").estimates == ()
+    assert preset("tpuv4-paper").estimates == ()
+
+
+@pytest.mark.parametrize("entry", presets(), ids=named)
+def test_what_is_drawn_chosen_or_derived_is_an_estimate(entry: Preset) -> None:
+    words = ("drawn as", "chosen", "shared by", "counted as", "lanes x")
+    assert not any(fact.is_verified and any(word in fact.source for word in words) for fact in entry.facts.values())
+
+
+def test_the_arrays_of_a_gpu_are_a_drawing_and_its_memory_a_fact() -> None:
+    drawn = {"tensor_rows", "tensor_cols", "vector_cores", "vector_lanes"}
+    assert set(preset("h100").estimates) == set(preset("a100-80gb").estimates) == drawn
+    assert set(preset("v100").estimates) == drawn | {"hbm_bytes"}
+
+
+def test_float32_on_an_h100_runs_at_the_rate_of_its_vector_units() -> None:
+    """133.8e12 fp16 flops per second on the vector units, fp32 at half of it."""
+    assert preset("h100").accelerator.peak_flops_per_s("fp32") == pytest.approx(133.8e12 / 2, rel=1e-3)
 
 
 def test_the_papers_baseline_is_the_designs() -> None:

@@ -24,12 +24,18 @@ class Template:
 
 
 BACKWARD = "b s h d, b t h d, b t h e, b s h e, b s h e -> b s h d, b t h d, b t h e"
+GROUPED_BACKWARD = (
+    "b s g r d, b t g d, b t g e, b s g r e, b s g r e -> b s g r d, b t g d, b t g e"  # several queries share a key
+)
 TEMPLATES = [
     Template(OpKind.CONTRACTION, "einsum", "b m k, b k n -> b m n"),
     Template(OpKind.CONTRACTION, "einsum", "b m k, n k -> b m n"),
     Template(OpKind.CONTRACTION, "einsum", "e b c k, e n k -> e b c n"),
     Template(OpKind.ATTENTION, "attention", "b s h d, b t h d, b t h e -> b s h e"),
     Template(OpKind.ATTENTION, "attention_backward", BACKWARD, phase=Phase.BACKWARD),
+    Template(OpKind.ATTENTION, "attention", "b s g r d, b t g d, b t g e -> b s g r e"),
+    Template(OpKind.ATTENTION, "attention_backward", GROUPED_BACKWARD, phase=Phase.BACKWARD),
+    Template(OpKind.ATTENTION, "attention", "b h d, b t h d, b t h e -> b h e"),
     Template(OpKind.ELEMENTWISE, "gelu", "b m -> b m"),
     Template(OpKind.ELEMENTWISE, "add", "b m n, n -> b m n"),
     Template(OpKind.DROPOUT, "dropout", "b m -> b m, b m"),
@@ -56,7 +62,7 @@ class SampleOp:
 
 @st.composite
 def sample_ops(draw: st.DrawFn) -> SampleOp:
-    if draw(st.integers(0, len(TEMPLATES))) == 0:
+    if draw(st.integers(0, len(TEMPLATES) // 2)) == 0:
         return draw(convolutions())
     template = draw(st.sampled_from(TEMPLATES))
     names = sorted(set(template.text.replace(",", " ").replace("->", " ").split()))
@@ -83,7 +89,16 @@ def convolutions(draw: st.DrawFn) -> SampleOp:
         )
         for chosen in (sizes, more)
     )
+    gradient_of = draw(st.sampled_from([None, 0, 1]))
+    if gradient_of is not None:
+        rule, larger = (_gradient(whole, gradient_of) for whole in (rule, larger))
     return _sample(Template(OpKind.CONVOLUTION, "convolution", ""), rule, larger, grown, draw(FLOATS))
+
+
+def _gradient(rule: Rule, operand: int) -> Rule:
+    """The product that gives one operand's gradient from the result's and the other operand."""
+    reads = [rule.results[0], rule.operands[1 - operand]]
+    return Rule(tuple(reads[::-1] if operand else reads), (rule.operands[operand],), rule.factors)
 
 
 def _sample(template: Template, rule: Rule, larger: Rule, grown: str, dtype: DType) -> SampleOp:
