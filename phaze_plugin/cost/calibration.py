@@ -20,13 +20,8 @@ __all__ = ["IDEAL", "Calibration", "calibration_of"]
 class Calibration:
     """Efficiencies in (0, 1] and a fixed cost per op.
 
-    Attributes:
-        name: "ideal", or what it was fitted on.
-        matrix: reached share of the tensor cores' rate.
-        vector: reached share of the vector cores' rate.
-        memory: reached share of HBM bandwidth.
-        link: reached share of link bandwidth.
-        overhead_s: launch and synchronisation per op.
+    The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
+    vector cores' rates and of HBM and link bandwidth; the overhead is launch and synchronisation of each op.
     """
 
     name: str = "ideal"

@@ -48,16 +48,10 @@ BINDINGS = tuple(Binding)
 class Estimate:
     """Prices of several ops on several accelerators: every array is indexed [op, accelerator].
 
-    Attributes:
-        kinds: the cores that each op occupies.
-        core_s: seconds on one core.
-        spread_s: seconds when spread over all cores of its kind; never more than on one core.
-        core_binding: what decides ``core_s``, as codes into `BINDINGS`.
-        spread_binding: what decides ``spread_s``, as codes into `BINDINGS`.
-        core_bytes: off-chip traffic on one core, which owns its share of the buffer.
-        spread_bytes: off-chip traffic when spread, with the whole buffer.
-        core_energy_j: dynamic energy on one core; static power times the layer's time comes on top.
-        spread_energy_j: dynamic energy when spread.
+    ``kinds`` are the cores that each op occupies. Arrays called ``core_*`` are for one core, which owns its share of
+    the buffer; ``spread_*`` for all cores of the op's kind with the whole buffer, never slower. Bindings are codes into
+    `BINDINGS` and say what decides the seconds; bytes are off-chip traffic; energy is dynamic, static power times the
+    layer's time comes on top.
     """
 
     kinds: tuple[CoreKind, ...]

@@ -1,7 +1,8 @@
 """From an op and its rule to the work that it asks for, by kind.
 
     contraction   the GEMM of its rule, on operands as they are stored
-    convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches
+    convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches, tiled as
+                  if every block of the image were exact: optimistic where a small buffer makes windows overlap
     attention     a fused kernel: score and context products (backward also the scores again), softmax and dropout on
                   the vector cores at the same time, scores never off the chip
     vector kinds  elements x operations per element, against every operand read and every result written once

@@ -33,7 +33,7 @@ from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.dtypes import dtype_bytes
 from phaze.hardware.energy import EnergyModel, energy_model
 
-__all__ = ["price_works"]
+__all__ = ["distinct_accelerators", "price_works"]
 
 _Floats = NDArray[np.float64]
 _Indices = NDArray[np.int64]
@@ -66,13 +66,22 @@ def price_works(
     for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
         rows = [row for row, work in enumerate(works) if work.kind is kind]
         if rows:
-            first, at = distinct_rows([*(getattr(chips, name) for name in _RELEVANT[kind]), *chips.rates.T])
+            first, at = _distinct(kind, chips)
             setting = _setting(chips.take(first), calibration, model)
             for row in rows:
                 priced = Estimate.empty([kind], len(first))
                 _price(works[row], setting, priced)
                 priced.gather(at, estimate, row)
     return estimate
+
+
+def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> int:
+    """On how many of ``chips`` a work of this kind is evaluated; the other prices are gathered from there."""
+    return len(_distinct(kind, chips)[0])
+
+
+def _distinct(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:
+    return distinct_rows([*(getattr(chips, name) for name in _RELEVANT[kind]), *chips.rates.T])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

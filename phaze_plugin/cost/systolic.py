@@ -66,16 +66,8 @@ def scale_sim_cycles(
 class ArrayGrid:
     """Distinct (rows, cols, arrays) triples with their candidate splits, flattened.
 
-    Attributes:
-        rows: R of each triple.
-        cols: C of each triple.
-        first: where each triple's candidates begin in the flat arrays.
-        flat_rows: R of each candidate, and so on.
-        flat_cols: C.
-        flat_arrays: P.
-        stream_pieces: s.
-        contracted_pieces: p.
-        is_reduced: 1 where p > 1, else 0.
+    ``rows`` and ``cols`` are R and C of each triple, and ``first`` says where its candidates begin in the flat arrays.
+    Those hold, for each candidate, R, C and P, the pieces s and p, and 1 where p > 1.
     """
 
     rows: _Floats

@@ -27,14 +27,9 @@ __all__ = ["EnergyModel", "energy_model"]
 class EnergyModel:
     """Coefficients of the energy model, in joules, watts and bytes.
 
-    Attributes:
-        mac_j: per multiply-accumulate, by the names of `MatrixRates`.
-        vector_operation_j: per elementwise operation of one lane.
-        sram_points: (capacity in bytes, joules per byte).
-        hbm_j_per_byte: per byte to or from HBM.
-        link_j_per_byte: per byte sent to another device.
-        static_w_per_mm2: leakage and clocks per modelled area.
-        sources: where each coefficient comes from.
+    A multiply-accumulate costs ``mac_j`` by the names of `MatrixRates`, a lane's operation ``vector_operation_j``, a
+    byte of SRAM what the curve through ``sram_points`` (capacity in bytes, joules per byte) says. Leakage and clocks
+    draw ``static_w_per_mm2`` of modelled area. ``sources`` says where each coefficient comes from.
     """
 
     mac_j: dict[str, float]

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from phaze.cost import VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
+from phaze.cost.price import distinct_accelerators
 from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
 from phaze.hardware.energy import energy_model
@@ -90,3 +91,11 @@ def test_a_view_costs_nothing_beside_others_that_do() -> None:
 def test_nothing_to_price_is_an_empty_estimate() -> None:
     assert price_works([], TPU).spread_s.shape == (0, 1)
     assert price_works([vector_work(1, 4)], AcceleratorArray.of([])).spread_s.shape == (1, 0)
+
+
+def test_a_work_is_evaluated_once_for_accelerators_that_it_cannot_tell_apart() -> None:
+    wider = replace(TPU, name="wider", vector_lanes=2 * TPU.vector_lanes)
+    larger = replace(TPU, name="larger", hbm_bytes=2 * TPU.hbm_bytes)
+    chips = AcceleratorArray.of([TPU, wider, larger])
+    found = [distinct_accelerators(kind, chips) for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH)]
+    assert found == [1, 2, 2]
