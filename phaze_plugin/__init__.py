@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from phaze.compiled import last_compiled
     from phaze.errors import PhazeError
     from phaze.imports import import_graph, load_graph
     from phaze.ir import Graph
 
-__all__ = ["Graph", "PhazeError", "__version__", "import_graph", "load_graph"]
+__all__ = ["Graph", "PhazeError", "__version__", "import_graph", "last_compiled", "load_graph"]
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ _HOMES = {
     "Graph": "phaze.ir",
     "PhazeError": "phaze.errors",
     "import_graph": "phaze.imports",
+    "last_compiled": "phaze.compiled",
     "load_graph": "phaze.imports",
 }
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""

@@ -12,11 +12,17 @@ from phaze.frontends.torch.dtypes import to_dtype
 from phaze.ir import Attribute, DType, GraphBuilder, OpKind, Phase, Rule
 from phaze.ir.kinds import check_rule
 
-__all__ = ["Call", "Place", "Shape", "Unsupported", "Value"]
+__all__ = ["Call", "Place", "Shape", "TensorId", "Unsupported", "Value"]
 
 Shape = tuple[int, ...]
 Value = str | tuple[str | None, ...] | None
 """What a node of the trace became: a tensor's id, one id a result (None for empty ones), or nothing."""
+
+
+class TensorId(str):
+    """The id of a tensor among a call's arguments, told apart from one that is a word (`approximate='tanh'`)."""
+
+    __slots__ = ()
 
 
 class Unsupported(Exception):  # noqa: N818 - a signal between tables, never seen by users
@@ -58,21 +64,21 @@ class Call:
         """The id of the tensor under the first of these names."""
         for name in names:
             value = self.arguments.get(name)
-            if isinstance(value, str) and value in self.builder.tensors:
+            if isinstance(value, TensorId):
                 return value
         raise Unsupported
 
     def optional(self, name: str) -> str | None:
         """The id of a tensor argument, None where it was not given."""
         value = self.arguments.get(name)
-        return value if isinstance(value, str) and value in self.builder.tensors else None
+        return value if isinstance(value, TensorId) else None
 
     def tensors(self) -> tuple[str, ...]:
         """The ids of all tensor arguments, lists of tensors included."""
         found: list[str] = []
         for value in self.arguments.values():
             for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, str) and item in self.builder.tensors:
+                if isinstance(item, TensorId):
                     found.append(item)
         return tuple(found)
 

@@ -72,12 +72,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A trace: its nodes, what each placeholder is, the loss, and the gradient of each trainable parameter it has."""
+    """A trace: its nodes, what each placeholder is, its outputs, and the gradient of each parameter that has one."""
 
     recipe: str
     nodes: tuple[Any, ...]
     arguments: Mapping[Any, Argument]
-    loss: Any
+    outputs: tuple[Any, ...]
     gradients: Mapping[str, Any]
 
     @property
@@ -148,6 +148,9 @@ def _module_paths(target: Target) -> Iterator[None]:
     running: dict[str, tuple[str, str]] = {}
 
     def entering(path: str, module: Any) -> None:
+        if module is target.objective:  # torch runs it more than once
+            calls.clear()
+            running.clear()
         count = calls[path] = calls.get(path, -1) + 1
         running[f"{path}@{count}" if count else path] = (path, type(module).__name__)
         traceback.current_meta["nn_module_stack"] = dict(running)
@@ -193,7 +196,7 @@ def _read_joint(target: Target, graph: Any, recipe: str) -> Capture:
         elif value is not None and isinstance(getattr(what, "grad_of", None), descriptors.ParamAOTInput):
             gradients[_parameter(target, what.grad_of.target)] = value
     _check_gradients(gradients)
-    return Capture(recipe=recipe, nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=gradients)
+    return Capture(recipe=recipe, nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients=gradients)
 
 
 def _check_gradients(gradients: Mapping[str, Any]) -> None:
@@ -224,7 +227,7 @@ def _by_export(target: Target) -> Capture:
             arguments[node] = Argument(ArgumentKind.BUFFER, str(spec.target).removeprefix(PREFIX))
     kinds = [spec.kind for spec in exported.graph_signature.output_specs]
     loss = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
-    return Capture(recipe="export", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients={})
+    return Capture(recipe="export", nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients={})
 
 
 def _by_make_fx(target: Target) -> Capture:
@@ -255,7 +258,7 @@ def _by_make_fx(target: Target) -> Capture:
     loss, *gradients = tree_flatten(nodes[-1].args[0])[0] if len(trained) else (None,)
     found = {n.removeprefix(PREFIX): g for n, g in zip(trained, gradients, strict=True) if g is not None}
     _check_gradients(found)
-    return Capture(recipe="make_fx", nodes=nodes[:-1], arguments=arguments, loss=loss, gradients=found)
+    return Capture(recipe="make_fx", nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients=found)
 
 
 def _leaf_name(path: Any) -> str:

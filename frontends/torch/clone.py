@@ -10,7 +10,7 @@ from typing import Any
 from phaze.errors import ImportModelError
 from phaze.frontends.torch.examples import Examples, Spec
 
-__all__ = ["FakeModel", "fake_model"]
+__all__ = ["FakeModel", "fake_copy", "fake_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +47,8 @@ def fake_model(module: Any, dtype: Any = None) -> FakeModel:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-
-    def fake(tensor: Any) -> Any:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
-
     _check_parameters(module)
-    for tensor in (*module.parameters(), *module.buffers(), *_plain_tensors(module)):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = fake(tensor)
-    try:
-        clone = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ImportModelError(
-            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and Phaze captures a copy so "
-            "that the model itself stays as it is; make it work with copy.deepcopy."
-        ) from error
+    clone = fake_copy(module, mode, dtype)
     _quiet(clone)
     parameters = dict(clone.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in clone.named_parameters()}
@@ -79,6 +60,32 @@ def fake_model(module: Any, dtype: Any = None) -> FakeModel:
         names={name: first[id(parameter)] for name, parameter in parameters.items()},
         trainable=tuple(name for name, parameter in clone.named_parameters() if parameter.requires_grad),
     )
+
+
+def fake_copy(module: Any, mode: Any, dtype: Any = None) -> Any:
+    """A copy of a module whose parameters, buffers and other tensors are fake; raises ImportModelError."""
+    import torch
+
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: Any) -> Any:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    for tensor in (*module.parameters(), *module.buffers(), *_plain_tensors(module)):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake(tensor)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ImportModelError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and Phaze captures a copy so "
+            "that the model itself stays as it is; make it work with copy.deepcopy."
+        ) from error
 
 
 def _check_parameters(module: Any) -> None:
@@ -104,8 +111,8 @@ def _plain_tensors(module: Any) -> list[Any]:
 def _quiet(clone: Any) -> None:
     """Switch off in the clone what branches on chance (LayerDrop) or only serves generation (caches of keys)."""
     for part in clone.modules():
-        if hasattr(part, "layerdrop"):
-            part.training = False
         config = getattr(part, "config", None)
+        if hasattr(part, "layerdrop") or (hasattr(part, "layers") and hasattr(config, "layerdrop")):
+            part.training = False
         if config is not None and getattr(config, "use_cache", False):
             config.use_cache = False

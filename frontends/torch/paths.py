@@ -18,7 +18,7 @@ def find_repeated_calls(capture: Capture, module: Any) -> frozenset[str]:
     for node in capture.nodes:
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             if "@" in str(key):
-                called.add(str(path).removeprefix(PREFIX))
+                called.add(_plain(path))
     composite = {
         name
         for name, part in module.named_modules()
@@ -41,5 +41,5 @@ def module_path(stack: Any, repeated: frozenset[str]) -> str:
 
 
 def _plain(path: object) -> str:
-    text = str(path)
+    text = str(path).removeprefix("L['self']").lstrip(".")
     return "" if text == PREFIX.rstrip(".") else text.removeprefix(PREFIX)

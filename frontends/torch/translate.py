@@ -12,12 +12,12 @@ from typing import Any
 
 from phaze.frontends.torch.aten import OPERATORS
 from phaze.frontends.torch.aten.elementwise import elementwise
-from phaze.frontends.torch.call import Call, Place, Unsupported, Value
+from phaze.frontends.torch.call import Call, Place, TensorId, Unsupported, Value
 from phaze.frontends.torch.capture import ArgumentKind, Capture
 from phaze.frontends.torch.dtypes import to_dtype
 from phaze.frontends.torch.paths import find_repeated_calls, module_path
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
-from phaze.ir.shape_rules import opaque_rule
+from phaze.ir.shape_rules import elementwise_rule, opaque_rule
 
 __all__ = ["translate"]
 
@@ -39,14 +39,13 @@ def translate(capture: Capture, module: Any, *, name: str, batch_size: int) -> G
         work.visit(node)
     for parameter, node in capture.gradients.items():
         gradient = work.values.get(node)
-        if isinstance(gradient, str) and work.builder.tensors[gradient].shape == tuple(parameters[parameter].shape):
+        if isinstance(gradient, str) and work.builder.tensors[gradient].shape == work.builder.tensors[parameter].shape:
             work.builder.gradients.append((parameter, gradient))
-    loss = work.values[capture.loss]
-    assert isinstance(loss, str)
+    outputs = dict.fromkeys(value for node in capture.outputs if isinstance(value := work.value(node), str))
     notes = [f"captured from torch by {capture.recipe}"]
     if work.folded:
         notes.append(f"{work.folded} ops on constants (masks, tables) are arguments, computed once")
-    return work.builder.build((loss,), notes)
+    return work.builder.build(outputs, notes)
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class _Translation:
             self.values[node] = None
             return
         tensor_id = what.name
-        if what.kind is not ArgumentKind.PARAMETER:
+        if what.kind is not ArgumentKind.PARAMETER or tensor_id not in self.builder.tensors:
             tensor_id = self._unused(tensor_id)
             self.builder.argument(tensor_id, tuple(value.shape), _ROLES[what.kind], to_dtype(value.dtype))
         self.values[node] = tensor_id
@@ -152,8 +151,9 @@ class _Translation:
             except Unsupported:
                 self._forget(count)
                 call.first_op = ""
-        outputs = call.made()
-        inputs = call.tensors()
+        outputs, inputs = call.made(), call.tensors()
+        if not inputs and len(outputs) == 1:  # the gradient of something empty, or a new tensor
+            return call.emit(OpKind.COPY, "zeros", elementwise_rule(call.out_shape(outputs[0])), outputs=outputs)
         rule = opaque_rule([call.shape(i) for i in inputs], [call.out_shape(index) for index in outputs])
         return call.emit(OpKind.OPAQUE, call.name, rule, *inputs, outputs=outputs)
 
@@ -178,7 +178,8 @@ class _Translation:
         import torch
 
         if isinstance(value, torch.fx.Node):
-            return self.value(value)
+            known = self.value(value)
+            return TensorId(known) if isinstance(known, str) else known
         if isinstance(value, list | tuple):
             return [self._argument(item) for item in value]
         return value
@@ -200,7 +201,7 @@ class _Translation:
         if not self.capture.has_backward:
             return Phase.FORWARD
         if self.forward_nodes is None:
-            self.forward_nodes = _ancestors(self.capture.loss)
+            self.forward_nodes = _ancestors(self.capture.outputs[0])
         return Phase.FORWARD if node in self.forward_nodes else Phase.BACKWARD
 
     def _unused(self, tensor_id: str) -> str:

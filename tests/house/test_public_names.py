@@ -10,10 +10,11 @@ from repository import ROOMS, module_name, source_files
 import phaze
 from phaze.errors import FormatError, ImportModelError
 
-PUBLIC = ["Graph", "PhazeError", "__version__", "import_graph", "load_graph"]
+PUBLIC = ["Graph", "PhazeError", "__version__", "import_graph", "last_compiled", "load_graph"]
 MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),
+    "last_compiled": (lambda: phaze.last_compiled(1), TypeError, "takes 0 positional arguments"),
     "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),
 }
 

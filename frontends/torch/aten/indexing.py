@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from phaze.frontends.torch.call import Call, Shape, Unsupported, Value
+from phaze.frontends.torch.call import Call, Shape, TensorId, Unsupported, Value
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import lookup_rule
 
@@ -39,7 +39,7 @@ class _Indexed:
     """A tensor indexed by integer tensors in some of its dimensions, and the shape that they broadcast to."""
 
     def __init__(self, call: Call, x: str, indices: Sequence[object]) -> None:
-        self.given = [(at, index) for at, index in enumerate(indices) if isinstance(index, str)]
+        self.given = [(at, index) for at, index in enumerate(indices) if isinstance(index, TensorId)]
         shape = call.shape(x)
         if not self.given or any(str(call.dtype(index)) in ("bool", "uint8") for _, index in self.given):
             raise Unsupported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.torch.call import Call, Unsupported, Value
+from phaze.frontends.torch.call import Call, TensorId, Unsupported, Value
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import concatenate_rule, elementwise_rule, slice_rule
 
@@ -43,7 +43,7 @@ def _copy(call: Call) -> Value:
 
 
 def _cat(call: Call) -> Value:
-    parts = [part for part in call["tensors"] if isinstance(part, str)]
+    parts = [part for part in call["tensors"] if isinstance(part, TensorId)]
     if len(parts) == 1:
         return parts[0]
     shapes = [call.shape(part) for part in parts]
@@ -64,7 +64,7 @@ def _joined_rule(shapes: list[tuple[int, ...]], axis: int) -> Rule:
 
 def _stack(call: Call) -> Value:
     parts = list(call["tensors"])
-    if not all(isinstance(part, str) for part in parts):
+    if not all(isinstance(part, TensorId) for part in parts):
         raise Unsupported
     shape = call.shape(parts[0])
     axis = (call["dim"] or 0) % (len(shape) + 1)

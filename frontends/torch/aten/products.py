@@ -28,13 +28,15 @@ def _mm(call: Call) -> Value:
 
 
 def _addmm(call: Call) -> Value:
-    """A product and the sum with a bias: two ops."""
+    """A product, perhaps scaled, and the sum with a bias: an op each."""
     left = call.tensor("mat1", "batch1", "mat")
     right = call.tensor("mat2", "batch2", "vec")
-    if call["alpha"] not in (1, None):
-        raise Unsupported
     rule = _matrix_rule(call.shape(left), call.shape(right))
     (product,) = call.add(OpKind.CONTRACTION, "einsum", rule, left, right, dtypes=[call.out_dtype()])
+    if call["alpha"] not in (1, None):
+        scaled, attributes = elementwise_rule(call.out_shape(), call.out_shape()), {"factor": float(call["alpha"])}
+        dtypes = [call.out_dtype()]
+        (product,) = call.add(OpKind.ELEMENTWISE, "scale", scaled, product, dtypes=dtypes, attributes=attributes)
     if call["beta"] == 0:
         return product
     bias = call.tensor("self")
