@@ -12,11 +12,15 @@ from phaze.frontends.torch.dtypes import to_dtype
 from phaze.ir import Attribute, DType, GraphBuilder, OpKind, Phase, Rule
 from phaze.ir.kinds import check_rule
 
-__all__ = ["Call", "Place", "Shape", "TensorId", "Unsupported", "Value"]
+__all__ = ["CONSTANT", "Call", "Place", "Shape", "TensorId", "Unsupported", "Value"]
 
 Shape = tuple[int, ...]
 Value = str | tuple[str | None, ...] | None
 """What a node of the trace became: a tensor's id, one id a result (None for empty ones), or nothing."""
+
+
+CONSTANT = "constant."
+"""How the ids of arguments begin that stand for constants of a trace."""
 
 
 class TensorId(str):
@@ -72,6 +76,10 @@ class Call:
         """The id of a tensor argument, None where it was not given."""
         value = self.arguments.get(name)
         return value if isinstance(value, TensorId) else None
+
+    def is_constant(self, tensor_id: str) -> bool:
+        """Whether a tensor depends on no parameter and no input."""
+        return tensor_id.startswith(CONSTANT)
 
     def tensors(self) -> tuple[str, ...]:
         """The ids of all tensor arguments, lists of tensors included."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from phaze.frontends.torch.aten import OPERATORS
 from phaze.frontends.torch.aten.elementwise import elementwise
-from phaze.frontends.torch.call import Call, Place, TensorId, Unsupported, Value
+from phaze.frontends.torch.call import CONSTANT, Call, Place, TensorId, Unsupported, Value
 from phaze.frontends.torch.capture import ArgumentKind, Capture
 from phaze.frontends.torch.dtypes import to_dtype
 from phaze.frontends.torch.paths import find_repeated_calls, module_path
@@ -42,6 +42,10 @@ def translate(capture: Capture, module: Any, *, name: str, batch_size: int) -> G
         if isinstance(gradient, str) and work.builder.tensors[gradient].shape == work.builder.tensors[parameter].shape:
             work.builder.gradients.append((parameter, gradient))
     outputs = dict.fromkeys(value for node in capture.outputs if isinstance(value := work.value(node), str))
+    read = {tensor_id for op in work.builder.ops for tensor_id in op.inputs}
+    for tensor_id in [known for known in work.builder.tensors if known.startswith(CONSTANT)]:
+        if tensor_id not in read and tensor_id not in outputs:
+            del work.builder.tensors[tensor_id]
     notes = [f"captured from torch by {capture.recipe}"]
     if work.folded:
         notes.append(f"{work.folded} ops on constants (masks, tables) are arguments, computed once")
@@ -109,7 +113,7 @@ class _Translation:
         value = node.meta.get("val")
         if not hasattr(value, "shape") or math.prod(value.shape) == 0:
             return None
-        tensor_id = self._unused(f"constant.{node.name}")
+        tensor_id = self._unused(f"{CONSTANT}{node.name}")
         return self.builder.argument(tensor_id, tuple(value.shape), Role.OTHER, to_dtype(value.dtype))
 
     def value(self, node: Any) -> Value:

@@ -195,3 +195,46 @@ def test_a_mask_without_parameters_joins_its_first_reader() -> None:
         ("mask", True),
         ("z1", False),
     ]
+
+
+def test_a_mask_that_several_blocks_read_joins_the_embedding_so_that_blocks_stay_equal() -> None:
+    builder = GraphBuilder("masked")
+    x, raw = builder.argument("x", (4,), Role.BATCH), builder.argument("raw", (4,), Role.BATCH)
+    unary, binary = elementwise_rule((4,), (4,)), elementwise_rule((4,), (4,), (4,))
+    (mask,) = builder.add("mask", OpKind.ELEMENTWISE, "exp", unary, (raw,), module="mask")
+    for index, module in enumerate(["embedding", "b.0", "b.1"]):
+        weight = builder.parameter(f"w{index}", 4)
+        (x,) = builder.add(f"y{index}", OpKind.ELEMENTWISE, "multiply", binary, (x, weight), module=module)
+        if module != "embedding":
+            (x,) = builder.add(f"z{index}", OpKind.ELEMENTWISE, "multiply", binary, (x, mask), module=module)
+    graph = builder.build((x,))
+    assert names(graph) == ["embedding", "b.0", "b.1"]
+    assert [op.id for op in graph.layers[0].forward] == ["mask", "y0"]
+    assert len(graph.distinct_layers) == 2
+
+
+def test_calls_of_one_module_are_layers() -> None:
+    assert names(chain(["stem", "block@0.up", "block@1.up", "block@2.up", "head"])) == [
+        "stem",
+        "block@0",
+        "block@1",
+        "block@2",
+        "head .. loss",
+    ]
+
+
+def test_stages_whose_blocks_are_alike_in_one_of_them_are_taken_apart_in_all() -> None:
+    modules = ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"]
+    graph = chain(modules, functions=["multiply", "add", "add", "add"])
+    assert names(graph) == modules
+
+
+def test_a_child_without_parameters_is_no_layer() -> None:
+    builder = GraphBuilder("sequence")
+    x = builder.argument("x", (4,), Role.BATCH)
+    unary, binary = elementwise_rule((4,), (4,)), elementwise_rule((4,), (4,), (4,))
+    for index in range(2):
+        weight = builder.parameter(f"w{index}", 4)
+        (x,) = builder.add(f"y{index}", OpKind.ELEMENTWISE, "multiply", binary, (x, weight), module=f"{2 * index}")
+        (x,) = builder.add(f"z{index}", OpKind.ELEMENTWISE, "relu", unary, (x,), module=f"{2 * index + 1}")
+    assert names(builder.build((x,))) == ["0", "2"]

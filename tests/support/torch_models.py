@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phaze.frontends.torch.clone import fake_model
 from phaze.frontends.torch.examples import read_examples
+from phaze.ir import Graph, Phase
 
 transformers.logging.set_verbosity_error()
 
@@ -31,18 +33,131 @@ def on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         return build()
 
 
+def _tokens(**more: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids(), "labels": ids(), **more}
+
+
+def _images() -> dict[str, torch.Tensor]:
+    labels = torch.empty(2, dtype=torch.int64, device="meta")
+    return {"pixel_values": torch.empty(2, 3, 32, 32, device="meta"), "labels": labels}
+
+
+def _sound() -> dict[str, torch.Tensor]:
+    return {"input_features": torch.empty(2, 8, 2 * LENGTH, device="meta"), "labels": ids()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A Hugging Face architecture at toy size, its inputs, and the paths of its blocks."""
+
+    model: str
+    config: str
+    fields: dict[str, Any]
+    blocks: tuple[str, ...]
+    inputs: Callable[[], dict[str, torch.Tensor]] = _tokens
+    dtype: torch.dtype = torch.float32
+    kinds: int = 1
+
+    def build(self) -> torch.nn.Module:
+        config = getattr(transformers, self.config)(**self.fields)
+        return on_meta(lambda: getattr(transformers, self.model)(config)).to(self.dtype)
+
+
+_T5 = {"num_layers": 3, "d_model": 48, "d_kv": 8, "num_heads": 6, "d_ff": 80, "vocab_size": 101, "pad_token_id": 0}
+_OPT = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "ffn_dim": 80, "word_embed_proj_dim": 48}
+_WHISPER = {
+    **{f"{side}_{field}": 3 for side in ("encoder", "decoder") for field in ("layers", "attention_heads")},
+    **{f"{side}_ffn_dim": 80 for side in ("encoder", "decoder")},
+    "d_model": 48,
+    "num_mel_bins": 8,
+    "max_source_positions": LENGTH,
+    "max_target_positions": LENGTH,
+}
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        model="GPT2LMHeadModel",
+        config="GPT2Config",
+        fields={"n_layer": 3, "n_embd": 48, "n_head": 3, "n_positions": LENGTH, "vocab_size": 101, **_IDS},
+        blocks=("transformer.h",),
+    ),
+    "llama": Family(model="LlamaForCausalLM", config="LlamaConfig", fields=_LLAMA, blocks=("model.layers",)),
+    "bert": Family(
+        model="BertForMaskedLM",
+        config="BertConfig",
+        fields={**_SMALL, "vocab_size": 101, "max_position_embeddings": LENGTH, "architectures": ["BertForMaskedLM"]},
+        blocks=("bert.encoder.layer",),
+    ),
+    "opt": Family(
+        model="OPTForCausalLM",
+        config="OPTConfig",
+        fields={**_OPT, **_IDS, "vocab_size": 101, "max_position_embeddings": 2 * LENGTH},
+        blocks=("model.decoder.layers",),
+    ),
+    "t5": Family(
+        model="T5ForConditionalGeneration",
+        config="T5Config",
+        fields={**_T5, "decoder_start_token_id": 0},
+        blocks=("encoder.block", "decoder.block"),
+        kinds=6,
+    ),
+    "mixtral": Family(
+        model="MixtralForCausalLM",
+        config="MixtralConfig",
+        fields={**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        blocks=("model.layers",),
+        dtype=torch.bfloat16,
+    ),
+    "qwen2_moe": Family(
+        model="Qwen2MoeForCausalLM",
+        config="Qwen2MoeConfig",
+        fields={
+            **_LLAMA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+        blocks=("model.layers",),
+        dtype=torch.bfloat16,
+    ),
+    "vit": Family(
+        model="ViTForImageClassification",
+        config="ViTConfig",
+        fields={**_SMALL, "image_size": 32, "patch_size": 8, "num_labels": 10},
+        blocks=("vit.layers",),
+        inputs=_images,
+    ),
+    "whisper": Family(
+        model="WhisperForConditionalGeneration",
+        config="WhisperConfig",
+        fields={**_WHISPER, **_IDS, "vocab_size": 101, "decoder_start_token_id": 0},
+        blocks=("model.encoder.layers", "model.decoder.layers"),
+        inputs=_sound,
+        kinds=3,
+    ),
+}
+
+
 def gpt2(**changes: Any) -> torch.nn.Module:
-    config = {"n_layer": 3, "n_embd": 48, "n_head": 3, "n_positions": LENGTH, "vocab_size": 101, **_IDS, **changes}
-    return on_meta(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**config)))
+    return replace(FAMILIES["gpt2"], fields={**FAMILIES["gpt2"].fields, **changes}).build()
 
 
 def counted_flops(model: torch.nn.Module, inputs: object) -> int:
-    """Forward matmul flops by torch's own counter, with attention as plain matrix products."""
+    """Forward matmul flops by torch's own counter, with attention as plain matrix products.
+
+    The counter does not know `_grouped_mm`, in which experts run: `grouped_flops` counts those.
+    """
     fake = fake_model(model)
     examples = fake.tensors(read_examples(model, inputs, {}))
     with fake.mode, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         fake.module(*examples.args, **examples.kwargs)
     return int(counter.get_total_flops())
+
+
+def grouped_flops(graph: Graph) -> int:
+    """Flops of the forward ops that came from `_grouped_mm`."""
+    return sum(op.matmul_flops for op in graph.ops_of(Phase.FORWARD) if op.origin == "aten._grouped_mm")
 
 
 class Bottleneck(torch.nn.Module):

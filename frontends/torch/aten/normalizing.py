@@ -104,6 +104,15 @@ def _batch_backward(call: Call) -> Value:
     return _Norm(shape, over, (1,)).emit(call, "batch_norm_backward", inputs, call.made())
 
 
+def _weight(call: Call) -> Value:
+    """A weight as a direction times a length: normed over all dimensions but one."""
+    x = call.tensor("v", "saved_v")
+    shape = call.shape(x)
+    over = tuple(index for index in range(len(shape)) if index != call.dim(rank=len(shape)))
+    backward = "_backward" if "backward" in call.name else ""
+    return _Norm(shape, over, ()).emit(call, f"weight_norm{backward}", call.tensors(), call.made())
+
+
 def _group(call: Call) -> Value:
     return _grouped(call, "group_norm", (call.tensor("input"), call.optional("weight"), call.optional("bias")))
 
@@ -155,6 +164,8 @@ NORMALIZING: dict[str, Callable[[Call], Value]] = {
         _batch,
     ),
     **dict.fromkeys(("native_batch_norm_backward", "batch_norm_backward"), _batch_backward),
+    "_weight_norm_interface": _weight,
+    "_weight_norm_interface_backward": _weight,
     "native_group_norm": _group,
     "native_group_norm_backward": _group_backward,
 }
