@@ -75,8 +75,8 @@ def _attention_counts(graph: Graph) -> dict[str, int]:
 
 def _attention_line(counts: dict[str, int]) -> str:
     return (
-        f"{counts['fused_attentions']} attentions are fused; {counts['separate_softmaxes']} softmaxes stay apart "
-        "(losses, routers, learned biases)."
+        f"attentions fused: {counts['fused_attentions']}; softmaxes that stay apart (losses, routers, learned biases): "
+        f"{counts['separate_softmaxes']}."
     )
 
 

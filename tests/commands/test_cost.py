@@ -39,7 +39,10 @@ def test_fusion_shortens_the_total(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fused_attention_says_how_many_it_fused_and_what_stayed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--fused-attention"]) == 0
-    assert "12 attentions are fused; 1 softmaxes stay apart" in capsys.readouterr().out
+    assert (
+        "attentions fused: 12; softmaxes that stay apart (losses, routers, learned biases): 1."
+        in capsys.readouterr().out
+    )
     assert main([*SMALL, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["fused_attentions"], document["separate_softmaxes"]) == (0, 13)
