@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from graphs import TINY_CONFIGS, tiny_graph
 
@@ -83,6 +85,25 @@ def test_fused_attention_computes_its_scores_again_backward() -> None:
     work = op_work(op, tensors)
     assert 2 * work.macs == op.matmul_flops + 2 * 2 * 4 * 512 * 1024 * 64
     assert len(work.products) == 5
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_fused_attention_counts_softmax_and_dropout_of_every_score(phase: Phase) -> None:
+    """What a softmax and a dropout of the scores cost by themselves; backward they are made again first."""
+    score = Rule.of("b -> b", {"b": 1})
+    kinds = {"softmax": OpKind.SOFTMAX, "dropout": OpKind.DROPOUT}
+    each = {
+        f"{name}{suffix}": op_work(*op_of(kind, score, f"{name}{suffix}")).vector_operations
+        for name, kind in kinds.items()
+        for suffix in ("", "_backward")
+    }
+    op, tensors = attention(phase)
+    with_dropout = replace(op, attributes=(("probability", 0.1),))
+    suffixes = [""] if phase is Phase.FORWARD else ["", "_backward"]
+    scores = 2 * 4 * 512 * 1024
+    softmax, dropout = (sum(each[f"{name}{suffix}"] for suffix in suffixes) for name in kinds)
+    assert op_work(op, tensors).vector_operations == scores * softmax
+    assert op_work(with_dropout, tensors).vector_operations == scores * (softmax + dropout)
 
 
 def test_fused_attention_sums_the_gradients_of_keys_and_values_backward() -> None:
