@@ -8,8 +8,9 @@ add up to no more than the whole's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from phaze.cost import Collective
 from phaze.ir import Graph, Layer, Op, OpKind, Phase, kept_tensors, recomputed_ops, stashed_tensors
@@ -27,15 +28,19 @@ from phaze.schedule import Schedule, ScheduleCache, schedule_layer
 from phaze.schedule.from_layer import price_pass
 from phaze.shard import WHOLE, ShardedLayer, slice_layer
 
+if TYPE_CHECKING:
+    from phaze.interfaces import OpPricer
+
 __all__ = ["ProfileOptions", "placement_graph", "profile_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How passes are priced and scheduled: epilogues fused or not, the gap to prove, and the schedules found so far."""
+    """How passes are priced and scheduled: epilogues fused or not, the gap to prove, plugins' prices, schedules so far."""
 
     is_fused: bool = True
     gap: float = 0.01
+    prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
 
 
@@ -115,6 +120,7 @@ def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: P
         is_fused=options.is_fused,
         link_s=link_s,
         calibration=axis.calibration,
+        prices=options.prices,
     )
     return schedule_layer(priced.problem(), gap=options.gap, cache=options.cache)
 
