@@ -36,7 +36,7 @@ __all__ = ["ProfileOptions", "placement_graph", "profile_layer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How passes are priced and scheduled: epilogues fused or not, the gap to prove, plugins' prices, schedules so far."""
+    """How passes are priced and scheduled: fused epilogues, the gap to prove, plugins' prices, schedules so far."""
 
     is_fused: bool = True
     gap: float = 0.01
