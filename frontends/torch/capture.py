@@ -213,7 +213,7 @@ def _parameter(target: Target, name: str) -> str:
 def _by_export(target: Target) -> Capture:
     from torch.export.graph_signature import InputKind, OutputKind
 
-    exported = _export(target, strict=False).run_decompositions({})
+    exported = _export(target, strict=False).run_decompositions()
     nodes = tuple(exported.graph.nodes)
     names = iter(target.input_names)
     arguments: dict[Any, Argument] = {}

@@ -15,11 +15,16 @@ __all__ = ["FakeModel", "fake_copy", "fake_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeModel:
-    """The clone, the mode in which its tensors live, and its parameters by name: ties map to the first name."""
+    """The clone, the mode in which its tensors live, and its parameters by name: ties map to the first name.
+
+    `input_dtype` is that of inputs given as bare shapes: integers where the first module with parameters is an
+    embedding.
+    """
 
     module: Any
     mode: Any
     dtype: Any
+    input_dtype: Any
     names: Mapping[str, str]
     trainable: tuple[str, ...]
 
@@ -28,7 +33,7 @@ class FakeModel:
         import torch
 
         def made(spec: Spec) -> Any:
-            dtype = self.dtype if spec.dtype is None else spec.dtype
+            dtype = self.input_dtype if spec.dtype is None else spec.dtype
             if spec.dtype is not None and spec.dtype.is_floating_point and self.dtype.is_floating_point:
                 dtype = self.dtype
             return torch.empty(spec.shape, dtype=dtype, device="cpu")
@@ -53,10 +58,13 @@ def fake_model(module: Any, dtype: Any = None) -> FakeModel:
     parameters = dict(clone.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in clone.named_parameters()}
     floats = [p.dtype for p in clone.parameters() if p.is_floating_point()]
+    own = dtype or (floats[0] if floats else torch.float32)
+    start = next(part for part in clone.modules() if part._parameters)
     return FakeModel(
         module=clone,
         mode=mode,
-        dtype=dtype or (floats[0] if floats else torch.float32),
+        dtype=own,
+        input_dtype=torch.int64 if isinstance(start, torch.nn.Embedding) else own,
         names={name: first[id(parameter)] for name, parameter in parameters.items()},
         trainable=tuple(name for name, parameter in clone.named_parameters() if parameter.requires_grad),
     )

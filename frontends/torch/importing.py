@@ -39,12 +39,22 @@ def import_module(model: Any, inputs: object, options: Mapping[str, object]) -> 
     """The training graph of an nn.Module, a GraphModule or an ExportedProgram."""
     with untouched():
         source = read_source(model, inputs, options)
-        task = _Task(source, fake_model(source.module, options.get("dtype")), options)
+        task = _Task(source, fake_model(source.module, _dtype(options.get("dtype"))), options)
         graph = _flexible(task) or _fixed(task)
     size = options.get("micro_batch_size")
     if size is not None:
         graph = graph.with_micro_batch(size)  # type: ignore[arg-type]
     return replace(graph, notes=(*graph.notes, *_notes(task, graph)))
+
+
+def _dtype(given: object) -> Any:
+    """A floating point dtype of torch, by itself or by its name."""
+    import torch
+
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise ImportModelError(f"dtype is {given!r}; expected a floating point dtype of torch, such as 'bfloat16'.")
 
 
 @dataclass(frozen=True, slots=True)

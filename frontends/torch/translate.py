@@ -227,11 +227,11 @@ def _ancestors(node: Any) -> frozenset[Any]:
 
 
 def _operator_name(target: Any) -> str:
-    """`addmm` of aten.addmm.default."""
-    name = str(target)
-    if name.startswith("aten."):
-        return name.split(".")[1]
-    return str(getattr(target, "__name__", name)).replace("<", "").replace(">", "")
+    """`addmm` of aten.addmm.default, and likewise for operators of other libraries."""
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).rpartition("::")[2]
+    return str(getattr(target, "__name__", target)).replace("<", "").replace(">", "")
 
 
 def _is_pointwise(target: Any) -> bool:

@@ -81,5 +81,6 @@ _KERNELS = (
 
 ATTENTION: dict[str, Callable[[Call], Value]] = {
     **dict.fromkeys(_KERNELS, _forward),
+    "scaled_dot_product_attention": _forward,
     **{f"{name}_backward": _backward for name in _KERNELS},
 }

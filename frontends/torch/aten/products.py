@@ -60,7 +60,7 @@ def _grouped(call: Call) -> Value:
 
     Where experts do not divide the rows, which of them a row takes is looked up instead.
     """
-    left, right = call.tensor("self"), call.tensor("mat2")
+    left, right = call.tensor("self", "input"), call.tensor("mat2", "weight")
     ranks = (len(call.shape(left)), len(call.shape(right)))
     if ranks == (3, 3):
         return _product(call, left, right)
@@ -88,5 +88,5 @@ PRODUCTS: dict[str, Callable[[Call], Value]] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot"), _mm),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
     "linear": _linear,
-    "_grouped_mm": _grouped,
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
 }

@@ -84,6 +84,15 @@ def test_experts_split_rows_by_expert_so_that_experts_can_be_spread() -> None:
     ]
 
 
+def test_experts_in_single_precision_fall_back_to_a_backward_by_rule() -> None:
+    family = models.FAMILIES["mixtral"]
+    graph = phaze.import_graph(family.build().to(torch.float32), family.inputs())
+    assert {"captured from torch by export", "backward derived by rule"} <= set(graph.notes)
+    assert graph.matmul_flops("backward") == 2 * graph.matmul_flops("forward")
+    assert graph.coverage().unknown == ()
+    assert len(graph.distinct_layers) == 3
+
+
 def test_without_dropout_attention_is_one_op_with_heads_as_factors() -> None:
     config = transformers.ViTConfig(**models.FAMILIES["vit"].fields)
     model = models.on_meta(lambda: transformers.ViTForImageClassification(config))

@@ -186,6 +186,17 @@ def test_a_loss_function_takes_targets() -> None:
     assert graph.outputs
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_model_is_captured_in_the_dtype_asked_for(dtype: object) -> None:
+    graph = phaze.import_graph(models.Tower(1), X, dtype=dtype)
+    assert {str(tensor.dtype) for tensor in graph.parameters} == {"bfloat16"}
+
+
+def test_a_bare_shape_is_of_integers_where_an_embedding_comes_first() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8))
+    assert str(phaze.import_graph(model, (5, 6), loss_fn=mean).tensors["input_0"].dtype) == "int64"
+
+
 def test_a_recurrent_layer_is_captured_as_the_products_it_is_made_of() -> None:
     model = torch.nn.LSTM(8, 16, batch_first=True)
     graph = phaze.import_graph(model, (2, 6, 8), loss_fn=lambda output: output[0].mean())

@@ -89,6 +89,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: phaze.import_graph(torch.fx.symbolic_trace(models.Tower())),
         "the graph module Tower has no shape for its input 'x'; pass inputs, or run .*ShapeProp",
     ),
+    "an impossible dtype": (lambda: phaze.import_graph(models.Tower(), X, dtype="int8"), "dtype is 'int8'; expected a"),
     "a lazy module": (
         lambda: phaze.import_graph(torch.nn.LazyLinear(4), X),
         r"parameter 'weight' has no shape yet \(a lazy module\); run the model once first",
