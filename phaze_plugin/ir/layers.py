@@ -19,7 +19,7 @@ from phaze.ir.op import Op, Phase
 from phaze.ir.repeats import canonical_key
 from phaze.ir.waists import cut_at_waists
 
-__all__ = ["Boundary", "Layer", "LayerGraph", "split_layers"]
+__all__ = ["Boundary", "Layer", "LayerGraph", "single_layer", "split_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -94,6 +94,20 @@ class LayerGraph:
             for parameter in layer.parameters:
                 users.setdefault(parameter, []).append(layer.index)
         return {parameter: tuple(indices) for parameter, indices in users.items() if len(indices) > 1}
+
+
+def single_layer(graph: Graph) -> Layer:
+    """All of a graph as one layer."""
+    return Layer(
+        index=0,
+        name=graph.name,
+        forward=graph.ops_of(Phase.FORWARD),
+        backward=tuple(op for op in graph.ops if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE)),
+        parameters=tuple(tensor.id for tensor in graph.parameters),
+        inputs=(),
+        outputs=graph.outputs,
+        key="",
+    )
 
 
 def split_layers(graph: Graph) -> LayerGraph:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from phaze.cost import Collective
 from phaze.ir import Graph, Layer, Op, OpKind, Phase, kept_tensors, recomputed_ops, stashed_tensors
 from phaze.ir import RecomputeMode as IrRecomputeMode
+from phaze.ir.layers import single_layer
 from phaze.place.profile import (
     BoundaryTensor,
     Bounded,
@@ -48,7 +49,7 @@ def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOp
     """One microbatch of a sharded layer on one device."""
     options = options or ProfileOptions()
     local = slice_layer(sharded)
-    layer = _only_layer(local)
+    layer = single_layer(local)
     kind = IrRecomputeMode(mode.value)
     forward = _timed(sharded, local, layer.forward, options)
     again = _timed(sharded, local, recomputed_ops(local, layer, kind), options)
@@ -78,20 +79,6 @@ def placement_graph(graph: Graph) -> PlacementGraph:
             for boundary in layers.boundaries
         ),
         ties=layers.tied_parameters,
-    )
-
-
-def _only_layer(local: Graph) -> Layer:
-    """All of a slice as one layer."""
-    return Layer(
-        index=0,
-        name=local.name,
-        forward=local.ops_of(Phase.FORWARD),
-        backward=local.ops_of(Phase.BACKWARD),
-        parameters=tuple(tensor.id for tensor in local.parameters),
-        inputs=(),
-        outputs=local.outputs,
-        key="",
     )
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sharding import A100S, whole_layer
+from sharding import A100S
 
 import phaze
 from phaze.errors import ShardError
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode, kept_bytes
+from phaze.ir.layers import single_layer
 from phaze.shard import (
     Axis,
     LayoutConstraint,
@@ -141,7 +142,7 @@ def test_kept_bytes_of_a_gpt_layer_are_korthikanti_et_al_s(gpt3: Graph, width: i
     unit, square = length * hidden, 5 * heads * length**2
     local = slice_layer(sharded(gpt3, width, mode, *(MEGATRON if mode == "off" else ())).layers[1])
     linear = 10 * unit + 24 * unit // width if mode == "off" else 34 * unit // width
-    layer = whole_layer(local)
+    layer = single_layer(local)
     assert kept_bytes(local, layer, RecomputeMode.NONE) == linear + square // width
     assert kept_bytes(local, layer, RecomputeMode.SELECTIVE) == linear
     assert kept_bytes(local, layer, RecomputeMode.FULL) == 2 * unit // (1 if mode == "off" else width)
