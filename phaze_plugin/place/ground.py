@@ -1,0 +1,130 @@
+"""A prepared problem: tables per width, prices, and what a choice of degrees needs to be searched or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phaze.capabilities import PipelineSchedule
+from phaze.place.bounds import PathBounds, PeakBounds, StageBounds
+from phaze.place.candidates import Candidates, build_candidates
+from phaze.place.chunks import ChunkBounds
+from phaze.place.degrees import Degrees, chunk_sizes
+from phaze.place.network import Network
+from phaze.place.orders import pipeline_order
+from phaze.place.packing import Packing, build_packing
+from phaze.place.problem import PlacementProblem
+from phaze.place.simulate import Program, compile_order
+from phaze.place.splits import SplitSearch
+from phaze.place.stages import StageTable, build_stage_table, update_s_per_parameter
+from phaze.place.states import IntArray, StageSpace, build_stage_space
+from phaze.place.widths import WidthTable, build_width_table
+
+__all__ = ["Ground"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ground:
+    """What all choices of one problem share; programs are made when first needed."""
+
+    problem: PlacementProblem
+    space: StageSpace
+    widths: dict[int, WidthTable]
+    network: Network
+    packing: Packing
+    update_s: float
+    programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, problem: PlacementProblem, *, use_bounds: bool = False) -> Ground:
+        """Prepare a problem, with the profiles' values or with their lower bounds."""
+        space = build_stage_space(problem.graph)
+        network, update_s = Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
+        return cls(
+            problem=problem,
+            space=space,
+            widths={width: build_width_table(problem, space, width, use_bounds) for width in problem.widths},
+            network=network,
+            packing=build_packing(problem, space, network, update_s, use_bounds),
+            update_s=update_s,
+        )
+
+    def stage_table(self, degrees: Degrees, stages: IntArray | None = None) -> StageTable:
+        """Times and memory of all stages, or of some, under some degrees."""
+        width, space = self.widths[degrees.width], self.space
+        if stages is not None:
+            width, space = width.take(stages), space.take(stages)
+        return build_stage_table(
+            self.problem,
+            space,
+            width,
+            self.network,
+            pipelines=degrees.pipelines,
+            zero_stage=degrees.zero_stage,
+            stages=degrees.devices,
+            update_s=self.update_s,
+            mixes_widths=self.problem.capabilities.allows_mixed_widths and degrees.chunks == 1,
+            splits_backward=degrees.schedule is PipelineSchedule.ZERO_BUBBLE,
+        )
+
+    def program(self, degrees: Degrees) -> Program:
+        """The order of passes under some degrees."""
+        rounds = degrees.rounds(self.problem.micro_batches)
+        key = (degrees.schedule, degrees.devices, rounds, degrees.chunks)
+        if key not in self.programs:
+            schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
+            self.programs[key] = compile_order(pipeline_order(schedule, degrees.devices, rounds, degrees.chunks))
+        return self.programs[key]
+
+    def candidates(self, degrees: Degrees, cutoff_s: float) -> Candidates:
+        """The stages to choose from under some degrees, without those that alone take longer than the cutoff.
+
+        Interleaved pipelines have chunks of nearly equal length.
+        """
+        table = self.widths[degrees.width]
+        usable = degrees.rounds(self.problem.micro_batches) * table.least_s < cutoff_s
+        if degrees.chunks > 1:
+            usable &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, degrees.stages))
+        stages = np.flatnonzero(usable)
+        part = self.stage_table(degrees, stages)
+        return build_candidates(self.problem, self.space, table, part, degrees, stages)
+
+    def singles(self, degrees: Degrees) -> tuple[int, int | None]:
+        """How many stages must take a single device, and how many exactly if no device may idle."""
+        count = self.problem.cluster.device_count // degrees.pipelines
+        too_many = degrees.width * degrees.devices - count
+        if degrees.width == 1:
+            return 0, None
+        needed = max(0, -(-too_many // (degrees.width - 1)))
+        if self.problem.capabilities.allows_idle_devices:
+            return needed, None
+        return needed, needed if too_many == needed * (degrees.width - 1) else -1
+
+    def bounds(self, candidates: Candidates, degrees: Degrees, needed: int) -> StageBounds:
+        """Bounds under the pipelines of some degrees."""
+        rounds, states = degrees.rounds(self.problem.micro_batches), self.space.states
+        match degrees.schedule:
+            case PipelineSchedule.GPIPE:
+                return PeakBounds(candidates, degrees, rounds, states, needed)
+            case PipelineSchedule.INTERLEAVED:
+                prices = self.widths[degrees.width].recompute_s_per_byte
+                return ChunkBounds(candidates, degrees, rounds, states, self.problem.usable_bytes, prices)
+            case _:
+                return PathBounds(candidates, degrees, rounds, states, needed)
+
+    def search(self, degrees: Degrees, cutoff_s: float) -> SplitSearch | None:
+        """What branch and bound below the cutoff needs, or None if the devices cannot be divided so."""
+        needed, singles = self.singles(degrees)
+        if singles == -1 or (degrees.chunks > 1 and needed):
+            return None
+        candidates = self.candidates(degrees, cutoff_s)
+        return SplitSearch(
+            candidates=candidates,
+            bounds=self.bounds(candidates, degrees, needed),
+            program=lambda: self.program(degrees),
+            stages=degrees.stages,
+            full=self.space.states - 1,
+            needed=needed,
+            singles=singles,
+        )

@@ -1,0 +1,125 @@
+"""Pipeline schedules: the order in which each device runs its passes, fixed before anything is timed.
+
+S devices, m microbatches, v chunks (stages) per device; the stage of chunk c on device r is c*S + r. A pass is a
+forward (F), a backward (B) or, where backward is split, the part for weights (W).
+
+    gpipe             F of all microbatches, then B of all
+    1f1b              S-1-r forwards, then F and B in turn (Narayanan et al., PipeDream-flush)
+    interleaved-1f1b  as 1f1b over v chunks, microbatches in groups of S; needs S to divide m
+                      (Narayanan et al., SC'21: 2(S-1-r) + (v-1)S forwards first)
+    zero-bubble       as 1f1b with W split off and put off by r microbatches, so that every device has at most S
+                      microbatches in flight (Qi et al., ICLR 2024, ZB-H1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.capabilities import PipelineSchedule
+from phaze.errors import PlacementError
+
+__all__ = ["Order", "Pass", "in_flight", "pipeline_order"]
+
+IntArray = NDArray[np.int64]
+
+
+class Pass(IntEnum):
+    """What a device does with one microbatch of one stage."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """All passes per (device, step): their kind, chunk and microbatch."""
+
+    schedule: PipelineSchedule
+    devices: int
+    micro_batches: int
+    chunks: int
+    kind: IntArray
+    chunk: IntArray
+    micro_batch: IntArray
+
+
+def pipeline_order(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int = 1) -> Order:
+    """The passes of every device.
+
+    Raises:
+        PlacementError: the schedule cannot run so many chunks or microbatches.
+    """
+    if (chunks > 1) != (schedule is PipelineSchedule.INTERLEAVED):
+        raise PlacementError(f"{schedule} with {chunks} chunks per device; only interleaved schedules have several.")
+    if chunks > 1 and micro_batches % devices:
+        raise PlacementError(
+            f"an interleaved schedule of {devices} devices needs a multiple of {devices} microbatches per pipeline, "
+            f"not {micro_batches}."
+        )
+    rows = [_device_order(schedule, devices, micro_batches, chunks, device) for device in range(devices)]
+    kind, chunk, micro_batch = np.moveaxis(np.array(rows), 2, 0)
+    return Order(
+        schedule=schedule,
+        devices=devices,
+        micro_batches=micro_batches,
+        chunks=chunks,
+        kind=kind,
+        chunk=chunk,
+        micro_batch=micro_batch,
+    )
+
+
+def _device_order(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int, device: int) -> IntArray:
+    """Rows (kind, chunk, microbatch) of one device."""
+    total = micro_batches * chunks
+    index = np.arange(total)
+    group, inside = index // (devices * chunks), index % (devices * chunks)
+    batch = group * devices + inside % devices if chunks > 1 else index
+    chunk = inside // devices if chunks > 1 else np.zeros_like(index)
+    forward = np.stack([np.full(total, Pass.FORWARD), chunk, batch], axis=1)
+    backward = np.stack([np.full(total, Pass.BACKWARD), chunks - 1 - chunk, batch], axis=1)
+    ahead = devices - 1 - device
+    match schedule:
+        case PipelineSchedule.GPIPE:
+            first = total
+        case PipelineSchedule.INTERLEAVED:
+            first = min(2 * ahead + (chunks - 1) * devices, total)
+        case _:
+            first = min(ahead, total)
+    in_turn = total - first
+    turns = np.stack([forward[first:], backward[:in_turn]], axis=1).reshape(-1, 3)
+    order = np.concatenate([forward[:first], turns, backward[in_turn:]])
+    return _with_weights(order, device) if schedule is PipelineSchedule.ZERO_BUBBLE else order
+
+
+def _with_weights(order: IntArray, delay: int) -> IntArray:
+    """After the backward of microbatch i the weights of microbatch i - delay, and the rest at the end."""
+    after = np.flatnonzero(order[:, 0] == Pass.BACKWARD)[delay:]
+    total = len(order) // 2
+    places = np.concatenate([2 * after + 1, np.full(total - len(after), 2 * len(order))])
+    batch = np.arange(total)
+    weights = np.stack([np.full(total, Pass.WEIGHT), np.zeros_like(batch), batch], axis=1)
+    by_place = np.argsort(np.concatenate([2 * np.arange(len(order)), places]), kind="stable")
+    return np.concatenate([order, weights])[by_place]
+
+
+def in_flight(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int = 1) -> IntArray:
+    """Per (device, chunk): the most microbatches whose forward has run and whose last backward pass has not."""
+    device = np.arange(devices)[:, None]
+    match schedule:
+        case PipelineSchedule.GPIPE:
+            return np.full((devices, 1), micro_batches)
+        case PipelineSchedule.ONE_F_ONE_B:
+            return np.minimum(devices - device, micro_batches)
+        case PipelineSchedule.ZERO_BUBBLE:
+            return np.full((devices, 1), min(devices, micro_batches))
+        case PipelineSchedule.INTERLEAVED:
+            order = pipeline_order(schedule, devices, micro_batches, chunks)
+            change = np.where(order.kind == Pass.FORWARD, 1, -1)
+            held = [np.cumsum(np.where(order.chunk == chunk, change, 0), axis=1).max(axis=1) for chunk in range(chunks)]
+            return np.stack(held, axis=1)

@@ -1,0 +1,207 @@
+"""A quick proof that some degrees cannot beat a target, on chains: fill the stages from the front and count them.
+
+With lead(p) the seconds of the layers before p, W the t of all layers and n = min(m, S-s) - 1, the s-th stage of a plan
+that takes at most U, starting at layer p, satisfies
+
+    m t' + tail <= U - lead_F(p)            t' with the weights' part also where it is split off
+    m t + D <= U - lead_(F+B)(p)            D = max(0, m-1-s) W_s for zero-bubble, else 0
+    (m-1) t + D - n E <= U - W              E = F or B (zero-bubble: F); gpipe: n = 0
+    (m-n-2) t <= U - 2 W + lead_(F+B)(p)    if m > n + 1, and not for gpipe
+    held bytes + in flight * least stash <= usable bytes
+
+where tail is at least the update, the gather, and reduction minus the backward that may hide it. All terms are sums
+over the stage's layers (of two sums of which a pass takes the longer, the one that is longer over the whole model is
+used). A stage that starts later gives up at least as much as its allowance shrinks, and a larger s only tightens:
+filling every stage as far as it goes needs the fewest stages. If these are more than S, nothing with these degrees
+beats U. Interleaved schedules are let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from phaze.capabilities import PipelineSchedule
+from phaze.cost import Collective
+from phaze.hardware.dtypes import dtype_bytes
+from phaze.place.degrees import SCHEDULES, Choices
+from phaze.place.network import Network
+from phaze.place.problem import PlacementProblem
+from phaze.place.profile import LayerProfile
+from phaze.place.states import BoolArray, FloatArray, IntArray, StageSpace
+
+__all__ = ["Packing", "build_packing"]
+
+_SLACK = 1e-10
+_AT_ONCE = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain."""
+
+    widths: tuple[int, ...]
+    forward_s: FloatArray
+    input_s: FloatArray
+    weight_s: FloatArray
+    parameters: FloatArray
+    stashed_bytes: FloatArray
+    problem: PlacementProblem
+    network: Network
+    mixed_widths: frozenset[int]
+    most_used: int
+    update_s: float
+
+    def refuted(self, choices: Choices, target_s: FloatArray) -> BoolArray:
+        """Whether nothing with each of these degrees takes less than its target."""
+        result = np.zeros(len(choices), dtype=bool)
+        for part in self._parts(choices):
+            some = choices.take(part)
+            result[part] = self._refuted(some, self._terms(some), target_s[part])
+        return result
+
+    def _parts(self, choices: Choices) -> list[IntArray]:
+        """Indices of what can be packed, in portions."""
+        asked = np.flatnonzero(choices.chunks == 1) if self.forward_s.size else np.zeros(0, dtype=np.int64)
+        return [asked[start : start + _AT_ONCE] for start in range(0, len(asked), _AT_ONCE)]
+
+    def tightened(self, choices: Choices, target_s: float, steps: int = 5) -> FloatArray:
+        """A bound under each choice, at least its floor, by bisection up to the target."""
+        floors = choices.floor_s.copy()
+        for part in self._parts(choices):
+            some = choices.take(part)
+            terms = self._terms(some)
+            low, high = some.floor_s, np.maximum(some.floor_s, target_s)
+            for _ in range(steps):
+                middle = (low + high) / 2
+                out = self._refuted(some, terms, middle)
+                low, high = np.where(out, middle, low), np.where(out, high, middle)
+            floors[part] = low
+        return floors
+
+    def _refuted(self, choices: Choices, terms: FloatArray, target_s: FloatArray) -> BoolArray:
+        target_s = target_s * (1 + _SLACK)
+        gpipe = choices.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
+        split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+        used = np.ones(len(choices), dtype=np.int64)
+        dead = np.zeros(len(choices), dtype=bool)
+        stage = np.zeros((6, len(choices)))
+        lead = np.zeros((2, len(choices)))
+        spare = target_s - terms[_THROUGH].sum(axis=0)
+        caps = np.stack([target_s, target_s])
+
+        def is_over() -> BoolArray:
+            flight = np.where(split, choices.devices, choices.devices - used + 1)
+            flight = np.where(gpipe, choices.rounds, np.minimum(choices.rounds, np.maximum(flight, 1)))
+            delayed = np.where(split, np.maximum(choices.rounds - used, 0) * stage[_WEIGHT], 0.0)
+            early = np.where(gpipe, 0, np.minimum(choices.rounds, np.maximum(choices.devices - used + 1, 1)) - 1)
+            peak = (choices.rounds - 1) * stage[_THROUGH] + delayed - early * stage[_EARLY]
+            is_slow = (stage[_STAY] > caps[0]) | (choices.rounds * stage[_THROUGH] + delayed > caps[1]) | (peak > spare)
+            twice = (choices.rounds - early - 2) * stage[_THROUGH] > 2 * spare - caps[1]
+            is_slow |= twice & (choices.rounds > early + 1) & ~gpipe
+            return np.asarray(is_slow | (stage[_HELD] + flight * stage[_STASH] > usable))
+
+        usable = self.problem.usable_bytes * (1 + _SLACK)
+        for layer in range(terms.shape[1]):
+            stage += terms[:6, layer]
+            over = is_over()
+            if over.any():
+                used += over
+                np.copyto(stage, terms[:6, layer], where=over)
+                np.copyto(caps, target_s - lead, where=over)
+                dead |= over & is_over()
+            lead += terms[[_FORWARD, _THROUGH], layer]
+        return np.asarray(dead | (used > choices.devices))
+
+    def _rates(self, choices: Choices) -> FloatArray:
+        """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
+        levels = np.array([self.network.depth(used) for used in range(self.most_used + 1)])
+        depth = levels[np.minimum(choices.width * choices.pipelines * choices.devices, self.most_used)]
+        keys = np.stack([choices.width, choices.pipelines, depth], axis=1)
+        distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        used = (choices.width * choices.pipelines * choices.devices)[first]
+        rates = np.empty((3, len(distinct)))
+        for index, (width, pipelines, _) in enumerate(distinct.tolist()):
+            strides = (width, 1) if width in self.mixed_widths else (width,)
+            for row, kind in enumerate((Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)):
+                prices = [self.network.collective(kind, pipelines, stride, int(used[index])) for stride in strides]
+                rates[row, index] = min(price.s_per_byte for price in prices)
+        return rates[:, which.ravel()]
+
+    def _terms(self, choices: Choices) -> FloatArray:
+        """Per (term, layer, choice): what a stage and what is before it add up."""
+        at = np.searchsorted(self.widths, choices.width)
+        forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
+        parameters, stash = self.parameters[at].T, self.stashed_bytes[at].T
+        zero, copies, rounds = choices.zero_stage, choices.pipelines, choices.rounds
+        recipe = self.problem.recipe
+        gather, scatter, reduce = (parameters * rate for rate in self._rates(choices))
+        size = dtype_bytes(recipe.reduction_dtype)
+        gathered = np.where(zero == 3, recipe.parameter_bytes, 0.0) * gather
+        scattered = np.where(zero >= 2, size, 0.0) * scatter
+        split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+        run = _longer(forward, gathered)
+        back = _longer(np.where(split, first, first + weight), gathered + np.where(split, 0.0, scattered))
+        later = np.where(split, _longer(weight, scattered), 0.0)
+        reduced = np.where(zero == 0, size * reduce, np.where(zero == 1, size * scatter, 0.0))
+        hidden = np.where(zero < 2, np.where(split, weight, first + weight), 0.0)
+        updated = parameters * (self.update_s / np.where(zero >= 1, copies, 1))
+        tail = reduced - hidden + updated + np.where((zero == 1) | (zero == 2), recipe.parameter_bytes, 0.0) * gather
+        shards = [np.where(zero >= least, copies, 1) for least in (1, 2, 3)]
+        held = (
+            recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
+        )
+        through = run + back
+        stay = rounds * (through + later) + tail
+        early = np.where(split | (run.sum(axis=0) < back.sum(axis=0)), run, back)
+        return np.stack([stay, through, later, early, parameters * held, stash, run])
+
+
+_STAY, _THROUGH, _WEIGHT, _EARLY, _HELD, _STASH, _FORWARD = range(7)
+
+
+def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
+    """Of two terms per (layer, choice), for each choice the one with the larger sum."""
+    return np.where(one.sum(axis=0) >= other.sum(axis=0), one, other)
+
+
+def build_packing(
+    problem: PlacementProblem, space: StageSpace, network: Network, update_s: float, use_bounds: bool
+) -> Packing:
+    """The layers of a problem, ready to be packed; with the profiles' values or their lower bounds."""
+    layers = range(space.layers) if space.is_chain else range(0)
+
+    def least(read: Callable[[LayerProfile], float]) -> FloatArray:
+        return np.array(
+            [
+                [min(read(problem.profile(layer, width, mode)) for mode in problem.recompute_modes) for layer in layers]
+                for width in problem.widths
+            ]
+        )
+
+    def seconds(name: str) -> FloatArray:
+        kind = "bound" if use_bounds else "value"
+        return least(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
+
+    return Packing(
+        widths=problem.widths,
+        forward_s=seconds("forward_s"),
+        input_s=seconds("backward_input_s"),
+        weight_s=seconds("backward_weight_s"),
+        parameters=least(lambda profile: profile.parameters - sum(profile.tied_parameters.values())),
+        stashed_bytes=least(lambda profile: profile.stashed_bytes),
+        problem=problem,
+        network=network,
+        mixed_widths=frozenset(
+            width
+            for width in problem.widths
+            if problem.capabilities.allows_mixed_widths
+            and not all(
+                problem.profile(layer, width, problem.recompute_modes[0]).is_tensor_parallel for layer in layers
+            )
+        ),
+        most_used=problem.cluster.device_count,
+        update_s=update_s,
+    )

@@ -1,0 +1,165 @@
+"""The search over all degrees: the lowest bound first, until nothing left can be faster than what was simulated.
+
+Each choice of degrees passes four gates, each with a higher bound under its time: the closed forms of `degrees.py`, the
+packing of `packing.py`, the tables of `bounds.py` on its own stages, and branch and bound over its pipelines
+(`splits.py`), which simulates. A choice is let through a gate only while its bound is below the k-th best simulated
+time, or below a target that rises until it is met. What is left open when the effort is spent lowers the bound that is
+returned, and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from phaze.place.chunks import ChunkBounds
+from phaze.place.degrees import Choices, Degrees, list_choices
+from phaze.place.ground import Ground
+from phaze.place.seeds import seed_splits
+from phaze.place.splits import TOLERANCE, SplitSearch, best_split
+
+__all__ = ["Effort", "Found", "SearchAnswer", "search_degrees"]
+
+_HOPELESS = 10
+_GUESSES = (1.5, 3.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Deterministic limits: nodes of branch and bound in all and per choice of degrees, and choices to look at."""
+
+    nodes: int = 50_000
+    nodes_per_choice: int = 5_000
+    choices: int = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A simulated pipeline: its degrees, and the (index in the stage space, mode) of each of its stages."""
+
+    time_s: float
+    degrees: Degrees
+    stages: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchAnswer:
+    """The best choices of degrees, fastest first, and a bound under every plan of the problem."""
+
+    found: tuple[Found, ...]
+    bound_s: float
+    choices: int
+    nodes: int
+    simulated: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Progress:
+    """The k best so far, and what was spent."""
+
+    top: int
+    effort: Effort
+    found: list[Found] = field(default_factory=list)
+    choices: int = 0
+    nodes: int = 0
+    simulated: int = 0
+    open_s: float = math.inf
+
+    @property
+    def cutoff_s(self) -> float:
+        """What another choice must beat to be among the k best."""
+        return self.found[self.top - 1].time_s if len(self.found) >= self.top else math.inf
+
+    def keep(self, found: Found) -> None:
+        """Remember a choice, unless its degrees are already known to do better."""
+        known = next((other for other in self.found if other.degrees == found.degrees), None)
+        if known is not None and known.time_s <= found.time_s:
+            return
+        if known is not None:
+            self.found.remove(known)
+        insort(self.found, found, key=lambda one: one.time_s)
+
+
+def search_degrees(ground: Ground, *, top: int = 1, effort: Effort | None = None) -> SearchAnswer:
+    """The ``top`` fastest choices of degrees, each with its fastest stages."""
+    progress = _Progress(top=top, effort=effort or Effort())
+    choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    least = float(choices.floor_s.min(initial=math.inf))
+    for guess in _GUESSES if len(choices) else ():
+        target = min(guess * least, progress.cutoff_s * (1 + TOLERANCE))
+        progress.open_s = math.inf
+        _search_below(ground, choices, target, progress)
+        if progress.cutoff_s <= target:
+            break
+    best = progress.found[0].time_s if progress.found else math.inf
+    return SearchAnswer(
+        found=tuple(progress.found[:top]),
+        bound_s=min(best, progress.open_s),
+        choices=progress.choices,
+        nodes=progress.nodes,
+        simulated=progress.simulated,
+    )
+
+
+def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _Progress) -> None:
+    """Look at every choice that may take less than the target, the lowest bound first."""
+    choices = choices.take(choices.floor_s < target_s)
+    if target_s < math.inf:
+        choices = choices.take(~ground.packing.refuted(choices, np.full(len(choices), target_s)))
+        choices = replace(choices, floor_s=ground.packing.tightened(choices, target_s))
+    refined: list[tuple[float, int, Degrees, SplitSearch]] = []
+    for index in np.argsort(choices.floor_s, kind="stable").tolist():
+        floor = float(choices.floor_s[index])
+        while refined and (refined[0][0] <= floor or len(progress.found) < progress.top):
+            _solve(refined, target_s, progress)
+        cutoff = min(progress.cutoff_s, target_s)
+        if floor >= cutoff * (1 - TOLERANCE):
+            break
+        if progress.choices >= progress.effort.choices:
+            progress.open_s = min(progress.open_s, floor)
+            break
+        progress.choices += 1
+        degrees = choices.degrees(index)
+        search = ground.search(degrees, cutoff)
+        if search is not None and (bound := max(floor, _root_bound(search))) < cutoff * (1 - TOLERANCE):
+            heapq.heappush(refined, (bound, progress.choices, degrees, search))
+    while refined:
+        _solve(refined, target_s, progress)
+
+
+def _root_bound(search: SplitSearch) -> float:
+    """The least bound over all first stages."""
+    candidates = search.candidates
+    options = np.arange(candidates.first[0], candidates.first[1])
+    if not len(options):
+        return math.inf
+    needed = np.maximum(search.needed - candidates.is_single[options], 0)
+    _, bounds = search.bounds.extend(search.bounds.root, 0, options, needed)
+    return float(bounds.min())
+
+
+def _solve(refined: list[tuple[float, int, Degrees, SplitSearch]], target_s: float, progress: _Progress) -> None:
+    """Find the best stages of the choice with the lowest bound, and keep it if it is among the best."""
+    bound, _, degrees, search = heapq.heappop(refined)
+    cutoff = min(progress.cutoff_s, target_s)
+    if bound >= cutoff * (1 - TOLERANCE):
+        return
+    effort = progress.effort
+    limit = min(effort.nodes_per_choice, max(effort.nodes - progress.nodes, 0))
+    seeds: tuple[tuple[int, ...], ...] = ()
+    if isinstance(search.bounds, ChunkBounds):
+        seeds = seed_splits(search, search.bounds, progress.cutoff_s)
+        limit = limit if search.bounds.count_pipelines(search.full + 1) <= _HOPELESS * limit else 0
+    answer = best_split(search, cutoff, limit, seeds)
+    progress.nodes += answer.nodes
+    progress.simulated += answer.simulated
+    if answer.bound_s < min(answer.time_s, cutoff):
+        progress.open_s = min(progress.open_s, max(bound, answer.bound_s))
+    if answer.time_s < math.inf:
+        candidates = search.candidates
+        stages = tuple((int(candidates.stage[pick]), int(candidates.mode[pick])) for pick in answer.picks)
+        progress.keep(Found(time_s=answer.time_s, degrees=degrees, stages=stages))

@@ -1,0 +1,190 @@
+"""Times and memory of every stage once width, pipelines and ZeRO stage are chosen.
+
+With sums over the stage's layers: f forward, b the input and w the weight part of backward, r recompute; x and y the
+seconds of receiving the activation and the gradient; g gathering parameters (ZeRO-3, once per pass) and h scattering
+gradients (ZeRO-2 and 3, once per microbatch), both hidden behind the layers as far as these last:
+
+    F = x + max(f, g)             B = max(y, r) + max(b + w, g + h)
+    split backward (zero-bubble): B = max(y, r) + max(b, g),  W = max(w, h)
+
+After the last backward: reduction over pipelines (ZeRO-0: all-reduce, ZeRO-1: reduce-scatter, per layer and hidden
+behind the last backward as in `StageSpace.exposed`; tied parameters come after the others), then, with ties, the
+reduction between stages, the update (over d from ZeRO-1 on) and the gather of updated parameters (ZeRO-1 and 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phaze.cost import Collective, price_works, update_work
+from phaze.hardware.dtypes import dtype_bytes
+from phaze.place.memory import MemoryTable, build_memory_table
+from phaze.place.network import Network, Price
+from phaze.place.problem import PlacementProblem
+from phaze.place.states import FloatArray, IntArray, StageSpace
+from phaze.place.widths import WidthTable
+
+__all__ = ["StageTable", "build_stage_table", "update_s_per_parameter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTable:
+    """Every stage of one (width, pipelines, ZeRO stage), per (mode, stage) unless said otherwise.
+
+    Attributes:
+        received_s: x, per stage.
+        returned_s: y, per stage.
+        forward_s: F.
+        backward_s: B, without the weights' part where that is split off.
+        weight_s: W, or 0.
+        exposed_s: reduction beyond the last B, or beyond the last W where that is split off.
+        reduction_s: all of the reduction, per stage.
+        tie_s: reduction between stages that share parameters, per stage.
+        finish_s: update and gather, per stage.
+        devices: how many devices one copy of the stage takes, per stage.
+        memory: the items of memory.
+    """
+
+    received_s: FloatArray
+    returned_s: FloatArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    weight_s: FloatArray
+    exposed_s: FloatArray
+    reduction_s: FloatArray
+    tie_s: FloatArray
+    finish_s: FloatArray
+    devices: IntArray
+    memory: MemoryTable
+
+
+def update_s_per_parameter(problem: PlacementProblem) -> float:
+    """Seconds that updating one parameter takes on one device."""
+    probe = 1 << 30
+    works = [update_work(problem.recipe, probe)]
+    estimate = price_works(works, problem.cluster.accelerator, calibration=problem.calibration)
+    return float(estimate.spread_s[0, 0]) / probe
+
+
+def build_stage_table(
+    problem: PlacementProblem,
+    space: StageSpace,
+    table: WidthTable,
+    network: Network,
+    *,
+    pipelines: int,
+    zero_stage: int,
+    stages: int,
+    update_s: float,
+    mixes_widths: bool,
+    splits_backward: bool,
+) -> StageTable:
+    """The stages of one choice, priced for pipelines of ``stages`` devices: these decide which links are used."""
+    used = pipelines * table.width * stages
+    transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, pipelines * table.width, used)
+    received, returned = _send(transfer, table.received_bytes), _send(transfer, table.sent_bytes)
+    devices = np.where(table.is_sliced | (not mixes_widths), table.width, 1)
+    axis = _DataAxis(problem, table, network, pipelines, used, devices)
+    gathered = axis.per_pass(Collective.ALL_GATHER, problem.recipe.parameter_bytes) if zero_stage == 3 else 0.0
+    scattered = axis.per_pass(Collective.REDUCE_SCATTER, axis.gradient_bytes) if zero_stage >= 2 else 0.0
+    start = np.maximum(returned, table.recompute_s)
+    if splits_backward:
+        backward = np.maximum(table.backward_input_s, gathered)
+    else:
+        backward = np.maximum(table.backward_input_s + table.backward_weight_s, gathered + scattered)
+    exposed, reduction = axis.reduction(space, zero_stage, splits_backward)
+    shards = pipelines if zero_stage >= 1 else 1
+    finish = table.parameters * (update_s / shards)
+    if zero_stage in (1, 2):
+        finish = finish + axis.once(Collective.ALL_GATHER, problem.recipe.parameter_bytes * table.parameters)
+    return StageTable(
+        received_s=received,
+        returned_s=returned,
+        forward_s=received + np.maximum(table.forward_s, gathered),
+        backward_s=start + backward,
+        weight_s=np.maximum(table.backward_weight_s, scattered) if splits_backward else np.zeros_like(start),
+        exposed_s=exposed,
+        reduction_s=reduction,
+        tie_s=_tie_s(problem, table, network, pipelines, stages, used),
+        finish_s=finish,
+        devices=devices,
+        memory=build_memory_table(problem, table, pipelines, zero_stage),
+    )
+
+
+def _send(price: Price, sizes: FloatArray) -> FloatArray:
+    return np.where(sizes > 0, price.latency_s + price.s_per_byte * sizes, 0.0)
+
+
+def _tie_s(
+    problem: PlacementProblem, table: WidthTable, network: Network, pipelines: int, stages: int, used: int
+) -> FloatArray:
+    """Seconds of reducing shared gradients between stages; each tie as if every one of its layers had its own stage."""
+    seconds = np.zeros(len(table.parameters))
+    size = dtype_bytes(problem.recipe.reduction_dtype)
+    for members, parameters in zip(problem.graph.ties.values(), table.split_ties, strict=True):
+        price = network.between_stages(Collective.ALL_REDUCE, len(set(members)), stages, pipelines * table.width, used)
+        seconds += _send(price, size * parameters)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _DataAxis:
+    """Collectives between the copies of a stage; a stage on one device has its copies side by side."""
+
+    problem: PlacementProblem
+    table: WidthTable
+    network: Network
+    pipelines: int
+    used: int
+    devices: IntArray
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes per parameter of gradients on the links."""
+        return float(dtype_bytes(self.problem.recipe.reduction_dtype))
+
+    def _by_stage(self, collective: Collective) -> tuple[FloatArray, FloatArray]:
+        """Latency and seconds per byte of every stage."""
+        wide, single = (
+            self.network.collective(collective, self.pipelines, stride, self.used) for stride in (self.table.width, 1)
+        )
+        is_single = self.devices < self.table.width
+        return (
+            np.where(is_single, single.latency_s, wide.latency_s),
+            np.where(is_single, single.s_per_byte, wide.s_per_byte),
+        )
+
+    def per_pass(self, collective: Collective, bytes_each: float) -> FloatArray:
+        """One collective for each layer of the stage."""
+        latency, rate = self._by_stage(collective)
+        return latency * self.table.parameter_layers + rate * (bytes_each * self.table.summed_parameters)
+
+    def once(self, collective: Collective, sizes: FloatArray) -> FloatArray:
+        """One collective for the whole stage."""
+        latency, rate = self._by_stage(collective)
+        return np.where(sizes > 0, latency + rate * sizes, 0.0)
+
+    def reduction(self, space: StageSpace, zero_stage: int, splits_backward: bool) -> tuple[FloatArray, FloatArray]:
+        """What exceeds the last pass per (mode, stage), and the whole reduction per stage."""
+        shape = self.table.forward_s.shape
+        if self.pipelines == 1 or zero_stage >= 2:
+            return np.zeros(shape), np.zeros(shape[1])
+        collective = Collective.ALL_REDUCE if zero_stage == 0 else Collective.REDUCE_SCATTER
+        overlap = self.table.layer_weight_s if splits_backward else self.table.layer_backward_s
+        exposed, whole = np.zeros(shape), np.zeros(shape[1])
+        size = self.gradient_bytes
+        for single in (False, True):
+            chosen = (self.devices < self.table.width) == single
+            if not chosen.any():
+                continue
+            price = self.network.collective(collective, self.pipelines, 1 if single else self.table.width, self.used)
+            layers = _send(price, size * self.table.layer_parameters)
+            tied = price.latency_s * self.table.tied_groups + price.s_per_byte * size * self.table.tied_parameters
+            total = space.sums(layers)
+            whole = np.where(chosen, total + tied, whole)
+            excess = space.exposed(layers, overlap) if self.problem.overlaps_reduction else total
+            exposed = np.where(chosen, excess + tied, exposed)
+        return exposed, whole

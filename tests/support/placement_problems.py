@@ -1,0 +1,117 @@
+"""Random placement problems, each from one seed."""
+
+from dataclasses import replace
+from random import Random
+
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+from phaze.place.problem import PlacementProblem
+from phaze.place.profile import (
+    BoundaryTensor,
+    Bounded,
+    Flow,
+    LayerProfile,
+    PlacementGraph,
+    PlacementLayer,
+    RecomputeMode,
+)
+
+
+def random_graph(random: Random, layers: int) -> PlacementGraph:
+    """A chain, a chain with a tensor that is read again later, or a graph that branches; sometimes with a tie."""
+    shape = random.choice(["chain", "skip", "branching"])
+    flows = [Flow(producer, (producer + 1,)) for producer in range(layers - 1)]
+    if shape == "skip" and layers > 2:
+        flows[0] = Flow(0, (1, layers - 1))
+    if shape == "branching":
+        flows = []
+        for producer in range(layers - 1):
+            readers = {random.randrange(producer + 1, layers) for _ in range(random.choice([0, 1, 1, 2]))}
+            if readers:
+                flows.append(Flow(producer, tuple(sorted(readers))))
+    equal = random.random() < 0.5
+    keys = [random.choice("ab") if equal else str(layer) for layer in range(layers)]
+    ties = {"tie": (0, layers - 1)} if layers > 1 and random.random() < 0.5 else {}
+    if ties:
+        keys[0], keys[-1] = "first", "last"
+    named = tuple(PlacementLayer(f"layer {index}", key) for index, key in enumerate(keys))
+    return PlacementGraph(layers=named, flows=tuple(flows), ties=ties)
+
+
+def random_profiles(
+    random: Random, graph: PlacementGraph, widths: tuple[int, ...], modes: tuple[RecomputeMode, ...]
+) -> dict[tuple[str, int, RecomputeMode], LayerProfile]:
+    """Profiles whose layers differ in what dominates them; some cannot be sliced."""
+    stash_scale = random.choice([0.1, 1.0, 4.0])
+    profiles = {}
+    ends = {"first", "last"}
+    for key in dict.fromkeys(layer.key for layer in graph.layers):
+        parameters, stash = random.uniform(0.2, 1) * 1e6, random.uniform(0.2, 1) * 1e6 * stash_scale
+        seconds = [random.uniform(0.2, 1) for _ in range(3)]
+        output = random.uniform(1e4, 1e5)
+        sliceable = random.random() < 0.7 or 1 not in widths
+        for width in widths:
+            sliced = sliceable and width > 1
+            cut = width if sliced else 1
+            for mode in modes:
+                again = {"none": 0.0, "selective": 0.2, "full": 1.0}[mode]
+                profiles[key, width, mode] = LayerProfile(
+                    forward_s=Bounded.exact(seconds[0] / cut),
+                    backward_input_s=Bounded.exact(seconds[1] / cut),
+                    backward_weight_s=Bounded.exact(seconds[2] / cut),
+                    recompute_s=Bounded.exact(again * seconds[0] / cut),
+                    parameter_bytes={"bfloat16": 2 * parameters / cut, "int8": 100.0},
+                    stashed_bytes=stash / cut * (1 - 0.8 * again),
+                    peak_working_bytes=stash / 4 / cut,
+                    outputs=(BoundaryTensor(output),),
+                    is_tensor_parallel=sliced,
+                    tied_parameters={"tie": parameters / 2 / cut} if graph.ties and key in ends else {},
+                )
+    return profiles
+
+
+def random_capabilities(random: Random) -> Capabilities:
+    """Everything, or a target with gaps."""
+    if random.random() < 0.6:
+        return Capabilities.everything()
+    flags = {
+        name: random.random() < 0.5
+        for name in (
+            "allows_uneven_stages",
+            "allows_mixed_widths",
+            "allows_idle_devices",
+            "allows_uneven_micro_batches",
+        )
+    }
+    return Capabilities(
+        schedules=frozenset(random.sample(list(PipelineSchedule), random.randrange(5))),
+        zero_stages=frozenset(random.sample(range(4), random.randrange(1, 5))),
+        excluded_pairs=frozenset({(PipelineSchedule.ZERO_BUBBLE, 3)}),
+        **flags,
+    )
+
+
+def random_problem(seed: int, *, largest: int = 4, most_devices: int = 6) -> PlacementProblem:
+    """A problem of at most so many layers and devices."""
+    random = Random(seed)
+    graph = random_graph(random, random.randrange(1, largest + 1))
+    widths = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
+    modes = random.choice([(RecomputeMode.NONE,), (RecomputeMode.NONE, RecomputeMode.FULL)])
+    bandwidth = random.choice([1e5, 1e6, 1e8])
+    nodes = (InterconnectLevel(2, 4 * bandwidth, 1e-3), InterconnectLevel(8, bandwidth, 1e-2))
+    chip = replace(preset("a100-80gb").accelerator, hbm_bytes=int(random.choice([8e6, 20e6, 80e6, 1e9])))
+    return PlacementProblem(
+        graph=graph,
+        profiles=random_profiles(random, graph, widths, modes),
+        cluster=Cluster(
+            chip, random.randrange(1, most_devices + 1), random.choice([nodes, (InterconnectLevel(16, bandwidth),)])
+        ),
+        micro_batches=random.randrange(1, 7),
+        recipe=precision_recipe(random.choice(["bf16-adam", "fp32-sgd", "bf16-adam-bf16-gradients"])),
+        capabilities=random_capabilities(random),
+        recompute_modes=modes,
+        chunk_counts=(2,),
+        pipelines_divide_batch=random.random() < 0.3,
+        memory_margin=random.choice([0.0, 0.1]),
+        overlaps_reduction=random.random() < 0.7,
+    )
