@@ -95,52 +95,42 @@ class Choices:
 
 
 def list_choices(
-    problem: PlacementProblem, space: StageSpace, tables: Mapping[int, WidthTable], network: Network, update_s: float
-) -> Choices:
-    """All degrees that the cluster, the target and memory allow at first sight."""
-    parts = [
-        part
-        for table in tables.values()
-        for grid in [_grid(problem, space, table)]
-        for schedule, chunks in _schedules(problem)
-        for zero in _zero_stages(problem, schedule)
-        if len(part := _choices_of(problem, space, table, network, update_s, schedule, chunks, zero, grid))
-    ]
-    names = Choices.__slots__
-    return Choices(
-        **{
-            name: np.concatenate([[], *(getattr(part, name) for part in parts)]).astype(
-                float if name == "floor_s" else np.int64
-            )
-            for name in names
-        }
-    )
-
-
-def _choices_of(
     problem: PlacementProblem,
     space: StageSpace,
-    table: WidthTable,
+    tables: Mapping[int, WidthTable],
     network: Network,
     update_s: float,
-    schedule: PipelineSchedule | None,
-    chunks: int,
-    zero: int,
-    grid: tuple[IntArray, IntArray],
+    *,
+    checks_memory: bool = True,
 ) -> Choices:
-    pipelines, devices = grid
-    use = _allowed(problem, space, schedule, chunks, pipelines, devices, zero)
-    pipelines, devices = pipelines[use], devices[use]
-    work = WholeModel.of(problem, space, table, network, zero, pipelines)
-    roomy = work.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
-    constant = {"width": table.width, "chunks": chunks, "schedule": SCHEDULES.index(schedule), "zero_stage": zero}
+    """All degrees that the cluster, the target and (unless told otherwise) memory allow at first sight."""
+    parts: list[Choices] = []
+    for table in tables.values():
+        grid = _grid(problem, space, table)
+        for schedule, chunks in _schedules(problem):
+            for zero in _zero_stages(problem, schedule):
+                use = _allowed(problem, space, schedule, chunks, *grid, zero)
+                pipelines, devices = grid[0][use], grid[1][use]
+                model = WholeModel.of(problem, space, table, network, zero, pipelines)
+                roomy = model.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
+                constant = (table.width, chunks, SCHEDULES.index(schedule), zero)
+                part = Choices(
+                    **{
+                        name: np.full(len(pipelines), value)
+                        for name, value in zip(("width", "chunks", "schedule", "zero_stage"), constant, strict=True)
+                    },
+                    pipelines=pipelines,
+                    devices=devices,
+                    rounds=-(-problem.micro_batches // pipelines),
+                    floor_s=model.floor_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
+                )
+                parts.append(part.take(roomy) if checks_memory else part)
     return Choices(
-        **{name: np.full(len(pipelines), value) for name, value in constant.items()},
-        pipelines=pipelines,
-        devices=devices,
-        rounds=-(-problem.micro_batches // pipelines),
-        floor_s=work.floor_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
-    ).take(roomy)
+        **{
+            name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(part, name) for part in parts)])
+            for name in Choices.__slots__
+        }
+    )
 
 
 def _grid(problem: PlacementProblem, space: StageSpace, table: WidthTable) -> tuple[IntArray, IntArray]:

@@ -121,11 +121,12 @@ def _send(price: Price, sizes: FloatArray) -> FloatArray:
 def _tie_s(
     problem: PlacementProblem, table: WidthTable, network: Network, pipelines: int, stages: int, used: int
 ) -> FloatArray:
-    """Seconds of reducing shared gradients between stages; each tie as if every one of its layers had its own stage."""
+    """Seconds of reducing shared gradients between stages, as many as a tie can be spread over."""
     seconds = np.zeros(len(table.parameters))
     size = dtype_bytes(problem.recipe.reduction_dtype)
     for members, parameters in zip(problem.graph.ties.values(), table.split_ties, strict=True):
-        price = network.between_stages(Collective.ALL_REDUCE, len(set(members)), stages, pipelines * table.width, used)
+        holders = min(len(set(members)), stages)
+        price = network.between_stages(Collective.ALL_REDUCE, holders, stages, pipelines * table.width, used)
         seconds += _send(price, size * parameters)
     return seconds
 

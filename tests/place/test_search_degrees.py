@@ -1,21 +1,26 @@
-"""The default program against trying everything."""
+"""The default program against trying everything, and the laws that its answers keep."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement import brute_force
 from placement_problems import random_problem
 
+from phaze.capabilities import Capabilities
+from phaze.hardware import Cluster
+from phaze.place.degrees import list_choices
 from phaze.place.ground import Ground
-from phaze.place.search_degrees import search_degrees
+from phaze.place.problem import PlacementProblem
+from phaze.place.search_degrees import Effort, search_degrees
+
+seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1))
-def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
-    problem = random_problem(seed)
+def compare_with_brute_force(problem: PlacementProblem) -> None:
     expected = brute_force(problem)
     answer = search_degrees(Ground.of(problem), top=4)
     times = sorted(expected.values())[:4]
@@ -25,3 +30,109 @@ def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
         key = (degrees.width, degrees.pipelines, degrees.devices, degrees.chunks, degrees.schedule, degrees.zero_stage)
         assert found.time_s == pytest.approx(expected[key], rel=1e-9)
     assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
+
+
+@settings(max_examples=60)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
+    compare_with_brute_force(random_problem(seed))
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=150)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight_devices(seed: int) -> None:
+    compare_with_brute_force(random_problem(seed, largest=6, most_devices=8))
+
+
+@settings(max_examples=12)
+@given(seeds)
+def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
+    ground = Ground.of(random_problem(seed, largest=5, most_devices=8))
+    choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    tightened = ground.packing.tightened(choices, 50.0)
+    for index in range(len(choices)):
+        search = ground.search(choices.degrees(index), math.inf)
+        if search is None:
+            continue
+        problem = replace(
+            ground.problem,
+            tensor_widths=(int(choices.width[index]),),
+            pipelines=(int(choices.pipelines[index]),),
+            stage_counts=(int(choices.devices[index]),),
+            zero_stages=(int(choices.zero_stage[index]),),
+        )
+        found = [
+            one for one in search_degrees(Ground.of(problem), top=20).found if one.degrees == choices.degrees(index)
+        ]
+        time_s = found[0].time_s if found else math.inf
+        assert choices.floor_s[index] <= time_s
+        assert tightened[index] <= time_s
+
+
+def relaxed(seed: int) -> PlacementProblem:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    return replace(problem, capabilities=Capabilities.everything(), pipelines_divide_batch=False)
+
+
+def optimum_s(problem: PlacementProblem) -> float:
+    answer = search_degrees(Ground.of(problem))
+    return answer.found[0].time_s if answer.found else math.inf
+
+
+@settings(max_examples=60)
+@given(seeds)
+def test_more_bandwidth_never_makes_the_optimum_slower(seed: int) -> None:
+    problem = relaxed(seed)
+    levels = tuple(
+        replace(level, bandwidth_bytes_per_s=2 * level.bandwidth_bytes_per_s) for level in problem.cluster.levels
+    )
+    faster = replace(problem, cluster=replace(problem.cluster, levels=levels))
+    assert optimum_s(faster) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(seeds)
+def test_more_memory_never_makes_the_optimum_slower(seed: int) -> None:
+    problem = relaxed(seed)
+    accelerator = problem.cluster.accelerator
+    roomier = replace(accelerator, hbm_bytes=int(1.5 * accelerator.hbm_bytes))
+    more = replace(problem, cluster=replace(problem.cluster, accelerator=roomier))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(seeds, st.integers(1, 5))
+def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> None:
+    problem = relaxed(seed)
+    cluster = problem.cluster
+    more = replace(problem, cluster=Cluster(cluster.accelerator, cluster.device_count + extra, cluster.levels))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(seeds)
+def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    thorough = search_degrees(Ground.of(problem))
+    hasty = search_degrees(Ground.of(problem), effort=Effort(nodes=2, nodes_per_choice=1, choices=3))
+    if thorough.found:
+        assert hasty.bound_s <= thorough.found[0].time_s * (1 + 1e-9)
+        if hasty.found:
+            assert hasty.found[0].time_s >= thorough.found[0].time_s * (1 - 1e-9)
+    elif not hasty.found:
+        assert hasty.bound_s == math.inf or math.isfinite(hasty.bound_s)
+
+
+def test_the_same_problem_gets_the_same_answer() -> None:
+    problem = random_problem(12, largest=6, most_devices=8)
+    first, second = (search_degrees(Ground.of(problem), top=5) for _ in range(2))
+    assert first == second
+
+
+def test_the_tables_of_many_degrees_are_not_shared_between_problems() -> None:
+    problem = random_problem(3)
+    ground = Ground.of(problem)
+    search_degrees(ground)
+    assert not Ground.of(problem).programs
+    assert np.isfinite(ground.update_s)

@@ -3,14 +3,17 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phaze.capabilities import PipelineSchedule
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.dtypes import dtype_bytes
+from phaze.hardware.energy import energy_model
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import RecomputeMode
+
+ENERGY = energy_model()
 
 
 @dataclass(kw_only=True)
@@ -121,14 +124,21 @@ class PlainCosts:
     devices: int
     split: bool
     mixed: bool
+    known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def _price(self, collective: str, size: float, stride: int) -> float:
         if self.pipelines == 1 or size <= 0:
             return 0.0
+        key = (collective, size, stride)
+        if key not in self.known:
+            self.known[key] = self._asked_price(collective, size, stride)
+        return self.known[key]
+
+    def _asked_price(self, collective: str, size: float, stride: int) -> float:
         cluster = self.problem.cluster
         used = self.pipelines * self.width * self.devices
         part = Cluster(cluster.accelerator, used, self._levels(used))
-        return float(price_collective(collective, size, part, self.pipelines, stride).seconds)
+        return float(price_collective(collective, size, part, self.pipelines, stride, energy=ENERGY).seconds)
 
     def _levels(self, used: int) -> tuple[InterconnectLevel, ...]:
         levels = self.problem.cluster.levels
@@ -143,6 +153,12 @@ class PlainCosts:
     def _between(self, collective: str, size: float, members: int) -> float:
         if self.devices == 1 or size <= 0:
             return 0.0
+        key = (collective, size, members, "between")
+        if key not in self.known:
+            self.known[key] = self._asked_between(collective, size, members)
+        return self.known[key]
+
+    def _asked_between(self, collective: str, size: float, members: int) -> float:
         cluster, stride = self.problem.cluster, self.pipelines * self.width
         used = stride * self.devices
         joined = math.prod(level.size for level in cluster.levels)
@@ -151,7 +167,7 @@ class PlainCosts:
             far = Cluster(cluster.accelerator, used, cluster.levels).axis_levels(self.devices, stride)[-1]
         level = InterconnectLevel(members, far.bandwidth_bytes_per_s, far.latency_s)
         part = Cluster(cluster.accelerator, members, (level,))
-        return float(price_collective(collective, size, part, members).seconds)
+        return float(price_collective(collective, size, part, members, energy=ENERGY).seconds)
 
     def _cut(self, placed: set[int]) -> float:
         total = 0.0
@@ -228,10 +244,12 @@ class PlainCosts:
                 result.reduction += takes
         for parameters, here, members in ties.values():
             if here < members:
-                result.tie += self._between(Collective.ALL_REDUCE, parameters * size, members)
+                result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
-        probe = price_works([update_work(recipe, 1 << 30)], self.problem.cluster.accelerator).spread_s[0, 0] / (1 << 30)
-        result.finish = parameters * float(probe) / (self.pipelines if self.zero >= 1 else 1)
+        if ("update",) not in self.known:
+            estimate = price_works([update_work(recipe, 1 << 30)], self.problem.cluster.accelerator, energy=ENERGY)
+            self.known["update",] = float(estimate.spread_s[0, 0]) / (1 << 30)
+        result.finish = parameters * self.known["update",] / (self.pipelines if self.zero >= 1 else 1)
         if self.zero in (1, 2):
             result.finish += self._price(Collective.ALL_GATHER, parameters * recipe.parameter_bytes, devices)
 
@@ -341,6 +359,7 @@ def _best_of(
     best = math.inf
     if not mixed and d * width * devices > cluster.device_count:
         return best
+    stage_costs: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
     for parts in splits(problem, devices * chunks):
         if not capabilities.allows_uneven_stages and not _is_even(problem, parts):
             continue
@@ -348,10 +367,10 @@ def _best_of(
         if chunks > 1 and (max(sizes) - min(sizes) > 1 or max(sizes) > 1.5 * min(sizes)):
             continue
         before = [frozenset().union(*parts[:index]) for index in range(len(parts))]
-        options = [
-            [costs.stage(set(placed), set(part), mode) for mode in problem.recompute_modes]
-            for placed, part in zip(before, parts, strict=True)
-        ]
+        for key in zip(before, parts, strict=True):
+            if key not in stage_costs:
+                stage_costs[key] = [costs.stage(set(key[0]), set(key[1]), mode) for mode in problem.recompute_modes]
+        options = [stage_costs[key] for key in zip(before, parts, strict=True)]
         needs = d * sum(
             max(options[index][0].devices for index in range(device, len(parts), devices)) for device in range(devices)
         )

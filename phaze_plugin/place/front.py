@@ -1,0 +1,192 @@
+"""Placement's front door: the best plan, the runners-up with what they lose, a bound, or reasons why nothing fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+
+from phaze.errors import PlacementError
+from phaze.place.assemble import assemble
+from phaze.place.ground import Ground
+from phaze.place.levers import Infeasibility, explain_infeasibility
+from phaze.place.paper import PaperPlacement, place_paper, reconstruct
+from phaze.place.paper_instance import PaperInstance
+from phaze.place.placement import Placement, TimeParts
+from phaze.place.problem import PlacementProblem
+from phaze.place.profile import RecomputeMode
+from phaze.place.search_degrees import Effort, search_degrees
+
+__all__ = ["Alternative", "PlacementResult", "PlacementStatus", "find_placement", "paper_instance", "place_as_paper"]
+
+_EQUAL = 1e-9
+
+
+class PlacementStatus(StrEnum):
+    """What is known about the answer."""
+
+    OPTIMAL = "optimal"
+    WITHIN = "within the gap of an optimum"
+    INFEASIBLE = "nothing fits"
+    UNKNOWN = "nothing was found in the effort allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another choice of degrees, and what it loses against the best."""
+
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementResult:
+    """The answer.
+
+    Attributes:
+        status: whether the best plan is proven.
+        best: the fastest plan found.
+        alternatives: the next fastest choices of degrees.
+        bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds.
+        infeasibility: why nothing fits.
+        choices: degrees whose stages were looked at.
+        nodes: partial pipelines that were extended.
+        simulated: pipelines that were simulated.
+    """
+
+    status: PlacementStatus
+    best: Placement | None
+    alternatives: tuple[Alternative, ...]
+    bound_s: float
+    infeasibility: Infeasibility | None
+    choices: int
+    nodes: int
+    simulated: int
+
+    @property
+    def gap(self) -> float:
+        """How much faster an optimum could be, as a part of the best time; 0 if it is proven."""
+        if self.best is None or self.status is PlacementStatus.OPTIMAL:
+            return 0.0
+        return 1 - self.bound_s / self.best.time_s
+
+
+def find_placement(
+    problem: PlacementProblem,
+    *,
+    top: int = 3,
+    effort: Effort | None = None,
+    smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = (),
+) -> PlacementResult:
+    """The fastest placement, the ``top`` choices of degrees, and a bound.
+
+    Raises:
+        ValueError: ``top`` is below 1.
+        PlacementError: the layer graph branches too much.
+    """
+    if top < 1:
+        raise ValueError(f"top is {top}; expected at least 1.")
+    ground = Ground.of(problem)
+    answer = search_degrees(ground, top=top, effort=effort)
+    bound_s = answer.bound_s
+    if answer.found and _is_bounded_loosely(problem):
+        bound_s = search_degrees(Ground.of(problem, use_bounds=True), effort=effort).bound_s
+    placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
+    best = placements[0] if placements else None
+    if best is not None:
+        status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - _EQUAL) else PlacementStatus.WITHIN
+    else:
+        status = PlacementStatus.INFEASIBLE if math.isinf(answer.bound_s) else PlacementStatus.UNKNOWN
+    return PlacementResult(
+        status=status,
+        best=best,
+        alternatives=tuple(Alternative(other, _reason(placements[0], other)) for other in placements[1:]),
+        bound_s=bound_s,
+        infeasibility=explain_infeasibility(ground, smaller_micro_batches) if best is None else None,
+        choices=answer.choices,
+        nodes=answer.nodes,
+        simulated=answer.simulated,
+    )
+
+
+def _is_bounded_loosely(problem: PlacementProblem) -> bool:
+    """Whether some second of some profile is not its own bound."""
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+    return any(
+        getattr(profile, name).bound[problem.accelerator] < getattr(profile, name).value[problem.accelerator]
+        for profile in problem.profiles.values()
+        for name in names
+    )
+
+
+def _reason(best: Placement, other: Placement) -> str:
+    """What another plan spends more on than the best one."""
+    slower = other.time_s / best.time_s - 1
+    more = {
+        part.name.removesuffix("_s"): getattr(other.parts, part.name) - getattr(best.parts, part.name)
+        for part in fields(TimeParts)
+    }
+    name, seconds = max(more.items(), key=lambda item: item[1])
+    if seconds <= 0:
+        return f"{slower:.2%} slower"
+    before = getattr(best.parts, f"{name}_s")
+    return f"{slower:.2%} slower: {name} takes {before + seconds:.4g} s instead of {before:.4g} s"
+
+
+def place_as_paper(problem: PlacementProblem) -> PaperPlacement | None:
+    """The optimum as the paper counts it (`compatibility="paper"`), or None if nothing fits.
+
+    Raises:
+        GraphError: the layer graph branches; the paper's program places chains.
+    """
+    instance = paper_instance(problem)
+    return reconstruct(instance, place_paper(instance), problem.accelerator)
+
+
+def paper_instance(problem: PlacementProblem) -> PaperInstance:
+    """The problem as the paper's program reads it, for every accelerator that was profiled.
+
+    Schedules, ZeRO, ties, margins and latencies are left out; the outermost links serve for all transfers.
+
+    Raises:
+        PlacementError: no profile without recompute, or no links to send over.
+    """
+    if RecomputeMode.NONE not in problem.recompute_modes:
+        raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
+    layers, widths = range(len(problem.graph.layers)), problem.widths
+    rows = [[problem.profile(layer, width, RecomputeMode.NONE) for layer in layers] for width in widths]
+    pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
+    sizes = np.zeros((len(widths), len(pairs)))
+    for flow in problem.graph.flows:
+        for consumer in flow.consumers:
+            for index, profiles in enumerate(rows):
+                sizes[index, pairs.index((flow.producer, consumer))] += (
+                    profiles[flow.producer].outputs[flow.output].size_bytes
+                )
+    levels, accelerator = problem.cluster.levels, problem.cluster.accelerator
+    forward, backward_input, weight = (
+        np.array([[getattr(profile, name).value for profile in profiles] for profiles in rows]).transpose(0, 2, 1)
+        for name in ("forward_s", "backward_input_s", "backward_weight_s")
+    )
+    return PaperInstance(
+        layer_ids=tuple(layer.name for layer in problem.graph.layers),
+        widths=widths,
+        forward_s=forward,
+        backward_s=backward_input + weight,
+        parameter_bytes=np.array(
+            [[sum(profile.parameter_bytes.values()) for profile in profiles] for profiles in rows]
+        ),
+        activation_bytes=np.array([[profile.stashed_bytes for profile in profiles] for profiles in rows]),
+        is_tensor_parallel=np.array([[profile.is_tensor_parallel for profile in profiles] for profiles in rows]),
+        edges=tuple(pairs),
+        edge_bytes=sizes,
+        memory_bytes=np.full(forward.shape[1], float(accelerator.hbm_bytes)),
+        bandwidth_bytes_per_s=levels[-1].bandwidth_bytes_per_s if levels else 1.0,
+        device_count=problem.cluster.device_count,
+        micro_batches=problem.micro_batches,
+        recompute=(False, True) if RecomputeMode.FULL in problem.recompute_modes else (False,),
+        uses_adam=problem.recipe.state_bytes > 0,
+    )

@@ -1,0 +1,208 @@
+"""Why nothing fits, and the smallest single changes after which something does.
+
+The reason is the plan that needs least memory: which of its devices are over, and by how much. Every lever is a changed
+problem whose own least-memory plan was found to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from phaze.capabilities import ZERO_STAGES
+from phaze.hardware import Cluster
+from phaze.place.assemble import assemble
+from phaze.place.ground import Ground
+from phaze.place.least_memory import least_memory
+from phaze.place.placement import Placement
+from phaze.place.problem import PlacementProblem
+from phaze.place.profile import RecomputeMode
+
+__all__ = ["Infeasibility", "Lever", "LeverKind", "StageOver", "explain_infeasibility", "fits"]
+
+_MOST_DEVICES = 64
+
+
+class LeverKind(StrEnum):
+    """What a lever changes."""
+
+    RECOMPUTE = "recompute"
+    ZERO = "zero"
+    STAGES = "stages"
+    TENSOR_WIDTH = "tensor width"
+    MICRO_BATCH = "microbatch"
+    DEVICES = "devices"
+    MARGIN = "margin"
+    HBM = "hbm"
+
+
+@dataclass(frozen=True, slots=True)
+class StageOver:
+    """A place in the pipeline whose devices hold too much, and by how many bytes."""
+
+    device: int
+    over_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A change after which something fits: what it is in words, and the changed problem."""
+
+    kind: LeverKind
+    text: str
+    problem: PlacementProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasibility:
+    """Why nothing fits.
+
+    Attributes:
+        least: the plan that needs least memory; None if the devices cannot be divided in any allowed way.
+        over: its devices that are over.
+        levers: single changes that make something fit.
+    """
+
+    least: Placement | None
+    over: tuple[StageOver, ...]
+    levers: tuple[Lever, ...]
+
+    def __str__(self) -> str:
+        """The reasons and levers in lines."""
+        if self.least is None:
+            lines = ["no allowed combination of degrees divides the devices and microbatches."]
+        else:
+            degrees = self.least.degrees
+            lines = [
+                f"even the plan that needs least memory ({degrees.pipelines} pipelines of {degrees.devices} x "
+                f"{degrees.width} devices, ZeRO-{degrees.zero_stage}) is over:"
+            ]
+            lines += [f"  device {one.device} by {one.over_bytes / 2**30:.3g} GiB" for one in self.over]
+        lines += [f"would fit: {lever.text}" for lever in self.levers] or ["no single change that was tried fits."]
+        return "\n".join(lines)
+
+
+def explain_infeasibility(
+    ground: Ground, smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = ()
+) -> Infeasibility:
+    """Reasons and levers of a problem in which nothing fits.
+
+    ``smaller_micro_batches`` are the same problem with other microbatch sizes, profiled by the caller.
+    """
+    problem = ground.problem
+    least = least_memory(ground)
+    placement = None if least is None else assemble(ground, least.degrees, least.stages)
+    over = (
+        []
+        if placement is None
+        else [
+            StageOver(device, memory.total_bytes - problem.usable_bytes)
+            for device, memory in enumerate(placement.memory)
+            if memory.total_bytes > problem.usable_bytes
+        ]
+    )
+    found = (
+        _first(LeverKind.RECOMPUTE, _recompute(problem)),
+        _first(LeverKind.ZERO, _zero(problem)),
+        _first(LeverKind.STAGES, _stages(problem)),
+        _first(LeverKind.TENSOR_WIDTH, _widths(problem)),
+        _first(LeverKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
+        _devices(problem),
+        _first(LeverKind.MARGIN, _margin(problem)),
+        _hbm(ground, None if least is None else least.peak_bytes),
+    )
+    return Infeasibility(least=placement, over=tuple(over), levers=tuple(lever for lever in found if lever is not None))
+
+
+def fits(problem: PlacementProblem) -> bool:
+    """Whether some plan fits."""
+    least = least_memory(Ground.of(problem))
+    return least is not None and least.peak_bytes <= problem.usable_bytes
+
+
+_Change = tuple[str, PlacementProblem]
+
+
+def _first(kind: LeverKind, changes: Iterable[_Change]) -> Lever | None:
+    """The first change that fits."""
+    for text, changed in changes:
+        if fits(changed):
+            return Lever(kind, text, changed)
+    return None
+
+
+def _recompute(problem: PlacementProblem) -> Iterable[_Change]:
+    profiled = {mode for _, _, mode in problem.profiles}
+    for mode in RecomputeMode:
+        if mode in profiled and mode not in problem.recompute_modes:
+            modes = (*problem.recompute_modes, mode)
+            yield f"recompute mode {mode}", replace(problem, recompute_modes=modes)
+
+
+def _zero(problem: PlacementProblem) -> Iterable[_Change]:
+    for zero in ZERO_STAGES:
+        if zero in problem.capabilities.zero_stages and zero not in problem.zero_stages:
+            stages = (*problem.zero_stages, zero)
+            yield f"ZeRO stage {zero}", replace(problem, zero_stages=stages)
+
+
+def _stages(problem: PlacementProblem) -> Iterable[_Change]:
+    if problem.stage_counts is not None:
+        for count in range(1, min(len(problem.graph.layers), problem.cluster.device_count) + 1):
+            if count not in problem.stage_counts:
+                yield f"{count} pipeline stages", replace(problem, stage_counts=(count,))
+
+
+def _widths(problem: PlacementProblem) -> Iterable[_Change]:
+    every = replace(problem, tensor_widths=None).widths
+    for width in every:
+        if width not in problem.widths:
+            widths = (*problem.widths, width)
+            yield f"tensor width {width}", replace(problem, tensor_widths=widths)
+
+
+def _micro_batches(others: Sequence[tuple[int, PlacementProblem]]) -> Iterable[_Change]:
+    for size, other in sorted(others, key=lambda one: -one[0]):
+        yield f"microbatches of {size}", other
+
+
+def _margin(problem: PlacementProblem) -> Iterable[_Change]:
+    if not problem.allows_marginal and problem.memory_margin > 0:
+        text = f"using the margin of {problem.memory_margin:.0%} that is kept free"
+        yield text, replace(problem, allows_marginal=True)
+
+
+def _devices(problem: PlacementProblem) -> Lever | None:
+    """The least number of devices, by doubling and bisection; what they need shrinks as they grow."""
+    count = problem.cluster.device_count
+    low, high = count, count
+    while not fits(_with_devices(problem, high)):
+        low, high = high, 2 * high
+        if high > _MOST_DEVICES * count:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(_with_devices(problem, middle)) else (middle, high)
+    return Lever(LeverKind.DEVICES, f"{high} devices", _with_devices(problem, high))
+
+
+def _with_devices(problem: PlacementProblem, count: int) -> PlacementProblem:
+    levels = list(problem.cluster.levels)
+    joined = 1
+    for level in levels:
+        joined *= level.size
+    if levels and joined < count:
+        levels[-1] = replace(levels[-1], size=-(-count * levels[-1].size // joined))
+    return replace(problem, cluster=Cluster(problem.cluster.accelerator, count, tuple(levels)))
+
+
+def _hbm(ground: Ground, peak_bytes: float | None) -> Lever | None:
+    if peak_bytes is None:
+        return None
+    problem = ground.problem
+    free = 0.0 if problem.allows_marginal else problem.memory_margin
+    needed = int(peak_bytes / (1 - free) * (1 + 1e-12)) + 1
+    accelerator = replace(problem.cluster.accelerator, hbm_bytes=needed)
+    changed = replace(problem, cluster=replace(problem.cluster, accelerator=accelerator))
+    return Lever(LeverKind.HBM, f"{needed / 2**30:.4g} GiB of memory per device", changed) if fits(changed) else None
