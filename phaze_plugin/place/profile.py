@@ -10,23 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.errors import GraphError, PlacementError
 from phaze.hardware.dtypes import dtype_bytes
+from phaze.ir import RecomputeMode
 
 __all__ = ["BoundaryTensor", "Bounded", "Flow", "LayerProfile", "PlacementGraph", "PlacementLayer", "RecomputeMode"]
-
-
-class RecomputeMode(StrEnum):
-    """What a stage stashes: everything, all but attention's square tensors, or only each layer's inputs."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phaze.cost import Collective
-from phaze.ir import Graph, Layer, Op, OpKind, Phase, kept_tensors, recomputed_ops, stashed_tensors
-from phaze.ir import RecomputeMode as IrRecomputeMode
+from phaze.ir import Graph, Layer, Op, OpKind, Phase, RecomputeMode, kept_tensors, recomputed_ops, stashed_tensors
 from phaze.ir.layers import single_layer
 from phaze.place.profile import (
     BoundaryTensor,
@@ -23,7 +22,6 @@ from phaze.place.profile import (
     LayerProfile,
     PlacementGraph,
     PlacementLayer,
-    RecomputeMode,
 )
 from phaze.schedule import Schedule, ScheduleCache, schedule_layer
 from phaze.schedule.from_layer import price_pass
@@ -50,9 +48,8 @@ def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOp
     options = options or ProfileOptions()
     local = slice_layer(sharded)
     layer = single_layer(local)
-    kind = IrRecomputeMode(mode.value)
     forward = _timed(sharded, local, layer.forward, options)
-    again = _timed(sharded, local, recomputed_ops(local, layer, kind), options)
+    again = _timed(sharded, local, recomputed_ops(local, layer, mode), options)
     to_inputs, to_weights = _backward(sharded, local, layer, options)
     tied = sharded.task.graph.layer_graph.tied_parameters
     return LayerProfile(
@@ -61,8 +58,8 @@ def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOp
         backward_weight_s=to_weights,
         recompute_s=again,
         parameter_bytes=_parameter_bytes(local),
-        stashed_bytes=_bytes(local, kept_tensors(local, layer, kind)),
-        peak_working_bytes=_peak_working_bytes(local, layer, kind),
+        stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
+        peak_working_bytes=_peak_working_bytes(local, layer, mode),
         outputs=_outputs(sharded),
         is_tensor_parallel=sharded.task.axis.width > 1,
         tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
@@ -144,7 +141,7 @@ def _bytes(local: Graph, names: Sequence[str]) -> float:
     return float(sum(local.tensors[name].size_bytes for name in names))
 
 
-def _peak_working_bytes(local: Graph, layer: Layer, mode: IrRecomputeMode) -> float:
+def _peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float:
     """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward."""
     kept = set(kept_tensors(local, layer, mode))
     again = [name for name in stashed_tensors(local, layer) if name not in kept]
