@@ -1,10 +1,12 @@
 """Placement against its oracle and at scale.
 
     python benchmarks/placement.py --instances FILE   every instance of FILE (the format of tests/data/placement.json)
-    python benchmarks/placement.py --scale            98 layers on 1,024 devices: paper mode, 1,000 accelerators at once
+    python benchmarks/placement.py --scale            98 layers on 1,024 devices: paper mode for one accelerator and for
+                                                      1,000 at once, and the default mode
 
 The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
-Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone.
+Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
+layers with a third recompute mode (selective), all four schedules with 2 to 4 chunks, and ZeRO 0 to 3.
 """
 
 from __future__ import annotations
@@ -19,8 +21,20 @@ from pathlib import Path
 
 import numpy as np
 
-from phaze.place.paper import place_paper, reconstruct
-from phaze.place.paper_instance import PaperInstance, read_paper_instance
+from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+from phaze.place import (
+    BoundaryTensor,
+    Bounded,
+    LayerProfile,
+    PaperInstance,
+    PlacementGraph,
+    PlacementProblem,
+    RecomputeMode,
+    find_placement,
+    place_paper,
+    read_paper_instance,
+    reconstruct,
+)
 
 RELATIVE = 1e-9
 RUNS = 20
@@ -90,6 +104,38 @@ def scale_instance(accelerators: int) -> PaperInstance:
     )
 
 
+def default_problem(instance: PaperInstance) -> PlacementProblem:
+    """The same layers for the default mode."""
+    stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
+    again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
+    profiles = {}
+    for index, width in enumerate(WIDTHS):
+        for layer in range(LAYERS):
+            forward, backward = instance.forward_s[index, 0, layer], instance.backward_s[index, 0, layer]
+            activations = float(instance.activation_bytes[index, layer])
+            size = float(instance.edge_bytes[index, min(layer, LAYERS - 2)])
+            for mode in RecomputeMode:
+                profiles[str(layer), width, mode] = LayerProfile(
+                    forward_s=Bounded.exact(forward),
+                    backward_input_s=Bounded.exact(backward / 2),
+                    backward_weight_s=Bounded.exact(backward / 2),
+                    recompute_s=Bounded.exact(again[mode] * forward),
+                    parameter_bytes={"bfloat16": float(instance.parameter_bytes[index, layer])},
+                    stashed_bytes=stash[mode] * activations,
+                    peak_working_bytes=activations,
+                    outputs=(BoundaryTensor(size),),
+                    is_tensor_parallel=width > 1,
+                )
+    links = (InterconnectLevel(DEVICES, instance.bandwidth_bytes_per_s),)
+    return PlacementProblem(
+        graph=PlacementGraph.chain(tuple(str(layer) for layer in range(LAYERS))),
+        profiles=profiles,
+        cluster=Cluster(preset("a100-80gb").accelerator, DEVICES, links),
+        micro_batches=MICRO_BATCHES,
+        recipe=precision_recipe("bf16-adam"),
+    )
+
+
 def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
     """Median seconds of some runs."""
     seconds = []
@@ -112,11 +158,23 @@ def time_scale() -> None:
     single = median_s(lambda: reconstruct(one, place_paper(one)))
     print(f"paper mode, one accelerator with its stages: {1e3 * single:.2f} ms (median of {RUNS})")
     feasible = int(place_paper(many).is_feasible.sum())
-    batch = median_s(lambda: place_paper(many), 5) / 1000
+    batch = median_s(lambda: place_paper(many)) / 1000
     print(
-        f"paper mode, 1,000 accelerators in one call ({feasible} feasible): {1e3 * batch:.3f} ms each, "
-        f"{single / batch:.1f} times faster than one by one"
+        f"paper mode, 1,000 accelerators in one call ({feasible} feasible): {1e3 * batch:.3f} ms each (median of "
+        f"{RUNS}), {single / batch:.1f} times faster than one by one"
     )
+    problem = default_problem(one)
+    result = find_placement(problem, top=1)
+    assert result.best is not None
+    degrees = result.best.degrees
+    print(
+        f"default mode: {degrees.devices} stages x {degrees.width} tensor x {degrees.pipelines} data, "
+        f"{degrees.schedule}, {degrees.chunks} chunk(s), ZeRO-{degrees.zero_stage}, {result.best.time_s:.4f} s per "
+        f"batch; {result.status}, gap {result.gap:.1%}; {result.choices} degrees looked at, "
+        f"{result.simulated} pipelines simulated"
+    )
+    seconds = median_s(lambda: find_placement(problem, top=1))
+    print(f"default mode: {seconds:.3f} s (median of {RUNS})")
 
 
 if __name__ == "__main__":

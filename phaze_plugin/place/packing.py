@@ -8,18 +8,21 @@ that takes at most U, starting at layer p, satisfies
     (m-1) t + D - n E <= U - W              E = F or B (zero-bubble: F); gpipe: n = 0
     (m-n-2) t <= U - 2 W + lead_(F+B)(p)    if m > n + 1, and not for gpipe
     held bytes + in flight * least stash <= usable bytes
+    m (g + p (held - usable) / in flight) + tail <= U - lead_F(p)    for any price p >= 0 of a byte of stash
 
-where tail is at least the update, the gather, and reduction minus the backward that may hide it. All terms are sums
-over the stage's layers (of two sums of which a pass takes the longer, the one that is longer over the whole model is
-used). A stage that starts later gives up at least as much as its allowance shrinks, and a larger s only tightens:
-filling every stage as far as it goes needs the fewest stages. If these are more than S, nothing with these degrees
-beats U. Interleaved schedules are let through.
+where g is the least t' + p * stash over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at
+least the update, the gather, and reduction minus the backward that may hide it. All terms are sums over the stage's
+layers (of two sums of which a pass takes the longer, the one that is longer over the whole model is used). A stage that
+starts later gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest with
+each number of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let
+through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,6 +51,8 @@ class Packing:
     weight_s: FloatArray
     parameters: FloatArray
     stashed_bytes: FloatArray
+    prices: FloatArray
+    priced_s: FloatArray
     problem: PlacementProblem
     network: Network
     mixed_widths: frozenset[int]
@@ -87,10 +92,12 @@ class Packing:
         split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         used = np.ones(len(choices), dtype=np.int64)
         dead = np.zeros(len(choices), dtype=bool)
-        stage = np.zeros((6, len(choices)))
+        rows = len(terms) - 1
+        stage = np.zeros((rows, len(choices)))
         lead = np.zeros((2, len(choices)))
         spare = target_s - terms[_THROUGH].sum(axis=0)
         caps = np.stack([target_s, target_s])
+        prices = self.prices[:, np.searchsorted(self.widths, choices.width)]
 
         def is_over() -> BoolArray:
             flight = np.where(split, choices.devices, choices.devices - used + 1)
@@ -101,18 +108,22 @@ class Packing:
             is_slow = (stage[_STAY] > caps[0]) | (choices.rounds * stage[_THROUGH] + delayed > caps[1]) | (peak > spare)
             twice = (choices.rounds - early - 2) * stage[_THROUGH] > 2 * spare - caps[1]
             is_slow |= twice & (choices.rounds > early + 1) & ~gpipe
+            tail = stage[_STAY] - choices.rounds * (stage[_THROUGH] + stage[_WEIGHT])
+            for priced, price in zip(stage[_PRICED:], prices, strict=True):
+                stretched = choices.rounds * (priced + price * (stage[_HELD] - usable) / flight)
+                is_slow |= stretched + tail > caps[0]
             return np.asarray(is_slow | (stage[_HELD] + flight * stage[_STASH] > usable))
 
         usable = self.problem.usable_bytes * (1 + _SLACK)
         for layer in range(terms.shape[1]):
-            stage += terms[:6, layer]
+            stage += terms[:rows, layer]
             over = is_over()
             if over.any():
                 used += over
-                np.copyto(stage, terms[:6, layer], where=over)
+                np.copyto(stage, terms[:rows, layer], where=over)
                 np.copyto(caps, target_s - lead, where=over)
                 dead |= over & is_over()
-            lead += terms[[_FORWARD, _THROUGH], layer]
+            lead += terms[[rows, _THROUGH], layer]
         return np.asarray(dead | (used > choices.devices))
 
     def _rates(self, choices: Choices) -> FloatArray:
@@ -156,10 +167,11 @@ class Packing:
         through = run + back
         stay = rounds * (through + later) + tail
         early = np.where(split | (run.sum(axis=0) < back.sum(axis=0)), run, back)
-        return np.stack([stay, through, later, early, parameters * held, stash, run])
+        priced = [table[at].T for table in self.priced_s]
+        return np.stack([stay, through, later, early, parameters * held, stash, *priced, run])
 
 
-_STAY, _THROUGH, _WEIGHT, _EARLY, _HELD, _STASH, _FORWARD = range(7)
+_STAY, _THROUGH, _WEIGHT, _EARLY, _HELD, _STASH, _PRICED = range(7)
 
 
 def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
@@ -185,8 +197,13 @@ def build_packing(
         kind = "bound" if use_bounds else "value"
         return least(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
 
+    prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
     return Packing(
         widths=problem.widths,
+        prices=prices,
+        priced_s=np.array([_priced_s(problem, row, layers, use_bounds) for row in prices]).reshape(
+            len(prices), len(problem.widths), len(layers)
+        ),
         forward_s=seconds("forward_s"),
         input_s=seconds("backward_input_s"),
         weight_s=seconds("backward_weight_s"),
@@ -205,3 +222,31 @@ def build_packing(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
+
+
+def _prices(problem: PlacementProblem, width: int, layers: range) -> list[float]:
+    """For each recompute mode after the first: what it costs over the one before it per byte of stash saved."""
+    prices = []
+    for before, after in pairwise(problem.recompute_modes):
+        spent = saved = 0.0
+        for layer in layers:
+            one, other = problem.profile(layer, width, before), problem.profile(layer, width, after)
+            spent += float((other.recompute_s.value - one.recompute_s.value)[problem.accelerator])
+            saved += one.stashed_bytes - other.stashed_bytes
+        prices.append(spent / saved if spent > 0 and saved > 0 else 0.0)
+    return prices
+
+
+def _priced_s(problem: PlacementProblem, prices: FloatArray, layers: range, use_bounds: bool) -> list[list[float]]:
+    """Per (width, layer): the least seconds of all passes plus the price of what is stashed."""
+    kind = "bound" if use_bounds else "value"
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+
+    def cost(profile: LayerProfile, price: float) -> float:
+        passes = sum(float(getattr(getattr(profile, name), kind)[problem.accelerator]) for name in names)
+        return passes + price * profile.stashed_bytes
+
+    return [
+        [min(cost(problem.profile(layer, width, mode), price) for mode in problem.recompute_modes) for layer in layers]
+        for width, price in zip(problem.widths, prices.tolist(), strict=True)
+    ]

@@ -95,7 +95,7 @@ def _beat(instance: PaperInstance, group: Group, target_s: FloatArray, best: Pap
     alive = _any(group.floor_s < target_s)
     if not alive.any():
         return
-    group, target_s = group.keep(alive).refute(instance, target_s[alive]), target_s[alive]
+    group, target_s = group.keep(alive).refute(target_s[alive]), target_s[alive]
     alive = _any(group.floor_s < target_s)
     if not alive.any():
         return

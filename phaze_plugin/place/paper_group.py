@@ -46,6 +46,7 @@ class Group:
         activation_bytes: per layer.
         held_bytes: per layer, parameters as often as the optimizer needs them, and activations.
         edge_bytes: per edge.
+        transfer_s: the least that any boundary between stages costs in one direction.
         accelerator: indices into the instance's accelerators.
         capacity_bytes: per accelerator.
         slots: per S, ceil(microbatches/d) + S - 1 with the largest d; infinite where devices do not suffice.
@@ -62,6 +63,7 @@ class Group:
     activation_bytes: FloatArray
     held_bytes: FloatArray
     edge_bytes: FloatArray
+    transfer_s: float
     accelerator: IntArray
     capacity_bytes: FloatArray
     slots: FloatArray
@@ -85,12 +87,7 @@ class Group:
         least = np.minimum.accumulate(slots[::-1], axis=0)[::-1]
         return np.where(np.isfinite(least), np.minimum(target_s, 1e300) / least, -1.0)
 
-    def least_transfer_s(self, instance: PaperInstance) -> float:
-        """The least seconds that any boundary between stages costs in one direction."""
-        neighbours = [index for index, (source, target) in enumerate(instance.edges) if target == source + 1]
-        return float(self.edge_bytes[neighbours].min(initial=np.inf)) / instance.bandwidth_bytes_per_s
-
-    def refute(self, instance: PaperInstance, target_s: FloatArray) -> Group:
+    def refute(self, target_s: FloatArray) -> Group:
         """Raise to infinity the floors of stage counts that cannot beat the target, by packing layers from the end.
 
         With one least transfer per stage, a stage below the cap stays below it after losing a layer, so that filling
@@ -101,7 +98,7 @@ class Group:
         once = (self.forward_s + self.backward_s)[:, lane]
         again = once + self.forward_s[:, lane] if self.recompute else once
         cap_s = target_s[lane] / self.slots[stages] * (1 + _SLACK)
-        cap_s -= 0.0 if self.recompute else self.least_transfer_s(instance) * (1 - _SLACK)
+        cap_s -= 0.0 if self.recompute else self.transfer_s * (1 - _SLACK)
         used = np.ones(len(lane), dtype=np.int64)
         load = np.zeros(len(lane))
         for layer in range(len(once) - 1, -1, -1):
@@ -152,6 +149,7 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
         activation_bytes=activations,
         held_bytes=held,
         edge_bytes=instance.edge_bytes[index],
+        transfer_s=_least_transfer_s(instance, index),
         accelerator=np.arange(len(instance.memory_bytes))[part],
         capacity_bytes=capacity,
         slots=np.where(pipelines > 0, rounds + stages - 1.0, np.inf),
@@ -174,9 +172,16 @@ def _fewest_stages(held: list[float], stash: list[float], capacity: float) -> in
     return used
 
 
+def _least_transfer_s(instance: PaperInstance, index: int) -> float:
+    """What the cheapest boundary of a width costs; 0 where a single layer has none."""
+    edges = np.array(instance.edges, dtype=np.int64).reshape(-1, 2)
+    sizes = instance.edge_bytes[index, edges[:, 1] == edges[:, 0] + 1]
+    return float(sizes.min()) / instance.bandwidth_bytes_per_s if len(sizes) else 0.0
+
+
 def _single_runs(sliced: BoolArray) -> IntArray:
     runs = np.zeros(len(sliced) + 1, dtype=np.int64)
-    if sliced.any():
+    if sliced.any() and not sliced.all():
         for layer in range(len(sliced) - 1, -1, -1):
             runs[layer] = 0 if sliced[layer] else runs[layer + 1] + 1
     return runs[:-1]
@@ -186,7 +191,7 @@ def _floors(instance: PaperInstance, group: Group, pipelines: IntArray) -> Float
     """The floor per (S, accelerator), without the test of memory."""
     once = group.forward_s + group.backward_s
     again = once + group.forward_s if group.recompute else once
-    transfer = group.least_transfer_s(instance) if len(once) > 1 else 0.0
+    transfer = group.transfer_s
     first, total = np.cumsum(again, axis=0), again.sum(axis=0)
     limit, layers = len(group.slots) - 1, len(once)
     shares = (first / np.maximum(total, np.finfo(float).tiny)).min(axis=1)

@@ -32,8 +32,8 @@ _GUESSES = (1.5, 3.0, math.inf)
 class Effort:
     """Deterministic limits: nodes of branch and bound in all and per choice of degrees, and choices to look at."""
 
-    nodes: int = 50_000
-    nodes_per_choice: int = 5_000
+    nodes: int = 20_000
+    nodes_per_choice: int = 4_000
     choices: int = 20_000
 
 

@@ -1,0 +1,215 @@
+"""The answer as a whole: best plan, runners-up, bound, evaluation, and the paper's counting of the same problem."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_problems import random_problem
+
+from phaze.capabilities import PipelineSchedule
+from phaze.errors import GraphError, PlacementError
+from phaze.place import (
+    Bounded,
+    Degrees,
+    EventKind,
+    Fit,
+    Ground,
+    LayerProfile,
+    PlacementProblem,
+    PlacementStatus,
+    RecomputeMode,
+    evaluate_placement,
+    find_placement,
+    paper_instance,
+    place_as_paper,
+    place_paper,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def loosened(problem: PlacementProblem, part: float) -> PlacementProblem:
+    """The same problem with bounds at a part of its times."""
+
+    def lower(profile: LayerProfile) -> LayerProfile:
+        names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+        seconds = {name: getattr(profile, name).value for name in names}
+        return replace(profile, **{name: Bounded(value, part * value) for name, value in seconds.items()})
+
+    return replace(problem, profiles={key: lower(profile) for key, profile in problem.profiles.items()})
+
+
+@settings(max_examples=40)
+@given(seeds)
+def test_evaluating_the_best_stages_gives_the_time_that_the_search_states(seed: int) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    result = find_placement(problem)
+    for placement in [result.best, *(other.placement for other in result.alternatives)]:
+        if placement is None:
+            continue
+        stages = [(stage.layers, stage.recompute) for stage in placement.stages]
+        again = evaluate_placement(Ground.of(problem), placement.degrees, stages)
+        assert again.time_s == placement.time_s
+        assert again.memory == placement.memory
+        assert all(memory.total_bytes <= problem.usable_bytes * (1 + 1e-9) for memory in placement.memory)
+        assert placement.device_count <= problem.cluster.device_count
+
+
+@settings(max_examples=40)
+@given(seeds)
+def test_the_parts_of_the_time_add_up_and_none_is_negative(seed: int) -> None:
+    best = find_placement(random_problem(seed, largest=5, most_devices=8)).best
+    if best is not None:
+        parts = [getattr(best.parts, name) for name in best.parts.__slots__]
+        assert sum(parts) == pytest.approx(best.time_s)
+        assert min(parts) >= -1e-9
+
+
+@settings(max_examples=25)
+@given(seeds)
+def test_the_bound_is_the_same_program_on_lower_bounds(seed: int) -> None:
+    problem = random_problem(seed)
+    loose = loosened(problem, 0.8)
+    result = find_placement(loose)
+    if result.best is None:
+        assert result.status is PlacementStatus.INFEASIBLE
+        return
+    exact = replace(
+        problem, profiles={key: loosened_profile(profile, 0.8) for key, profile in problem.profiles.items()}
+    )
+    optimum = find_placement(exact).best
+    assert optimum is not None
+    assert result.bound_s == pytest.approx(optimum.time_s, rel=1e-9)
+    assert result.status is PlacementStatus.WITHIN
+    assert result.gap == pytest.approx(1 - optimum.time_s / result.best.time_s)
+
+
+def loosened_profile(profile: LayerProfile, part: float) -> LayerProfile:
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+    return replace(profile, **{name: Bounded.exact(part * getattr(profile, name).value) for name in names})
+
+
+def test_proven_answers_are_called_optimal_and_alternatives_say_what_they_lose() -> None:
+    result = find_placement(chain_problem(), top=4)
+    assert result.status is PlacementStatus.OPTIMAL
+    assert result.gap == 0.0
+    assert result.best is not None
+    times = [result.best.time_s, *(other.placement.time_s for other in result.alternatives)]
+    assert times == sorted(times)
+    assert len({other.placement.degrees for other in result.alternatives}) == 3
+    assert all("slower" in other.reason for other in result.alternatives)
+
+
+def test_asking_for_no_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="top is 0; expected at least 1"):
+        find_placement(random_problem(7), top=0)
+
+
+def chain_problem() -> PlacementProblem:
+    """The first random problem that is a chain with recompute and fits."""
+    for seed in range(1000):
+        problem = random_problem(seed, largest=6, most_devices=8)
+        flows = [(flow.producer, flow.consumers) for flow in problem.graph.flows]
+        is_chain = flows == [(index, (index + 1,)) for index in range(len(problem.graph.layers) - 1)]
+        if is_chain and len(flows) >= 3 and len(problem.recompute_modes) == 2 and find_placement(problem).best:
+            return problem
+    raise AssertionError
+
+
+def test_stages_that_do_not_cut_the_graph_are_refused() -> None:
+    problem = chain_problem()
+    ground, none = Ground.of(problem), RecomputeMode.NONE
+    last = len(problem.graph.layers) - 1
+    degrees = Degrees(
+        width=problem.widths[0],
+        pipelines=1,
+        devices=2,
+        chunks=1,
+        schedule=PipelineSchedule.ONE_F_ONE_B,
+        zero_stage=0,
+    )
+    everything = range(last + 1)
+    for stages, message in [
+        ([(everything, none)], "1 stages for 2 devices"),
+        ([([1], none), ([0, *range(2, last + 1)], none)], "reads from a later stage"),
+        ([([0], none), (range(1, last), none)], rf"layers \[{last}\] are in no stage"),
+        ([([0], none), ([0, *range(1, last + 1)], none)], "repeats layers"),
+        ([([0], none), ([], none)], "is empty"),
+        ([([0], RecomputeMode.SELECTIVE), (range(1, last + 1), none)], "recompute mode selective is not among"),
+    ]:
+        with pytest.raises(PlacementError, match=message):
+            evaluate_placement(ground, degrees, stages)
+    with pytest.raises(PlacementError, match="tensor width 64 was not profiled"):
+        evaluate_placement(ground, replace(degrees, width=64), [([0], none), (range(1, last + 1), none)])
+
+
+def test_a_plan_that_does_not_fit_can_still_be_evaluated() -> None:
+    problem = chain_problem()
+    small = replace(problem.cluster.accelerator, hbm_bytes=1000)
+    tight = replace(problem, cluster=replace(problem.cluster, accelerator=small))
+    degrees = Degrees(width=problem.widths[0], pipelines=1, devices=1, chunks=1, schedule=None, zero_stage=0)
+    placement = evaluate_placement(Ground.of(tight), degrees, [(range(len(problem.graph.layers)), RecomputeMode.NONE)])
+    assert placement.fit is Fit.OVER
+    assert placement.time_s > 0
+
+
+def test_a_stage_within_the_margin_is_marginal() -> None:
+    problem = replace(chain_problem(), memory_margin=0.2, allows_marginal=True)
+    best = find_placement(problem).best
+    assert best is not None
+    peak = max(memory.total_bytes for memory in best.memory)
+    fitted = replace(problem.cluster.accelerator, hbm_bytes=int(peak / 0.9))
+    tight = find_placement(replace(problem, cluster=replace(problem.cluster, accelerator=fitted))).best
+    assert tight is not None
+    assert tight.fit is Fit.MARGINAL
+
+
+def test_the_papers_program_counts_the_same_problem() -> None:
+    problem = chain_problem()
+    instance = paper_instance(problem)
+    plan = place_as_paper(problem)
+    assert plan is not None
+    assert plan.time_s == place_paper(instance).time_s[0]
+    assert [name for stage in plan.stages for name in stage] == [layer.name for layer in problem.graph.layers]
+    assert instance.recompute == (False, True)
+
+
+def test_the_papers_program_refuses_branches_and_missing_profiles() -> None:
+    chain = chain_problem()
+    with pytest.raises(GraphError, match="branches"):
+        place_as_paper(replace(chain, graph=replace(chain.graph, flows=chain.graph.flows[1:])))
+    with pytest.raises(PlacementError, match="needs profiles without recompute"):
+        paper_instance(replace(chain, recompute_modes=(RecomputeMode.FULL,)))
+
+
+def test_the_timeline_shows_every_pass_and_ends_with_the_batch() -> None:
+    best = find_placement(chain_problem()).best
+    assert best is not None
+    timeline = best.timeline
+    forwards = [event for event in timeline.events if event.kind is EventKind.FORWARD]
+    assert len(forwards) == best.micro_batches * len(best.stages)
+    assert max(event.end_s for event in timeline.events) == pytest.approx(best.time_s)
+    text = timeline.text(60)
+    assert len(text.splitlines()) == timeline.devices + 2
+    assert "0" in text.splitlines()[0]
+    trace = timeline.chrome_trace()
+    assert json.loads(json.dumps(trace)) == trace
+    assert len(trace["traceEvents"]) == len(timeline.events)
+    assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
+
+
+@settings(max_examples=25)
+@given(seeds)
+def test_events_of_a_device_do_not_overlap(seed: int) -> None:
+    best = find_placement(random_problem(seed, largest=5, most_devices=8)).best
+    if best is None:
+        return
+    for device in range(best.timeline.devices):
+        events = sorted((event.start_s, event.end_s) for event in best.timeline.events if event.device == device)
+        starts, ends = np.array(events).T
+        assert (starts[1:] >= ends[:-1] - 1e-9).all()
+        assert math.isclose(ends.max(), best.timeline.time_s) or ends.max() < best.timeline.time_s
