@@ -13,8 +13,8 @@ that takes at most U, starting at layer p, satisfies
 where g is the least t' + p * stash over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at
 least the update, the gather, and reduction minus the backward that may hide it. All terms are sums over the stage's
 layers (of two sums of which a pass takes the longer, the one that is longer over the whole model is used). A stage that
-starts later gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest with
-each number of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let
+starts later gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest
+with each number of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let
 through.
 """
 
