@@ -10,6 +10,8 @@ one of the two is present.
  5. pairs:        if there are both ops and cores are scarce, each op on one core chooses its core by number, and no two
                   intervals overlap on any core
  6. makespan:     at least every end; minimised
+ 7. redundant:    cores x (makespan - time spread) >= one-core latencies, for each kind of core; with exclusive
+                  spreading also makespan - time spread >= one-core latencies on a chain, for heavy chains
 
 CP-SAT counts in integers: times are rounded down to a unit. Shorter latencies cannot make the optimum longer, so the
 integer bound times the unit is a bound in seconds; the order found is timed anew with the true latencies. Where all
@@ -19,11 +21,13 @@ end variable: with ortools 9.15, intervals of one op that share start and end bu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from phaze.schedule.bounds import heavy_chains
 from phaze.schedule.cores import Placed, Step, give_cores, makespan, order_of_starts, retime
 from phaze.schedule.reduce import FloatArray, Reduced
 
@@ -53,6 +57,7 @@ class _Model:
     one_core: list[Any]
     spread: list[Any]
     core_choice: list[dict[int, Any]]
+    makespan: Any = None
 
 
 def solve_cp_sat(
@@ -67,7 +72,6 @@ def solve_cp_sat(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed + 1  # with 0 the library spends minutes outside its deterministic time
-    solver.parameters.linearization_level = 0  # disjunctive reasoning, not the relaxation, proves makespans
     solver.parameters.relative_gap_limit = gap
     solver.parameters.presolve_inclusion_work_limit = 0  # can prove a wrong optimum: google/or-tools issue 5293
     if work is not None:
@@ -124,6 +128,7 @@ def _model(reduced: Reduced, unit_s: float, incumbent: tuple[Placed, ...]) -> _M
     _add_links(reduced, model)
     _add_pairs(reduced, model, latency)
     _add_makespan(model, horizon)
+    _add_redundant(reduced, model, latency, spread)
     _add_hint(model, incumbent, unit_s)
     return model
 
@@ -176,9 +181,29 @@ def _add_pairs(reduced: Reduced, model: _Model, latency: list[int]) -> None:
 
 
 def _add_makespan(model: _Model, horizon: int) -> None:
-    last = model.cp.new_int_var(0, horizon, "makespan")
-    model.cp.add_max_equality(last, model.end)
-    model.cp.minimize(last)
+    model.makespan = model.cp.new_int_var(0, horizon, "makespan")
+    model.cp.add_max_equality(model.makespan, model.end)
+    model.cp.minimize(model.makespan)
+
+
+def _add_redundant(reduced: Reduced, model: _Model, latency: list[int], spread: list[int]) -> None:
+    can_spread = [interval is not None for interval in model.spread]
+
+    def on_one_core(ops: Iterable[int]) -> Any:
+        return sum(latency[op] * (1 - model.is_spread[op] if can_spread[op] else 1) for op in ops)
+
+    def while_spread(ops: Iterable[int]) -> Any:
+        return sum(spread[op] * model.is_spread[op] for op in ops if can_spread[op])
+
+    sides = ((reduced.uses_tensor, reduced.tensor_cores), (reduced.uses_vector, reduced.vector_cores))
+    for uses, cores in sides:
+        excluding = range(reduced.count) if reduced.is_exclusive else np.flatnonzero(uses)
+        if uses.any():
+            model.cp.add(cores * model.makespan >= on_one_core(np.flatnonzero(uses)) + cores * while_spread(excluding))
+    if reduced.is_exclusive:
+        everything = while_spread(range(reduced.count))
+        for chain in sorted(heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores)):
+            model.cp.add(model.makespan >= everything + on_one_core(op for op in chain if not reduced.is_off_core[op]))
 
 
 def _add_hint(model: _Model, incumbent: tuple[Placed, ...], unit_s: float) -> None:

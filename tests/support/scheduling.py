@@ -37,6 +37,33 @@ def random_problem(seed: int, ops: int, *, exclusive: bool | None = None, decima
     )
 
 
+def layer_like_problem(seed: int, ops: int) -> Problem:
+    """A chain with ops hanging off it, tensor and vector mixed, some ops alike: what backward passes look like."""
+    random = np.random.default_rng(seed)
+    tensor_cores, vector_cores = int(random.choice([1, 2, 4, 8])), int(random.choice([1, 2, 4]))
+    latencies = [round(float(value), 3) for value in random.uniform(1, 40, 3)]
+    made, edges, last = [], [], -1
+    for number in range(ops):
+        kind = OpKind.TENSOR if random.random() < 0.55 else OpKind.VECTOR
+        cores = tensor_cores if kind is OpKind.TENSOR else vector_cores
+        latency = latencies[int(random.integers(3))] / (1 if kind is OpKind.TENSOR else 3)
+        spread = latency / cores * float(random.choice([1.0, 1.25, cores]))
+        made.append(Op(f"op{number}", kind, round(latency, 3), round(spread, 3)))
+        before = last if random.random() < 0.8 else int(random.integers(-1, number))
+        if before >= 0:
+            edges.append((before, number))
+        if random.random() < 0.55:
+            last = number
+    return Problem(
+        ops=tuple(made),
+        edges=tuple(edges),
+        tensor_cores=tensor_cores,
+        vector_cores=vector_cores,
+        intra_op_exclusive=bool(random.random() < 0.85),
+        name=f"layer-like-{seed}",
+    )
+
+
 def brute_force(problem: Problem) -> float:
     """The optimum by trying every order, mode and core; ops are appended, each as early as it can."""
     return _Search(problem).best

@@ -116,8 +116,9 @@ def _is_swapped(tables: Tables, states: States, moves: Moves) -> BoolArray:
         (moves.start == states.last_start[moves.parent]) & ~moves.is_spread & ~states.last_is_spread[moves.parent]
     )
     together &= ~(reduced.is_off_core[moves.op] | reduced.is_off_core[last])
-    if reduced.is_exclusive and not reduced.has_off_core:
-        together |= moves.is_spread & states.last_is_spread[moves.parent]
+    if reduced.is_exclusive and not reduced.has_off_core:  # rule 2 already orders ops without successors
+        is_ordered = tables.is_last[moves.op] & ~tables.is_last[last]
+        together |= moves.is_spread & states.last_is_spread[moves.parent] & ~is_ordered
     is_swapped: BoolArray = together & (moves.op < last) & (tables.goes_first[last, moves.op] == 0.0)
     return is_swapped
 
