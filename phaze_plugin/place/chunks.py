@@ -69,10 +69,26 @@ class ChunkBounds:
         )
         self._tables = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
         self._tables[self.stages, :, -1] = 0.0
+        if self._is_over(states):
+            return
         spent = self._weights @ self._features
         for position in range(self.stages - 1, -1, -1):
             rest = self._tables[position + 1][:, candidates.target]
             self._tables[position] = candidates.least_by_source(spent[position] + rest, states)
+
+    def _is_over(self, states: int) -> bool:
+        """Whether no pipeline fits: some device, or the mean over devices, needs too much in every one."""
+        candidates, devices = self.candidates, self.devices
+        least = np.full((devices + 1, states), np.inf)
+        least[:, -1] = 0.0
+        for position in range(self.stages - 1, -1, -1):
+            chunk, device = divmod(position, devices)
+            own = candidates.held_bytes + self.flight[device, chunk] * candidates.stashed_bytes
+            counts = np.zeros((devices + 1, 1))
+            counts[device], counts[devices] = 1.0, 1 / devices
+            least = candidates.least_by_source(counts * own + least[:, candidates.target], states)
+        scratch = float(candidates.scratch_bytes.min(initial=np.inf))
+        return bool((least[:, 0] + scratch > self.usable * (1 + 1e-9)).any())
 
     def _weigh(self, degrees: Degrees) -> FloatArray:
         """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from phaze.capabilities import PipelineSchedule
+from phaze.hardware import Cluster
 from phaze.place.bounds import PathBounds, PeakBounds, StageBounds
 from phaze.place.candidates import Candidates, build_candidates
 from phaze.place.chunks import ChunkBounds
@@ -48,6 +49,20 @@ class Ground:
             network=network,
             packing=build_packing(problem, space, network, update_s, use_bounds),
             update_s=update_s,
+        )
+
+    def with_cluster(self, cluster: Cluster) -> Ground:
+        """The same problem on other devices; what does not depend on them is kept."""
+        problem = replace(self.problem, cluster=cluster)
+        network = Network(cluster, problem.calibration, self.network.energy)
+        packing = replace(self.packing, problem=problem, network=network, most_used=cluster.device_count)
+        return replace(
+            self,
+            problem=problem,
+            network=network,
+            packing=packing,
+            update_s=update_s_per_parameter(problem),
+            programs={},
         )
 
     def stage_table(self, degrees: Degrees, stages: IntArray | None = None) -> StageTable:

@@ -4,10 +4,12 @@ For each choice of degrees the least possible peak over devices is a bottleneck 
 
     M_k(i) = min over stages i->j and modes of max(bytes at position k, M_(k+1)(j))
 
-and choices are looked at in the order of a bound under it: the mean over devices of what all hold together, and the
-largest single layer. More pipelines never need more (they shard more and share the microbatches), so that of each depth
-only the largest number of pipelines is looked at. Interleaved schedules keep more in flight than others and are left
-out; a problem that allows no other schedule is answered for single stages.
+and choices are looked at in the order of a bound under it: on chains the least capacity for which filling the devices
+from the front succeeds (received tensors left out, the leanest mode of every layer), otherwise the mean over devices
+and the largest layer. More pipelines never need more (they shard more and share the microbatches), so that of each
+depth only the largest number of pipelines is looked at; 1f1b never has more in flight than gpipe or zero-bubble.
+Interleaved schedules keep more in flight than others and are left out; a problem that allows no other schedule is
+answered for single stages.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.capabilities import PipelineSchedule
-from phaze.place.degrees import Choices, Degrees, list_choices
+from phaze.place.degrees import SCHEDULES, Choices, Degrees, list_choices
 from phaze.place.ground import Ground
 from phaze.place.orders import in_flight
-from phaze.place.states import FloatArray
+from phaze.place.states import FloatArray, IntArray
 
 __all__ = ["LeastMemory", "least_memory"]
+
+_BISECTIONS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +39,28 @@ class LeastMemory:
     peak_bytes: float
 
 
-def least_memory(ground: Ground) -> LeastMemory | None:
-    """The plan with the least peak, or None if the devices cannot be divided in any allowed way."""
+def least_memory(ground: Ground, enough_bytes: float = 0.0) -> LeastMemory | None:
+    """The plan with the least peak, or None if the devices cannot be divided in any allowed way.
+
+    Given ``enough_bytes``, any plan that needs no more is as good, and None also says that there is none.
+    """
     choices = list_choices(
         ground.problem, ground.space, ground.widths, ground.network, ground.update_s, checks_memory=False
     )
-    choices = _most_pipelines(choices.take(choices.chunks == 1), ground.problem.cluster.device_count)
-    floors = _floors(ground, choices)
+    choices = choices.take(choices.chunks == 1)
+    lean = SCHEDULES.index(PipelineSchedule.ONE_F_ONE_B)
+    if (choices.schedule == lean).any():
+        choices = choices.take((choices.schedule == lean) | (choices.devices == 1))
+    choices = _most_pipelines(choices, ground.problem.cluster.device_count)
+    floors = _packed_floors(ground, choices) if ground.space.is_chain else _floors(ground, choices)
     best: LeastMemory | None = None
     for index in np.argsort(floors, kind="stable").tolist():
-        if best is not None and floors[index] >= best.peak_bytes:
+        if best is not None and (floors[index] >= best.peak_bytes or best.peak_bytes <= enough_bytes):
             break
-        found = _least_of(ground, choices.degrees(index))
+        if enough_bytes and floors[index] > enough_bytes:
+            return best if best is not None and best.peak_bytes <= enough_bytes else None
+        limit = enough_bytes or (math.inf if best is None else best.peak_bytes)
+        found = _least_of(ground, choices.degrees(index), limit)
         if found is not None and (best is None or found.peak_bytes < best.peak_bytes):
             best = found
     return best
@@ -61,19 +75,54 @@ def _most_pipelines(choices: Choices, device_count: int) -> Choices:
     return choices.take(order[changes])
 
 
-def _floors(ground: Ground, choices: Choices) -> FloatArray:
-    """A bound under the peak of each choice."""
-    floors = np.zeros(len(choices))
+def _held_per_parameter(ground: Ground, choices: Choices) -> FloatArray:
+    """Bytes that each trained parameter takes under each choice."""
     recipe = ground.problem.recipe
+    shards = [np.where(choices.zero_stage >= least, choices.pipelines, 1) for least in (1, 2, 3)]
+    return np.asarray(
+        recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
+    )
+
+
+def _packed_floors(ground: Ground, choices: Choices) -> FloatArray:
+    """The least capacity into which the layers of a chain can be filled, by bisection."""
+    packing = ground.packing
+    at = np.searchsorted(packing.widths, choices.width)
+    held = packing.parameters[at].T * _held_per_parameter(ground, choices)
+    stash, working = packing.stashed_bytes[at].T, packing.working_bytes[at].T
+    buffers = packing.parameters[at].T * packing.buffered_bytes(choices)
+    gpipe = choices.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
+    split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+    low = np.zeros(len(choices))
+    high = held.sum(axis=0) + choices.rounds * stash.sum(axis=0) + working.max(axis=0) + buffers.max(axis=0)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        used = np.ones(len(choices), dtype=np.int64)
+        full, stashed, scratch, buffer = np.zeros((4, len(choices)))
+        for own, own_stash, own_working, own_buffer in zip(held, stash, working, buffers, strict=True):
+            left = np.where(split, choices.devices, np.maximum(choices.devices - used + 1, 1))
+            flight = np.where(gpipe, choices.rounds, np.minimum(choices.rounds, left))
+            full, stashed = full + own, stashed + own_stash
+            scratch, buffer = np.maximum(scratch, own_working), np.maximum(buffer, own_buffer)
+            over = full + flight * stashed + scratch + buffer > middle
+            used += over
+            full, stashed = np.where(over, own, full), np.where(over, own_stash, stashed)
+            scratch, buffer = np.where(over, own_working, scratch), np.where(over, own_buffer, buffer)
+        alone = (held + stash + working + buffers).max(axis=0) > middle
+        fails = (used > choices.devices) | alone
+        low, high = np.where(fails, middle, low), np.where(fails, high, middle)
+    return low * (1 - 1e-9)
+
+
+def _floors(ground: Ground, choices: Choices) -> FloatArray:
+    """A bound under the peak of each choice: the mean over devices, and the largest layer."""
+    floors = np.zeros(len(choices))
+    held = _held_per_parameter(ground, choices)
     for width, table in ground.widths.items():
         alone = ground.space.sizes == 1
         whole = ground.space.sizes == ground.space.layers
         chosen = choices.width == width
-        copies = choices.pipelines[chosen]
-        shards = [np.where(choices.zero_stage[chosen] >= least, copies, 1) for least in (1, 2, 3)]
-        each = (
-            recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
-        )
+        each = held[chosen]
         stash, working = table.stashed_bytes.min(axis=0), table.working_bytes.min(axis=0)
         mean = each * table.parameters[whole].max() + stash[whole].max()
         single = np.multiply.outer(each, table.parameters[alone]) + (stash + working)[alone]
@@ -91,42 +140,50 @@ def _largest_layer(ground: Ground, single: FloatArray, alone: np.ndarray[tuple[i
     return np.asarray(least.max(axis=1))
 
 
-def _least_of(ground: Ground, degrees: Degrees) -> LeastMemory | None:
-    """The plan of these degrees with the least peak."""
+def _least_of(ground: Ground, degrees: Degrees, limit_bytes: float) -> LeastMemory | None:
+    """The plan of these degrees with the least peak, unless all exceed the limit."""
     needed, singles = ground.singles(degrees)
     if singles == -1:
         return None
-    table, space, problem = ground.stage_table(degrees), ground.space, ground.problem
-    usable = np.ones(len(space.source), dtype=bool)
-    if not problem.capabilities.allows_uneven_stages:
-        body = ground.widths[degrees.width].body_layers
-        usable = body * degrees.stages == body.max()
-    rounds = degrees.rounds(problem.micro_batches)
+    listed = _stages_within(ground, degrees, limit_bytes)
+    if not len(listed):
+        return None
+    table, space = ground.stage_table(degrees, listed), ground.space.take(listed)
     schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
-    flight = in_flight(schedule, degrees.devices, rounds)[:, 0].tolist()
-    fixed = table.memory.held_bytes + table.memory.scratch_bytes
+    flight = in_flight(schedule, degrees.devices, degrees.rounds(ground.problem.micro_batches))[:, 0].tolist()
+    fixed, stash = table.memory.held_bytes + table.memory.scratch_bytes, table.memory.stashed_bytes
     is_single = table.devices < degrees.width
     first = np.searchsorted(space.source, np.arange(space.states + 1))
     starts = np.flatnonzero(np.diff(first))
     peaks = np.full((degrees.devices + 1, needed + 1, space.states), np.inf)
     peaks[degrees.devices, 0, -1] = 0.0
-    costs = []
     for position in range(degrees.devices - 1, -1, -1):
-        own = fixed + flight[position] * table.memory.stashed_bytes
-        costs.append(np.where(usable, own.min(axis=0), np.inf))
+        cost = (fixed + flight[position] * stash).min(axis=0)
         for need in range(needed + 1):
-            after = np.maximum(need - is_single, 0)
-            reached = np.maximum(costs[-1], peaks[position + 1, after, space.target])
+            reached = np.maximum(cost, peaks[position + 1, np.maximum(need - is_single, 0), space.target])
             peaks[position, need, starts] = np.minimum.reduceat(reached, first[starts])
     peak = float(peaks[0, needed, 0])
     if math.isinf(peak):
         return None
     state, need, chosen = 0, needed, []
-    for position, cost in enumerate(reversed(costs)):
+    for position in range(degrees.devices):
         options = np.arange(first[state], first[state + 1])
-        after = np.maximum(need - is_single[options], 0)
-        stage = int(options[np.argmin(np.maximum(cost[options], peaks[position + 1, after, space.target[options]]))])
-        mode = int((fixed + flight[position] * table.memory.stashed_bytes)[:, stage].argmin())
-        chosen.append((stage, mode))
+        cost = fixed[:, options] + flight[position] * stash[:, options]
+        after = peaks[position + 1, np.maximum(need - is_single[options], 0), space.target[options]]
+        best = int(np.argmin(np.maximum(cost.min(axis=0), after)))
+        stage = int(options[best])
+        chosen.append((int(listed[stage]), int(cost[:, best].argmin())))
         state, need = int(space.target[stage]), int(max(need - is_single[stage], 0))
     return LeastMemory(degrees=degrees, stages=tuple(chosen), peak_bytes=peak)
+
+
+def _stages_within(ground: Ground, degrees: Degrees, limit_bytes: float) -> IntArray:
+    """Stages that may need no more than the limit even with one microbatch in flight."""
+    table, recipe = ground.widths[degrees.width], ground.problem.recipe
+    shards = [degrees.pipelines if degrees.zero_stage >= least else 1 for least in (1, 2, 3)]
+    each = recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
+    needs = each * table.parameters + table.stashed_bytes.min(axis=0) + table.working_bytes.min(axis=0)
+    keep = needs <= limit_bytes * (1 + 1e-9)
+    if not ground.problem.capabilities.allows_uneven_stages:
+        keep &= table.body_layers * degrees.stages == table.body_layers.max()
+    return np.flatnonzero(keep)

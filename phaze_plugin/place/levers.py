@@ -6,6 +6,7 @@ problem whose own least-memory plan was found to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -21,7 +22,7 @@ from phaze.place.profile import RecomputeMode
 
 __all__ = ["Infeasibility", "Lever", "LeverKind", "StageOver", "explain_infeasibility", "fits"]
 
-_MOST_DEVICES = 64
+_MOST_TIMES = 64
 
 
 class LeverKind(StrEnum):
@@ -108,17 +109,18 @@ def explain_infeasibility(
         _first(LeverKind.STAGES, _stages(problem)),
         _first(LeverKind.TENSOR_WIDTH, _widths(problem)),
         _first(LeverKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
-        _devices(problem),
+        _devices(ground),
         _first(LeverKind.MARGIN, _margin(problem)),
         _hbm(ground, None if least is None else least.peak_bytes),
     )
     return Infeasibility(least=placement, over=tuple(over), levers=tuple(lever for lever in found if lever is not None))
 
 
-def fits(problem: PlacementProblem) -> bool:
+def fits(ground: Ground) -> bool:
     """Whether some plan fits."""
-    least = least_memory(Ground.of(problem))
-    return least is not None and least.peak_bytes <= problem.usable_bytes
+    usable = ground.problem.usable_bytes
+    least = least_memory(ground, enough_bytes=usable)
+    return least is not None and least.peak_bytes <= usable
 
 
 _Change = tuple[str, PlacementProblem]
@@ -127,7 +129,7 @@ _Change = tuple[str, PlacementProblem]
 def _first(kind: LeverKind, changes: Iterable[_Change]) -> Lever | None:
     """The first change that fits."""
     for text, changed in changes:
-        if fits(changed):
+        if fits(Ground.of(changed)):
             return Lever(kind, text, changed)
     return None
 
@@ -173,28 +175,28 @@ def _margin(problem: PlacementProblem) -> Iterable[_Change]:
         yield text, replace(problem, allows_marginal=True)
 
 
-def _devices(problem: PlacementProblem) -> Lever | None:
-    """The least number of devices, by doubling and bisection; what they need shrinks as they grow."""
-    count = problem.cluster.device_count
-    low, high = count, count
-    while not fits(_with_devices(problem, high)):
+def _devices(ground: Ground) -> Lever | None:
+    """The least number of devices (to a 64th of those at hand), by doubling and bisection."""
+    if not ground.problem.cluster.levels:
+        return None
+    count = ground.problem.cluster.device_count
+    low, high = count, 2 * count
+    while not fits(_with_devices(ground, high)):
         low, high = high, 2 * high
-        if high > _MOST_DEVICES * count:
+        if high > _MOST_TIMES * count:
             return None
-    while high - low > 1:
+    while high - low > max(1, count // 64):
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(_with_devices(problem, middle)) else (middle, high)
-    return Lever(LeverKind.DEVICES, f"{high} devices", _with_devices(problem, high))
+        low, high = (low, middle) if fits(_with_devices(ground, middle)) else (middle, high)
+    return Lever(LeverKind.DEVICES, f"{high} devices", _with_devices(ground, high).problem)
 
 
-def _with_devices(problem: PlacementProblem, count: int) -> PlacementProblem:
-    levels = list(problem.cluster.levels)
-    joined = 1
-    for level in levels:
-        joined *= level.size
-    if levels and joined < count:
+def _with_devices(ground: Ground, count: int) -> Ground:
+    cluster = ground.problem.cluster
+    levels, joined = list(cluster.levels), math.prod(level.size for level in cluster.levels)
+    if joined < count:
         levels[-1] = replace(levels[-1], size=-(-count * levels[-1].size // joined))
-    return replace(problem, cluster=Cluster(problem.cluster.accelerator, count, tuple(levels)))
+    return ground.with_cluster(Cluster(cluster.accelerator, count, tuple(levels)))
 
 
 def _hbm(ground: Ground, peak_bytes: float | None) -> Lever | None:
@@ -204,5 +206,6 @@ def _hbm(ground: Ground, peak_bytes: float | None) -> Lever | None:
     free = 0.0 if problem.allows_marginal else problem.memory_margin
     needed = int(peak_bytes / (1 - free) * (1 + 1e-12)) + 1
     accelerator = replace(problem.cluster.accelerator, hbm_bytes=needed)
-    changed = replace(problem, cluster=replace(problem.cluster, accelerator=accelerator))
-    return Lever(LeverKind.HBM, f"{needed / 2**30:.4g} GiB of memory per device", changed) if fits(changed) else None
+    changed = ground.with_cluster(replace(problem.cluster, accelerator=accelerator))
+    text = f"{needed / 2**30:.4g} GiB of memory per device"
+    return Lever(LeverKind.HBM, text, changed.problem) if fits(changed) else None

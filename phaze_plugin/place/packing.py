@@ -7,7 +7,7 @@ that takes at most U, starting at layer p, satisfies
     m t + D <= U - lead_(F+B)(p)            D = max(0, m-1-s) W_s for zero-bubble, else 0
     (m-1) t + D - n E <= U - W              E = F or B (zero-bubble: F); gpipe: n = 0
     (m-n-2) t <= U - 2 W + lead_(F+B)(p)    if m > n + 1, and not for gpipe
-    held bytes + in flight * least stash <= usable bytes
+    held bytes + in flight * least stash + largest working set and buffers <= usable bytes
     m (g + p (held - usable) / in flight) + tail <= U - lead_F(p)    for any price p >= 0 of a byte of stash
 
 where g is the least t' + p * stash over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at
@@ -51,6 +51,7 @@ class Packing:
     weight_s: FloatArray
     parameters: FloatArray
     stashed_bytes: FloatArray
+    working_bytes: FloatArray
     prices: FloatArray
     priced_s: FloatArray
     problem: PlacementProblem
@@ -94,6 +95,7 @@ class Packing:
         dead = np.zeros(len(choices), dtype=bool)
         rows = len(terms) - 1
         stage = np.zeros((rows, len(choices)))
+        scratch, scratches = np.zeros((2, len(choices))), self._scratch(choices)
         lead = np.zeros((2, len(choices)))
         spare = target_s - terms[_THROUGH].sum(axis=0)
         caps = np.stack([target_s, target_s])
@@ -112,19 +114,32 @@ class Packing:
             for priced, price in zip(stage[_PRICED:], prices, strict=True):
                 stretched = choices.rounds * (priced + price * (stage[_HELD] - usable) / flight)
                 is_slow |= stretched + tail > caps[0]
-            return np.asarray(is_slow | (stage[_HELD] + flight * stage[_STASH] > usable))
+            return np.asarray(is_slow | (stage[_HELD] + flight * stage[_STASH] + scratch.sum(axis=0) > usable))
 
         usable = self.problem.usable_bytes * (1 + _SLACK)
         for layer in range(terms.shape[1]):
             stage += terms[:rows, layer]
+            np.maximum(scratch, scratches[:, layer], out=scratch)
             over = is_over()
             if over.any():
                 used += over
                 np.copyto(stage, terms[:rows, layer], where=over)
+                np.copyto(scratch, scratches[:, layer], where=over)
                 np.copyto(caps, target_s - lead, where=over)
                 dead |= over & is_over()
             lead += terms[[rows, _THROUGH], layer]
         return np.asarray(dead | (used > choices.devices))
+
+    def _scratch(self, choices: Choices) -> FloatArray:
+        """Per (working set or buffers, layer, choice): bytes of which a stage needs the largest."""
+        at = np.searchsorted(self.widths, choices.width)
+        return np.stack([self.working_bytes[at].T, self.parameters[at].T * self.buffered_bytes(choices)])
+
+    def buffered_bytes(self, choices: Choices) -> FloatArray:
+        """Bytes of buffers per parameter of the largest layer."""
+        recipe, copied = self.problem.recipe, choices.pipelines > 1
+        reduced = np.where(copied & (choices.zero_stage >= 2), recipe.gradient_bytes, 0.0)
+        return np.asarray(reduced + np.where(copied & (choices.zero_stage == 3), 2 * recipe.parameter_bytes, 0.0))
 
     def _rates(self, choices: Choices) -> FloatArray:
         """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
@@ -209,6 +224,7 @@ def build_packing(
         weight_s=seconds("backward_weight_s"),
         parameters=least(lambda profile: profile.parameters - sum(profile.tied_parameters.values())),
         stashed_bytes=least(lambda profile: profile.stashed_bytes),
+        working_bytes=least(lambda profile: profile.peak_working_bytes),
         problem=problem,
         network=network,
         mixed_widths=frozenset(

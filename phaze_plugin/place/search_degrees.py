@@ -25,6 +25,7 @@ from phaze.place.splits import TOLERANCE, SplitSearch, best_split
 __all__ = ["Effort", "Found", "SearchAnswer", "search_degrees"]
 
 _HOPELESS = 10
+_FOREVER_S = 1e30
 _GUESSES = (1.5, 3.0, math.inf)
 
 
@@ -108,8 +109,8 @@ def search_degrees(ground: Ground, *, top: int = 1, effort: Effort | None = None
 def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _Progress) -> None:
     """Look at every choice that may take less than the target, the lowest bound first."""
     choices = choices.take(choices.floor_s < target_s)
+    choices = choices.take(~ground.packing.refuted(choices, np.full(len(choices), min(target_s, _FOREVER_S))))
     if target_s < math.inf:
-        choices = choices.take(~ground.packing.refuted(choices, np.full(len(choices), target_s)))
         choices = replace(choices, floor_s=ground.packing.tightened(choices, target_s))
     refined: list[tuple[float, int, Degrees, SplitSearch]] = []
     for index in np.argsort(choices.floor_s, kind="stable").tolist():

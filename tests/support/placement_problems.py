@@ -91,22 +91,26 @@ def random_capabilities(random: Random) -> Capabilities:
     )
 
 
-def random_problem(seed: int, *, largest: int = 4, most_devices: int = 6) -> PlacementProblem:
-    """A problem of at most so many layers and devices."""
+def random_problem(
+    seed: int, *, largest: int = 4, most_devices: int = 6, most_micro_batches: int = 6, memory_bytes: int | None = None
+) -> PlacementProblem:
+    """A problem of at most so many layers, devices and microbatches, on chips with little or with this much memory."""
     random = Random(seed)
     graph = random_graph(random, random.randrange(1, largest + 1))
     widths = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
-    modes = random.choice([(RecomputeMode.NONE,), (RecomputeMode.NONE, RecomputeMode.FULL)])
+    modes = random.choice([(RecomputeMode.NONE,), (RecomputeMode.NONE, RecomputeMode.FULL), tuple(RecomputeMode)])
+    modes = modes if len(graph.layers) < 4 else modes[:2]
     bandwidth = random.choice([1e5, 1e6, 1e8])
     nodes = (InterconnectLevel(2, 4 * bandwidth, 1e-3), InterconnectLevel(8, bandwidth, 1e-2))
-    chip = replace(preset("a100-80gb").accelerator, hbm_bytes=int(random.choice([8e6, 20e6, 80e6, 1e9])))
+    memory = int(random.choice([8e6, 20e6, 80e6, 1e9]))
+    chip = replace(preset("a100-80gb").accelerator, hbm_bytes=memory_bytes or memory)
     return PlacementProblem(
         graph=graph,
         profiles=random_profiles(random, graph, widths, modes),
         cluster=Cluster(
             chip, random.randrange(1, most_devices + 1), random.choice([nodes, (InterconnectLevel(16, bandwidth),)])
         ),
-        micro_batches=random.randrange(1, 7),
+        micro_batches=random.randrange(1, most_micro_batches + 1),
         recipe=precision_recipe(random.choice(["bf16-adam", "fp32-sgd", "bf16-adam-bf16-gradients"])),
         capabilities=random_capabilities(random),
         recompute_modes=modes,
