@@ -108,8 +108,11 @@ def list_choices(
     for table in tables.values():
         grid = _grid(problem, space, table)
         for schedule, chunks in _schedules(problem):
-            for zero in _zero_stages(problem, schedule):
-                use = _allowed(problem, space, schedule, chunks, *grid, zero)
+            zero_stages = _zero_stages(problem, schedule)
+            for zero in zero_stages:
+                use = _allowed(problem, space, schedule, chunks, *grid)
+                if zero > min(zero_stages):
+                    use &= grid[0] > 1
                 pipelines, devices = grid[0][use], grid[1][use]
                 model = WholeModel.of(problem, space, table, network, zero, pipelines)
                 roomy = model.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
@@ -178,13 +181,10 @@ def _allowed(
     chunks: int,
     pipelines: IntArray,
     devices: IntArray,
-    zero: int,
 ) -> BoolArray:
     use = (devices == 1) if schedule is None else (devices > 1) & (devices * chunks <= space.layers)
     if chunks > 1:
         use &= -(-problem.micro_batches // pipelines) % devices == 0
         possible = [bool(chunk_sizes(space.layers, depth * chunks)) for depth in range(1, space.layers // chunks + 1)]
         use &= np.isin(devices, np.flatnonzero(possible) + 1)
-    if zero > 0:
-        use &= pipelines > 1
     return np.asarray(use)

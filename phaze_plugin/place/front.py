@@ -31,6 +31,7 @@ class PlacementStatus(StrEnum):
     OPTIMAL = "optimal"
     WITHIN = "within the gap of an optimum"
     INFEASIBLE = "nothing fits"
+    CUT_OFF = "nothing is faster than the cutoff"
     UNKNOWN = "nothing was found in the effort allowed"
 
 
@@ -50,7 +51,7 @@ class PlacementResult:
         status: whether the best plan is proven.
         best: the fastest plan found.
         alternatives: the next fastest choices of degrees.
-        bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds.
+        bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds. At most the cutoff.
         infeasibility: why nothing fits.
         choices: degrees whose stages were looked at.
         nodes: partial pipelines that were extended.
@@ -80,32 +81,52 @@ def find_placement(
     top: int = 3,
     effort: Effort | None = None,
     smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = (),
+    cutoff_s: float = math.inf,
+    gap: float = 0.0,
 ) -> PlacementResult:
     """The fastest placement, the ``top`` choices of degrees, and a bound.
 
+    Args:
+        problem: what to place; its choices may be as narrow as one strategy.
+        top: how many choices of degrees to return.
+        effort: deterministic limits of the search.
+        smaller_micro_batches: the same problem with smaller microbatches, to be tried as levers.
+        cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
+        gap: how much faster than each plan returned another may be, as a part of its time. The search is quicker for
+            it, and the bound tells what it left open.
+
     Raises:
-        ValueError: ``top`` is below 1.
+        ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
         PlacementError: the layer graph branches too much.
     """
     if top < 1:
         raise ValueError(f"top is {top}; expected at least 1.")
+    if not cutoff_s > 0:
+        raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
+    if not 0 <= gap < 1:
+        raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
     ground = Ground.of(problem)
-    answer = search_degrees(ground, top=top, effort=effort)
+    answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
     bound_s = answer.bound_s
-    if answer.found and _is_bounded_loosely(problem):
-        bound_s = search_degrees(Ground.of(problem, use_bounds=True), effort=effort).bound_s
+    if _is_bounded_loosely(problem) and (answer.found or cutoff_s < math.inf):
+        lower = Ground.of(problem, use_bounds=True)
+        enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
+        bound_s = min(bound_s, search_degrees(lower, effort=effort, cutoff_s=enough_s).bound_s)
     placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
     best = placements[0] if placements else None
     if best is not None:
         status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - _EQUAL) else PlacementStatus.WITHIN
     else:
-        status = PlacementStatus.INFEASIBLE if math.isinf(answer.bound_s) else PlacementStatus.UNKNOWN
+        status = PlacementStatus.UNKNOWN
+        if answer.bound_s >= cutoff_s * (1 - gap):
+            status = PlacementStatus.INFEASIBLE if math.isinf(cutoff_s) else PlacementStatus.CUT_OFF
+    is_explained = best is None and math.isinf(cutoff_s)
     return PlacementResult(
         status=status,
         best=best,
         alternatives=tuple(Alternative(other, _reason(placements[0], other)) for other in placements[1:]),
         bound_s=bound_s,
-        infeasibility=explain_infeasibility(ground, smaller_micro_batches) if best is None else None,
+        infeasibility=explain_infeasibility(ground, smaller_micro_batches) if is_explained else None,
         choices=answer.choices,
         nodes=answer.nodes,
         simulated=answer.simulated,

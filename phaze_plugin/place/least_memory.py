@@ -6,8 +6,9 @@ For each choice of degrees the least possible peak over devices is a bottleneck 
 
 and choices are looked at in the order of a bound under it: on chains the least capacity for which filling the devices
 from the front succeeds (received tensors left out, the leanest mode of every layer), otherwise the mean over devices
-and the largest layer. More pipelines never need more (they shard more and share the microbatches), so that of each
-depth only the largest number of pipelines is looked at; 1f1b never has more in flight than gpipe or zero-bubble.
+and the largest layer. Two or more pipelines never need more when there are more of them (they shard more and share the
+microbatches; one needs no buffers), so that of each depth only one pipeline and the largest number are looked at; 1f1b
+never has more in flight than gpipe or zero-bubble.
 Interleaved schedules keep more in flight than others and are left out; a problem that allows no other schedule is
 answered for single stages.
 """
@@ -67,9 +68,10 @@ def least_memory(ground: Ground, enough_bytes: float = 0.0) -> LeastMemory | Non
 
 
 def _most_pipelines(choices: Choices, device_count: int) -> Choices:
-    """Of choices that differ only in their pipelines, the one with the most, with and without single devices."""
+    """Of choices that differ only in their pipelines, one and the most, with and without single devices."""
     wide = choices.width * choices.devices * choices.pipelines <= device_count
-    key = np.stack([choices.width, choices.devices, choices.schedule, choices.zero_stage, wide.astype(np.int64)])
+    alone = choices.pipelines == 1
+    key = np.stack([choices.width, choices.devices, choices.schedule, choices.zero_stage, wide, alone]).astype(np.int64)
     order = np.lexsort((-choices.pipelines, *key))
     changes = np.any(np.diff(key[:, order], axis=1, prepend=-1) != 0, axis=0)
     return choices.take(order[changes])

@@ -64,6 +64,8 @@ class _Progress:
 
     top: int
     effort: Effort
+    slowest_s: float
+    gap: float
     found: list[Found] = field(default_factory=list)
     choices: int = 0
     nodes: int = 0
@@ -73,7 +75,15 @@ class _Progress:
     @property
     def cutoff_s(self) -> float:
         """What another choice must beat to be among the k best."""
-        return self.found[self.top - 1].time_s if len(self.found) >= self.top else math.inf
+        return min(self.found[self.top - 1].time_s, self.slowest_s) if len(self.found) >= self.top else self.slowest_s
+
+    def is_out(self, bound_s: float, cutoff_s: float) -> bool:
+        """Whether a bound is too high to go on from; it is remembered where only the gap decides."""
+        if bound_s < cutoff_s * (1 - max(self.gap, TOLERANCE)):
+            return False
+        if bound_s < cutoff_s * (1 - TOLERANCE):
+            self.open_s = min(self.open_s, bound_s)
+        return True
 
     def keep(self, found: Found) -> None:
         """Remember a choice, unless its degrees are already known to do better."""
@@ -85,9 +95,15 @@ class _Progress:
         insort(self.found, found, key=lambda one: one.time_s)
 
 
-def search_degrees(ground: Ground, *, top: int = 1, effort: Effort | None = None) -> SearchAnswer:
-    """The ``top`` fastest choices of degrees, each with its fastest stages."""
-    progress = _Progress(top=top, effort=effort or Effort())
+def search_degrees(
+    ground: Ground, *, top: int = 1, effort: Effort | None = None, cutoff_s: float = math.inf, gap: float = 0.0
+) -> SearchAnswer:
+    """The ``top`` fastest choices of degrees, each with its fastest stages.
+
+    Only plans faster than the cutoff are looked for, and none of which it is known that it is less than ``gap`` faster
+    than what was found.
+    """
+    progress = _Progress(top=top, effort=effort or Effort(), slowest_s=cutoff_s, gap=gap)
     choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
     least = float(choices.floor_s.min(initial=math.inf))
     for guess in _GUESSES if len(choices) else ():
@@ -96,7 +112,7 @@ def search_degrees(ground: Ground, *, top: int = 1, effort: Effort | None = None
         _search_below(ground, choices, target, progress)
         if progress.cutoff_s <= target:
             break
-    best = progress.found[0].time_s if progress.found else math.inf
+    best = progress.found[0].time_s if progress.found else cutoff_s
     return SearchAnswer(
         found=tuple(progress.found[:top]),
         bound_s=min(best, progress.open_s),
@@ -118,7 +134,7 @@ def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _
         while refined and (refined[0][0] <= floor or len(progress.found) < progress.top):
             _solve(refined, target_s, progress)
         cutoff = min(progress.cutoff_s, target_s)
-        if floor >= cutoff * (1 - TOLERANCE):
+        if progress.is_out(floor, cutoff):
             break
         if progress.choices >= progress.effort.choices:
             progress.open_s = min(progress.open_s, floor)
@@ -126,7 +142,7 @@ def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _
         progress.choices += 1
         degrees = choices.degrees(index)
         search = ground.search(degrees, cutoff)
-        if search is not None and (bound := max(floor, _root_bound(search))) < cutoff * (1 - TOLERANCE):
+        if search is not None and not progress.is_out(bound := max(floor, _root_bound(search)), cutoff):
             heapq.heappush(refined, (bound, progress.choices, degrees, search))
     while refined:
         _solve(refined, target_s, progress)
@@ -147,7 +163,7 @@ def _solve(refined: list[tuple[float, int, Degrees, SplitSearch]], target_s: flo
     """Find the best stages of the choice with the lowest bound, and keep it if it is among the best."""
     bound, _, degrees, search = heapq.heappop(refined)
     cutoff = min(progress.cutoff_s, target_s)
-    if bound >= cutoff * (1 - TOLERANCE):
+    if progress.is_out(bound, cutoff):
         return
     effort = progress.effort
     limit = min(effort.nodes_per_choice, max(effort.nodes - progress.nodes, 0))
@@ -155,12 +171,12 @@ def _solve(refined: list[tuple[float, int, Degrees, SplitSearch]], target_s: flo
     if isinstance(search.bounds, ChunkBounds):
         seeds = seed_splits(search, search.bounds, progress.cutoff_s)
         limit = limit if search.bounds.count_pipelines(search.full + 1) <= _HOPELESS * limit else 0
-    answer = best_split(search, cutoff, limit, seeds)
+    answer = best_split(search, cutoff, limit, seeds, progress.gap)
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
     if answer.bound_s < min(answer.time_s, cutoff):
         progress.open_s = min(progress.open_s, max(bound, answer.bound_s))
-    if answer.time_s < math.inf:
+    if answer.time_s < progress.slowest_s:
         candidates = search.candidates
         stages = tuple((int(candidates.stage[pick]), int(candidates.mode[pick])) for pick in answer.picks)
         progress.keep(Found(time_s=answer.time_s, degrees=degrees, stages=stages))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -79,29 +79,42 @@ class _Best:
 
     time_s: float
     cutoff_s: float
+    gap: float
     picks: tuple[int, ...] = ()
-    waiting: list[tuple[float, tuple[int, ...]]] = None  # type: ignore[assignment]
+    waiting: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     simulated: int = 0
+    open_s: float = math.inf
 
     @property
     def limit_s(self) -> float:
         """What a bound must stay below."""
-        return min(self.time_s, self.cutoff_s) * (1 - TOLERANCE)
+        return min(self.time_s, self.cutoff_s) * (1 - max(self.gap, TOLERANCE))
+
+    def is_out(self, bound_s: float) -> bool:
+        """Whether a bound is too high to go on from; it is remembered, since the gap may have decided."""
+        if bound_s < self.limit_s:
+            return False
+        self.open_s = min(self.open_s, bound_s)
+        return True
 
 
 def best_split(
-    search: SplitSearch, cutoff_s: float, node_limit: int, seeds: tuple[tuple[int, ...], ...] = ()
+    search: SplitSearch,
+    cutoff_s: float,
+    node_limit: int,
+    seeds: tuple[tuple[int, ...], ...] = (),
+    gap: float = 0.0,
 ) -> SplitAnswer:
-    """The fastest pipeline below the cutoff, starting from pipelines that are already known."""
-    best = _Best(time_s=math.inf, cutoff_s=cutoff_s, waiting=[(0.0, seed) for seed in seeds])
+    """The fastest pipeline below the cutoff (to a part of its time), starting from pipelines that are already known."""
+    best = _Best(time_s=math.inf, cutoff_s=cutoff_s, gap=gap, waiting=[(0.0, seed) for seed in seeds])
     _flush(search, best)
     stack: list[tuple[float, int, int, FloatArray, tuple[int, ...]]] = [
         (-math.inf, 0, search.needed, search.bounds.root, ())
     ]
-    nodes, open_s = 0, math.inf
+    nodes = 0
     while stack:
         bound, state, need, row, picks = stack.pop()
-        if bound >= best.limit_s:
+        if best.is_out(bound):
             continue
         if len(picks) == search.stages:
             best.waiting.append((bound, picks))
@@ -109,22 +122,23 @@ def best_split(
                 _flush(search, best)
             continue
         if nodes >= node_limit:
-            open_s = min(open_s, bound)
+            best.open_s = min(best.open_s, bound)
             continue
         nodes += 1
-        stack += _children(search, state, need, row, picks, best.limit_s)
+        stack += _children(search, state, need, row, picks, best)
     _flush(search, best)
+    is_proven = best.open_s >= min(best.time_s, cutoff_s) * (1 - TOLERANCE)
     return SplitAnswer(
         time_s=best.time_s,
         picks=best.picks,
-        bound_s=min(best.time_s, max(open_s, 0.0)) if open_s < best.limit_s else best.time_s,
+        bound_s=best.time_s if is_proven else max(best.open_s, 0.0),
         nodes=nodes,
         simulated=best.simulated,
     )
 
 
 def _children(
-    search: SplitSearch, state: int, need: int, row: FloatArray, picks: tuple[int, ...], limit_s: float
+    search: SplitSearch, state: int, need: int, row: FloatArray, picks: tuple[int, ...], best: _Best
 ) -> list[tuple[float, int, int, FloatArray, tuple[int, ...]]]:
     """The pipeline with one more stage each, the most promising last."""
     candidates = search.candidates
@@ -139,7 +153,10 @@ def _children(
         singles = candidates.is_single[list(picks)].sum() + candidates.is_single[options]
         left = search.stages - len(picks) - 1
         bound = np.where((singles <= search.singles) & (singles + left >= search.singles), bound, np.inf)
-    chosen = np.flatnonzero(bound < limit_s)
+    is_kept = bound < best.limit_s
+    if best.gap:
+        best.is_out(float(bound[~is_kept].min(initial=math.inf)))
+    chosen = np.flatnonzero(is_kept)
     chosen = chosen[np.argsort(-bound[chosen], kind="stable")]
     return [
         (
@@ -155,7 +172,7 @@ def _children(
 
 def _flush(search: SplitSearch, best: _Best) -> None:
     """Simulate what waits and keep the fastest."""
-    waiting = [picks for bound, picks in best.waiting if bound < best.limit_s]
+    waiting = [picks for bound, picks in best.waiting if not best.is_out(bound)]
     best.waiting = []
     if not waiting:
         return

@@ -27,7 +27,7 @@ class WidthTable:
         layer_backward_s: input and weight part together, per (mode, layer).
         layer_weight_s: the weight part, per (mode, layer).
         layer_parameters: trained parameters without tied ones, per layer.
-        parameters: trained parameters per stage, tied ones counted once.
+        parameters: trained parameters per stage, tied ones counted once (where they are sliced unequally, the most).
         summed_parameters: the same, tied ones counted for every layer that has them.
         largest_parameters: of one layer, per stage.
         parameter_layers: how many layers have parameters, per stage.
@@ -136,7 +136,7 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ties:
-    """Per stage: shared parameters (each tie once), their repeats, ties; per (tie, stage): shared with others."""
+    """Per stage: shared parameters (of each tie the largest here), the rest, ties; per (tie, stage): with others."""
 
     held: FloatArray
     repeated: FloatArray
@@ -149,14 +149,14 @@ def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProf
     held, repeated, groups = np.zeros((3, stages))
     split = np.zeros((len(problem.graph.ties), stages))
     for index, (name, members) in enumerate(problem.graph.ties.items()):
-        size = max(profiles[layer].tied_parameters.get(name, 0.0) for layer in members)
-        belongs = np.zeros(space.layers)
-        belongs[list(members)] = 1.0
-        count = np.rint(space.sums(belongs))
-        held += np.where(count > 0, size, 0.0)
-        groups += (count > 0) & (size > 0)
-        repeated += np.maximum(count - 1, 0) * size
-        split[index] = np.where((count > 0) & (count < len(set(members))), size, 0.0)
+        belongs, sizes = np.zeros((2, space.layers))
+        for layer in set(members):
+            belongs[layer], sizes[layer] = 1.0, profiles[layer].tied_parameters.get(name, 0.0)
+        count, size = np.rint(space.sums(belongs)), space.maxima(sizes)
+        held += size
+        groups += size > 0
+        repeated += np.where(count > 1, space.sums(sizes) - size, 0.0)
+        split[index] = np.where(count < belongs.sum(), size, 0.0)
     return _Ties(held=held, repeated=repeated, groups=groups, split=split)
 
 

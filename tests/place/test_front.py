@@ -3,11 +3,13 @@
 import json
 import math
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement import brute_force
 from placement_problems import random_problem
 
 from phaze.capabilities import PipelineSchedule
@@ -107,6 +109,92 @@ def test_proven_answers_are_called_optimal_and_alternatives_say_what_they_lose()
 def test_asking_for_no_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="top is 0; expected at least 1"):
         find_placement(random_problem(7), top=0)
+
+
+@settings(max_examples=40)
+@given(seeds)
+def test_only_plans_below_the_cutoff_are_looked_for(seed: int) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    best = find_placement(problem).best
+    if best is None:
+        return
+    above = find_placement(problem, cutoff_s=best.time_s * (1 + 1e-6))
+    assert above.best is not None
+    assert (above.best.time_s, above.bound_s) == pytest.approx((best.time_s, best.time_s))
+    for part in (1.0, 0.7):
+        below = find_placement(problem, cutoff_s=part * best.time_s)
+        assert (below.best, below.alternatives, below.infeasibility) == (None, (), None)
+        assert below.status is PlacementStatus.CUT_OFF
+        assert below.bound_s == part * best.time_s
+
+
+@settings(max_examples=40)
+@given(seeds, st.sampled_from([0.01, 0.1, 0.3]))
+def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    exact, near = find_placement(problem).best, find_placement(problem, gap=gap)
+    assert (exact is None) == (near.best is None)
+    if exact is not None and near.best is not None:
+        assert near.bound_s <= exact.time_s * (1 + 1e-9)
+        assert near.bound_s >= near.best.time_s * (1 - gap) * (1 - 1e-9)
+        assert near.gap <= gap + 1e-9
+
+
+@pytest.mark.parametrize("cutoff_s", [0.0, -1.0, math.nan])
+def test_a_cutoff_that_cannot_be_is_refused(cutoff_s: float) -> None:
+    with pytest.raises(ValueError, match=r"cutoff_s is .*; expected seconds above 0"):
+        find_placement(random_problem(7), cutoff_s=cutoff_s)
+
+
+@pytest.mark.parametrize("gap", [1.0, -0.1, math.nan])
+def test_a_gap_that_cannot_be_is_refused(gap: float) -> None:
+    with pytest.raises(ValueError, match=r"gap is .*; expected a part from 0 to below 1"):
+        find_placement(random_problem(7), gap=gap)
+
+
+@settings(max_examples=40)
+@given(seeds)
+def test_a_problem_narrowed_to_one_strategy_is_answered_for_that_strategy(seed: int) -> None:
+    problem = random_problem(seed)
+    strategies = list(brute_force(problem))
+    if not strategies:
+        return
+    random = Random(seed)
+    width, pipelines, devices, chunks, schedule, zero_stage = random.choice(strategies)
+    narrow = replace(
+        problem,
+        tensor_widths=(width,),
+        pipelines=(pipelines,),
+        stage_counts=(devices,),
+        schedules=() if schedule is None else (schedule,),
+        chunk_counts=(chunks,) if chunks > 1 else problem.chunk_counts,
+        zero_stages=(zero_stage,),
+        recompute_modes=(random.choice(problem.recompute_modes),),
+    )
+    expected = brute_force(narrow)
+    best = find_placement(narrow).best
+    assert (best is None) == (not expected)
+    if best is not None:
+        degrees = Degrees(
+            width=width,
+            pipelines=pipelines,
+            devices=devices,
+            chunks=chunks,
+            schedule=schedule,
+            zero_stage=zero_stage,
+        )
+        assert best.degrees == degrees
+        assert list(expected.values()) == pytest.approx([best.time_s])
+        assert {stage.recompute for stage in best.stages} == set(narrow.recompute_modes)
+
+
+def test_a_zero_stage_asked_of_a_single_pipeline_shards_nothing() -> None:
+    problem = replace(chain_problem(), pipelines=(1,))
+    plain, asked = (find_placement(replace(problem, zero_stages=(zero,))).best for zero in (0, 2))
+    assert plain is not None
+    assert asked is not None
+    assert asked.degrees.zero_stage == 2
+    assert asked.time_s == plain.time_s
 
 
 def chain_problem() -> PlacementProblem:

@@ -212,14 +212,13 @@ class PlainCosts:
         self._memory(result, before, order, profiles, cut_in + cut_out)
         return result
 
-    def _ties(self, order: list[int]) -> dict[str, tuple[float, int, int]]:
-        """Per tie with a layer here: parameters, layers here, layers in all."""
+    def _ties(self, order: list[int]) -> dict[str, tuple[float, float, int, int]]:
+        """Per tie with a layer here: parameters held, those of all layers here, layers here, layers in all."""
         found = {}
         for name, members in self.problem.graph.ties.items():
-            size = max(self._profile(layer).tied_parameters.get(name, 0.0) for layer in members)
-            here = len(set(members) & set(order))
-            if here:
-                found[name] = (size, here, len(set(members)))
+            sizes = [self._profile(layer).tied_parameters.get(name, 0.0) for layer in set(members) & set(order)]
+            if sizes:
+                found[name] = (max(sizes), sum(sizes), len(sizes), len(set(members)))
         return found
 
     def _after(self, result: PlainStage, order: list[int], profiles, devices: int) -> None:  # type: ignore[no-untyped-def]
@@ -238,11 +237,11 @@ class PlainCosts:
                 result.reduction += takes
                 free = max(free, ready) + takes
             result.exposed = free - ready if self.problem.overlaps_reduction else result.reduction
-            for parameters, _, _ in ties.values():
+            for parameters, _, _, _ in ties.values():
                 takes = self._price(kind, parameters * size, devices)
                 result.exposed += takes
                 result.reduction += takes
-        for parameters, here, members in ties.values():
+        for parameters, _, here, members in ties.values():
             if here < members:
                 result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
@@ -254,7 +253,7 @@ class PlainCosts:
             result.finish += self._price(Collective.ALL_GATHER, parameters * recipe.parameter_bytes, devices)
 
     def _parameters(self, order: list[int]) -> float:
-        repeats = sum((here - 1) * size for size, here, _ in self._ties(order).values())
+        repeats = sum(together - held for held, together, _, _ in self._ties(order).values())
         return sum(self._profile(layer).parameters for layer in order) - repeats
 
     def _memory(self, result: PlainStage, before: set[int], order: list[int], profiles, received: float) -> None:  # type: ignore[no-untyped-def]
@@ -316,11 +315,10 @@ def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
     for width, d, zero, (schedule, chunks) in itertools.product(
         problem.widths, range(1, min(cluster.device_count, problem.micro_batches) + 1), problem.zero_stages, shapes
     ):
-        if (
-            zero not in capabilities.zero_stages
-            or (zero and d == 1)
-            or (problem.pipelines and d not in problem.pipelines)
-        ):
+        if zero not in capabilities.zero_stages or (problem.pipelines and d not in problem.pipelines):
+            continue
+        stages = [one for one in problem.zero_stages if schedule is None or capabilities.supports(schedule, one)]
+        if d == 1 and zero > min(set(stages) & capabilities.zero_stages, default=zero):
             continue
         if problem.needs_even_micro_batches and problem.micro_batches % d:
             continue
