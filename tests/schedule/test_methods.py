@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scheduling import brute_force, layer_like_problem, random_problem
+from scheduling import brute_force, layer_like_problem, linked_problem, random_problem
 
 from phaze.schedule import Problem, Schedule, ScheduleCache, ScheduleStatus, breaches, schedule_layer
 from phaze.schedule.cores import Placed, makespan
 from phaze.schedule.frontier import search_frontier
 from phaze.schedule.instances import read_instances
-from phaze.schedule.reduce import reduce_problem
+from phaze.schedule.reduce import Reduced, reduce_problem
 
 ORACLE = read_instances(Path(__file__).parents[1] / "data" / "schedule.json")
 EXACT = [("auto", "highs"), ("frontier", "highs"), ("cp-sat", "highs"), ("milp", "highs"), ("milp", "gurobi")]
@@ -35,30 +35,39 @@ def test_reference_optima_are_found(method: str, solver: str) -> None:
     assert len(ORACLE) == 60
 
 
+def one_by_one(reduced: Reduced) -> tuple[Placed, ...]:
+    """The worst schedule there is: a search that starts from it gets no help."""
+    ends = np.concatenate([[0.0], np.cumsum(reduced.latency_s)])
+    return tuple(Placed(at, ends[at], ends[at + 1], False, 0) for at in range(reduced.count))
+
+
 def check_against_brute_force(problem: Problem) -> None:
-    """The default finds the optimum, and so does the search alone, from the worst schedule there is."""
+    """The default finds the optimum, the search alone finds it from the worst start, and no limit breaks a bound."""
     best = brute_force(problem)
     answer = schedule_layer(problem, gap=0.0)
     assert answer.status is ScheduleStatus.OPTIMAL, problem.name
     assert is_same(answer.makespan_s, best), (problem.name, answer.makespan_s, best)
     assert answer.bound_s <= best * (1 + 1e-9), problem.name
     reduced = reduce_problem(problem)
-    ends = np.concatenate([[0.0], np.cumsum(reduced.latency_s)])
-    worst = tuple(Placed(at, ends[at], ends[at + 1], False, 0) for at in range(reduced.count))
+    worst = one_by_one(reduced)
     if worst:
         found = search_frontier(reduced, worst, gap=0.0, work=10**8)
         assert is_same(makespan(found.placed), best), (problem.name, makespan(found.placed), best)
         assert is_same(found.bound_s, best), (problem.name, found.bound_s, best)
+        for work in (1, 5, 20, 60):
+            cut = search_frontier(reduced, worst, gap=0.0, work=work)
+            assert cut.bound_s <= best * (1 + 1e-9), (problem.name, work, cut.bound_s, best)
+            assert makespan(cut.placed) >= best * (1 - 1e-9), (problem.name, work)
 
 
-@pytest.mark.parametrize("make", [random_problem, layer_like_problem])
+@pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], Problem]) -> None:
     for seed in range(300):
         check_against_brute_force(make(seed, 1 + seed % 6))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("make", [random_problem, layer_like_problem])
+@pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_many_small_problems(make: Callable[[int, int], Problem]) -> None:
     for seed in range(300, 5000):
         check_against_brute_force(make(seed, 3 + seed % 4))
@@ -87,9 +96,15 @@ def test_cp_sat_and_the_exact_method_agree_on_what_backward_passes_look_like() -
     assert sum(check_methods_agree(problem, "cp-sat", "highs", 0.3) for problem in problems) >= 50
 
 
+def test_cp_sat_and_the_exact_method_agree_on_many_links() -> None:
+    problems = [linked_problem(seed, 6 + seed % 6) for seed in range(60)]
+    assert sum(check_methods_agree(problem, "cp-sat", "highs", 0.3) for problem in problems) >= 50
+
+
 @pytest.mark.exhaustive
-def test_cp_sat_and_the_exact_method_agree_on_larger_problems() -> None:
-    problems = [layer_like_problem(seed, 12 + seed % 9) for seed in range(1000, 1150)]
+@pytest.mark.parametrize("make", [layer_like_problem, linked_problem])
+def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[int, int], Problem]) -> None:
+    problems = [make(seed, 12 + seed % 9) for seed in range(1000, 1150)]
     assert sum(check_methods_agree(problem, "cp-sat", "highs", 2.0) for problem in problems) >= 100
 
 

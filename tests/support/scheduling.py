@@ -38,13 +38,15 @@ def random_problem(seed: int, ops: int, *, exclusive: bool | None = None, decima
 
 
 def layer_like_problem(seed: int, ops: int) -> Problem:
-    """A chain with ops hanging off it, tensor and vector mixed, some ops alike: what backward passes look like."""
+    """A chain with ops hanging off it, tensor and vector mixed, some alike: a backward pass; odd seeds have links."""
     random = np.random.default_rng(seed)
     tensor_cores, vector_cores = int(random.choice([1, 2, 4, 8])), int(random.choice([1, 2, 4]))
     latencies = [round(float(value), 3) for value in random.uniform(1, 40, 3)]
     made, edges, last = [], [], -1
     for number in range(ops):
         kind = OpKind.TENSOR if random.random() < 0.55 else OpKind.VECTOR
+        if seed % 2 and random.random() < 0.2:
+            kind = OpKind.LINK
         cores = tensor_cores if kind is OpKind.TENSOR else vector_cores
         latency = latencies[int(random.integers(3))] / (1 if kind is OpKind.TENSOR else 3)
         spread = latency / cores * float(random.choice([1.0, 1.25, cores]))
@@ -61,6 +63,35 @@ def layer_like_problem(seed: int, ops: int) -> Problem:
         vector_cores=vector_cores,
         intra_op_exclusive=bool(random.random() < 0.85),
         name=f"layer-like-{seed}",
+    )
+
+
+def linked_problem(seed: int, ops: int) -> Problem:
+    """Many links, in chains and side by side; every other seed has small whole latencies, some 0, so that ends meet."""
+    random = np.random.default_rng(seed)
+    tensor_cores, vector_cores = (int(count) for count in random.integers(1, 4, 2))
+    share = float(random.uniform(0.2, 0.6))
+    others = (1.0 - share) * np.array((0.4, 0.35, 0.15, 0.1))
+    made = []
+    for number, choice in enumerate(random.choice(len(KINDS), ops, p=(*others, share))):
+        kind = KINDS[int(choice)]
+        latency = float(random.integers(0, 7)) if seed % 2 else round(float(random.uniform(1, 30)), 3)
+        cores = {OpKind.TENSOR: tensor_cores, OpKind.VECTOR: vector_cores}.get(kind, min(tensor_cores, vector_cores))
+        spread = latency / cores * float(random.choice([1.0, 1.2, 1.5]))
+        spread = math.ceil(2 * spread) / 2 if seed % 2 else round(spread, 3)
+        made.append(Op(f"op{number}", kind, latency, min(spread, latency)))
+    chains, density = int(random.integers(1, 4)), float(random.choice([0.0, 0.1, 0.4]))
+    of_chain = random.integers(0, chains + 1, ops)  # the last one is no chain
+    edges = [
+        (i, j) for j in range(ops) for i in range(j) if of_chain[i] == of_chain[j] < chains or random.random() < density
+    ]
+    return Problem(
+        ops=tuple(made),
+        edges=tuple(edges),
+        tensor_cores=tensor_cores,
+        vector_cores=vector_cores,
+        intra_op_exclusive=bool(random.random() < 0.6),
+        name=f"linked-{seed}",
     )
 
 
@@ -95,8 +126,8 @@ class _Search:
         self, op: int, ready: float, tensor: list[float], vector: list[float], link: float
     ) -> Iterator[tuple[float, list[float], list[float], float]]:
         entry, exclusive = self.problem.ops[op], self.problem.intra_op_exclusive
-        if entry.kind is OpKind.NONE:
-            yield ready + entry.latency_s, tensor, vector, link
+        if entry.kind is OpKind.NONE or entry.shortest_s == 0.0:  # what takes no time overlaps nothing
+            yield ready + entry.shortest_s, tensor, vector, link
             return
         if entry.kind is OpKind.LINK:
             end = max(ready, link) + entry.latency_s

@@ -29,11 +29,15 @@ def children(tables: Tables, states: States, moves: Moves, target: float) -> tup
     return grown, moves
 
 
-def _clock(tables: Tables, states: States, moves: Moves) -> FloatArray:
-    """No op on cores starts before this: the new op's start, or its end if it is spread and excludes all others."""
+def _clocks(tables: Tables, states: States, moves: Moves) -> tuple[FloatArray, FloatArray]:
+    """No op on cores, no link starts before these: the new op's start, or its end if it excludes all of them."""
+    clock, link_free = states.clock[moves.parent], states.link_free[moves.parent]
     alone = moves.is_spread & tables.reduced.is_exclusive
-    clock = np.maximum(states.clock[moves.parent], np.where(alone, moves.end, moves.start))
-    return np.where(tables.reduced.is_off_core[moves.op], states.clock[moves.parent], clock)
+    is_wait, is_link = tables.is_wait[moves.op], tables.reduced.is_link[moves.op]
+    return (
+        np.where(is_wait, clock, np.maximum(clock, np.where(alone, moves.end, moves.start))),
+        np.where(is_wait, link_free, np.maximum(link_free, np.where(is_link, moves.end, moves.start))),
+    )
 
 
 def _quick_bound(tables: Tables, states: States, moves: Moves) -> FloatArray:
@@ -41,12 +45,12 @@ def _quick_bound(tables: Tables, states: States, moves: Moves) -> FloatArray:
     unstarted = tables.worth @ ~states.started
     left = np.maximum(states.end[:-1] - states.clock, 0.0)
     running, running_rate = tables.one_core @ left, tables.one_core @ (left > 0.0)
-    clock = _clock(tables, states, moves)
+    clock, link_free = _clocks(tables, states, moves)
     passed = clock - states.clock[moves.parent]
-    own = np.where(tables.reduced.is_off_core[moves.op], 0.0, moves.end - clock)
     total = np.maximum(running[:, moves.parent] - passed * running_rate[:, moves.parent], 0.0)
-    total += unstarted[:, moves.parent] - tables.worth[:, moves.op] + own * tables.one_core[:, moves.op]
-    total += _time_passed(tables, clock, states.link_free[moves.parent])
+    total += unstarted[:, moves.parent] - tables.worth[:, moves.op]
+    total += np.maximum(moves.end - clock, 0.0) * tables.one_core[:, moves.op]
+    total += _time_passed(tables, clock, link_free)
     own_way = moves.end + tables.tail[moves.op] - np.minimum(tables.latency, tables.spread)[moves.op]
     bound: FloatArray = np.maximum(np.maximum(total.max(axis=0), own_way), states.bound[moves.parent])
     return bound
@@ -67,8 +71,7 @@ def _grown(tables: Tables, states: States, moves: Moves) -> States:
     here, op, end = np.arange(moves.count), moves.op, moves.end
     parents.started[op, here] = True
     parents.end[op, here] = end
-    clock = _clock(tables, states, moves)
-    link = tables.reduced.is_link[op]
+    clock, link_free = _clocks(tables, states, moves)
     everything = moves.is_spread & tables.reduced.is_exclusive
     holds = (tables.reduced.uses_tensor[op] | everything, tables.reduced.uses_vector[op] | everything)
     held = np.maximum(parents.held, np.where(np.stack(holds), end, 0.0))
@@ -76,14 +79,11 @@ def _grown(tables: Tables, states: States, moves: Moves) -> States:
     return replace(
         parents,
         clock=clock,
-        link_free=np.where(link, end, parents.link_free),
+        link_free=link_free,
         held=held,
         tensor_free=tensor,
         vector_free=vector,
         members=parents.members | tables.bits[:, op],
-        last=op,
-        last_start=moves.start,
-        last_is_spread=moves.is_spread,
     )
 
 

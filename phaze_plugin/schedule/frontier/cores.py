@@ -42,9 +42,9 @@ def _matched(tables: Tables, chosen: Sequence[tuple[int, bool, int]]) -> list[St
         else:
             start = max(clock, ready, *free)
         ended[op] = start + float((tables.spread if is_spread else tables.latency)[op])
-        link_free = ended[op] if reduced.is_link[op] else link_free
-        if not reduced.is_off_core[op]:
+        if not tables.is_wait[op]:
             clock = max(clock, ended[op] if everything else start)
+            link_free = max(link_free, ended[op] if reduced.is_link[op] else start)
         for at in cores:
             tensor[at] = ended[op] if holds_tensor and tensor[at] < math.inf else tensor[at]
             vector[at] = ended[op] if holds_vector and vector[at] < math.inf else vector[at]

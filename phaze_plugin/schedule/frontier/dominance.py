@@ -34,18 +34,20 @@ def undominated(tables: Tables, states: States) -> IntArray:
 
 
 def _lateness(tables: Tables, states: States) -> FloatArray:
-    """Everything that can delay what is still to come; what lies before the clock is lifted to it."""
+    """Everything that can delay what is still to come; ends before the next possible start are lifted to it."""
     unstarted = (~states.started).astype(np.float32)
     is_open = states.started & (tables.edges @ unstarted > 0.0)
-    lifted = np.where(tables.waits_for_clock[:, None], np.maximum(states.end[:-1], states.clock), states.end[:-1])
+    next_start = np.where(tables.leads_to_links[:, None], states.link_free, np.minimum(states.clock, states.link_free))
+    next_start = np.where(tables.leads_to_cores[:, None], states.clock, next_start)
+    has_link = (~states.started[tables.reduced.is_link]).any(axis=0)
     return np.concatenate(
         [
-            np.where(is_open, lifted, 0.0),
+            np.where(is_open, np.maximum(states.end[:-1], next_start), 0.0),
             np.maximum(states.held, states.clock),
             states.tensor_free,
             states.vector_free,
             states.clock[None],
-            states.link_free[None],
+            np.where(has_link, states.link_free, 0.0)[None],
             states.end.max(axis=0)[None],
         ]
     )

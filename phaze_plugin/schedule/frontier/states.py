@@ -1,7 +1,7 @@
 """Partial schedules as arrays, one column per state, and the moves that append one op to each.
 
-A state knows which ops have started and when they end, the clock (no op on cores starts earlier any more), when the
-link is free, until when any tensor or vector core is held, and, where cores are scarce, when each core is free.
+A state knows which ops have started and when they end, the clock (no op on cores starts earlier any more), the same
+for links, until when any tensor or vector core is held, and, where cores are scarce, when each core is free.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ class States:
 
     started: BoolArray  # [op, state]
     end: FloatArray  # [op + 1, state]; the last row stays 0
-    clock: FloatArray
-    link_free: FloatArray
+    clock: FloatArray  # no op on cores starts earlier: the last start, or the end of an op that runs alone
+    link_free: FloatArray  # no link starts earlier: the last start, or the end of the last link
     held: FloatArray  # [2, state]: until when some tensor core, some vector core is held
     tensor_free: FloatArray  # [column, state], ascending
     vector_free: FloatArray
     members: NDArray[np.uint64]  # [word, state]
-    last: IntArray  # the op appended last, -1 at first,
-    last_start: FloatArray  # its start,
-    last_is_spread: BoolArray  # and how it runs
     bound: FloatArray
 
     @property
@@ -80,19 +77,15 @@ def first_state(tables: Tables) -> States:
         tensor_free=tensor,
         vector_free=vector,
         members=np.zeros((len(tables.bits), 1), np.uint64),
-        last=np.full(1, -1),
-        last_start=np.zeros(1),
-        last_is_spread=np.zeros(1, np.bool_),
         bound=np.zeros(1),
     )
 
 
 def moves_from(tables: Tables, states: States) -> Moves:
-    """Every op that may be appended to every state, on one core and spread, but for rules 1, 2 and 6."""
+    """Every op that may be appended to every state, on one core and spread, but for rules 1, 2, 6 and 7."""
     parent, op = np.nonzero(_eligible(tables, states).T)
     ready = states.end[tables.before[op], parent[:, None]].max(axis=1)
-    on_core = ~tables.reduced.is_off_core[op]
-    base = np.where(on_core, np.maximum(ready, states.clock[parent]), ready)
+    base = np.where(tables.is_wait[op], ready, np.maximum(ready, states.clock[parent]))
     base = np.where(tables.reduced.is_link[op], np.maximum(ready, states.link_free[parent]), base)
     single = _one_core_moves(tables, states, parent, op, base)
     spread = _spread_moves(tables, states, parent, op, base)
@@ -105,31 +98,17 @@ def moves_from(tables: Tables, states: States) -> Moves:
             for part in fields(Moves)
         }
     )
-    return moves.take((moves.start < earliest[moves.parent]) & ~_is_swapped(tables, states, moves))
-
-
-def _is_swapped(tables: Tables, states: States, moves: Moves) -> BoolArray:
-    """Rule 6: the op and the one before it could change places, and the other order is the one to keep."""
-    last = states.last[moves.parent]
-    reduced = tables.reduced
-    together = (
-        (moves.start == states.last_start[moves.parent]) & ~moves.is_spread & ~states.last_is_spread[moves.parent]
-    )
-    together &= ~(reduced.is_off_core[moves.op] | reduced.is_off_core[last])
-    if reduced.is_exclusive and not reduced.has_off_core:  # rule 2 already orders ops without successors
-        is_ordered = tables.is_last[moves.op] & ~tables.is_last[last]
-        together |= moves.is_spread & states.last_is_spread[moves.parent] & ~is_ordered
-    is_swapped: BoolArray = together & (moves.op < last) & (tables.goes_first[last, moves.op] == 0.0)
-    return is_swapped
+    return moves.take(moves.start < earliest[moves.parent])
 
 
 def _eligible(tables: Tables, states: States) -> BoolArray:
+    """[op, state]: what must go first has started; rules 6 and 7."""
     done = tables.goes_first.T @ states.started.astype(np.float32)
     eligible: BoolArray = ~states.started & (done == tables.first_count[:, None])
-    waits = tables.reduced.is_off_core & ~tables.reduced.is_link
-    if waits.any():  # an op that holds nothing starts at once: nothing else can be better
-        forced = eligible & waits[:, None]
-        eligible &= forced | ~forced.any(axis=0)
+    if tables.is_wait.any():
+        waits = eligible & tables.is_wait[:, None]
+        is_first = waits & (np.cumsum(waits, axis=0) == 1)
+        eligible = np.where(waits.any(axis=0), is_first, eligible)
     return eligible
 
 

@@ -32,14 +32,18 @@ class Tables:
     clock_weight: FloatArray  # [row]: the weight of each row that counts from the clock of the cores,
     link_weight: FloatArray  # from the link's next free time,
     path_weight: FloatArray  # and from the earlier of both
-    one_core: FloatArray  # [row, op]; 0 off the cores
+    one_core: (
+        FloatArray  # [row, op]; of links without the weight of links; 0 for waits, which may start after the clock
+    )
     worth: FloatArray  # [row, op]
     bits: NDArray[np.uint64]  # [word, op]: the op's bit in the set of started ops
     tensor_columns: int  # cores to tell apart; 0 where there is one for every op
     vector_columns: int
     is_matched: bool  # columns are pairs: both ops are present and cores are scarce
     is_last: BoolArray  # exclusive ops without successors, which may be spread at the end
-    waits_for_clock: BoolArray  # ops all of whose successors start in the order of the cores
+    is_wait: BoolArray  # ops that hold neither a core nor the link
+    leads_to_cores: BoolArray  # ops all of whose successors are on cores
+    leads_to_links: BoolArray  # ops all of whose successors are links
 
     @property
     def count(self) -> int:
@@ -67,9 +71,8 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
     )
     tensor, vector = _columns(reduced)
     goes_first = is_edge | _leaders(reduced)
-    is_last, clocked = np.full(count, reduced.is_exclusive and not reduced.has_off_core), np.ones(count, np.bool_)
-    is_last[np.nonzero(is_edge)[0]] = False
-    clocked[np.nonzero(is_edge & reduced.is_off_core)[0]] = False
+    is_wait = reduced.is_off_core & ~reduced.is_link
+    may_be_last = np.full(count, reduced.is_exclusive and not reduced.has_off_core)
     return Tables(
         reduced=reduced,
         unit_s=unit_s,
@@ -83,15 +86,23 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
         clock_weight=weights.weights[:, :3].sum(axis=1) + (0.0 if reduced.has_off_core else weights.weights[:, 4]),
         link_weight=weights.weights[:, 3],
         path_weight=weights.weights[:, 4] if reduced.has_off_core else np.zeros(len(weights.weights)),
-        one_core=np.where(reduced.is_off_core, 0.0, weights.one_core),
+        one_core=np.where(is_wait, 0.0, weights.one_core - weights.weights[:, 3:4] * reduced.is_link),
         worth=weights.worth_s / unit_s,
         bits=bits,
         tensor_columns=tensor,
         vector_columns=vector,
         is_matched=bool(reduced.is_both.any()) and tensor + vector > 0,
-        is_last=is_last,
-        waits_for_clock=clocked,
+        is_last=may_be_last & _leads_only_to(is_edge, np.zeros(count, np.bool_)),
+        is_wait=is_wait,
+        leads_to_cores=_leads_only_to(is_edge, ~reduced.is_off_core),
+        leads_to_links=_leads_only_to(is_edge, reduced.is_link),
     )
+
+
+def _leads_only_to(is_edge: BoolArray, group: BoolArray) -> BoolArray:
+    """Ops none of whose successors is outside the group."""
+    others: BoolArray = np.logical_or.reduce(is_edge & ~group, axis=1)
+    return ~others
 
 
 def _leaders(reduced: Reduced) -> BoolArray:
