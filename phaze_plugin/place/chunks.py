@@ -16,6 +16,7 @@ these is a bound too, and so it remains after adding a price p per byte by which
 
     T >= min over pipelines of (sum over stages of what each adds to the mean and p * its bytes in flight) - p * usable
 
+(of its chunks' scratch, a device needs the largest, which is at least their mean).
 The minimum is a shortest path over states. The first kind is weighted by u_r / v, u_r falling by 1 - 1/(v m) per device
 towards the first, and once more with all weight on the last device; the others by 1/S. For each, several p are tried:
 what a recompute mode costs per byte that it frees.
@@ -65,6 +66,7 @@ class ChunkBounds:
                 candidates.reduction_s,
                 candidates.held_bytes,
                 candidates.stashed_bytes,
+                candidates.scratch_bytes,
             ]
         )
         self._tables = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
@@ -84,11 +86,11 @@ class ChunkBounds:
         for position in range(self.stages - 1, -1, -1):
             chunk, device = divmod(position, devices)
             own = candidates.held_bytes + self.flight[device, chunk] * candidates.stashed_bytes
+            own = own + candidates.scratch_bytes / (self.stages // devices)
             counts = np.zeros((devices + 1, 1))
             counts[device], counts[devices] = 1.0, 1 / devices
             least = candidates.least_by_source(counts * own + least[:, candidates.target], states)
-        scratch = float(candidates.scratch_bytes.min(initial=np.inf))
-        return bool((least[:, 0] + scratch > self.usable * (1 + 1e-9)).any())
+        return bool((least[:, 0] > self.usable * (1 + 1e-9)).any())
 
     def _weigh(self, degrees: Degrees) -> FloatArray:
         """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds."""
@@ -111,7 +113,7 @@ class ChunkBounds:
         for weights, seconds in means:
             for price in self._prices:
                 held = price * np.tile(weights, chunks)
-                columns.append(np.column_stack([seconds, held, held * self.flight.T.ravel()]))
+                columns.append(np.column_stack([seconds, held, held * self.flight.T.ravel(), held / chunks]))
         return np.stack(columns, axis=1)
 
     def bytes_of(self, position: int, picks: IntArray) -> FloatArray:

@@ -16,10 +16,10 @@ from phaze.place.network import Network
 from phaze.place.orders import pipeline_order
 from phaze.place.packing import Packing, build_packing
 from phaze.place.problem import PlacementProblem
-from phaze.place.simulate import Program, compile_order
+from phaze.place.simulate import Program, compile_order, simulate
 from phaze.place.splits import SplitSearch
 from phaze.place.stages import StageTable, build_stage_table, update_s_per_parameter
-from phaze.place.states import IntArray, StageSpace, build_stage_space
+from phaze.place.states import FloatArray, IntArray, StageSpace, build_stage_space
 from phaze.place.widths import WidthTable, build_width_table
 
 __all__ = ["Ground"]
@@ -83,9 +83,10 @@ class Ground:
             splits_backward=degrees.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
 
-    def program(self, degrees: Degrees) -> Program:
-        """The order of passes under some degrees."""
+    def program(self, degrees: Degrees, most_rounds: int | None = None) -> Program:
+        """The order of passes under some degrees, of all microbatches or of the first ones."""
         rounds = degrees.rounds(self.problem.micro_batches)
+        rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         key = (degrees.schedule, degrees.devices, rounds, degrees.chunks)
         if key not in self.programs:
             schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
@@ -133,11 +134,27 @@ class Ground:
         needed, singles = self.singles(degrees)
         if singles == -1 or (degrees.chunks > 1 and needed):
             return None
-        candidates = self.candidates(degrees, cutoff_s)
+        return self.split_search(degrees, self.candidates(degrees, cutoff_s), needed, singles)
+
+    def split_search(
+        self, degrees: Degrees, candidates: Candidates, needed: int = 0, singles: int | None = None
+    ) -> SplitSearch:
+        """Branch and bound over some candidates."""
+
+        def simulated(picks: IntArray) -> FloatArray:
+            return simulate(self.program(degrees), candidates.times(picks, degrees.devices)).time_s
+
+        def estimated(picks: IntArray) -> FloatArray:
+            program, times = self.program(degrees, 3 * degrees.devices), candidates.times(picks, degrees.devices)
+            left = degrees.rounds(self.problem.micro_batches) - program.order.micro_batches
+            busiest = (times.forward_s + times.backward_s + times.weight_s).sum(axis=2).max(axis=1)
+            return np.asarray(simulate(program, times).time_s + left * busiest)
+
         return SplitSearch(
             candidates=candidates,
             bounds=self.bounds(candidates, degrees, needed),
-            program=lambda: self.program(degrees),
+            simulated=simulated,
+            estimated=estimated,
             stages=degrees.stages,
             full=self.space.states - 1,
             needed=needed,

@@ -9,8 +9,7 @@ from the front succeeds (received tensors left out, the leanest mode of every la
 and the largest layer. Two or more pipelines never need more when there are more of them (they shard more and share the
 microbatches; one needs no buffers), so that of each depth only one pipeline and the largest number are looked at; 1f1b
 never has more in flight than gpipe or zero-bubble.
-Interleaved schedules keep more in flight than others and are left out; a problem that allows no other schedule is
-answered for single stages.
+Interleaved pipelines are searched in `chunk_memory.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.capabilities import PipelineSchedule
+from phaze.place.chunk_memory import least_chunks
 from phaze.place.degrees import SCHEDULES, Choices, Degrees, list_choices
 from phaze.place.ground import Ground
 from phaze.place.orders import in_flight
@@ -29,6 +29,7 @@ from phaze.place.states import FloatArray, IntArray
 __all__ = ["LeastMemory", "least_memory"]
 
 _BISECTIONS = 24
+_SPLIT = SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,11 @@ def least_memory(ground: Ground, enough_bytes: float = 0.0) -> LeastMemory | Non
     choices = list_choices(
         ground.problem, ground.space, ground.widths, ground.network, ground.update_s, checks_memory=False
     )
-    choices = choices.take(choices.chunks == 1)
-    lean = SCHEDULES.index(PipelineSchedule.ONE_F_ONE_B)
-    if (choices.schedule == lean).any():
-        choices = choices.take((choices.schedule == lean) | (choices.devices == 1))
-    choices = _most_pipelines(choices, ground.problem.cluster.device_count)
-    floors = _packed_floors(ground, choices) if ground.space.is_chain else _floors(ground, choices)
+    choices = _most_pipelines(_lean_schedules(choices), ground.problem.cluster.device_count)
+    floors = _floors(ground, choices)
+    if ground.space.is_chain:
+        whole = choices.chunks == 1
+        floors[whole] = _packed_floors(ground, choices.take(whole))
     best: LeastMemory | None = None
     for index in np.argsort(floors, kind="stable").tolist():
         if best is not None and (floors[index] >= best.peak_bytes or best.peak_bytes <= enough_bytes):
@@ -67,11 +67,19 @@ def least_memory(ground: Ground, enough_bytes: float = 0.0) -> LeastMemory | Non
     return best
 
 
+def _lean_schedules(choices: Choices) -> Choices:
+    """Without gpipe and zero-bubble where 1f1b has the same ZeRO stage."""
+    lean = choices.schedule == SCHEDULES.index(PipelineSchedule.ONE_F_ONE_B)
+    fat = np.isin(choices.schedule, [SCHEDULES.index(PipelineSchedule.GPIPE), _SPLIT])
+    return choices.take(~fat | ~np.isin(choices.zero_stage, choices.zero_stage[lean]))
+
+
 def _most_pipelines(choices: Choices, device_count: int) -> Choices:
     """Of choices that differ only in their pipelines, one and the most, with and without single devices."""
     wide = choices.width * choices.devices * choices.pipelines <= device_count
     alone = choices.pipelines == 1
-    key = np.stack([choices.width, choices.devices, choices.schedule, choices.zero_stage, wide, alone]).astype(np.int64)
+    same = (choices.width, choices.devices, choices.chunks, choices.schedule, choices.zero_stage)
+    key = np.stack([*same, wide, alone]).astype(np.int64)
     order = np.lexsort((-choices.pipelines, *key))
     changes = np.any(np.diff(key[:, order], axis=1, prepend=-1) != 0, axis=0)
     return choices.take(order[changes])
@@ -94,7 +102,7 @@ def _packed_floors(ground: Ground, choices: Choices) -> FloatArray:
     stash, working = packing.stashed_bytes[at].T, packing.working_bytes[at].T
     buffers = packing.parameters[at].T * packing.buffered_bytes(choices)
     gpipe = choices.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
-    split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+    split = choices.schedule == _SPLIT
     low = np.zeros(len(choices))
     high = held.sum(axis=0) + choices.rounds * stash.sum(axis=0) + working.max(axis=0) + buffers.max(axis=0)
     for _ in range(_BISECTIONS):
@@ -147,6 +155,9 @@ def _least_of(ground: Ground, degrees: Degrees, limit_bytes: float) -> LeastMemo
     needed, singles = ground.singles(degrees)
     if singles == -1:
         return None
+    if degrees.chunks > 1:
+        peak, stages = least_chunks(ground, degrees, limit_bytes * (1 + 1e-9)) if not needed else (math.inf, ())
+        return LeastMemory(degrees=degrees, stages=stages, peak_bytes=peak) if stages else None
     listed = _stages_within(ground, degrees, limit_bytes)
     if not len(listed):
         return None

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from phaze.capabilities import ZERO_STAGES
 from phaze.hardware import Cluster
+from phaze.hardware.validate import LARGEST_BYTES
 from phaze.place.assemble import assemble
 from phaze.place.ground import Ground
 from phaze.place.least_memory import least_memory
@@ -205,6 +206,8 @@ def _hbm(ground: Ground, peak_bytes: float | None) -> Lever | None:
     problem = ground.problem
     free = 0.0 if problem.allows_marginal else problem.memory_margin
     needed = int(peak_bytes / (1 - free) * (1 + 1e-12)) + 1
+    if needed > LARGEST_BYTES:
+        return None
     accelerator = replace(problem.cluster.accelerator, hbm_bytes=needed)
     changed = ground.with_cluster(replace(problem.cluster, accelerator=accelerator))
     text = f"{needed / 2**30:.4g} GiB of memory per device"

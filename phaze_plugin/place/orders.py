@@ -109,7 +109,11 @@ def _with_weights(order: IntArray, delay: int) -> IntArray:
 
 
 def in_flight(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int = 1) -> IntArray:
-    """Per (device, chunk): the most microbatches whose forward has run and whose last backward pass has not."""
+    """Per (device, chunk): the most microbatches whose forward has run and whose last backward pass has not.
+
+    Interleaved orders repeat themselves once every device has begun backward, which it has after two groups of
+    microbatches: a third shows all that follows.
+    """
     device = np.arange(devices)[:, None]
     match schedule:
         case PipelineSchedule.GPIPE:
@@ -119,7 +123,7 @@ def in_flight(schedule: PipelineSchedule, devices: int, micro_batches: int, chun
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((devices, 1), min(devices, micro_batches))
         case PipelineSchedule.INTERLEAVED:
-            order = pipeline_order(schedule, devices, micro_batches, chunks)
+            order = pipeline_order(schedule, devices, min(micro_batches, 3 * devices), chunks)
             change = np.where(order.kind == Pass.FORWARD, 1, -1)
             held = [np.cumsum(np.where(order.chunk == chunk, change, 0), axis=1).max(axis=1) for chunk in range(chunks)]
             return np.stack(held, axis=1)

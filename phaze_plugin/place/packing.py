@@ -35,7 +35,7 @@ from phaze.place.problem import PlacementProblem
 from phaze.place.profile import LayerProfile
 from phaze.place.states import BoolArray, FloatArray, IntArray, StageSpace
 
-__all__ = ["Packing", "build_packing"]
+__all__ = ["HELD", "THROUGH", "Packing", "build_packing"]
 
 _SLACK = 1e-10
 _AT_ONCE = 4_000
@@ -43,7 +43,10 @@ _AT_ONCE = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain."""
+    """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain.
+
+    The last three arrays are per (mode, width, layer): what runs again, what is stashed, and the working set.
+    """
 
     widths: tuple[int, ...]
     forward_s: FloatArray
@@ -54,6 +57,9 @@ class Packing:
     working_bytes: FloatArray
     prices: FloatArray
     priced_s: FloatArray
+    recompute_s: FloatArray
+    stash_bytes: FloatArray
+    peak_bytes: FloatArray
     problem: PlacementProblem
     network: Network
     mixed_widths: frozenset[int]
@@ -65,7 +71,7 @@ class Packing:
         result = np.zeros(len(choices), dtype=bool)
         for part in self._parts(choices):
             some = choices.take(part)
-            result[part] = self._refuted(some, self._terms(some), target_s[part])
+            result[part] = self._refuted(some, self.terms(some), target_s[part])
         return result
 
     def _parts(self, choices: Choices) -> list[IntArray]:
@@ -78,7 +84,7 @@ class Packing:
         floors = choices.floor_s.copy()
         for part in self._parts(choices):
             some = choices.take(part)
-            terms = self._terms(some)
+            terms = self.terms(some)
             low, high = some.floor_s, np.maximum(some.floor_s, target_s)
             for _ in range(steps):
                 middle = (low + high) / 2
@@ -97,7 +103,7 @@ class Packing:
         stage = np.zeros((rows, len(choices)))
         scratch, scratches = np.zeros((2, len(choices))), self._scratch(choices)
         lead = np.zeros((2, len(choices)))
-        spare = target_s - terms[_THROUGH].sum(axis=0)
+        spare = target_s - terms[THROUGH].sum(axis=0)
         caps = np.stack([target_s, target_s])
         prices = self.prices[:, np.searchsorted(self.widths, choices.width)]
 
@@ -106,15 +112,15 @@ class Packing:
             flight = np.where(gpipe, choices.rounds, np.minimum(choices.rounds, np.maximum(flight, 1)))
             delayed = np.where(split, np.maximum(choices.rounds - used, 0) * stage[_WEIGHT], 0.0)
             early = np.where(gpipe, 0, np.minimum(choices.rounds, np.maximum(choices.devices - used + 1, 1)) - 1)
-            peak = (choices.rounds - 1) * stage[_THROUGH] + delayed - early * stage[_EARLY]
-            is_slow = (stage[_STAY] > caps[0]) | (choices.rounds * stage[_THROUGH] + delayed > caps[1]) | (peak > spare)
-            twice = (choices.rounds - early - 2) * stage[_THROUGH] > 2 * spare - caps[1]
+            peak = (choices.rounds - 1) * stage[THROUGH] + delayed - early * stage[_EARLY]
+            is_slow = (stage[_STAY] > caps[0]) | (choices.rounds * stage[THROUGH] + delayed > caps[1]) | (peak > spare)
+            twice = (choices.rounds - early - 2) * stage[THROUGH] > 2 * spare - caps[1]
             is_slow |= twice & (choices.rounds > early + 1) & ~gpipe
-            tail = stage[_STAY] - choices.rounds * (stage[_THROUGH] + stage[_WEIGHT])
+            tail = stage[_STAY] - choices.rounds * (stage[THROUGH] + stage[_WEIGHT])
             for priced, price in zip(stage[_PRICED:], prices, strict=True):
-                stretched = choices.rounds * (priced + price * (stage[_HELD] - usable) / flight)
+                stretched = choices.rounds * (priced + price * (stage[HELD] - usable) / flight)
                 is_slow |= stretched + tail > caps[0]
-            return np.asarray(is_slow | (stage[_HELD] + flight * stage[_STASH] + scratch.sum(axis=0) > usable))
+            return np.asarray(is_slow | (stage[HELD] + flight * stage[_STASH] + scratch.sum(axis=0) > usable))
 
         usable = self.problem.usable_bytes * (1 + _SLACK)
         for layer in range(terms.shape[1]):
@@ -127,7 +133,7 @@ class Packing:
                 np.copyto(scratch, scratches[:, layer], where=over)
                 np.copyto(caps, target_s - lead, where=over)
                 dead |= over & is_over()
-            lead += terms[[rows, _THROUGH], layer]
+            lead += terms[[rows, THROUGH], layer]
         return np.asarray(dead | (used > choices.devices))
 
     def _scratch(self, choices: Choices) -> FloatArray:
@@ -156,7 +162,7 @@ class Packing:
                 rates[row, index] = min(price.s_per_byte for price in prices)
         return rates[:, which.ravel()]
 
-    def _terms(self, choices: Choices) -> FloatArray:
+    def terms(self, choices: Choices) -> FloatArray:
         """Per (term, layer, choice): what a stage and what is before it add up."""
         at = np.searchsorted(self.widths, choices.width)
         forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
@@ -186,7 +192,7 @@ class Packing:
         return np.stack([stay, through, later, early, parameters * held, stash, *priced, run])
 
 
-_STAY, _THROUGH, _WEIGHT, _EARLY, _HELD, _STASH, _PRICED = range(7)
+_STAY, THROUGH, _WEIGHT, _EARLY, HELD, _STASH, _PRICED = range(7)
 
 
 def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
@@ -209,9 +215,17 @@ def build_packing(
         )
 
     def seconds(name: str) -> FloatArray:
-        kind = "bound" if use_bounds else "value"
         return least(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
 
+    def by_mode(read: Callable[[LayerProfile], float]) -> FloatArray:
+        return np.array(
+            [
+                [[read(problem.profile(layer, width, mode)) for layer in layers] for width in problem.widths]
+                for mode in problem.recompute_modes
+            ]
+        )
+
+    kind = "bound" if use_bounds else "value"
     prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
     return Packing(
         widths=problem.widths,
@@ -219,6 +233,9 @@ def build_packing(
         priced_s=np.array([_priced_s(problem, row, layers, use_bounds) for row in prices]).reshape(
             len(prices), len(problem.widths), len(layers)
         ),
+        recompute_s=by_mode(lambda profile: float(getattr(profile.recompute_s, kind)[problem.accelerator])),
+        stash_bytes=by_mode(lambda profile: profile.stashed_bytes),
+        peak_bytes=by_mode(lambda profile: profile.peak_working_bytes),
         forward_s=seconds("forward_s"),
         input_s=seconds("backward_input_s"),
         weight_s=seconds("backward_weight_s"),

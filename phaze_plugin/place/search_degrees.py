@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from phaze.place.chunk_floors import chunk_floors
 from phaze.place.chunks import ChunkBounds
 from phaze.place.degrees import Choices, Degrees, list_choices
 from phaze.place.ground import Ground
 from phaze.place.seeds import seed_splits
 from phaze.place.splits import TOLERANCE, SplitSearch, best_split
 
-__all__ = ["Effort", "Found", "SearchAnswer", "search_degrees"]
+__all__ = ["Effort", "Found", "SearchAnswer", "root_bound", "search_degrees"]
 
 _HOPELESS = 10
 _FOREVER_S = 1e30
@@ -128,6 +129,11 @@ def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _
     choices = choices.take(~ground.packing.refuted(choices, np.full(len(choices), min(target_s, _FOREVER_S))))
     if target_s < math.inf:
         choices = replace(choices, floor_s=ground.packing.tightened(choices, target_s))
+    if ground.space.is_chain:
+        interleaved = np.flatnonzero(choices.chunks > 1)
+        floors = choices.floor_s.copy()
+        floors[interleaved] = np.maximum(floors[interleaved], chunk_floors(ground.packing, choices.take(interleaved)))
+        choices = replace(choices, floor_s=floors)
     refined: list[tuple[float, int, Degrees, SplitSearch]] = []
     for index in np.argsort(choices.floor_s, kind="stable").tolist():
         floor = float(choices.floor_s[index])
@@ -142,13 +148,13 @@ def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _
         progress.choices += 1
         degrees = choices.degrees(index)
         search = ground.search(degrees, cutoff)
-        if search is not None and not progress.is_out(bound := max(floor, _root_bound(search)), cutoff):
+        if search is not None and not progress.is_out(bound := max(floor, root_bound(search)), cutoff):
             heapq.heappush(refined, (bound, progress.choices, degrees, search))
     while refined:
         _solve(refined, target_s, progress)
 
 
-def _root_bound(search: SplitSearch) -> float:
+def root_bound(search: SplitSearch) -> float:
     """The least bound over all first stages."""
     candidates = search.candidates
     options = np.arange(candidates.first[0], candidates.first[1])

@@ -13,12 +13,14 @@ __all__ = ["seed_splits"]
 
 _IMPROVEMENTS = 8
 _PROMISING = 1.1
+_CLOSE = 1.01
 
 
 def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tuple[tuple[int, ...], ...]:
     """A good pipeline, if one is found: shares of the work as even as they come.
 
-    If it comes near the cutoff, boundaries and modes are changed one at a time as long as that helps.
+    If it comes near the cutoff, boundaries and modes are changed one at a time as long as that helps. Times are
+    estimates; what stays clearly above the cutoff is not worth a simulation.
     """
     starts = [
         pipeline for lean in (False, True) if (pipeline := _even_split(bounds, search.full + 1, lean)) is not None
@@ -26,7 +28,7 @@ def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tu
     starts = [pipeline for pipeline in starts if bounds.fits(pipeline[None])[0]]
     if not starts:
         return ()
-    times = search.simulated(np.array(starts))
+    times = search.estimated(np.array(starts))
     best, time_s = starts[int(times.argmin())], float(times.min())
     options = _by_ends(search.candidates)
     for _ in range(_IMPROVEMENTS if time_s < _PROMISING * cutoff_s else 0):
@@ -34,11 +36,11 @@ def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tu
         near = near[bounds.fits(near)] if len(near) else near
         if not len(near):
             break
-        times = search.simulated(near)
+        times = search.estimated(near)
         if times.min() >= time_s * (1 - 1e-9):
             break
         best, time_s = near[int(times.argmin())], float(times.min())
-    return (tuple(best.tolist()),)
+    return (tuple(best.tolist()),) if time_s < _CLOSE * cutoff_s else ()
 
 
 def _even_split(bounds: ChunkBounds, states: int, lean: bool) -> IntArray | None:

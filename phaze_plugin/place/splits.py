@@ -15,7 +15,6 @@ import numpy as np
 
 from phaze.place.bounds import StageBounds
 from phaze.place.candidates import Candidates
-from phaze.place.simulate import Program, simulate
 from phaze.place.states import FloatArray, IntArray
 
 __all__ = ["TOLERANCE", "SplitAnswer", "SplitSearch", "best_split"]
@@ -33,7 +32,8 @@ class SplitSearch:
     Attributes:
         candidates: stages to choose from.
         bounds: bounds under what they make.
-        program: makes the order of passes ready.
+        simulated: seconds per batch of pipelines given as candidates per (pipeline, stage).
+        estimated: the same in a few microbatches, extended to all; near the simulated seconds, but no bound.
         stages: how many to choose.
         full: the state in which every layer is placed.
         needed: stages that must take a single device.
@@ -42,16 +42,12 @@ class SplitSearch:
 
     candidates: Candidates
     bounds: StageBounds
-    program: Callable[[], Program]
+    simulated: Callable[[IntArray], FloatArray]
+    estimated: Callable[[IntArray], FloatArray]
     stages: int
     full: int
     needed: int = 0
     singles: int | None = None
-
-    def simulated(self, picks: IntArray) -> FloatArray:
-        """Seconds per batch of pipelines given as candidates per (pipeline, stage)."""
-        program = self.program()
-        return simulate(program, self.candidates.times(picks, program.order.devices)).time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """No bound under unfinished pipelines exceeds the simulated time of a pipeline that finishes them."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 from placement_problems import random_problem
 
 from phaze.capabilities import PipelineSchedule
-from phaze.place.degrees import Degrees
+from phaze.place.assemble import assemble
+from phaze.place.chunk_floors import chunk_floors
+from phaze.place.degrees import Choices, Degrees, list_choices
 from phaze.place.ground import Ground
+from phaze.place.search_degrees import root_bound
 from phaze.place.splits import SplitSearch, best_split
 
 
@@ -56,13 +60,7 @@ def test_bounds_never_exceed_simulated_times(seed: int) -> None:
         return
     ground = Ground.of(problem)
     candidates = ground.candidates(degrees, math.inf)
-    search = SplitSearch(
-        candidates=candidates,
-        bounds=ground.bounds(candidates, degrees, 0),
-        program=lambda: ground.program(degrees),
-        stages=degrees.stages,
-        full=ground.space.states - 1,
-    )
+    search = ground.split_search(degrees, candidates)
     for _ in range(5):
         picks = random_pipeline(random, search)
         if picks is None:
@@ -75,6 +73,43 @@ def test_bounds_never_exceed_simulated_times(seed: int) -> None:
             row = rows[0]
 
 
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(seed: int, interleaved: bool) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=12, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
+    ground = Ground.of(replace(problem, memory_margin=0.0))
+    every = choices_of(ground)
+    some = every.take((every.chunks > 1) == interleaved)
+    if not len(some):
+        return
+    degrees = some.degrees(random.randrange(len(some)))
+    search = ground.search(degrees, math.inf)
+    picks = None if search is None or search.needed or search.singles else random_pipeline(random, search)
+    if search is None or picks is None:
+        return
+    candidates = search.candidates
+    placement = assemble(ground, degrees, list(zip(candidates.stage[picks], candidates.mode[picks], strict=True)))
+    peak = max(memory.total_bytes for memory in placement.memory)
+    chip = replace(problem.cluster.accelerator, hbm_bytes=math.ceil(peak))
+    tight = Ground.of(replace(ground.problem, cluster=replace(problem.cluster, accelerator=chip)))
+    every = choices_of(tight)
+    choice = next(every.take(np.array([index])) for index in range(len(every)) if every.degrees(index) == degrees)
+    limit = placement.time_s * (1 + 1e-9)
+    assert choice.floor_s[0] <= limit
+    assert not tight.packing.refuted(choice, np.array([limit]))[0]
+    assert tight.packing.tightened(choice, 2 * limit)[0] <= limit
+    if interleaved and tight.space.is_chain:
+        assert chunk_floors(tight.packing, choice)[0] <= limit
+    search = tight.search(degrees, math.inf)
+    assert search is not None
+    assert root_bound(search) <= limit
+
+
+def choices_of(ground: Ground) -> Choices:
+    return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
@@ -85,13 +120,7 @@ def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
         return
     ground = Ground.of(problem)
     candidates = ground.candidates(degrees, math.inf)
-    search = SplitSearch(
-        candidates=candidates,
-        bounds=ground.bounds(candidates, degrees, 0),
-        program=lambda: ground.program(degrees),
-        stages=degrees.stages,
-        full=ground.space.states - 1,
-    )
+    search = ground.split_search(degrees, candidates)
     unfinished = [((), 0)]
     for _ in range(degrees.stages):
         unfinished = [
