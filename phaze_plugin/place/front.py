@@ -109,9 +109,8 @@ def find_placement(
     answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
     bound_s = answer.bound_s
     if _is_bounded_loosely(problem) and (answer.found or cutoff_s < math.inf):
-        lower = Ground.of(problem, use_bounds=True)
         enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
-        bound_s = min(bound_s, search_degrees(lower, effort=effort, cutoff_s=enough_s).bound_s)
+        bound_s = min(bound_s, search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s).bound_s)
     placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
     best = placements[0] if placements else None
     if best is not None:

@@ -38,17 +38,26 @@ class Ground:
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: PlacementProblem, *, use_bounds: bool = False) -> Ground:
-        """Prepare a problem, with the profiles' values or with their lower bounds."""
+    def of(cls, problem: PlacementProblem) -> Ground:
+        """Prepare a problem."""
         space = build_stage_space(problem.graph)
         network, update_s = Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
         return cls(
             problem=problem,
             space=space,
-            widths={width: build_width_table(problem, space, width, use_bounds) for width in problem.widths},
+            widths={width: build_width_table(problem, space, width, use_bounds=False) for width in problem.widths},
             network=network,
-            packing=build_packing(problem, space, network, update_s, use_bounds),
+            packing=build_packing(problem, space, network, update_s, use_bounds=False),
             update_s=update_s,
+        )
+
+    def with_bounds(self) -> Ground:
+        """The same problem with the profiles' lower bounds for their values."""
+        problem, space = self.problem, self.space
+        return replace(
+            self,
+            widths={width: build_width_table(problem, space, width, use_bounds=True) for width in problem.widths},
+            packing=build_packing(problem, space, self.network, self.update_s, use_bounds=True),
         )
 
     def with_cluster(self, cluster: Cluster) -> Ground:

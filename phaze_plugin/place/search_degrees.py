@@ -22,12 +22,13 @@ from phaze.place.degrees import Choices, Degrees, list_choices
 from phaze.place.ground import Ground
 from phaze.place.seeds import seed_splits
 from phaze.place.splits import TOLERANCE, SplitSearch, best_split
+from phaze.place.states import FloatArray
 
 __all__ = ["Effort", "Found", "SearchAnswer", "root_bound", "search_degrees"]
 
 _HOPELESS = 10
 _FOREVER_S = 1e30
-_GUESSES = (1.5, 3.0, math.inf)
+_GUESSES = (1.1, 1.25, 1.5, 2.0, 4.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +124,11 @@ def search_degrees(
     )
 
 
-def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _Progress) -> None:
-    """Look at every choice that may take less than the target, the lowest bound first."""
-    choices = choices.take(choices.floor_s < target_s)
-    choices = choices.take(~ground.packing.refuted(choices, np.full(len(choices), min(target_s, _FOREVER_S))))
-    if target_s < math.inf:
-        choices = replace(choices, floor_s=ground.packing.tightened(choices, target_s))
-    if ground.space.is_chain:
-        interleaved = np.flatnonzero(choices.chunks > 1)
-        floors = choices.floor_s.copy()
-        floors[interleaved] = np.maximum(floors[interleaved], chunk_floors(ground.packing, choices.take(interleaved)))
-        choices = replace(choices, floor_s=floors)
+def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Progress) -> None:
+    """Look at every choice that may take less than the target, the lowest bound first; bounds found are kept."""
+    below = np.flatnonzero(every.floor_s < target_s)
+    choices = every.take(below)
+    every.floor_s[below] = choices.floor_s[:] = _raised_floors(ground, choices, target_s)
     refined: list[tuple[float, int, Degrees, SplitSearch]] = []
     for index in np.argsort(choices.floor_s, kind="stable").tolist():
         floor = float(choices.floor_s[index])
@@ -148,10 +143,27 @@ def _search_below(ground: Ground, choices: Choices, target_s: float, progress: _
         progress.choices += 1
         degrees = choices.degrees(index)
         search = ground.search(degrees, cutoff)
-        if search is not None and not progress.is_out(bound := max(floor, root_bound(search)), cutoff):
+        bound = math.inf if search is None else max(floor, root_bound(search))
+        every.floor_s[below[index]] = min(bound, cutoff)
+        if search is not None and not progress.is_out(bound, cutoff):
             heapq.heappush(refined, (bound, progress.choices, degrees, search))
     while refined:
         _solve(refined, target_s, progress)
+
+
+def _raised_floors(ground: Ground, choices: Choices, target_s: float) -> FloatArray:
+    """Higher bounds by packing and, for interleaved choices, by their layers; at least the target where refuted."""
+    if not ground.space.is_chain:
+        return choices.floor_s
+    floors, packing = choices.floor_s.copy(), ground.packing
+    interleaved = np.flatnonzero(choices.chunks > 1)
+    floors[interleaved] = np.maximum(floors[interleaved], chunk_floors(packing, choices.take(interleaved)))
+    refuted = packing.refuted(choices, np.full(len(choices), min(target_s, _FOREVER_S)))
+    floors[refuted] = target_s
+    if target_s < math.inf:
+        open_ones = np.flatnonzero(floors < target_s)
+        floors[open_ones] = packing.tightened(replace(choices, floor_s=floors).take(open_ones), target_s)
+    return floors
 
 
 def root_bound(search: SplitSearch) -> float:

@@ -102,7 +102,7 @@ def compile_order(order: Order) -> Program:
     where = np.full((3, devices * order.chunks, order.micro_batches), count)
     where[order.kind, stage, order.micro_batch] = own
     awaited = _awaited(order, stage, where, count)
-    level = _levels(own, awaited)
+    level = _levels(awaited)
     rank = np.argsort(level.ravel(), kind="stable")
     place = np.empty(count + 1, dtype=np.int64)
     place[rank], place[count] = np.arange(count), count
@@ -130,22 +130,21 @@ def _awaited(order: Order, stage: IntArray, where: IntArray, count: int) -> IntA
     return np.choose(order.kind, [forward, backward, weight])
 
 
-def _levels(own: IntArray, awaited: IntArray) -> IntArray:
-    """Per (device, step): one more than the levels of the device's previous pass and of the awaited one."""
-    devices, steps = own.shape
-    level = np.full(devices * steps + 1, -1)
-    level[-1] = 0
-    at = np.zeros(devices, dtype=np.int64)
-    flat = np.concatenate([awaited, np.full((devices, 1), devices * steps)], axis=1)
-    device = np.arange(devices)
-    now = 0
-    while (at < steps).any():
-        ready = (level[flat[device, at]] >= 0) & (at < steps)
-        assert ready.any(), "the order waits for itself"
-        level[own[device[ready], at[ready]]] = now
-        at[ready] += 1
+def _levels(awaited: IntArray) -> IntArray:
+    """Per (device, step): the first round in which it can run if every pass takes one round."""
+    devices, steps = awaited.shape
+    waits, none = awaited.tolist(), devices * steps
+    level = [none] * none + [-1]
+    at, now, left = [0] * devices, 0, none
+    while left:
+        ready = [device for device in range(devices) if at[device] < steps and level[waits[device][at[device]]] < now]
+        assert ready, "the order waits for itself"
+        for device in ready:
+            level[device * steps + at[device]] = now
+            at[device] += 1
+        left -= len(ready)
         now += 1
-    return level[:-1].reshape(devices, steps)
+    return np.array(level[:-1]).reshape(devices, steps)
 
 
 def simulate(program: Program, times: StageTimes) -> Simulation:
