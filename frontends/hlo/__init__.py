@@ -1,0 +1,1 @@
+"""HLO and StableHLO files into graphs."""

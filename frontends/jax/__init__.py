@@ -1,0 +1,56 @@
+"""JAX: functions, lowered functions, jaxprs, linen and nnx modules into graphs, without their weights."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from phaze.hooks import hookimpl
+from phaze.interfaces import Frontend
+from phaze.ir import Graph
+
+__all__ = ["JaxFrontend", "phaze_frontends"]
+
+
+@dataclass(frozen=True, slots=True)
+class JaxFrontend:
+    """Takes a loss function or a whole train step, plain or jitted, a `Lowered`, a jaxpr, a linen or an nnx module.
+
+    Options: `parameters` and `batch` (argument numbers or pytree paths; by default the first argument of a loss holds
+    the parameters, and those of a step are inferred), `loss_fn` (of a module's output, and of `targets` where those are
+    given), `micro_batch_size` (other than the inputs').
+    """
+
+    name: str = "jax"
+    libraries: tuple[str, ...] = ("jax",)
+    options: tuple[str, ...] = ("parameters", "batch", "loss_fn", "targets", "micro_batch_size")
+
+    def accepts(self, model: object) -> bool:
+        """Whether this is something of JAX, or a function where JAX is in use; JAX is not imported to find out."""
+        jax = sys.modules.get("jax")
+        if jax is None:
+            return False
+        module = type(model).__module__
+        if module.startswith(("jax.", "jaxlib.", "jax._src")) and type(model).__name__ != "ArrayImpl":
+            return True
+        if any(f"{kind.__module__}.{kind.__name__}" in _MODULES for kind in type(model).__mro__):
+            return True
+        return inspect.isroutine(model) or isinstance(model, partial)
+
+    def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+        """The training graph; raises ImportModelError where the model cannot be traced."""
+        from phaze.frontends.jax.importing import import_model
+
+        return import_model(model, inputs, options)
+
+
+_MODULES = frozenset({"flax.linen.module.Module", "flax.nnx.module.Module"})
+
+
+@hookimpl
+def phaze_frontends() -> tuple[Frontend, ...]:
+    """The frontend for JAX."""
+    return (JaxFrontend(),)

@@ -1,0 +1,113 @@
+"""Collectives that are already there, custom calls, and shardings: kept, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phaze.frontends.stablehlo.call import Call, Values
+from phaze.frontends.stablehlo.tables.reductions import REDUCTIONS
+from phaze.frontends.stablehlo.values import Constant, Spread, Tensor, Unsupported
+from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
+from phaze.ir.shape_rules import elementwise_rule
+
+__all__ = ["COMMUNICATING", "EMPTY_MESH"]
+
+MOST_CHARACTERS = 200
+
+EMPTY_MESH = "@empty_mesh"
+"""The mesh that JAX names where there is none."""
+
+
+def _collective(call: Call) -> Values:
+    """Dimensions that change size are covered in part by the smaller side."""
+    if len(call.values) != len(call.operation.types):
+        raise Unsupported
+    call.recorder.note(f"collective already present: {call.name}")
+    made: list[Tensor] = []
+    for index in range(len(call.values)):
+        shape, result = call.shape(index), call.out_shape(index)
+        if len(shape) != len(result):
+            raise Unsupported
+        larger = tuple(map(max, shape, result))
+        dims = tuple(Dim((f"d{place}",)) for place in range(len(shape)))
+        kinds = [FactorKind.FREE if a == b else FactorKind.WHOLE for a, b in zip(shape, result, strict=True)]
+        factors = tuple(Factor(f"d{place}", size, kinds[place]) for place, size in enumerate(larger))
+        rule = Rule((_covering(dims, shape, larger),), (_covering(dims, result, larger),), factors)
+        (value,) = call.emit(OpKind.COLLECTIVE, call.name, rule, call.id(index), outputs=(index,))
+        assert isinstance(value, Tensor)
+        made.append(value)
+    return tuple(made)
+
+
+def _covering(dims: Dims, side: tuple[int, ...], larger: tuple[int, ...]) -> Dims:
+    return tuple(d if size == full else Dim(d.factors, size) for d, size, full in zip(dims, side, larger, strict=True))
+
+
+def _sharding(call: Call) -> Values:
+    """A wish of where a tensor should lie: a view that keeps the wish."""
+    text = call.attribute("sharding") or call.attribute("mhlo.sharding") or call.attribute("sdy.sharding") or ""
+    text = str(text.get("text", text) if isinstance(text, dict) else text)[:MOST_CHARACTERS]
+    value = call.values[0]
+    if EMPTY_MESH in text or isinstance(value, Constant | Spread):
+        return (value,)
+    call.recorder.note("sharding constraint already present, kept as a view")
+    rule = elementwise_rule(value.shape, value.shape)
+    return call.emit(OpKind.VIEW, "sharding_constraint", rule, call.id(0), attributes={"sharding": text})
+
+
+def _custom_call(call: Call) -> Values:
+    target = str(call.attribute("call_target_name") or "")
+    if target in ("Sharding", "annotate_device_placement", "xla.sdy.FuncResultSharding", "LayoutConstraint"):
+        return _sharding(call)
+    if target in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
+        call.recorder.note("parts that run per device (shard_map) are priced at their local shapes")
+        raise Unsupported
+    if "topk" in target.lower() or "top_k" in target.lower():
+        return REDUCTIONS["top_k"](call)
+    if "fmha" in target or "attention" in target.lower():
+        return _attention(call, target)
+    raise Unsupported
+
+
+def _attention(call: Call, target: str) -> Values:
+    """A fused kernel of query, key and value with batch first and width last; heads are the fewer of those between."""
+    call.recorder.note(f"fused attention: custom call {target}")
+    if len(call.values) < 3 or any(len(call.shape(index)) != 4 for index in range(3)):
+        raise Unsupported
+    query, key, value = (call.shape(index) for index in range(3))
+    heads, length = (2, 1) if query[2] <= query[1] else (1, 2)
+    if query[heads] % key[heads] or call.out_shape() != (*query[:3], value[3]):
+        raise Unsupported
+    sizes = {"b": query[0], "g": key[heads], "r": query[heads] // key[heads], "s": query[length], "d": query[3]}
+    sizes |= {"t": key[length], "e": value[3]}
+    b, g, s, t, d, e = (Dim((name,)) for name in "bgstde")
+    grouped = Dim(("g", "r")) if sizes["r"] > 1 else g
+
+    def dims(head: Dim, position: Dim, width: Dim) -> Dims:
+        return (b, position, head, width) if heads == 2 else (b, head, position, width)
+
+    operands, result = (dims(grouped, s, d), dims(g, t, d), dims(g, t, e)), dims(grouped, s, e)
+    used = {name for side in (*operands, result) for dim in side for name in dim.factors}
+    kinds = {"t": FactorKind.NORMALIZED}
+    factors = tuple(Factor(n, size, kinds.get(n, FactorKind.FREE)) for n, size in sizes.items() if n in used)
+    inputs = [call.id(index) for index in range(3)]
+    (made,) = call.emit(OpKind.ATTENTION, "attention", Rule(operands, (result,), factors), *inputs, outputs=(0,))
+    scratch = [
+        call.recorder.constant(("scratch", call.recorder.unique()), call.out_shape(index), call.out_dtype(index))
+        for index in range(1, len(call.operation.types))
+    ]
+    return (made, *scratch)
+
+
+_COLLECTIVES = (
+    "all_gather all_reduce reduce_scatter all_to_all collective_permute collective_broadcast cross-replica-sum "
+    "all_slice manual_all_reduce"
+)
+
+COMMUNICATING: dict[str, Callable[[Call], Values]] = {
+    **dict.fromkeys(_COLLECTIVES.split(), _collective),
+    "custom_call": _custom_call,
+    "sharding_constraint": _sharding,
+    "reshard": _sharding,
+    "sharding_group": _sharding,
+}

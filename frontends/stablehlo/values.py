@@ -1,0 +1,66 @@
+"""What a value of StableHLO stands for while a module is walked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phaze.ir import DType
+
+__all__ = ["Constant", "Shape", "Spread", "Stack", "Tensor", "Unsupported", "Value", "is_empty"]
+
+Shape = tuple[int, ...]
+
+
+class Unsupported(Exception):  # noqa: N818 - a signal between tables, never seen by users
+    """A table knows the operation, but not in this form: it becomes an opaque op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the graph."""
+
+    id: str
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """What depends on no argument; equal numbers mean equal contents. `value` is that of every element, where known."""
+
+    number: int
+    shape: Shape
+    dtype: DType
+    value: bool | int | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A tensor repeated: dimension i of `source` is dimension `into[i]`, stretched where it has size 1.
+
+    It is not made: who can reads the source instead.
+    """
+
+    source: Tensor | Constant
+    into: tuple[int, ...]
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor taken apart along its first dimension; `loop` is the loop that writes or first reads it by trips."""
+
+    slots: tuple[Value, ...]
+    shape: Shape
+    dtype: DType
+    loop: int | None = None
+
+
+Value = Tensor | Constant | Spread | Stack
+
+
+def is_empty(value: Value) -> bool:
+    """Whether there are no elements."""
+    return math.prod(value.shape) == 0
