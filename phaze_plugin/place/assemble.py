@@ -20,8 +20,8 @@ from phaze.place.placement import PlacedStage, Placement, TimeParts
 from phaze.place.profile import RecomputeMode
 from phaze.place.simulate import Simulation, StageTimes, simulate
 from phaze.place.stages import StageTable
-from phaze.place.states import FloatArray
-from phaze.place.timeline import Event, EventKind, Timeline
+from phaze.place.states import FloatArray, IntArray
+from phaze.place.timeline import KINDS, EventKind, EventTable, Timeline
 
 __all__ = ["assemble", "evaluate_placement"]
 
@@ -145,40 +145,29 @@ def _parts(degrees: Degrees, rounds: int, rows: _Chosen, times: StageTimes, simu
 
 
 def _timeline(ground: Ground, degrees: Degrees, rows: _Chosen, simulation: Simulation) -> Timeline:
-    order = ground.program(degrees).order
+    """Every pass in its parts (receive, or recompute, which hides it; then the layers), and what follows the last."""
+    order, ends = ground.program(degrees).order, simulation.pass_end_s[0]
+    device = np.broadcast_to(np.arange(degrees.devices)[:, None], ends.shape)
+    stage = order.chunk * degrees.devices + device
     durations = np.stack([getattr(rows.table, name)[rows.at] for name in ("forward_s", "backward_s", "weight_s")])
-    events: list[Event] = []
-    for device in range(degrees.devices):
-        for step, end in enumerate(simulation.pass_end_s[0, device].tolist()):
-            kind, batch = Pass(order.kind[device, step]), int(order.micro_batch[device, step])
-            stage = int(order.chunk[device, step]) * degrees.devices + device
-            events += _pass_events(rows, kind, device, stage, batch, end - float(durations[kind, stage]), end)
-        marks = [
-            float(values[0, device])
-            for values in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)
-        ]
-        events.append(Event(device, EventKind.REDUCE, -1, -1, marks[0], marks[1]))
-        events.append(Event(device, EventKind.UPDATE, -1, -1, marks[1], marks[2]))
-    shown = tuple(event for event in events if event.end_s > event.start_s)
-    return Timeline(degrees.devices, float(simulation.time_s[0]), shown)
+    starts = ends - durations[order.kind, stage]
+    again = starts + np.where(order.kind == Pass.BACKWARD, rows.recompute_s[stage], 0.0)
+    sent = np.stack([rows.received_s, rows.returned_s, np.zeros(degrees.stages)])
+    ready = np.maximum(again, starts + sent[order.kind, stage])
+    runs = np.array([KINDS.index(kind) for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WEIGHT)])
+    marks = [values[0] for values in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)]
+    alone = np.full(degrees.devices, -1)
 
+    def events(kind: EventKind | IntArray, at: tuple[IntArray, ...], start: FloatArray, end: FloatArray) -> EventTable:
+        number = np.full(start.shape, KINDS.index(kind)) if isinstance(kind, EventKind) else kind
+        return EventTable(device=at[0], kind=number, stage=at[1], micro_batch=at[2], start_s=start, end_s=end)
 
-def _pass_events(
-    rows: _Chosen, kind: Pass, device: int, stage: int, batch: int, start: float, end: float
-) -> list[Event]:
-    """One pass in its parts: receive (or recompute, which hides it), then the layers."""
-    if kind is Pass.FORWARD:
-        ready = start + float(rows.received_s[stage])
-        return [
-            Event(device, EventKind.RECEIVE, stage, batch, start, ready),
-            Event(device, EventKind.FORWARD, stage, batch, ready, end),
-        ]
-    if kind is Pass.WEIGHT:
-        return [Event(device, EventKind.WEIGHT, stage, batch, start, end)]
-    again = start + float(rows.recompute_s[stage])
-    ready = max(again, start + float(rows.returned_s[stage]))
-    return [
-        Event(device, EventKind.RECOMPUTE, stage, batch, start, again),
-        Event(device, EventKind.RECEIVE, stage, batch, again, ready),
-        Event(device, EventKind.BACKWARD, stage, batch, ready, end),
-    ]
+    passes, after = (device, stage, order.micro_batch), (device[:, 0], alone, alone)
+    parts = (
+        events(EventKind.RECOMPUTE, passes, starts, again),
+        events(EventKind.RECEIVE, passes, again, ready),
+        events(runs[order.kind], passes, ready, ends),
+        events(EventKind.REDUCE, after, marks[0], marks[1]),
+        events(EventKind.UPDATE, after, marks[1], marks[2]),
+    )
+    return Timeline(degrees.devices, float(simulation.time_s[0]), EventTable.joined(parts))

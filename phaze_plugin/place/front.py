@@ -92,8 +92,8 @@ def find_placement(
         effort: deterministic limits of the search.
         smaller_micro_batches: the same problem with smaller microbatches, to be tried as levers.
         cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
-        gap: how much faster than each plan returned another may be, as a part of its time. The search is quicker for
-            it, and the bound tells what it left open.
+        gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
+            for it, the bound tells what it left open, and alternatives are the best that it came across.
 
     Raises:
         ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.

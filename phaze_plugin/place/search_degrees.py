@@ -76,8 +76,10 @@ class _Progress:
 
     @property
     def cutoff_s(self) -> float:
-        """What another choice must beat to be among the k best."""
-        return min(self.found[self.top - 1].time_s, self.slowest_s) if len(self.found) >= self.top else self.slowest_s
+        """What another choice must beat to be among the k best, or to be the best if a gap is allowed."""
+        if len(self.found) < self.top:
+            return self.slowest_s
+        return min(self.found[0 if self.gap else self.top - 1].time_s, self.slowest_s)
 
     def is_out(self, bound_s: float, cutoff_s: float) -> bool:
         """Whether a bound is too high to go on from; it is remembered where only the gap decides."""
@@ -102,8 +104,8 @@ def search_degrees(
 ) -> SearchAnswer:
     """The ``top`` fastest choices of degrees, each with its fastest stages.
 
-    Only plans faster than the cutoff are looked for, and none of which it is known that it is less than ``gap`` faster
-    than what was found.
+    Only plans faster than the cutoff are looked for. With a gap, the first is the fastest but for the gap, and the
+    others are the best that the search came across.
     """
     progress = _Progress(top=top, effort=effort or Effort(), slowest_s=cutoff_s, gap=gap)
     choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)

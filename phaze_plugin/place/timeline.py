@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["Event", "EventKind", "Timeline"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["KINDS", "Event", "EventKind", "EventTable", "Timeline"]
 
 
 class EventKind(StrEnum):
@@ -21,6 +25,10 @@ class EventKind(StrEnum):
     UPDATE = "update"
 
 
+KINDS = tuple(EventKind)
+"""What `EventTable.kind` indexes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One device, busy for a while; microbatch and stage are -1 after the last pass."""
@@ -33,13 +41,42 @@ class Event:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventTable:
+    """Events as parallel arrays; `kind` indexes `KINDS`."""
+
+    device: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    micro_batch: NDArray[np.int64]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+
+    @classmethod
+    def joined(cls, parts: Sequence[EventTable]) -> EventTable:
+        """All events of some tables that take time, by device and start."""
+        columns = {name: np.concatenate([getattr(part, name).ravel() for part in parts]) for name in cls.__slots__}
+        order = np.lexsort((columns["start_s"], columns["device"]))
+        order = order[(columns["end_s"] > columns["start_s"])[order]]
+        return cls(**{name: column[order] for name, column in columns.items()})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
     """All events of one pipeline, by device and time."""
 
     devices: int
     time_s: float
-    events: tuple[Event, ...]
+    table: EventTable
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events one by one; there may be very many."""
+        columns = [getattr(self.table, name).tolist() for name in EventTable.__slots__]
+        return tuple(
+            Event(device, KINDS[kind], stage, batch, start, end)
+            for device, kind, stage, batch, start, end in zip(*columns, strict=True)
+        )
 
     def text(self, columns: int = 100) -> str:
         """A row per device: digits are forwards, letters backwards (of microbatches modulo 10), dots are bubbles."""
