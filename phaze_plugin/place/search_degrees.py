@@ -29,6 +29,7 @@ __all__ = ["Effort", "Found", "SearchAnswer", "root_bound", "search_degrees"]
 _HOPELESS = 10
 _FOREVER_S = 1e30
 _GUESSES = (1.1, 1.25, 1.5, 2.0, 4.0, math.inf)
+_REACH = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class SearchAnswer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
-    """The k best so far, and what was spent."""
+    """The k best so far, what was spent, and the least bound of choices whose best stages were found but not proven."""
 
     top: int
     effort: Effort
@@ -81,13 +82,9 @@ class _Progress:
             return self.slowest_s
         return min(self.found[0 if self.gap else self.top - 1].time_s, self.slowest_s)
 
-    def is_out(self, bound_s: float, cutoff_s: float) -> bool:
-        """Whether a bound is too high to go on from; it is remembered where only the gap decides."""
-        if bound_s < cutoff_s * (1 - max(self.gap, TOLERANCE)):
-            return False
-        if bound_s < cutoff_s * (1 - TOLERANCE):
-            self.open_s = min(self.open_s, bound_s)
-        return True
+    def is_out(self, bound_s: float, target_s: float) -> bool:
+        """Whether a bound is too high to go on from: above the target, or too near to the cutoff."""
+        return bound_s >= min(target_s, self.cutoff_s * (1 - max(self.gap, TOLERANCE)))
 
     def keep(self, found: Found) -> None:
         """Remember a choice, unless its degrees are already known to do better."""
@@ -112,14 +109,14 @@ def search_degrees(
     least = float(choices.floor_s.min(initial=math.inf))
     for guess in _GUESSES if len(choices) else ():
         target = min(guess * least, progress.cutoff_s * (1 + TOLERANCE))
-        progress.open_s = math.inf
         _search_below(ground, choices, target, progress)
         if progress.cutoff_s <= target:
             break
     best = progress.found[0].time_s if progress.found else cutoff_s
+    left = float(choices.floor_s.min(initial=progress.open_s))
     return SearchAnswer(
         found=tuple(progress.found[:top]),
-        bound_s=min(best, progress.open_s),
+        bound_s=best if left >= best * (1 - TOLERANCE) else left,
         choices=progress.choices,
         nodes=progress.nodes,
         simulated=progress.simulated,
@@ -127,30 +124,39 @@ def search_degrees(
 
 
 def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Progress) -> None:
-    """Look at every choice that may take less than the target, the lowest bound first; bounds found are kept."""
+    """Look at every choice that may take less than the target, the lowest bound first.
+
+    What is learnt raises the choices' floors: infinite once their best stages are known.
+    """
     below = np.flatnonzero(every.floor_s < target_s)
-    choices = every.take(below)
-    every.floor_s[below] = choices.floor_s[:] = _raised_floors(ground, choices, target_s)
-    refined: list[tuple[float, int, Degrees, SplitSearch]] = []
-    for index in np.argsort(choices.floor_s, kind="stable").tolist():
-        floor = float(choices.floor_s[index])
-        while refined and (refined[0][0] <= floor or len(progress.found) < progress.top):
-            _solve(refined, target_s, progress)
-        cutoff = min(progress.cutoff_s, target_s)
-        if progress.is_out(floor, cutoff):
-            break
-        if progress.choices >= progress.effort.choices:
-            progress.open_s = min(progress.open_s, floor)
+    every.floor_s[below] = _raised_floors(ground, every.take(below), target_s)
+    refined: list[_Refined] = []
+    for index in below[np.argsort(every.floor_s[below], kind="stable")].tolist():
+        floor = float(every.floor_s[index])
+        while refined and (refined[0].bound_s <= floor or len(progress.found) < progress.top):
+            _solve(heapq.heappop(refined), every, target_s, progress)
+        if progress.is_out(floor, target_s) or progress.choices >= progress.effort.choices:
             break
         progress.choices += 1
-        degrees = choices.degrees(index)
-        search = ground.search(degrees, cutoff)
+        degrees, reach = every.degrees(index), min(progress.cutoff_s, _REACH * target_s)
+        search = ground.search(degrees, reach)
         bound = math.inf if search is None else max(floor, root_bound(search))
-        every.floor_s[below[index]] = min(bound, cutoff)
-        if search is not None and not progress.is_out(bound, cutoff):
-            heapq.heappush(refined, (bound, progress.choices, degrees, search))
+        every.floor_s[index] = math.inf if search is None else min(bound, reach)
+        if search is not None and not progress.is_out(bound, target_s):
+            heapq.heappush(refined, _Refined(bound, index, reach, degrees, search))
     while refined:
-        _solve(refined, target_s, progress)
+        _solve(heapq.heappop(refined), every, target_s, progress)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Refined:
+    """A choice whose stages were looked at, without those that alone take longer than ``reach_s``."""
+
+    bound_s: float
+    index: int
+    reach_s: float
+    degrees: Degrees = field(compare=False)
+    search: SplitSearch = field(compare=False)
 
 
 def _raised_floors(ground: Ground, choices: Choices, target_s: float) -> FloatArray:
@@ -179,24 +185,27 @@ def root_bound(search: SplitSearch) -> float:
     return float(bounds.min())
 
 
-def _solve(refined: list[tuple[float, int, Degrees, SplitSearch]], target_s: float, progress: _Progress) -> None:
-    """Find the best stages of the choice with the lowest bound, and keep it if it is among the best."""
-    bound, _, degrees, search = heapq.heappop(refined)
-    cutoff = min(progress.cutoff_s, target_s)
-    if progress.is_out(bound, cutoff):
+def _solve(refined: _Refined, every: Choices, target_s: float, progress: _Progress) -> None:
+    """Find the best stages of a choice, and keep it if it is among the best."""
+    if progress.is_out(refined.bound_s, target_s):
         return
-    effort = progress.effort
+    search, effort = refined.search, progress.effort
+    reach = min(progress.cutoff_s, refined.reach_s)
     limit = min(effort.nodes_per_choice, max(effort.nodes - progress.nodes, 0))
     seeds: tuple[tuple[int, ...], ...] = ()
     if isinstance(search.bounds, ChunkBounds):
-        seeds = seed_splits(search, search.bounds, progress.cutoff_s)
+        seeds = seed_splits(search, search.bounds, reach)
         limit = limit if search.bounds.count_pipelines(search.full + 1) <= _HOPELESS * limit else 0
-    answer = best_split(search, cutoff, limit, seeds, progress.gap)
+    answer = best_split(search, reach, limit, seeds, progress.gap)
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
-    if answer.bound_s < min(answer.time_s, cutoff):
-        progress.open_s = min(progress.open_s, max(bound, answer.bound_s))
+    is_proven = answer.bound_s >= min(answer.time_s, reach)
+    bound = reach if is_proven else max(refined.bound_s, answer.bound_s)
+    if answer.time_s <= reach:
+        progress.open_s = progress.open_s if is_proven else min(progress.open_s, bound)
+        bound = math.inf
+    every.floor_s[refined.index] = bound
     if answer.time_s < progress.slowest_s:
         candidates = search.candidates
         stages = tuple((int(candidates.stage[pick]), int(candidates.mode[pick])) for pick in answer.picks)
-        progress.keep(Found(time_s=answer.time_s, degrees=degrees, stages=stages))
+        progress.keep(Found(time_s=answer.time_s, degrees=refined.degrees, stages=stages))
