@@ -63,7 +63,7 @@ def test_a_bound_above_its_value_is_refused() -> None:
         ({"stage_counts": (0,)}, "stage_counts is .0,.; expected whole numbers of at least 1"),
         ({"recompute_modes": (RecomputeMode.SELECTIVE,)}, "has no profile at tensor width .* with recompute selective"),
         ({"tensor_widths": (64,)}, r"no layer is sliced at any of the tensor widths \[64\]; allow or profile width 1"),
-        ({"accelerator": 5}, "accelerator 5 is not among the 1 that were profiled"),
+        ({"accelerator": 5}, "accelerator 5 is not among the 2 that were profiled"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:

@@ -138,7 +138,11 @@ class PlainCosts:
         cluster = self.problem.cluster
         used = self.pipelines * self.width * self.devices
         part = Cluster(cluster.accelerator, used, self._levels(used))
-        return float(price_collective(collective, size, part, self.pipelines, stride, energy=ENERGY).seconds)
+        return float(
+            price_collective(
+                collective, size, part, self.pipelines, stride, calibration=self.problem.calibration, energy=ENERGY
+            ).seconds
+        )
 
     def _levels(self, used: int) -> tuple[InterconnectLevel, ...]:
         levels = self.problem.cluster.levels
@@ -167,7 +171,11 @@ class PlainCosts:
             far = Cluster(cluster.accelerator, used, cluster.levels).axis_levels(self.devices, stride)[-1]
         level = InterconnectLevel(members, far.bandwidth_bytes_per_s, far.latency_s)
         part = Cluster(cluster.accelerator, members, (level,))
-        return float(price_collective(collective, size, part, members, energy=ENERGY).seconds)
+        return float(
+            price_collective(
+                collective, size, part, members, calibration=self.problem.calibration, energy=ENERGY
+            ).seconds
+        )
 
     def _cut(self, placed: set[int]) -> float:
         total = 0.0
@@ -246,7 +254,8 @@ class PlainCosts:
                 result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
         if ("update",) not in self.known:
-            estimate = price_works([update_work(recipe, 1 << 30)], self.problem.cluster.accelerator, energy=ENERGY)
+            works, chip = [update_work(recipe, 1 << 30)], self.problem.cluster.accelerator
+            estimate = price_works(works, chip, calibration=self.problem.calibration, energy=ENERGY)
             self.known["update",] = float(estimate.spread_s[0, 0]) / (1 << 30)
         result.finish = parameters * self.known["update",] / (self.pipelines if self.zero >= 1 else 1)
         if self.zero in (1, 2):

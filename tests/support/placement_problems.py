@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 
 from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import (
@@ -28,12 +29,13 @@ def random_graph(random: Random, layers: int) -> PlacementGraph:
         for producer in range(layers - 1):
             readers = {random.randrange(producer + 1, layers) for _ in range(random.choice([0, 1, 1, 2]))}
             if readers:
-                flows.append(Flow(producer, tuple(sorted(readers))))
+                flows.append(Flow(producer, tuple(sorted(readers)), random.choice([0, 0, 1])))
     equal = random.random() < 0.5
     keys = [random.choice("ab") if equal else str(layer) for layer in range(layers)]
-    ties = {"tie": (0, layers - 1)} if layers > 1 and random.random() < 0.5 else {}
-    if ties:
-        keys[0], keys[-1] = "first", "last"
+    ties: dict[str, tuple[int, ...]] = {}
+    if layers > 1 and random.random() < 0.5:
+        ties["tie"] = tuple(sorted({0, layers - 1, *random.sample(range(layers), random.choice([0, 0, 1]))}))
+        keys = [f"tied {key}" if layer in ties["tie"] else key for layer, key in enumerate(keys)]
     named = tuple(PlacementLayer(f"layer {index}", key) for index, key in enumerate(keys))
     return PlacementGraph(layers=named, flows=tuple(flows), ties=ties)
 
@@ -44,28 +46,28 @@ def random_profiles(
     """Profiles whose layers differ in what dominates them; some cannot be sliced."""
     stash_scale = random.choice([0.1, 1.0, 4.0])
     profiles = {}
-    ends = {"first", "last"}
     for key in dict.fromkeys(layer.key for layer in graph.layers):
         parameters, stash = random.uniform(0.2, 1) * 1e6, random.uniform(0.2, 1) * 1e6 * stash_scale
         seconds = [random.uniform(0.2, 1) for _ in range(3)]
         output = random.uniform(1e4, 1e5)
         sliceable = random.random() < 0.7 or 1 not in widths
+        others = random.uniform(0.5, 2)
         for width in widths:
             sliced = sliceable and width > 1
             cut = width if sliced else 1
             for mode in modes:
                 again = {"none": 0.0, "selective": 0.2, "full": 1.0}[mode]
                 profiles[key, width, mode] = LayerProfile(
-                    forward_s=Bounded.exact(seconds[0] / cut),
-                    backward_input_s=Bounded.exact(seconds[1] / cut),
-                    backward_weight_s=Bounded.exact(seconds[2] / cut),
-                    recompute_s=Bounded.exact(again * seconds[0] / cut),
+                    forward_s=Bounded.exact([others, seconds[0] / cut]),
+                    backward_input_s=Bounded.exact([others, seconds[1] / cut]),
+                    backward_weight_s=Bounded.exact([others, seconds[2] / cut]),
+                    recompute_s=Bounded.exact([others, again * seconds[0] / cut]),
                     parameter_bytes={"bfloat16": 2 * parameters / cut, "int8": 100.0},
                     stashed_bytes=stash / cut * (1 - 0.8 * again),
                     peak_working_bytes=stash / 4 / cut,
-                    outputs=(BoundaryTensor(output),),
+                    outputs=(BoundaryTensor(output), BoundaryTensor(output / 3)),
                     is_tensor_parallel=sliced,
-                    tied_parameters={"tie": parameters / 2 / cut} if graph.ties and key in ends else {},
+                    tied_parameters={"tie": parameters / 2 / cut} if key.startswith("tied") else {},
                 )
     return profiles
 
@@ -86,7 +88,9 @@ def random_capabilities(random: Random) -> Capabilities:
     return Capabilities(
         schedules=frozenset(random.sample(list(PipelineSchedule), random.randrange(5))),
         zero_stages=frozenset(random.sample(range(4), random.randrange(1, 5))),
-        excluded_pairs=frozenset({(PipelineSchedule.ZERO_BUBBLE, 3)}),
+        excluded_pairs=frozenset(
+            {(PipelineSchedule.ZERO_BUBBLE, 3), (random.choice(list(PipelineSchedule)), random.randrange(4))}
+        ),
         **flags,
     )
 
@@ -98,8 +102,8 @@ def random_problem(
     random = Random(seed)
     graph = random_graph(random, random.randrange(1, largest + 1))
     widths = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
-    modes = random.choice([(RecomputeMode.NONE,), (RecomputeMode.NONE, RecomputeMode.FULL), tuple(RecomputeMode)])
-    modes = modes if len(graph.layers) < 4 else modes[:2]
+    modes = tuple(mode for mode in RecomputeMode if random.random() < 0.7) or (RecomputeMode.NONE,)
+    modes = modes if len(graph.layers) < 5 else tuple(random.sample(modes, min(len(modes), 2)))
     bandwidth = random.choice([1e5, 1e6, 1e8])
     nodes = (InterconnectLevel(2, 4 * bandwidth, 1e-3), InterconnectLevel(8, bandwidth, 1e-2))
     memory = int(random.choice([8e6, 20e6, 80e6, 1e9]))
@@ -113,9 +117,12 @@ def random_problem(
         micro_batches=random.randrange(1, most_micro_batches + 1),
         recipe=precision_recipe(random.choice(["bf16-adam", "fp32-sgd", "bf16-adam-bf16-gradients"])),
         capabilities=random_capabilities(random),
+        schedules=random.choice([tuple(PipelineSchedule), (random.choice(list(PipelineSchedule)),)]),
         recompute_modes=modes,
-        chunk_counts=(2,),
+        chunk_counts=(2, 3),
         pipelines_divide_batch=random.random() < 0.3,
         memory_margin=random.choice([0.0, 0.1]),
         overlaps_reduction=random.random() < 0.7,
+        calibration=random.choice([IDEAL, replace(IDEAL, link=0.5, memory=0.7)]),
+        accelerator=1,
     )
