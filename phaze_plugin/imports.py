@@ -135,7 +135,8 @@ def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
         error = UnknownNameError("model or missing file", model, plugins.named_models().names)
     elif isinstance(model, str | os.PathLike) and os.path.isdir(model):
         error = ImportModelError(
-            f"the folder {os.fspath(model)!r} holds no config.json; pass a file that describes a model."
+            f"the folder {os.fspath(model)!r} holds no config.json and no dump of XLA; pass a file that "
+            "describes a model."
         )
     else:
         what = repr(model) if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__qualname__}"

@@ -1,1 +1,50 @@
-"""HLO and StableHLO files into graphs."""
+"""HLO and StableHLO files into graphs: text, bytecode, protos, and folders that XLA dumped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phaze.hooks import hookimpl
+from phaze.interfaces import Frontend
+from phaze.ir import Graph
+
+__all__ = ["HloFrontend", "phaze_frontends"]
+
+
+@dataclass(frozen=True, slots=True)
+class HloFrontend:
+    """Takes StableHLO (text or bytecode) and HLO (text or proto), as a path, as bytes, or as a folder of dumps.
+
+    Options: `parameters` and `batch` (indices or paths of arguments; inferred where gradients or updated parameters are
+    among the results), `micro_batch_size` (other than the module's), `time_limit_s` (for parsing).
+    """
+
+    name: str = "hlo"
+    libraries: tuple[str, ...] = ("jax",)
+    options: tuple[str, ...] = ("parameters", "batch", "micro_batch_size", "time_limit_s")
+
+    def accepts(self, model: object) -> bool:
+        """Whether this is a file, a folder or bytes that look like a module."""
+        from phaze.frontends.hlo.folders import find_dumps
+        from phaze.frontends.hlo.forms import find_form, read_head
+
+        if isinstance(model, bytes):
+            return find_form(model) is not None
+        if not isinstance(model, str | os.PathLike):
+            return False
+        head = read_head(model)
+        return bool(find_dumps(model)) if head is None else find_form(head, os.fspath(model)) is not None
+
+    def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+        """The graph; raises FormatError where a file is damaged, ImportModelError where roles are ambiguous."""
+        from phaze.frontends.hlo.importing import import_file
+
+        return import_file(model, inputs, options)
+
+
+@hookimpl
+def phaze_frontends() -> tuple[Frontend, ...]:
+    """The frontend for HLO files."""
+    return (HloFrontend(),)

@@ -98,7 +98,7 @@ def _argument_names(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         ) from None
     except ValueError:
         names = []
-    numbered = [names[index] if index < len(names) else f"argument_{index}" for index in range(len(args))]
+    numbered = [names[index] if index < len(names) else f"argument{index}" for index in range(len(args))]
     return [*numbered, *kwargs]
 
 

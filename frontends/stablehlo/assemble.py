@@ -8,6 +8,7 @@ from dataclasses import replace
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.net import Net
+from phaze.frontends.stablehlo.order import by_depth, repeated_blocks
 from phaze.frontends.stablehlo.phases import find_gradient, find_phases
 from phaze.frontends.stablehlo.places import Place, find_places, parameter_path
 from phaze.frontends.stablehlo.recorder import CONSTANT
@@ -28,7 +29,7 @@ MOST_CHARACTERS = 200
 
 
 def argument_names(module: Module) -> tuple[str, ...]:
-    """Dotted paths of the arguments of `main`, as their locations tell; `argument_3` where they tell nothing."""
+    """Dotted paths of the arguments of `main`, as their locations tell; `argument3` where they tell nothing."""
     main = module.functions.get("main")
     if main is None:
         known = ", ".join(module.functions) or "none at all"
@@ -37,7 +38,7 @@ def argument_names(module: Module) -> tuple[str, ...]:
         )
     names: list[str] = []
     for index, argument in enumerate(main.arguments):
-        name = ".".join(tokens(argument.name)) or f"argument_{index}"
+        name = ".".join(tokens(argument.name)) or f"argument{index}"
         names.append(name if name not in names else f"{name}.{index}")
     return tuple(names)
 
@@ -49,22 +50,34 @@ def assemble(
     *,
     name: str,
     batch_size: int | None = None,
+    is_shuffled: bool = False,
 ) -> Graph:
     """The graph of a module, with backward, layers and factors.
 
     `find_parts` says the roles of arguments after a first walk. With `batch_size`, a prime that divides no other
-    dimension, every factor that it divides is marked as batch.
+    dimension, every factor that it divides is marked as batch. `is_shuffled` where operations are not listed in the
+    order of the program.
     """
     walked = walk(module, names)
     parts = find_parts(walked)
-    stacked = {i for i in walked.sliced if parts.roles[i] in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    stacked = _stacked(walked, parts)
     if stacked:
         walked = walk(module, names, stacked)
     graph = _graph(walked, parts, name, names, batch_size or 1)
+    if is_shuffled:
+        graph = replace(graph, ops=tuple(_ordered(by_depth(graph.ops))))
     if parts.loss is not None and not graph.gradients:
         graph = graph.with_backward()
     graph = refine(split_tied_gradients(graph), batch_size)
     return replace(graph, notes=(*graph.notes, *_notes(module, walked, stacked, names)))
+
+
+def _stacked(walked: Walked, parts: Parts) -> set[int]:
+    """Parameters that are read by trips, and the optimizer state that goes with them."""
+    found = {index for index in walked.sliced if parts.roles[index] is Role.PARAMETER}
+    shapes = {walked.arguments[index].shape for index in found}
+    states = (index for index, role in enumerate(parts.roles) if role is Role.OPTIMIZER_STATE)
+    return found | {index for index in states if walked.arguments[index].shape in shapes}
 
 
 def _graph(walked: Walked, parts: Parts, name: str, names: Sequence[str], batch_size: int) -> Graph:
@@ -99,8 +112,12 @@ def _graph(walked: Walked, parts: Parts, name: str, names: Sequence[str], batch_
     builder.name = name
     builder.micro_batch_size = batch_size
     builder.gradients = gradients
-    first = loss or outputs
-    return builder.build(list(dict.fromkeys([*first, *outputs])))
+    graph = builder.build(list(dict.fromkeys([*loss, *outputs])))
+    blocks = None if modules else repeated_blocks(graph)
+    if blocks is None:
+        return graph
+    modules = find_places(net, place, gradients, blocks)
+    return replace(graph, ops=tuple(replace(op, module=modules.get(op.id, "")) for op in graph.ops))
 
 
 def _outputs(walked: Walked, parts: Parts) -> list[Value]:

@@ -37,18 +37,33 @@ class Place:
     tensors: Mapping[str, Tensor]
 
 
-def find_places(net: Net, place: Place, gradients: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The module path of every op of forward and backward; `gradients` pairs parameters with theirs."""
+def find_places(
+    net: Net, place: Place, gradients: Sequence[tuple[str, str]], blocks: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The module path of every op of forward and backward; none where no module is numbered.
+
+    `gradients` pairs parameters with theirs; `blocks` are groups of forward ops that were found in another way.
+    """
     forward = [op for op in net.ops if place.phases[op.id] is Phase.FORWARD]
     backward = [op for op in net.ops if place.phases[op.id] in (Phase.BACKWARD, Phase.RECOMPUTE)]
     paths = {op.id: _path(place, op) for op in (*forward, *backward)}
-    learned = _learned(place, forward)
-    anchors = _forward_anchors(learned, forward, paths)
-    groups = _with_runs(learned, forward, _filled(net, place, forward, anchors, learned))
+    groups = blocks or _forward_groups(net, place, forward, paths)
+    if not groups:
+        return {}
     modules = {op.id: _module(paths[op.id], groups[op.id]) for op in forward}
     known = _backward_anchors(net, place, backward, groups, paths) | _tails(net, gradients, groups)
     later = _filled(net, place, backward, known, {}, is_backward=True)
     return modules | _backward_modules(backward, later, forward, groups, modules, paths)
+
+
+def _forward_groups(
+    net: Net, place: Place, forward: Sequence[Op], paths: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
+    learned = _learned(place, forward)
+    anchors = _forward_anchors(learned, forward, paths)
+    if not any(anchors.values()):
+        return {}
+    return _with_runs(learned, forward, _filled(net, place, forward, anchors, learned))
 
 
 def _learned(place: Place, forward: Sequence[Op]) -> dict[str, tuple[str, ...]]:

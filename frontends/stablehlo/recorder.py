@@ -22,7 +22,7 @@ __all__ = ["CONSTANT", "Recorder"]
 CONSTANT = "constant."
 """How the ids of arguments begin that stand for constants."""
 
-MOST_OPS = 300_000
+MOST_OPS = 200_000
 """Ops after loops have run; more are refused."""
 
 
@@ -41,6 +41,7 @@ class Recorder:
         self._constants: dict[int, str] = {}
         self._reshaped: dict[str, str] = {}
         self._unique = itertools.count()
+        self._counts: dict[str, int] = {}
 
     def note(self, text: str) -> None:
         """Count something that a reader should know of."""
@@ -124,8 +125,9 @@ class Recorder:
             raise ImportModelError(
                 f"the module has more than {MOST_OPS:,} ops once its loops are run; import one with shorter loops."
             )
+        count = self._counts[origin] = self._counts.get(origin, 0) + 1
         made = self.builder.add(
-            origin,
+            origin if count == 1 else f"{origin}.{count}",
             kind,
             function,
             rule,

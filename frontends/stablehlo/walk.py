@@ -27,9 +27,10 @@ from phaze.ir.shape_rules import opaque_rule
 
 __all__ = ["Loop", "Walked", "slot_name", "values_of", "walk"]
 
-MOST_OPERATIONS = 2_000_000
+MOST_OPERATIONS = 1_000_000
 """Operations visited, those inside loops once a trip; more are refused."""
 
+MOST_TRIPS = 20_000
 MOST_NESTED = 200
 
 Environment = dict[int, Value]
@@ -292,6 +293,8 @@ def _while(walker: _Walker, op: Operation, values: Values, scope: str, environme
             return values
         if not again.value:
             return values
+        if trip == MOST_TRIPS:
+            raise ImportModelError(f"a loop of the module runs more than {MOST_TRIPS:,} trips; import a shorter one.")
         values = walker.enter(number, trip, body, values, scope, environment)
         trip += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
@@ -23,12 +23,20 @@ def configure(parser: ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a known name (none: list them), a config.json or its folder, or a saved graph",
+        help="a known name (none: list them), a config.json or its folder, a saved graph, an HLO or StableHLO file, or "
+        "a folder that XLA dumped",
     )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
         "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default: as saved, else 1)"
     )
+    for role in ("parameters", "batch"):
+        parser.add_argument(
+            f"--{role}",
+            action="append",
+            metavar="ARGUMENT",
+            help=f"{role} of an HLO file, by index or path; repeatable",
+        )
     parser.add_argument("--out", metavar="FILE", help="save the graph as JSON")
     add_json_option(parser)
 
@@ -39,8 +47,7 @@ def run(arguments: Namespace, console: Console) -> int:
 
     if arguments.model is None:
         return _list_models(arguments, console)
-    length = arguments.sequence_length
-    graph = import_graph(arguments.model, **({} if length is None else {"sequence_length": length}))
+    graph = import_graph(arguments.model, **_options(arguments))
     if arguments.micro_batch is not None:
         graph = graph.with_micro_batch(arguments.micro_batch)
     if arguments.out is not None:
@@ -48,6 +55,18 @@ def run(arguments: Namespace, console: Console) -> int:
     document = summarize(graph) | ({} if arguments.out is None else {"saved_to": arguments.out})
     show(console, arguments, document, *_renderables(graph, arguments.out))
     return ExitCode.FINE
+
+
+def _options(arguments: Namespace) -> dict[str, Any]:
+    """What was asked for; an argument's index is a number, its path a text."""
+    options: dict[str, Any] = {}
+    if arguments.sequence_length is not None:
+        options["sequence_length"] = arguments.sequence_length
+    for role in ("parameters", "batch"):
+        given = getattr(arguments, role)
+        if given is not None:
+            options[role] = [int(one) if one.isdigit() else one for one in given]
+    return options
 
 
 def _list_models(arguments: Namespace, console: Console) -> int:

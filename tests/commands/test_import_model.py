@@ -78,3 +78,25 @@ def test_shared_parameters_are_marked(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_folder_without_a_config_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", str(tmp_path)]) == 1
     assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_a_stablehlo_file_is_imported_with_roles_by_path_or_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "module.mlir"
+    path.write_text(
+        'module @jit_f { func.func @main(%a: tensor<6x8xf32> loc("w"), %b: tensor<4x6xf32> loc("x")) -> tensor<f32> {\n'
+        "%0 = stablehlo.dot_general %b, %a, contracting_dims = [1] x [0] : "
+        "(tensor<4x6xf32>, tensor<6x8xf32>) -> tensor<4x8xf32>\n"
+        "%c = stablehlo.constant dense<0.0> : tensor<f32>\n"
+        "%1 = stablehlo.reduce(%0 init: %c) applies stablehlo.add across dimensions = [0, 1] : "
+        "(tensor<4x8xf32>, tensor<f32>) -> tensor<f32>\n"
+        "return %1 : tensor<f32> } }"
+    )
+    assert main(["import", str(path)]) == 1
+    assert "pass parameters= or batch= by name or index" in " ".join(capsys.readouterr().err.split())
+    for option in (["--parameters", "w"], ["--parameters", "0"], ["--batch", "x"]):
+        assert main(["import", str(path), *option, "--json", "--micro-batch", "8"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["parameter_count"], document["inputs"]) == (48, {"x": [8, 6]})
+        assert document["matmul_flops"] == {"forward": 2 * 8 * 6 * 8, "backward": 2 * 8 * 6 * 8}

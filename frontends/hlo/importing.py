@@ -1,0 +1,124 @@
+"""From a file to a graph: find the module, have it parsed, walk it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phaze.errors import FormatError, ImportModelError
+from phaze.frontends.hlo.folders import find_dumps
+from phaze.frontends.hlo.forms import Form, find_form
+from phaze.frontends.hlo.process import Parser, shared_parser
+from phaze.frontends.stablehlo.assemble import argument_names, assemble
+from phaze.frontends.stablehlo.batch import follow_batch
+from phaze.frontends.stablehlo.module import Module
+from phaze.frontends.stablehlo.roles import Selector, infer_parts
+from phaze.ir import Graph
+
+__all__ = ["import_bytes", "import_file"]
+
+TIME_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The bytes of a module, what messages call them, their form, and how they were found."""
+
+    data: bytes
+    name: str
+    form: Form
+    notes: tuple[str, ...] = ()
+
+
+def import_file(model: object, inputs: object, options: Mapping[str, object]) -> Graph:
+    """The graph of a file, of bytes, or of the module in a folder of dumps."""
+    if inputs is not None:
+        raise ImportModelError("an HLO module has its own inputs; pass it without any.")
+    return import_bytes(_read(model), options, shared_parser())
+
+
+def import_bytes(source: Source, options: Mapping[str, object], parser: Parser) -> Graph:
+    """The graph of a module, parsed by this parser."""
+    limit = options.get("time_limit_s") or TIME_LIMIT_S
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
+        raise ImportModelError(f"time_limit_s is {limit!r}; expected a positive number of seconds.")
+    document = parser.parse(source.data, source.form, time_limit_s=float(limit), name=source.name)
+    try:
+        module = Module.from_document(document)
+        graph = _graph(module, options, is_shuffled=source.form in (Form.HLO_TEXT, Form.HLO_PROTO))
+    except RecursionError:
+        raise FormatError(f"{source.name} is nested too deeply to be understood.") from None
+    notes = (f"imported from {source.form}", *source.notes, *graph.notes)
+    graph = replace(graph, notes=notes)
+    size = options.get("micro_batch_size")
+    return graph if size is None else graph.with_micro_batch(size)  # type: ignore[arg-type]
+
+
+def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) -> Graph:
+    names = argument_names(module)
+    parameters, batch = _selectors(options, "parameters"), _selectors(options, "batch")
+    graph = assemble(
+        module,
+        names,
+        lambda walked: infer_parts(walked, names, parameters, batch),
+        name=module.name.removeprefix("jit_"),
+        is_shuffled=is_shuffled,
+    )
+    return follow_batch(graph)
+
+
+def _selectors(options: Mapping[str, object], name: str) -> list[Selector] | None:
+    given = options.get(name)
+    if given is None:
+        return None
+    listed: list[Any] = list(given) if isinstance(given, list | tuple | set | frozenset | range) else [given]
+    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in listed):
+        raise ImportModelError(f"{name} is {given!r}; expected indices or paths of arguments.")
+    return listed
+
+
+def _read(model: object) -> Source:
+    if isinstance(model, bytes):
+        return _source(model, "the module")
+    if not isinstance(model, str | os.PathLike):
+        raise ImportModelError(f"an object of type {type(model).__name__} is no HLO file; pass a path or bytes.")
+    path = Path(model)
+    if path.is_dir():
+        return _from_folder(path)
+    return _from_file(path)
+
+
+def _from_file(path: Path) -> Source:
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot read {path}: {error}.") from error
+    return _source(data, str(path))
+
+
+def _from_folder(path: Path) -> Source:
+    dumps = find_dumps(path)
+    if not dumps:
+        raise FormatError(
+            f"the folder {str(path)!r} holds no dump of XLA or JAX; expected files such as "
+            "module_0000.jit_step.before_optimizations.txt (--xla_dump_to with --xla_dump_hlo_as_text) or *.mlir."
+        )
+    source = _from_file(dumps[0].path)
+    note = f"took {dumps[0].path.name}"
+    if len(dumps) > 1:
+        note += f", the largest of {len(dumps)} modules; pass a file to take another"
+    return replace(source, notes=(note,))
+
+
+def _source(data: bytes, name: str) -> Source:
+    form = find_form(data, name)
+    if form is None:
+        raise FormatError(
+            f"{name} is no HLO: it is neither StableHLO (text or bytecode) nor HLO (text or proto); it begins with "
+            f"{data[:24]!r}."
+        )
+    notes = ("after optimizations: fusions are walked, layouts ignored",) if "after_optimizations" in name else ()
+    return Source(data, name, form, notes)

@@ -1,0 +1,171 @@
+"""Every form of one function imports to the same graph; dumps of XLA; roles by name and index."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import hlo_forms
+import jax
+import jax.numpy as jnp
+import jax_models as models
+import pytest
+
+import phaze
+from phaze.errors import ImportModelError
+from phaze.ir import Graph, Phase, Role
+
+
+def totals(graph: Graph) -> tuple[Any, ...]:
+    flops = tuple(graph.matmul_flops(phase) for phase in Phase)
+    keys = [layer.key for layer in graph.layers]
+    repeats = tuple(keys.index(key) for key in keys)
+    return (graph.parameter_count, len(graph.gradients), graph.micro_batch_size, repeats, *flops)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_all_forms_of_one_function_have_the_same_totals_and_layers(is_scanned: bool) -> None:
+    loss = models.gpt_scan if is_scanned else models.gpt_loss
+    arguments = (models.gpt_parameters(2, stacked=is_scanned), models.tokens())
+    forms = hlo_forms.forms_of(jax.value_and_grad(loss), *arguments)
+    forms["hlo proto of a dump"] = hlo_forms.wrapped(forms["hlo proto"])
+    expected = totals(phaze.import_graph(loss, arguments))
+    for name, data in forms.items():
+        graph = phaze.import_graph(data)
+        assert totals(graph) == expected, name
+        assert graph.coverage().unknown == ()
+        assert graph.with_micro_batch(6).matmul_flops("forward") == 3 * graph.matmul_flops("forward")
+
+
+def test_names_of_arguments_survive_in_every_form_that_has_them() -> None:
+    forms = hlo_forms.forms_of(jax.value_and_grad(hlo_forms.small_loss), *hlo_forms.small_arguments())
+    for name in ("named text", "bytecode", "hlo text", "hlo proto"):
+        graph = phaze.import_graph(forms[name])
+        assert {"params.embed", "params.head", "params.layers[1]"} == {
+            tensor.id for tensor in graph.parameters if tensor.id != "params.layers[0]"
+        }, name
+
+
+def test_a_whole_step_is_told_apart_in_hlo_text_without_names_of_results() -> None:
+    params = hlo_forms.small_arguments()[0]
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        return models.adam_step(params, state, batch, loss_fn=lambda p, b: hlo_forms.small_loss(p, *b))
+
+    arguments = (params, models.adam_state(params), hlo_forms.small_arguments()[1:])
+    loss = phaze.import_graph(hlo_forms.small_loss, hlo_forms.small_arguments())
+    for name, data in hlo_forms.forms_of(step, *arguments).items():
+        graph = phaze.import_graph(data)
+        assert graph.parameter_count == loss.parameter_count, name
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            assert graph.matmul_flops(phase) == loss.matmul_flops(phase), name
+        roles = [tensor.role for tensor in graph.tensors.values()]
+        assert roles.count(Role.OPTIMIZER_STATE) == 9, name
+        assert roles.count(Role.BATCH) == 2, name
+        assert graph.ops_of(Phase.UPDATE), name
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that XLA dumped while it compiled a model and a helper."""
+    folder = tmp_path_factory.mktemp("dumps")
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
+    step = jax.jit(jax.value_and_grad(hlo_forms.small_loss)).lower(*hlo_forms.small_arguments())
+    step.compile(compiler_options=options)
+    jax.jit(lambda x: x + 1).lower(models.shape(3)).compile(compiler_options=options)
+    return folder
+
+
+def test_a_folder_of_dumps_gives_the_model_before_optimizations_and_says_which(dumps: Path) -> None:
+    graph = phaze.import_graph(dumps)
+    expected = phaze.import_graph(hlo_forms.small_loss, hlo_forms.small_arguments())
+    assert totals(graph) == totals(expected)
+    (note,) = [note for note in graph.notes if note.startswith("took ")]
+    assert "small_loss.before_optimizations.txt, the largest of 2 modules" in note
+
+
+@pytest.mark.parametrize("ending", ["after_optimizations.txt", "after_optimizations.hlo.pb"])
+def test_after_optimizations_fusions_are_walked(dumps: Path, ending: str) -> None:
+    (path,) = [path for path in dumps.iterdir() if path.name.endswith(ending) and "small_loss" in path.name]
+    graph = phaze.import_graph(path)
+    expected = phaze.import_graph(dumps)
+    assert graph.parameter_count == expected.parameter_count
+    for phase in ("forward", "backward"):
+        assert graph.matmul_flops(phase) == pytest.approx(expected.matmul_flops(phase), rel=0.005)
+    assert graph.coverage().flops_share > 0.95
+    assert any(note.startswith("after optimizations: fusions are walked") for note in graph.notes)
+
+
+def test_a_forward_gets_its_backward_by_rule_once_its_parameters_are_told() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w).sum()
+
+    text = hlo_forms.forms_of(loss, models.shape(6, 8), models.shape(4, 6))["text"]
+    with pytest.raises(ImportModelError, match=r"pass parameters= or batch= by name or index. Arguments: 0 argument0"):
+        phaze.import_graph(text)
+    for options in ({"parameters": 0}, {"batch": [1]}, {"parameters": "argument0", "batch": "argument1"}):
+        graph = phaze.import_graph(text, **options)
+        assert (graph.parameter_count, graph.micro_batch_size) == (48, 4)
+        assert graph.matmul_flops("backward") == graph.matmul_flops("forward")
+        assert "backward derived by rule" in graph.notes
+
+
+def test_results_that_fit_several_runs_of_arguments_are_ambiguous() -> None:
+    def loss(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ a @ b).sum()
+
+    arguments = (models.shape(6, 6), models.shape(6, 6), models.shape(6, 6))
+    hlo = hlo_forms.forms_of(jax.grad(loss), *arguments)["hlo text"]
+    with pytest.raises(ImportModelError, match="ambiguous which arguments the 1 results belong to"):
+        phaze.import_graph(hlo)
+
+
+def test_a_microbatch_may_be_asked_for() -> None:
+    forms = hlo_forms.small_forms()
+    graph = phaze.import_graph(forms["bytecode"], micro_batch_size=12)
+    assert graph.micro_batch_size == 12
+    assert dataclasses.replace(graph).tensors["x"].shape == (12, 5)
+
+
+def test_collectives_that_are_already_there_are_kept_and_said() -> None:
+    text = b"""
+module @jit_f {
+  func.func public @main(%w: tensor<8x8xf32> loc("params"), %x: tensor<4x8xf32> loc("x")) -> (tensor<f32>) {
+    %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+      : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+    %1 = "stablehlo.all_reduce"(%0) <{replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %s = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %s : tensor<f32>
+    }) : (tensor<4x8xf32>) -> tensor<4x8xf32>
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %2 = stablehlo.reduce(%1 init: %c) applies stablehlo.add across dimensions = [0, 1]
+      : (tensor<4x8xf32>, tensor<f32>) -> tensor<f32>
+    return %2 : tensor<f32>
+  }
+}
+"""
+    graph = phaze.import_graph(text, parameters="params")
+    assert [op.function for op in graph.ops if op.kind == "collective" and op.phase == "forward"] == ["all_reduce"]
+    assert "collective already present: all_reduce" in graph.notes
+
+
+def test_fused_attention_of_a_custom_call_is_attention() -> None:
+    text = b"""
+module @jit_f {
+  func.func public @main(%w: tensor<6x2x4xf32> loc("params"), %x: tensor<3x8x6xf32> loc("x")) -> (tensor<f32>) {
+    %q = stablehlo.dot_general %x, %w, contracting_dims = [2] x [0]
+      : (tensor<3x8x6xf32>, tensor<6x2x4xf32>) -> tensor<3x8x2x4xf32>
+    %y = stablehlo.custom_call @__cudnn$fmhaSoftmax(%q, %q, %q)
+      : (tensor<3x8x2x4xf32>, tensor<3x8x2x4xf32>, tensor<3x8x2x4xf32>) -> tensor<3x8x2x4xf32>
+    %z = stablehlo.custom_call @mystery(%y) : (tensor<3x8x2x4xf32>) -> tensor<3x8x2x4xf32>
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %2 = stablehlo.reduce(%z init: %c) applies stablehlo.add across dimensions = [0, 1, 2, 3]
+      : (tensor<3x8x2x4xf32>, tensor<f32>) -> tensor<f32>
+    return %2 : tensor<f32>
+  }
+}
+"""
+    graph = phaze.import_graph(text, parameters="params")
+    (attention,) = [op for op in graph.ops if op.kind == "attention" and op.phase == "forward"]
+    assert attention.matmul_flops == 2 * 2 * 3 * 2 * 8 * 8 * 4
+    assert "mystery" in {entry.function for entry in graph.coverage().unknown}
