@@ -6,9 +6,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import random_problem
+from placement_problems import examples, random_problem
 
 from phaze.capabilities import PipelineSchedule
 from phaze.place.assemble import assemble
@@ -50,7 +50,7 @@ def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...]
     return None if degrees.stages > layers or (chunks > 1 and rounds % devices) else degrees
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 2**32 - 1))
 def test_bounds_never_exceed_simulated_times(seed: int) -> None:
     random = Random(seed)
@@ -73,7 +73,7 @@ def test_bounds_never_exceed_simulated_times(seed: int) -> None:
             row = rows[0]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(seed: int, interleaved: bool) -> None:
     random = Random(seed)
@@ -110,7 +110,7 @@ def choices_of(ground: Ground) -> Choices:
     return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32 - 1))
 def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
     random = Random(seed)

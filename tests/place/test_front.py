@@ -7,10 +7,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import random_problem
+from placement_problems import examples, random_problem
 
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import GraphError, PlacementError
@@ -45,7 +45,7 @@ def loosened(problem: PlacementProblem, part: float) -> PlacementProblem:
     return replace(problem, profiles={key: lower(profile) for key, profile in problem.profiles.items()})
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_evaluating_the_best_stages_gives_the_time_that_the_search_states(seed: int) -> None:
     problem = random_problem(seed, largest=5, most_devices=8)
@@ -61,7 +61,7 @@ def test_evaluating_the_best_stages_gives_the_time_that_the_search_states(seed: 
         assert placement.device_count <= problem.cluster.device_count
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_the_parts_of_the_time_add_up_and_none_is_negative(seed: int) -> None:
     best = find_placement(random_problem(seed, largest=5, most_devices=8)).best
@@ -71,7 +71,7 @@ def test_the_parts_of_the_time_add_up_and_none_is_negative(seed: int) -> None:
         assert min(parts) >= -1e-9
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seeds)
 def test_the_bound_is_the_same_program_on_lower_bounds(seed: int) -> None:
     problem = random_problem(seed)
@@ -111,7 +111,7 @@ def test_asking_for_no_answer_is_refused() -> None:
         find_placement(random_problem(7), top=0)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_only_plans_below_the_cutoff_are_looked_for(seed: int) -> None:
     problem = random_problem(seed, largest=5, most_devices=8)
@@ -128,7 +128,7 @@ def test_only_plans_below_the_cutoff_are_looked_for(seed: int) -> None:
         assert below.bound_s == part * best.time_s
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds, st.sampled_from([0.01, 0.1, 0.3]))
 def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
     problem = random_problem(seed, largest=5, most_devices=8)
@@ -152,7 +152,7 @@ def test_a_gap_that_cannot_be_is_refused(gap: float) -> None:
         find_placement(random_problem(7), gap=gap)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_a_problem_narrowed_to_one_strategy_is_answered_for_that_strategy(seed: int) -> None:
     problem = random_problem(seed)
@@ -294,7 +294,7 @@ def test_the_timeline_shows_every_pass_and_ends_with_the_batch() -> None:
     assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seeds)
 def test_events_of_a_device_do_not_overlap(seed: int) -> None:
     best = find_placement(random_problem(seed, largest=5, most_devices=8)).best

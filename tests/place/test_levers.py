@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import random_problem
+from placement_problems import examples, random_problem
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
@@ -32,7 +32,7 @@ def shrunk(problem: PlacementProblem, hbm_bytes: int) -> PlacementProblem:
     return replace(problem, cluster=replace(problem.cluster, accelerator=accelerator))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int) -> None:
     problem = replace(random_problem(seed), memory_margin=0.0)
@@ -45,7 +45,7 @@ def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int)
         assert not brute_force(shrunk(problem, math.floor(least.peak_bytes * (1 - 1e-9)) - 1))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seeds)
 def test_every_lever_of_what_does_not_fit_makes_it_fit(seed: int) -> None:
     problem = random_problem(seed)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from placement_problems import examples
 
 from phaze.errors import FormatError, GraphError, PlacementError
 from phaze.place.paper import PaperPlacement, place_paper, reconstruct
@@ -178,7 +179,7 @@ def instances(draw: st.DrawFn, largest: int = 6) -> PaperInstance:
     )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(instances())
 def test_every_accelerator_of_a_batch_gets_what_a_brute_force_finds(instance: PaperInstance) -> None:
     result = place_paper(instance)
@@ -190,7 +191,7 @@ def test_every_accelerator_of_a_batch_gets_what_a_brute_force_finds(instance: Pa
             check(instance, plan, accelerator)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(instances(largest=20))
 def test_nothing_that_is_skipped_changes_the_optimum(instance: PaperInstance) -> None:
     times = place_paper(instance).time_s

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import random_problem
+from placement_problems import examples, random_problem
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
@@ -32,20 +32,20 @@ def compare_with_brute_force(problem: PlacementProblem) -> None:
     assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seeds)
 def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
     compare_with_brute_force(random_problem(seed))
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=150)
+@examples(60)
 @given(seeds)
 def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight_devices(seed: int) -> None:
     compare_with_brute_force(random_problem(seed, largest=6, most_devices=8))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(seeds)
 def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
     ground = Ground.of(random_problem(seed, largest=5, most_devices=8))
@@ -80,7 +80,7 @@ def optimum_s(problem: PlacementProblem) -> float:
     return answer.found[0].time_s if answer.found else math.inf
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seeds)
 def test_more_bandwidth_never_makes_the_optimum_slower(seed: int) -> None:
     problem = relaxed(seed)
@@ -91,7 +91,7 @@ def test_more_bandwidth_never_makes_the_optimum_slower(seed: int) -> None:
     assert optimum_s(faster) <= optimum_s(problem) * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seeds)
 def test_more_memory_never_makes_the_optimum_slower(seed: int) -> None:
     problem = relaxed(seed)
@@ -101,7 +101,7 @@ def test_more_memory_never_makes_the_optimum_slower(seed: int) -> None:
     assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seeds, st.integers(1, 5))
 def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> None:
     problem = relaxed(seed)
@@ -110,7 +110,7 @@ def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> No
     assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(seeds)
 def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None:
     problem = random_problem(seed, largest=5, most_devices=8)

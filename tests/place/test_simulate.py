@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement import PlainStage, plain_simulation
+from placement_problems import examples
 
 from phaze.capabilities import PipelineSchedule
 from phaze.place.orders import pipeline_order
@@ -57,7 +58,7 @@ def test_the_plain_simulator_agrees(shape: tuple[PipelineSchedule, int, int, int
         assert result.time_s[candidate] == pytest.approx(plain, rel=1e-12)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(shapes, st.sampled_from(NAMES))
 def test_a_shorter_duration_never_makes_the_batch_longer(
     shape: tuple[PipelineSchedule, int, int, int, int], name: str
@@ -107,7 +108,7 @@ def test_zero_bubble_leaves_a_third_of_the_bubble(devices: int, batches: int) ->
     assert time_s == pytest.approx(batches * 3 + (devices - 1) * (1 + 1 - 1))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(shapes)
 def test_passes_of_a_device_do_not_overlap_and_follow_what_they_wait_for(
     shape: tuple[PipelineSchedule, int, int, int, int],

@@ -4,16 +4,16 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import random_graph
+from placement_problems import examples, random_graph
 
 from phaze.place.states import build_stage_space
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(seeds)
 def test_quantities_of_stages_equal_loops_over_their_layers(seed: int) -> None:
     random = Random(seed)

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from random import Random
 
+from hypothesis import settings
+
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
@@ -16,6 +18,11 @@ from phaze.place.profile import (
     PlacementLayer,
     RecomputeMode,
 )
+
+
+def examples(count: int) -> settings:
+    """So many examples in the default profile, and more in one that asks for more."""
+    return settings(max_examples=count * settings.default.max_examples // 100)
 
 
 def random_graph(random: Random, layers: int) -> PlacementGraph:
