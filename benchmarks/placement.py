@@ -3,6 +3,9 @@
     python benchmarks/placement.py --instances FILE   every instance of FILE (the format of tests/data/placement.json)
     python benchmarks/placement.py --scale            98 layers on 1,024 devices: paper mode for one accelerator and for
                                                       1,000 at once, and the default mode
+    python benchmarks/placement.py --model NAME [--cluster TEXT] [--batch N]
+                                                      a built-in model with scheduled profiles at every microbatch size,
+                                                      alone and below the best time of the sizes before it
 
 The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
 Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -21,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+import phaze
+from phaze.hardware import Cluster, InterconnectLevel, parse_cluster, precision_recipe, preset
 from phaze.place import (
     BoundaryTensor,
     Bounded,
@@ -35,6 +40,8 @@ from phaze.place import (
     read_paper_instance,
     reconstruct,
 )
+from phaze.planner import ProfileOptions, placement_graph, profile_layer
+from phaze.shard import Axis, LayerTask, shard_model, unsharded
 
 RELATIVE = 1e-9
 RUNS = 20
@@ -46,12 +53,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=Path, help="file of instances with the original program's optima")
     parser.add_argument("--scale", action="store_true", help="time the program at scale")
+    parser.add_argument("--model", help="time the default mode on a built-in model")
+    parser.add_argument("--cluster", default="a100-80gb:1024", help="the cluster of --model")
+    parser.add_argument("--batch", type=int, default=1536, help="sequences in a batch of --model")
     arguments = parser.parse_args()
-    if arguments.instances is None and not arguments.scale:
-        parser.error("nothing to do: give --instances FILE or --scale")
+    if arguments.instances is None and not arguments.scale and arguments.model is None:
+        parser.error("nothing to do: give --instances FILE, --scale or --model NAME")
     differing = compare_instances(arguments.instances) if arguments.instances else 0
     if arguments.scale:
         time_scale()
+    if arguments.model:
+        time_model(arguments.model, parse_cluster(arguments.cluster), arguments.batch)
     return 1 if differing else 0
 
 
@@ -175,6 +187,44 @@ def time_scale() -> None:
     )
     seconds = median_s(lambda: find_placement(problem, top=1))
     print(f"default mode: {seconds:.3f} s (median of {RUNS})")
+
+
+def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: ProfileOptions) -> PlacementProblem:
+    """A built-in model at one microbatch size, sliced, scheduled and profiled."""
+    graph = phaze.import_graph(name).with_micro_batch(size)
+    profiles = {}
+    for width in WIDTHS:
+        axis = Axis(cluster, width)
+        whole = [unsharded(LayerTask(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
+        layers = shard_model(graph, axis).layers if width > 1 else whole
+        for layer in graph.distinct_layers:
+            for mode in RecomputeMode:
+                profiles[layer.key, width, mode] = profile_layer(layers[layer.index], mode, options)
+    return PlacementProblem(
+        graph=placement_graph(graph),
+        profiles=profiles,
+        cluster=cluster,
+        micro_batches=batch // size,
+        recipe=precision_recipe("bf16-adam"),
+    )
+
+
+def time_model(name: str, cluster: Cluster, batch: int, gap: float = 0.01) -> None:
+    """Print processor seconds of one call for each microbatch size, and below the best time so far."""
+    options, best_s = ProfileOptions(), math.inf
+    for size in (1, 2, 4, 8):
+        problem = model_problem(name, cluster, batch, size, options)
+        start = time.process_time()
+        result = find_placement(problem, gap=gap)
+        middle = time.process_time()
+        find_placement(problem, gap=gap, cutoff_s=best_s)
+        end = time.process_time()
+        found = "nothing" if result.best is None else f"{result.best.time_s:.4g} s per batch, gap {result.gap:.1%}"
+        best_s = min(best_s, math.inf if result.best is None else result.best.time_s)
+        print(
+            f"microbatches of {size}: {found}, {result.choices} degrees looked at, {middle - start:.2f} s; below the "
+            f"best of smaller ones {end - middle:.2f} s"
+        )
 
 
 if __name__ == "__main__":

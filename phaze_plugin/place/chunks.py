@@ -153,6 +153,11 @@ class ChunkBounds:
         rows = np.concatenate([rows.reshape(len(picks), -1), spent.T], axis=1)
         return rows, np.where(fits, bound, np.inf)
 
+    def busiest(self, picks: IntArray) -> set[int]:
+        """The places in a pipeline of the stages of the device that takes longest."""
+        device = int(self.through[picks].reshape(-1, self.devices).sum(axis=0).argmax())
+        return set(range(device, self.stages, self.devices))
+
     def count_pipelines(self, states: int) -> float:
         """How many pipelines there are, whether they fit or not."""
         counts: FloatArray = np.zeros(states)

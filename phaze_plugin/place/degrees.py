@@ -51,11 +51,14 @@ class Degrees:
 
 
 def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
-    """How many layers a chunk may have; nothing where they would be too uneven."""
-    least = layers // chunks
-    if least * chunks == layers:
+    """How many layers a chunk may have; nothing where they would be too uneven.
+
+    Where most have one layer, two may have one more: the embedding and the logits lie beside a block.
+    """
+    least, extra = divmod(layers, chunks)
+    if extra == 0:
         return (least,)
-    return (least, least + 1) if least >= 2 else ()
+    return (least, least + 1) if least >= 2 or extra <= 2 else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

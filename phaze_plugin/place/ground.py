@@ -60,6 +60,16 @@ class Ground:
             packing=build_packing(problem, space, self.network, self.update_s, use_bounds=True),
         )
 
+    def with_choices(self, problem: PlacementProblem) -> Ground:
+        """The same layers under other choices; tables are made anew only where modes or widths differ."""
+        mine = self.problem
+        shared = ("graph", "profiles", "cluster", "recipe", "capabilities", "calibration")
+        is_shared = all(getattr(problem, name) is getattr(mine, name) for name in shared)
+        equal = ("recompute_modes", "widths", "accelerator")
+        if not is_shared or any(getattr(problem, name) != getattr(mine, name) for name in equal):
+            return Ground.of(problem)
+        return replace(self, problem=problem, packing=replace(self.packing, problem=problem))
+
     def with_cluster(self, cluster: Cluster) -> Ground:
         """The same problem on other devices; what does not depend on them is kept."""
         problem = replace(self.problem, cluster=cluster)

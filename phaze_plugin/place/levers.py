@@ -76,9 +76,10 @@ class Infeasibility:
             lines = ["no allowed combination of degrees divides the devices and microbatches."]
         else:
             degrees = self.least.degrees
+            pipelines = "1 pipeline" if degrees.pipelines == 1 else f"{degrees.pipelines} pipelines"
             lines = [
-                f"even the plan that needs least memory ({degrees.pipelines} pipelines of {degrees.devices} x "
-                f"{degrees.width} devices, ZeRO-{degrees.zero_stage}) is over:"
+                f"even the plan that needs least memory ({pipelines} of {degrees.devices} x {degrees.width} devices, "
+                f"ZeRO-{degrees.zero_stage}) is over:"
             ]
             lines += [f"  device {one.device} by {one.over_bytes / 2**30:.3g} GiB" for one in self.over]
         lines += [f"would fit: {lever.text}" for lever in self.levers] or ["no single change that was tried fits."]
@@ -105,13 +106,13 @@ def explain_infeasibility(
         ]
     )
     found = (
-        _first(LeverKind.RECOMPUTE, _recompute(problem)),
-        _first(LeverKind.ZERO, _zero(problem)),
-        _first(LeverKind.STAGES, _stages(problem)),
-        _first(LeverKind.TENSOR_WIDTH, _widths(problem)),
-        _first(LeverKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
+        _first(ground, LeverKind.RECOMPUTE, _recompute(problem)),
+        _first(ground, LeverKind.ZERO, _zero(problem)),
+        _first(ground, LeverKind.STAGES, _stages(problem)),
+        _first(ground, LeverKind.TENSOR_WIDTH, _widths(problem)),
+        _first(ground, LeverKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
         _devices(ground),
-        _first(LeverKind.MARGIN, _margin(problem)),
+        _first(ground, LeverKind.MARGIN, _margin(problem)),
         _hbm(ground, None if least is None else least.peak_bytes),
     )
     return Infeasibility(least=placement, over=tuple(over), levers=tuple(lever for lever in found if lever is not None))
@@ -127,10 +128,10 @@ def fits(ground: Ground) -> bool:
 _Change = tuple[str, PlacementProblem]
 
 
-def _first(kind: LeverKind, changes: Iterable[_Change]) -> Lever | None:
+def _first(ground: Ground, kind: LeverKind, changes: Iterable[_Change]) -> Lever | None:
     """The first change that fits."""
     for text, changed in changes:
-        if fits(Ground.of(changed)):
+        if fits(ground.with_choices(changed)):
             return Lever(kind, text, changed)
     return None
 

@@ -19,8 +19,8 @@ _CLOSE = 1.01
 def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tuple[tuple[int, ...], ...]:
     """A good pipeline, if one is found: shares of the work as even as they come.
 
-    If it comes near the cutoff, boundaries and modes are changed one at a time as long as that helps. Times are
-    estimates; what stays clearly above the cutoff is not worth a simulation.
+    If it comes near the cutoff, boundaries and modes of the busiest device's stages are changed one at a time as long
+    as that helps. Times are estimates; what stays clearly above the cutoff is not worth a simulation.
     """
     starts = [
         pipeline for lean in (False, True) if (pipeline := _even_split(bounds, search.full + 1, lean)) is not None
@@ -32,7 +32,7 @@ def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tu
     best, time_s = starts[int(times.argmin())], float(times.min())
     options = _by_ends(search.candidates)
     for _ in range(_IMPROVEMENTS if time_s < _PROMISING * cutoff_s else 0):
-        near = _neighbours(search.candidates, best, options)
+        near = _neighbours(search.candidates, best, options, bounds.busiest(best))
         near = near[bounds.fits(near)] if len(near) else near
         if not len(near):
             break
@@ -78,11 +78,15 @@ def _by_ends(candidates: Candidates) -> dict[tuple[int, int], list[int]]:
     return options
 
 
-def _neighbours(candidates: Candidates, picks: IntArray, options: dict[tuple[int, int], list[int]]) -> IntArray:
-    """Pipelines that differ in one boundary by one state, or in the mode of one stage."""
+def _neighbours(
+    candidates: Candidates, picks: IntArray, options: dict[tuple[int, int], list[int]], places: set[int]
+) -> IntArray:
+    """Pipelines that differ in one boundary by one state, or in the mode of one stage, at some of their stages."""
     near: list[list[int]] = []
     chosen = picks.tolist()
     for index, pick in enumerate(chosen):
+        if index not in places and index + 1 not in places:
+            continue
         source, target = int(candidates.source[pick]), int(candidates.target[pick])
         near += [[*chosen[:index], other, *chosen[index + 1 :]] for other in options[source, target] if other != pick]
         if index + 1 == len(chosen):

@@ -355,7 +355,7 @@ def _best_of(
     devices: int,
     rounds: int,
 ) -> float:
-    capabilities, cluster = problem.capabilities, problem.cluster
+    capabilities, cluster, layers = problem.capabilities, problem.cluster, len(problem.graph.layers)
     name = str(schedule or "1f1b")
     mixed = capabilities.allows_mixed_widths and chunks == 1
     costs = PlainCosts(problem, width, d, zero, devices, name == "zero-bubble", mixed)
@@ -371,7 +371,8 @@ def _best_of(
         if not capabilities.allows_uneven_stages and not _is_even(problem, parts):
             continue
         sizes = [len(part) for part in parts]
-        if chunks > 1 and (max(sizes) - min(sizes) > 1 or max(sizes) > 1.5 * min(sizes)):
+        is_uneven = max(sizes) > 1.5 * min(sizes) and layers - len(sizes) > 2
+        if chunks > 1 and (max(sizes) - min(sizes) > 1 or is_uneven):
             continue
         before = [frozenset().union(*parts[:index]) for index in range(len(parts))]
         for key in zip(before, parts, strict=True):
