@@ -2,11 +2,13 @@
 
     python benchmarks/frontends.py [NAME ...]
     python benchmarks/frontends.py --torch [NAME ...]
+    python benchmarks/frontends.py --jax [NAME ...]
 
 A row a model: seconds to the verified graph with its backward, seconds more to its layers, ops, layers, distinct
 layers; the last line gives the slowest row and ops per second over all rows. With `--torch` the models are torch
 modules of the same names, built on the meta device in bfloat16 with sequences of 2,048 (or the model's longest), and
-the last line adds the process's largest resident memory, torch itself included.
+the last line adds the process's largest resident memory, torch itself included. With `--jax` they are JAX losses of the
+same sizes over shapes in bfloat16: blocks one after another (`gpt2-xl`), or a scan over stacked ones (`gpt2-xl-scan`).
 """
 
 from __future__ import annotations
@@ -46,6 +48,58 @@ def from_torch(name: str) -> Callable[[], Graph]:
     return lambda: phaze.import_graph(model, {"input_ids": ids, "labels": ids})
 
 
+JAX_MODELS = {"gpt2-xl": False, "gpt2-xl-scan": True}
+
+
+def from_jax(name: str) -> Callable[[], Graph]:
+    """The import of a JAX loss that has the sizes of a built-in name."""
+    import jax
+    import jax.numpy as jnp
+
+    config, is_stacked = NAMED_CONFIGS[name.removesuffix("-scan")], JAX_MODELS[name]
+    width, heads, layers = (int(config[key]) for key in ("n_embd", "n_head", "n_layer"))
+    length, words = int(config["n_positions"]), int(config["vocab_size"])
+    lead = (layers,) if is_stacked else ()
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def block() -> dict[str, jax.ShapeDtypeStruct]:
+        columns = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }
+        norms = {"norm_1": (width,), "norm_2": (width,)}
+        return {key: shape(*lead, *sizes) for key, sizes in {**columns, **norms}.items()}
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def apply(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+        split = (*x.shape[:2], heads, width // heads)
+        query, key, value = (part.reshape(split) for part in jnp.split(norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1))
+        scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", query, key), axis=-1)
+        x = x + jnp.einsum("bhst,bthd->bshd", scores, value).reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["norm_2"]) @ p["up"]) @ p["down"]
+
+    def loss(params: dict[str, object], ids: jax.Array, labels: jax.Array) -> jax.Array:
+        x = params["wte"][ids] + params["wpe"]  # type: ignore[index]
+        if is_stacked:
+            x, _ = jax.lax.scan(lambda x, p: (apply(x, p), None), x, params["h"])
+        else:
+            for p in params["h"]:  # type: ignore[attr-defined]
+                x = apply(x, p)
+        logits = jax.nn.log_softmax(x @ params["wte"].T)  # type: ignore[attr-defined]
+        return -jnp.take_along_axis(logits, labels[..., None], -1).mean()
+
+    blocks = block() if is_stacked else [block() for _ in range(layers)]
+    params = {"wte": shape(words, width), "wpe": shape(length, width), "h": blocks}
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return lambda: phaze.import_graph(loss, (params, ids, ids))
+
+
 def from_name(name: str) -> Callable[[], Graph]:
     """The import of a built-in name."""
     return lambda: phaze.import_graph(name)
@@ -56,13 +110,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="built-in names (all)")
     parser.add_argument("--torch", action="store_true", help="import torch modules instead of configs")
+    parser.add_argument("--jax", action="store_true", help="import JAX losses instead of configs")
     arguments = parser.parse_args()
-    names = arguments.names or list(TORCH_MODELS if arguments.torch else NAMED_CONFIGS)
+    known = TORCH_MODELS if arguments.torch else JAX_MODELS if arguments.jax else NAMED_CONFIGS
+    names = arguments.names or list(known)
+    build = from_torch if arguments.torch else from_jax if arguments.jax else from_name
     phaze.import_graph("gpt2")
     print(f"{'model':<18}{'graph s':>9}{'layers s':>9}{'ops':>7}{'layers':>8}{'distinct':>9}")
     totals: dict[str, tuple[float, int]] = {}
     for name in names:
-        take = (from_torch if arguments.torch else from_name)(name)
+        take = build(name)
         start = time.perf_counter()
         graph = take()
         imported = time.perf_counter()
@@ -73,7 +130,7 @@ def main() -> None:
     slowest = max(totals, key=lambda name: totals[name][0])
     seconds, ops = (sum(column) for column in zip(*totals.values(), strict=True))
     print(f"slowest {slowest} {totals[slowest][0]:.2f} s; {ops / seconds:,.0f} ops per second over {len(names)} models")
-    if arguments.torch:
+    if arguments.torch or arguments.jax:
         kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"largest resident memory {kibibytes / 2**20:.2f} GiB")
 
