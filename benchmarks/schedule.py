@@ -2,14 +2,17 @@
 
     python benchmarks/schedule.py --instances tests/data/schedule.json [--method auto] [--solver highs]
     python benchmarks/schedule.py --models [--micro-batch 1] [--fused]
-    python benchmarks/schedule.py --agree [--work 60]
+    python benchmarks/schedule.py --sharded [--fused]
+    python benchmarks/schedule.py --agree [--work 2] [--workers 8]
     python benchmarks/schedule.py --bounds
 
 --instances solves every instance to gap 0, prints those that differ from the known makespan by more than 1e-6, and ends
 with `N/N optimal`. --models schedules the forward and backward pass of every distinct layer of nine models on twelve
-accelerators, to a gap of 1 %; the last line counts rows proven, the median and the largest seconds. --agree proves the
-passes of at least 30 ops to gap 0 by two independent methods, the frontier search and CP-SAT (`--work` is CP-SAT's
-deterministic seconds for each). --bounds prices the lower bounds of one layer on the paper's 29,360 accelerators.
+accelerators, to a gap of 1 %; the last line counts rows proven, the median and the largest seconds. --sharded does the
+same for tensor-parallel blocks with their collectives. --agree proves the passes of at least 30 ops to gap 0 by two
+independent methods, the frontier search and CP-SAT; CP-SAT knows the list schedule and nothing of the search (`--work`
+is its deterministic seconds for each; several workers prove more, not always the same). --bounds prices the lower
+bounds of one layer on the paper's 29,360 accelerators.
 """
 
 from __future__ import annotations
@@ -18,17 +21,25 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 import phaze
+from phaze.cost import Collective
 from phaze.errors import PhazeError
-from phaze.hardware import AcceleratorArray, preset
+from phaze.hardware import AcceleratorArray, parse_cluster, preset
+from phaze.ir import Graph, Op, Phase
 from phaze.schedule import Problem, Schedule, ScheduleStatus, price_pass, schedule_layer
+from phaze.schedule.cores import makespan
+from phaze.schedule.cp_sat import solve_cp_sat
 from phaze.schedule.instances import read_instances
+from phaze.schedule.list_schedule import list_schedule
+from phaze.schedule.reduce import reduce_problem
+from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
 
 MODELS = (
     "bert-large",
@@ -58,6 +69,9 @@ CORES = (
 """Tensor and vector cores. All have the arrays, lanes, buffer and memory of tpuv4-paper, which is (8, 2)."""
 
 MANY_OPS = 30
+SHARDED_MODELS = ("gpt3-175b", "llama2-7b", "mixtral-8x7b")
+SHARDED_CLUSTERS = ("a100-80gb:8", "tpuv4:8", "tpuv4-paper:8@paper")
+WIDTHS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +81,11 @@ class Row:
     model: str
     layer: str
     phase: str
-    cores: tuple[int, int]
+    where: str  # the accelerator's cores, or the cluster and the tensor-parallel width
     problem: Problem
 
     def __str__(self) -> str:
-        cores = f"{self.cores[0]},{self.cores[1]}"
-        return f"{self.model:<17}{self.layer[-26:]:<27}{self.phase:<9}{cores:>8}{len(self.problem.ops):>5}"
+        return f"{self.model:<17}{self.layer[-26:]:<27}{self.phase:<9}{self.where:>15}{len(self.problem.ops):>5}"
 
 
 def accelerators() -> AcceleratorArray:
@@ -91,8 +104,33 @@ def rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
         for layer in graph.distinct_layers:
             for phase, ops in (("forward", layer.forward), ("backward", layer.backward)):
                 priced = price_pass(graph, ops, chips, name=layer.name, is_fused=is_fused)
-                for at, cores in enumerate(CORES):
-                    yield Row(model, layer.name, phase, cores, priced.problem(at))
+                for at, (tensor, vector) in enumerate(CORES):
+                    yield Row(model, layer.name, phase, f"{tensor},{vector}", priced.problem(at))
+
+
+def sharded_rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
+    """The largest layer of each model, sliced for each width of each cluster."""
+    for model in SHARDED_MODELS:
+        graph = phaze.import_graph(model).with_micro_batch(micro_batch)
+        block = max(graph.distinct_layers, key=lambda layer: len(layer.backward))
+        for cluster, width in product(SHARDED_CLUSTERS, WIDTHS):
+            axis = Axis(parse_cluster(cluster), width)
+            local = slice_layer(shard_layer(LayerTask(graph=graph, layer=block, axis=axis)))
+            where = f"{cluster.partition(':')[0]}/{width}"
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                ops = [op for op in local.ops if op.phase is phase]
+                problem = sliced_problem(local, ops, axis, block.name, is_fused=is_fused)
+                yield Row(model, block.name, phase.value, where, problem)
+
+
+def sliced_problem(local: Graph, ops: Sequence[Op], axis: Axis, name: str, *, is_fused: bool) -> Problem:
+    """One pass of one device's slice, its collectives as links."""
+
+    def link_s(op: Op) -> float:
+        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+
+    accelerator = axis.cluster.accelerator
+    return price_pass(local, ops, accelerator, name=name, is_fused=is_fused, link_s=link_s).problem()
 
 
 def run_instances(path: Path, method: str, solver: str) -> int:
@@ -112,14 +150,14 @@ def run_instances(path: Path, method: str, solver: str) -> int:
     return 0 if optimal == len(instances) else 1
 
 
-def run_models(micro_batch: int, *, is_fused: bool) -> int:
+def run_models(passes: Iterator[Row]) -> int:
     """Schedule every pass within 1 % and print a row each."""
     print(
-        f"{'model':<17}{'layer':<27}{'pass':<9}{'cores':>8}{'ops':>5}"
+        f"{'model':<17}{'layer':<27}{'pass':<9}{'cores':>15}{'ops':>5}"
         f"{'makespan us':>14}{'time us':>12}{'bound us':>12}{'gap':>8}{'work':>9}{'seconds':>9}  method"
     )
     seconds, resisting = [], []
-    for row in rows(micro_batch, is_fused=is_fused):
+    for row in passes:
         start = time.perf_counter()
         answer = schedule_layer(row.problem)
         seconds.append(time.perf_counter() - start)
@@ -145,26 +183,37 @@ def is_within(answer: Schedule, gap: float) -> bool:
     return answer.gap <= gap + 1e-9
 
 
-def run_agreement(micro_batch: int, work: float) -> int:
+def run_agreement(micro_batch: int, work: float, workers: int) -> int:
     """Prove passes of many ops to gap 0 by two independent methods."""
-    print(f"{'model':<17}{'layer':<27}{'pass':<9}{'cores':>8}{'ops':>5}{'frontier us':>14}{'cp-sat us':>14}  agree")
+    print(
+        f"{'model':<17}{'layer':<27}{'pass':<9}{'cores':>15}{'ops':>5}"
+        f"{'frontier us':>14}{'seconds':>9}{'cp-sat us':>14}{'seconds':>9}  agree"
+    )
     agreed, tried, wrong = 0, 0, 0
     seen: set[str] = set()
     for row in rows(micro_batch, is_fused=False):
         if len(row.problem.ops) < MANY_OPS or row.problem.key() in seen:
             continue
         seen.add(row.problem.key())
-        makespan_only = replace(row.problem, memory_s=0.0)
-        exact = schedule_layer(makespan_only, gap=0.0, work=30_000_000)
-        other = schedule_layer(makespan_only, gap=0.0, method="cp-sat", work=work)
-        tried += 1
-        is_proven = exact.status is ScheduleStatus.OPTIMAL and other.status is ScheduleStatus.OPTIMAL
-        is_equal = abs(exact.makespan_s - other.makespan_s) <= 1e-6 * exact.makespan_s
-        is_bracketed = other.bound_s <= exact.makespan_s * (1 + 1e-6) and exact.bound_s <= other.makespan_s * (1 + 1e-6)
-        agreed += is_proven and is_equal
+        start = time.perf_counter()
+        exact = schedule_layer(replace(row.problem, memory_s=0.0), gap=0.0, work=30_000_000)
+        middle = time.perf_counter()
+        reduced = reduce_problem(row.problem)
+        other = solve_cp_sat(reduced, list_schedule(reduced), gap=0.0, work=work, workers=workers)
+        end = time.perf_counter()
+        other_s = makespan(other.placed)
+        other_gap = max(0.0, 1.0 - other.bound_s / other_s)
+        is_proven = exact.status is ScheduleStatus.OPTIMAL and other_gap <= 1e-9
+        is_equal = abs(exact.makespan_s - other_s) <= 1e-6 * exact.makespan_s
+        is_bracketed = other.bound_s <= exact.makespan_s * (1 + 1e-6) and exact.bound_s <= other_s * (1 + 1e-6)
+        tried, agreed = tried + 1, agreed + (is_proven and is_equal)
         wrong += (is_proven and not is_equal) or not is_bracketed
-        told = ("yes" if is_equal else "NO") if is_proven else f"cp-sat {other.gap:.2%}, frontier {exact.gap:.2%}"
-        print(f"{row}{exact.makespan_s * 1e6:>14.3f}{other.makespan_s * 1e6:>14.3f}  {told}", flush=True)
+        told = ("yes" if is_equal else "NO") if is_proven else f"cp-sat {other_gap:.2%}, frontier {exact.gap:.2%}"
+        print(
+            f"{row}{exact.makespan_s * 1e6:>14.3f}{middle - start:>9.2f}{other_s * 1e6:>14.3f}{end - middle:>9.1f}  "
+            f"{told}",
+            flush=True,
+        )
     print(f"{agreed} of {tried} layers with {MANY_OPS} or more ops proven at gap 0 by both methods, {wrong} disagree")
     return 0 if agreed >= 20 and not wrong else 1
 
@@ -199,13 +248,15 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--instances", type=Path, metavar="FILE")
     what.add_argument("--models", action="store_true")
+    what.add_argument("--sharded", action="store_true")
     what.add_argument("--agree", action="store_true")
     what.add_argument("--bounds", action="store_true")
     parser.add_argument("--method", default="auto", help="auto, list, frontier, cp-sat, milp (default: auto)")
     parser.add_argument("--solver", default="highs", help="for milp: highs, scip, gurobi (default: highs)")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="fuse elementwise epilogues into matrix ops")
-    parser.add_argument("--work", type=float, default=60.0)
+    parser.add_argument("--work", type=float, default=2.0)
+    parser.add_argument("--workers", type=int, default=8)
     arguments = parser.parse_args()
     try:
         if arguments.instances:
@@ -213,9 +264,12 @@ def main() -> int:
                 arguments.method.partition("-") if arguments.method.startswith("milp") else (arguments.method, "", "")
             )
             return run_instances(arguments.instances, method, solver or arguments.solver)
-        if arguments.models:
-            return run_models(arguments.micro_batch, is_fused=arguments.fused)
-        return run_agreement(arguments.micro_batch, arguments.work) if arguments.agree else run_bounds()
+        if arguments.agree:
+            return run_agreement(arguments.micro_batch, arguments.work, arguments.workers)
+        if arguments.bounds:
+            return run_bounds()
+        passes = sharded_rows if arguments.sharded else rows
+        return run_models(passes(arguments.micro_batch, is_fused=arguments.fused))
     except (PhazeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

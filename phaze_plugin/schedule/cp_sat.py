@@ -61,16 +61,26 @@ class _Model:
 
 
 def solve_cp_sat(
-    reduced: Reduced, incumbent: tuple[Placed, ...], *, gap: float, work: float | None, seed: int = 0
+    reduced: Reduced,
+    incumbent: tuple[Placed, ...],
+    *,
+    gap: float,
+    work: float | None,
+    seed: int = 0,
+    workers: int = 1,
 ) -> CpSatOutcome:
-    """Improve the incumbent to the relative `gap`, or until `work` units of deterministic time are spent."""
+    """Improve the incumbent to the relative `gap`, or until `work` units of deterministic time are spent.
+
+    Several workers prove more, but which of equal schedules they find, and what they prove in a limit, may change from
+    run to run.
+    """
     from ortools.sat.python import cp_model
 
     upper_s = makespan(incumbent)
     unit_s = _unit(reduced, upper_s)
     model = _model(reduced, unit_s, incumbent)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed + 1  # with 0 the library spends minutes outside its deterministic time
     solver.parameters.relative_gap_limit = gap
     solver.parameters.presolve_inclusion_work_limit = 0  # can prove a wrong optimum: google/or-tools issue 5293

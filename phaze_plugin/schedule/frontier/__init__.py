@@ -23,9 +23,11 @@ completed to. From a level the next one is made for all states at once, and a st
 
 Rules 1 and 4 leave, of the states of a level with the least V, at least one. Rules 2 and 7 narrow the schedules looked
 for, by what has started alone: change places with ops that have successors, run ops without successors last, change
-places among these; no step of a kind undoes one of a kind before it, so that the best schedule left is as short. If
-nothing is dropped by rule 5, the better of what is found and the target is proven. Wider and wider passes give better
-incumbents first and the proof last; the same input gives the same passes.
+places among these; no step of a kind undoes one of a kind before it, so that the best schedule left is as short. To
+order ops that start together would halve the work, but the state it relies on may itself have been dropped by rule 4.
+
+If nothing is dropped by rule 5, the better of what is found and the target is proven. Wider and wider passes give
+better incumbents first and the proof last; the same input gives the same passes.
 """
 
 from phaze.schedule.frontier.passes import Outcome, search_frontier
