@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import phaze
-from phaze.cost import price_collective
+from phaze.cost import Collective, price_collective
 from phaze.errors import ScheduleError
 from phaze.hardware import AcceleratorArray, parse_cluster, preset
-from phaze.ir import Graph, OpKind
+from phaze.ir import Graph, Op, OpKind
 from phaze.schedule import Compatibility, price_pass, schedule_layer
 from phaze.schedule import OpKind as CoreUse
 from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
@@ -72,3 +72,21 @@ def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
     paper = price_pass(local, forward, chip, link_s=seconds, prices={}, compatibility=Compatibility.PAPER)
     assert CoreUse.LINK not in paper.problem(0).kinds
     assert kept.gap <= 1e-9
+
+
+@pytest.mark.parametrize("chip", ["a100-80gb:8", "tpuv4:8"])
+def test_sliced_backward_overlaps_its_collectives_and_is_proven(gpt2: Graph, chip: str) -> None:
+    axis = Axis(parse_cluster(chip), 4)
+    local = slice_layer(shard_layer(LayerTask(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
+    backward = [op for op in local.ops if op.phase == "backward"]
+
+    def seconds(op: Op) -> float:
+        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+
+    problem = price_pass(local, backward, axis.cluster.accelerator, link_s=seconds, prices={}).problem()
+    answer = schedule_layer(problem)
+    assert answer.gap <= 0.01 + 1e-9
+    assert answer.makespan_s < sum(op.shortest_s for op in problem.ops)
+    other = schedule_layer(problem, method="cp-sat", gap=0.0, work=0.5)
+    assert other.bound_s <= answer.makespan_s * (1 + 1e-6)
+    assert answer.bound_s <= other.makespan_s * (1 + 1e-6)
