@@ -23,7 +23,7 @@ from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
 
 if TYPE_CHECKING:
     from phaze.hardware import Accelerator
-    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder
+    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder, World
     from phaze.solvers import LinearSolver
 
 __all__ = ["BUILT_IN_DISTRIBUTION", "PluginManager"]
@@ -124,6 +124,12 @@ class PluginManager:
         from phaze.interfaces import StageBuilder
 
         return self._collect("phaze_stage_builders", "stage builder", _instance_of(StageBuilder))
+
+    def worlds(self) -> Registry[World]:
+        """All ways to see other processes and devices."""
+        from phaze.interfaces import World
+
+        return self._collect("phaze_worlds", "world", _instance_of(World))
 
     def report_failure(self, origin: Origin, doing: str, error: BaseException) -> None:
         """Record that a plugin failed, and warn once."""

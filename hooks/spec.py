@@ -13,7 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from phaze.hardware import Accelerator
-    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder
+    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder, World
     from phaze.solvers import LinearSolver
 
 __all__ = ["PROJECT_NAME", "hookimpl"]
@@ -58,3 +58,8 @@ def phaze_emitters() -> Iterable[Emitter]:  # type: ignore[empty-body]
 @hookspec
 def phaze_stage_builders() -> Iterable[StageBuilder]:  # type: ignore[empty-body]
     """Add ways to cut a kind of model into pipeline stages."""
+
+
+@hookspec
+def phaze_worlds() -> Iterable[World]:  # type: ignore[empty-body]
+    """Add ways to see the processes and devices that a launcher made this process one of."""

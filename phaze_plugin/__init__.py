@@ -10,17 +10,39 @@ if TYPE_CHECKING:
     from phaze.errors import PhazeError
     from phaze.imports import import_graph, load_graph
     from phaze.ir import Graph
+    from phaze.plan import Plan, load_plan
+    from phaze.planner.differences import compare
+    from phaze.planner.front import Evaluation, evaluate, optimize
 
-__all__ = ["Graph", "PhazeError", "__version__", "import_graph", "last_compiled", "load_graph"]
+__all__ = [
+    "Evaluation",
+    "Graph",
+    "PhazeError",
+    "Plan",
+    "__version__",
+    "compare",
+    "evaluate",
+    "import_graph",
+    "last_compiled",
+    "load_graph",
+    "load_plan",
+    "optimize",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Evaluation": "phaze.planner.front",
     "Graph": "phaze.ir",
     "PhazeError": "phaze.errors",
+    "Plan": "phaze.plan",
+    "compare": "phaze.planner.differences",
+    "evaluate": "phaze.planner.front",
     "import_graph": "phaze.imports",
     "last_compiled": "phaze.compiled",
     "load_graph": "phaze.imports",
+    "load_plan": "phaze.plan",
+    "optimize": "phaze.planner.front",
 }
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
 

@@ -9,6 +9,7 @@ PhazeError
 ├── ShardError            a layer that cannot be split so many ways; layout constraints that contradict or match nothing
 ├── ScheduleError         a schedule that breaks a rule of its problem, or a problem that is malformed
 ├── PlacementError        a placement problem that contradicts itself or cannot be asked
+├── PlanError             a plan that is asked of, applied to or loaded for something that it does not fit
 ├── SolverError           a solver was misused, or is missing where it was asked for by name
 ├── PluginError           a plugin clashes with another, raised, or answered with the wrong type
 └── UnknownNameError      a name that nobody registered; lists the known ones
@@ -31,6 +32,7 @@ __all__ = [
     "ImportModelError",
     "PhazeError",
     "PlacementError",
+    "PlanError",
     "PluginError",
     "PluginWarning",
     "ScheduleError",
@@ -83,6 +85,10 @@ class ScheduleError(PhazeError):
 
 class PlacementError(PhazeError):
     """A placement problem contradicts itself or cannot be asked."""
+
+
+class PlanError(PhazeError):
+    """A plan cannot be made as asked, or does not belong to what it is used with."""
 
 
 class SolverError(PhazeError):

@@ -1,4 +1,5 @@
-"""What the core asks of the outside: the shapes of frontends, emitters, stage builders, prices and named models.
+"""What the core asks of the outside: the shapes of frontends, emitters, stage builders, prices, named models and
+worlds.
 
 Plugins, built-in ones included, hand objects of these shapes to the hooks in `phaze.hooks`. None of them may import a
 framework before it is asked to do its work: `accepts` looks at type names and at what is already imported.
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from phaze.hardware import AcceleratorArray
     from phaze.ir import Graph, Op
 
-__all__ = ["Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder"]
+__all__ = ["Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder", "World"]
 
 
 @runtime_checkable
@@ -110,4 +111,33 @@ class StageBuilder(Protocol):
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
         """One part of the model per stage; each stage lists the names of its layers, in order."""
+        ...
+
+
+@runtime_checkable
+class World(Protocol):
+    """The processes that a launcher started together, and the devices that this one sees.
+
+    Nothing of it imports a framework: a framework that nobody imported has started no process group.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def size(self) -> int:
+        """How many processes there are; 1 where no group was initialised."""
+        ...
+
+    def rank(self) -> int:
+        """Which of them this one is."""
+        ...
+
+    def gather(self, text: str) -> Sequence[str]:
+        """One text from every process, by rank, to every process."""
+        ...
+
+    def visible_devices(self) -> tuple[str, int] | None:
+        """A known accelerator's name and how many of it all processes have together; None where it cannot be told."""
         ...

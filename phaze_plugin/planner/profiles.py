@@ -24,13 +24,15 @@ from phaze.place.profile import (
     PlacementLayer,
 )
 from phaze.schedule import Schedule, ScheduleCache, schedule_layer
+from phaze.schedule.exposed import exposed_link_s
 from phaze.schedule.from_layer import price_pass
+from phaze.schedule.problem import OpKind as ScheduledKind
 from phaze.shard import WHOLE, ShardedLayer, slice_layer
 
 if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
 
-__all__ = ["ProfileOptions", "placement_graph", "profile_layer"]
+__all__ = ["LayerReport", "PassReport", "ProfileOptions", "placement_graph", "profile_and_report", "profile_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,34 +45,95 @@ class ProfileOptions:
     cache: ScheduleCache = field(default_factory=ScheduleCache)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """One pass of one microbatch on one device: its time, energy, that of its links, and links that nothing hides.
+
+    `ops` counts what was scheduled and `method` says how; both are empty for a pass that does nothing.
+    """
+
+    time_s: float = 0.0
+    bound_s: float = 0.0
+    energy_j: float = 0.0
+    link_energy_j: float = 0.0
+    exposed_link_s: float = 0.0
+    ops: int = 0
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """The passes behind a profile."""
+
+    forward: PassReport
+    backward: PassReport
+    recompute: PassReport
+
+
 def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOptions | None = None) -> LayerProfile:
     """One microbatch of a sharded layer on one device."""
-    options = options or ProfileOptions()
+    return profile_and_report(sharded, (mode,), options or ProfileOptions())[mode][0]
+
+
+def profile_and_report(
+    sharded: ShardedLayer, modes: Sequence[RecomputeMode], options: ProfileOptions
+) -> dict[RecomputeMode, tuple[LayerProfile, LayerReport]]:
+    """One microbatch of a sharded layer on one device, under each recompute mode."""
     local = slice_layer(sharded)
     layer = single_layer(local)
-    forward = _timed(sharded, local, layer.forward, options)
-    again = _timed(sharded, local, recomputed_ops(local, layer, mode), options)
-    to_inputs, to_weights = _backward(sharded, local, layer, options)
+    forward = _schedule(sharded, local, layer.forward, options)
+    backward = _schedule(sharded, local, layer.backward, options)
+    to_inputs, to_weights = _backward_parts(
+        backward, _schedule(sharded, local, _leading_to_inputs(local, layer), options)
+    )
     tied = sharded.task.graph.layer_graph.tied_parameters
-    return LayerProfile(
-        forward_s=forward,
-        backward_input_s=to_inputs,
-        backward_weight_s=to_weights,
-        recompute_s=again,
-        parameter_bytes=_parameter_bytes(local),
-        stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
-        peak_working_bytes=_peak_working_bytes(local, layer, mode),
-        outputs=_outputs(sharded),
-        is_tensor_parallel=sharded.task.axis.width > 1,
-        tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+    found = {}
+    for mode in modes:
+        again = _schedule(sharded, local, recomputed_ops(local, layer, mode), options)
+        profile = LayerProfile(
+            forward_s=_timed(forward),
+            backward_input_s=to_inputs,
+            backward_weight_s=to_weights,
+            recompute_s=_timed(again),
+            parameter_bytes=_parameter_bytes(local),
+            stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
+            peak_working_bytes=_peak_working_bytes(local, layer, mode),
+            outputs=_outputs(sharded),
+            is_tensor_parallel=sharded.task.axis.width > 1,
+            tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+        )
+        reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
+        found[mode] = (profile, LayerReport(*reports))
+    return found
+
+
+def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> PassReport:
+    if schedule is None:
+        return PassReport()
+    links = [local.op(op.name) for op in schedule.problem.ops if op.kind is ScheduledKind.LINK]
+    sent_j = sum(sharded.task.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
+    return PassReport(
+        time_s=schedule.time_s,
+        bound_s=schedule.time_bound_s,
+        energy_j=schedule.energy_j,
+        link_energy_j=sent_j,
+        exposed_link_s=exposed_link_s(schedule),
+        ops=len(schedule.ops),
+        method=schedule.method,
     )
 
 
-def placement_graph(graph: Graph) -> PlacementGraph:
-    """The layers of a graph, what flows between them, and which share parameters."""
+def placement_graph(graph: Graph, keys: Sequence[str] | None = None) -> PlacementGraph:
+    """The layers of a graph, what flows between them, and which share parameters.
+
+    `keys` says which layers share profiles, where equal layers may be sliced in different ways.
+    """
     layers = graph.layer_graph
+    keys = keys or [layer.key for layer in layers.layers]
     return PlacementGraph(
-        layers=tuple(PlacementLayer(f"{layer.index}:{layer.name}", layer.key) for layer in layers.layers),
+        layers=tuple(
+            PlacementLayer(f"{layer.index}:{layer.name}", key) for layer, key in zip(layers.layers, keys, strict=True)
+        ),
         flows=tuple(
             Flow(boundary.producer, boundary.consumers, layers.layers[boundary.producer].outputs.index(boundary.tensor))
             for boundary in layers.boundaries
@@ -79,8 +142,7 @@ def placement_graph(graph: Graph) -> PlacementGraph:
     )
 
 
-def _timed(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Bounded:
-    schedule = _schedule(sharded, local, ops, options)
+def _timed(schedule: Schedule | None) -> Bounded:
     return Bounded.exact(0.0) if schedule is None else _bounded(schedule.time_s, schedule.time_bound_s)
 
 
@@ -94,7 +156,7 @@ def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: P
     axis = sharded.task.axis
 
     def link_s(op: Op) -> float:
-        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+        return axis.seconds(Collective(op.function), _link_bytes(op))
 
     priced = price_pass(
         local,
@@ -109,12 +171,14 @@ def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: P
     return schedule_layer(priced.problem(), gap=options.gap, cache=options.cache)
 
 
-def _backward(sharded: ShardedLayer, local: Graph, layer: Layer, options: ProfileOptions) -> tuple[Bounded, Bounded]:
-    """The parts of backward that make gradients of inputs and of parameters."""
-    whole = _schedule(sharded, local, layer.backward, options)
+def _link_bytes(op: Op) -> float:
+    return float(str(op.attribute("bytes")))
+
+
+def _backward_parts(whole: Schedule | None, first: Schedule | None) -> tuple[Bounded, Bounded]:
+    """The parts of backward that make gradients of inputs (`first`) and of parameters (the rest of the whole)."""
     if whole is None:
         return Bounded.exact(0.0), Bounded.exact(0.0)
-    first = _schedule(sharded, local, _leading_to_inputs(local, layer), options)
     inputs_s, inputs_bound_s = (first.time_s, first.time_bound_s) if first is not None else (0.0, 0.0)
     inputs_s = min(inputs_s, whole.time_s)
     weights_s = whole.time_s - inputs_s

@@ -29,29 +29,35 @@ LARGE = 2**40
 class Axis:
     """The tensor-parallel mesh axis: the innermost `width` devices of a cluster.
 
-    A collective's time grows linearly with its bytes; `_costs` keeps the time of none and of one more byte.
+    A collective's time and energy grow linearly with its bytes; `_costs` keeps the seconds of none, and the seconds and
+    joules of one more byte.
     """
 
     cluster: Cluster
     width: int
     calibration: Calibration = IDEAL
-    _costs: Mapping[Collective, tuple[float, float]] = field(init=False, repr=False, compare=False)
+    _costs: Mapping[Collective, tuple[float, float, float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         costs = {}
         for collective in Collective:
             sizes = np.array([0.0, float(LARGE)])
-            none, large = price_collective(
-                collective, sizes, self.cluster, self.width, calibration=self.calibration
-            ).seconds.tolist()
-            costs[collective] = (none, (large - none) / LARGE)
+            price = price_collective(collective, sizes, self.cluster, self.width, calibration=self.calibration)
+            none, large = price.seconds.tolist()
+            costs[collective] = (none, (large - none) / LARGE, float(price.energy_j[1]) / LARGE)
         object.__setattr__(self, "_costs", costs)
 
     def seconds(self, collective: Collective, tensor_bytes: float) -> float:
         """Time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
-        size = tensor_bytes / self.width if collective is Collective.ALL_TO_ALL else tensor_bytes
-        latency, per_byte = self._costs[collective]
-        return latency + per_byte * size
+        latency, per_byte, _ = self._costs[collective]
+        return latency + per_byte * self._own_bytes(collective, tensor_bytes)
+
+    def joules(self, collective: Collective, tensor_bytes: float) -> float:
+        """Energy of one device's part of a collective."""
+        return self._costs[collective][2] * self._own_bytes(collective, tensor_bytes)
+
+    def _own_bytes(self, collective: Collective, tensor_bytes: float) -> float:
+        return tensor_bytes / self.width if collective is Collective.ALL_TO_ALL else tensor_bytes
 
     def move_s(self, before: Layout, after: Layout, tensor_bytes: float) -> float:
         """Seconds from one layout to another; infinite where that is impossible."""

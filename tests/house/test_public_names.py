@@ -10,12 +10,29 @@ from repository import ROOMS, module_name, source_files
 import phaze
 from phaze.errors import FormatError, ImportModelError
 
-PUBLIC = ["Graph", "PhazeError", "__version__", "import_graph", "last_compiled", "load_graph"]
+PUBLIC = [
+    "Evaluation",
+    "Graph",
+    "PhazeError",
+    "Plan",
+    "__version__",
+    "compare",
+    "evaluate",
+    "import_graph",
+    "last_compiled",
+    "load_graph",
+    "load_plan",
+    "optimize",
+]
 MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "compare": (lambda: phaze.compare(1, 2), TypeError, "expected two plans"),  # type: ignore[arg-type]
+    "evaluate": (lambda: phaze.evaluate("gpt2-xl", strategy={"ddp": 1}), ValueError, "Did you mean 'dp'"),
     "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),
     "last_compiled": (lambda: phaze.last_compiled(1), TypeError, "takes 0 positional arguments"),
     "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),
+    "load_plan": (lambda: phaze.load_plan("no-such-file.json"), FormatError, "no-such-file"),
+    "optimize": (lambda: phaze.optimize("gpt2-xl", objective="beauty"), ValueError, "expected one of throughput"),
 }
 
 

@@ -1,0 +1,80 @@
+"""Whether a plan still holds for a model and a cluster, and its strategy priced anew where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from phaze.hardware.files import cluster_to_json
+from phaze.plan import Plan
+from phaze.planner.limits import limits_of
+from phaze.planner.request import Request, read_request
+from phaze.planner.watch import Watch
+from phaze.records import to_document
+
+__all__ = ["differences", "priced_anew", "request_of"]
+
+
+def request_of(plan: Plan, model: object, inputs: object, cluster: object = None) -> Request:
+    """The question that a plan answers, asked of a model and a cluster (the plan's own ones where None)."""
+    from phaze.hooks import PluginManager
+
+    question = plan.question
+    return read_request(
+        model,
+        inputs,
+        cluster=plan.cluster if cluster is None else cluster,
+        global_batch_size=question.global_batch_size,
+        optimizer="adamw",
+        precision=question.precision,
+        micro_batch_sizes=question.micro_batch_sizes,
+        tensor_widths=question.tensor_widths,
+        sequence_length=None,
+        target=question.target,
+        constraints=question.constraints,
+        calibration=question.calibration,
+        objective=question.objective,
+        gap=question.gap,
+        seed=question.seed,
+        plugins=PluginManager.load(),
+    )
+
+
+def differences(plan: Plan, model: object, inputs: object, cluster: object) -> list[str]:
+    """What differs between what the plan was made for and what is given; nothing where it still holds."""
+    from phaze.hooks import PluginManager
+    from phaze.planner.request import settled_cluster
+
+    found: list[str] = []
+    if cluster is not None:
+        devices = settled_cluster(cluster, PluginManager.load())
+        now = to_document(cluster_to_json(devices))
+        found += _changed("hardware", plan.hardware, now)
+    if model is not None:
+        request = request_of(plan, model, inputs)
+        if request.graph_hash != plan.hashes.graph:
+            facts = {"name": request.graph.name, "parameter_count": request.graph.parameter_count}
+            facts["layers"] = len(request.graph.layers)
+            before = {name: getattr(plan.model, name) for name in facts}
+            found += list(_changed("model", before, facts)) or ["model: other operators, shapes or names of tensors"]
+    return found
+
+
+def _changed(where: str, before: object, now: object) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys((*before, *now)):
+            yield from _changed(f"{where}.{name}", before.get(name), now.get(name))
+    elif before != now:
+        yield f"{where}: {before!r} in the plan, {now!r} now"
+
+
+def priced_anew(plan: Plan, model: object, inputs: object, cluster: object) -> Plan:
+    """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
+    from phaze.planner.build_plan import build_plan
+    from phaze.planner.choose import priced
+    from phaze.planner.what_if import binding
+
+    request = request_of(plan, model, inputs, cluster)
+    limits = limits_of(plan.strategy, [len(stage.layers) for stage in plan.stages])
+    anew = build_plan(request, priced(request, limits, Watch()), to_document(plan.strategy))
+    return replace(anew, binds=binding(anew))

@@ -1,0 +1,73 @@
+"""Progress of long work, and its end by the clock.
+
+Whoever works says where it stands with `Watch.report`; the caller hears of it through a function. The deadline is
+looked at in the same place, so that work ends between two steps and never inside one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Progress", "TimeLimitError", "Watch"]
+
+
+class TimeLimitError(Exception):
+    """The clock ended the work: not an error, the best so far is the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where the work stands: steps done of those known, what comes next, and the best step time so far."""
+
+    done: int
+    total: int
+    doing: str
+    best_step_time_s: float | None
+    elapsed_s: float
+
+    @property
+    def remaining_s(self) -> float | None:
+        """A guess from the steps done so far."""
+        return self.elapsed_s / self.done * (self.total - self.done) if self.done else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Counts steps, tells the listener, and raises TimeLimitError after the deadline."""
+
+    listener: Callable[[Progress], object] | None = None
+    time_limit_s: float | None = None
+    total: int = 0
+    done: int = 0
+    best_step_time_s: float | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the watch was started."""
+        return time.monotonic() - self.started_s
+
+    def expect(self, steps: int) -> None:
+        """Announce more steps."""
+        self.total += steps
+
+    def report(self, doing: str) -> None:
+        """Say what comes next; ends the work if its time is over."""
+        if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
+            raise TimeLimitError
+        if self.listener is not None:
+            self.listener(
+                Progress(
+                    done=min(self.done, self.total),
+                    total=self.total,
+                    doing=doing,
+                    best_step_time_s=self.best_step_time_s,
+                    elapsed_s=self.elapsed_s,
+                )
+            )
+
+    def step(self) -> None:
+        """One announced step is done."""
+        self.done += 1

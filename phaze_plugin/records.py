@@ -1,0 +1,120 @@
+"""Frozen dataclasses as JSON documents: every field under its own name, read back by its type, nothing guessed.
+
+Types that a field may have: bool, int, float, str, unions of these with None, tuples of one type, mappings from str,
+enums of str, dataclasses of such fields, and object for any JSON. A whole number is read where a float is expected, and
+nothing else is converted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+import uuid
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from phaze.errors import FormatError, shown
+
+__all__ = ["from_document", "read_document", "to_document", "write_whole"]
+
+_Record = TypeVar("_Record")
+
+
+def to_document(value: object) -> Any:
+    """The value as JSON knows it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_document(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): to_document(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_document(item) for item in value]
+    return value
+
+
+def from_document(kind: type[_Record], document: object, where: str) -> _Record:
+    """The record that a document describes; raises FormatError naming the field that is missing, unknown or wrong."""
+    if not isinstance(document, dict):
+        raise FormatError(f"{where} is {shown(document)}; expected an object.")
+    hints = _hints(kind)  # type: ignore[arg-type]
+    if missing := [name for name in hints if name not in document]:
+        raise FormatError(f"{where} lacks {missing[0]!r}; the file is damaged or of another version.")
+    if unknown := [name for name in document if name not in hints]:
+        raise FormatError(f"{where} has an unknown field {unknown[0]!r}; the file is damaged or of another version.")
+    values = {name: _read(hint, document[name], f"{where}.{name}") for name, hint in hints.items()}
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{where}: {error}") from error
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _read(hint: Any, value: object, where: str) -> Any:
+    if hint is object:
+        return value
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _read(next(one for one in arguments if one is not type(None)), value, where)
+    if origin is tuple:
+        items = _typed(list, value, where)
+        return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+    if origin is not None:
+        items = _typed(dict, value, where)
+        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in items.items()}
+    if is_dataclass(hint):
+        return from_document(hint, value, where)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        if value not in list(hint):
+            raise FormatError(f"{where} is {shown(value)}; expected one of {', '.join(hint)}.")
+        return hint(str(value))
+    return _number(value, where) if hint is float else _typed(hint, value, where)
+
+
+def _typed(kind: type, value: object, where: str) -> Any:
+    if type(value) is not kind:
+        raise FormatError(f"{where} is {shown(value)}; expected {kind.__name__}.")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise FormatError(f"{where} is {shown(value)}; expected a finite number.")
+    return float(value)  # type: ignore[arg-type]
+
+
+def read_document(path: str | os.PathLike[str], what: str) -> Any:
+    """The JSON document of a file; raises FormatError where it cannot be read or is no JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FormatError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{os.fspath(path)} is not {what}: {type(error).__name__}: {error}.") from error
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file beside its destination, then move it there: whole or not at all."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with open(beside, "x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, target)
+    except OSError as error:
+        raise FormatError(f"cannot write {target}: {error.strerror}.") from error
+    finally:
+        beside.unlink(missing_ok=True)
