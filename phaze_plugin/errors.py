@@ -9,7 +9,8 @@ PhazeError
 ├── ShardError            a layer that cannot be split so many ways; layout constraints that contradict or match nothing
 ├── ScheduleError         a schedule that breaks a rule of its problem, or a problem that is malformed
 ├── PlacementError        a placement problem that contradicts itself or cannot be asked
-├── PlanError             a plan that is asked of, applied to or loaded for something that it does not fit
+├── PlanError             a plan that cannot be made, or is used with something that it was not made for
+│   └── QuestionError     an argument of `optimize` or `evaluate` that cannot be; a ValueError too
 ├── SolverError           a solver was misused, or is missing where it was asked for by name
 ├── PluginError           a plugin clashes with another, raised, or answered with the wrong type
 └── UnknownNameError      a name that nobody registered; lists the known ones
@@ -35,6 +36,7 @@ __all__ = [
     "PlanError",
     "PluginError",
     "PluginWarning",
+    "QuestionError",
     "ScheduleError",
     "ShardError",
     "SolverError",
@@ -89,6 +91,10 @@ class PlacementError(PhazeError):
 
 class PlanError(PhazeError):
     """A plan cannot be made as asked, or does not belong to what it is used with."""
+
+
+class QuestionError(PlanError, ValueError):
+    """An argument of `optimize` or `evaluate` cannot be; the message says what it may be."""
 
 
 class SolverError(PhazeError):

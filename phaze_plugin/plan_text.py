@@ -69,15 +69,18 @@ def strategy_text(strategy: Strategy) -> str:
 
 def verdict(plan: Plan) -> str:
     """What is proven, in words."""
-    bound = f"no plan for these slices takes less than {seconds_text(plan.bound_s)}"
+    bound = f"no plan for these slices of layers takes less than {seconds_text(plan.bound_s)}"
     match plan.status:
         case PlanStatus.OPTIMAL:
             return f"optimal: {bound}"
         case PlanStatus.WITHIN_GAP:
-            return f"within {_percent_up(plan.gap)} of the best: {bound}"
+            of_what = "the best of this strategy" if plan.question.strategy else "the best"
+            return f"within {_percent_up(plan.gap)} of {of_what}: {bound}"
         case PlanStatus.INTERRUPTED:
             return f"interrupted: the best so far, within {_percent_up(plan.gap)} of the best: {bound}"
         case PlanStatus.DOES_NOT_FIT:
+            if plan.question.strategy:
+                return "DOES NOT FIT: priced as if it did"
             return "DOES NOT FIT: this is the plan that needs least memory; explain() lists what would fit"
 
 

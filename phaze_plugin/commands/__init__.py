@@ -2,10 +2,25 @@
 
 from phaze.commands.chips import chips
 from phaze.commands.command import Command
+from phaze.commands.compare_plans import compare_plans
 from phaze.commands.cost import cost
 from phaze.commands.doctor import doctor
+from phaze.commands.evaluate_strategy import evaluate_strategy
+from phaze.commands.explain_plan import explain_plan
 from phaze.commands.import_model import import_model
+from phaze.commands.optimize_model import optimize_model
+from phaze.commands.verify_plan import verify_plan
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: tuple[Command, ...] = (import_model, chips, cost, doctor)
+COMMANDS: tuple[Command, ...] = (
+    import_model,
+    chips,
+    cost,
+    optimize_model,
+    explain_plan,
+    evaluate_strategy,
+    compare_plans,
+    verify_plan,
+    doctor,
+)

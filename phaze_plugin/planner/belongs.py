@@ -76,5 +76,13 @@ def priced_anew(plan: Plan, model: object, inputs: object, cluster: object) -> P
 
     request = request_of(plan, model, inputs, cluster)
     limits = limits_of(plan.strategy, [len(stage.layers) for stage in plan.stages])
-    anew = build_plan(request, priced(request, limits, Watch()), to_document(plan.strategy))
+    anew = build_plan(request, priced(request, limits, Watch()), _fixed(plan))
     return replace(anew, binds=binding(anew))
+
+
+def _fixed(plan: Plan) -> dict[str, object]:
+    """The plan's strategy with its cuts, as `phaze.evaluate` takes it."""
+    strategy = to_document(plan.strategy)
+    if plan.strategy.tp == 1:
+        strategy.pop("sequence_parallel")
+    return {**strategy, "stages": [len(stage.layers) for stage in plan.stages]}

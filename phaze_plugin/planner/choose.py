@@ -3,10 +3,12 @@
 Every microbatch size has its own placement problem. The best time so far is handed to the next one, which then only
 looks for better; what it leaves unlooked is bounded from below by that time. When the clock or the user ends the work,
 sizes that were not looked at are bounded by the least that any plan takes: the matrix products at peak on all devices.
+Schedules and placements get half of the requested gap each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +69,8 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
     """
     sizes = [size for size in request.micro_batch_sizes if limits.micro_batch_size in (None, size)]
     watch.expect(len(sizes))
-    options = ProfileOptions(gap=request.gap, prices=request.prices)
+    watch.best_step_time_s = None
+    options = ProfileOptions(gap=request.gap / 2, prices=request.prices)
     candidates: list[Candidate] = []
     is_interrupted = False
     for size in sizes:
@@ -105,8 +108,15 @@ def _candidate(
     problem = limits.narrow(placement_problem(request, slices))
     watch.report(f"microbatch {size}: placing layers on {request.cluster.device_count} devices")
     smaller = [(one.slices.micro_batch_size, one.problem) for one in before if not one.result.best]
-    result = find_placement(problem, smaller_micro_batches=smaller)
-    if result.best is not None and (watch.best_step_time_s or result.best.time_s) >= result.best.time_s:
+    best_s = watch.best_step_time_s
+    result = find_placement(
+        problem,
+        top=1,
+        smaller_micro_batches=smaller,
+        cutoff_s=math.inf if best_s is None else best_s,
+        gap=request.gap / 2,
+    )
+    if result.best is not None:
         watch.best_step_time_s = result.best.time_s
     return Candidate(slices=slices, problem=problem, result=result)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phaze.cost import Calibration
-from phaze.errors import shown
+from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster, PrecisionRecipe
 from phaze.place import Ground, evaluate_placement, find_placement
 from phaze.plan import Plan, RunFacts
@@ -22,7 +22,7 @@ from phaze.planner.watch import Progress, TimeLimitError, Watch
 if TYPE_CHECKING:
     from phaze.shard import LayoutConstraint
 
-__all__ = ["Evaluation", "evaluate", "optimize"]
+__all__ = ["Evaluation", "evaluate", "optimize", "plan_within"]
 
 
 def optimize(
@@ -52,13 +52,13 @@ def optimize(
     `time_limit_s` and Ctrl-C end the search with the best so far, marked as interrupted. A model that does not fit gets
     a plan that says so, with the changes after which it would.
 
-    Raises ValueError or TypeError naming a wrong argument, and PhazeErrors for models, clusters and plans that cannot
-    be.
+    Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors for models, clusters and plans
+    that cannot be.
     """
     asked = dict(locals())
     for name in ("time_limit_s", "progress"):
         asked.pop(name)
-    return _planned(_request(asked), Limits(), {}, _watch(progress, time_limit_s))
+    return plan_within(_request(asked), Limits(), {}, _watch(progress, time_limit_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ def evaluate(
     sequence_parallel, recompute) and `stages` (layers per stage); what is left out is optimised. A strategy that does
     not fit is priced all the same, and says so. With `compares=False` the best plan is not looked for.
 
-    Raises as `optimize` does, and ValueError for a key or value that a strategy cannot have.
+    Raises as `optimize` does; QuestionError also for a key or value that a strategy cannot have.
     """
     asked = dict(locals())
     for name in ("time_limit_s", "progress", "strategy", "compares"):
@@ -140,13 +140,13 @@ def evaluate(
         asked["tensor_widths"] = (limits.tp,)
     watch = _watch(progress, time_limit_s)
     own_request = _request(asked)
-    own = _priced_plan(own_request, limits, strategy, watch)
+    own = plan_within(own_request, limits, strategy, watch)
     if not compares:
         return Evaluation(plan=own, best=None, change=None)
     asked |= {"micro_batch_sizes": micro_batch_sizes, "tensor_widths": tensor_widths, "model": own_request.graph}
     asked |= {"inputs": None, "sequence_length": None}
     request = replace(_request(asked), target=own_request.target)
-    best = _planned(request, Limits(), {}, watch)
+    best = plan_within(request, Limits(), {}, watch)
     return Evaluation(plan=own, best=best, change=_best_change(request, limits, own, watch))
 
 
@@ -158,17 +158,22 @@ def _request(asked: dict[str, object]) -> Request:
 
 def _watch(progress: Callable[[Progress], object] | None, time_limit_s: float | None) -> Watch:
     if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
-        raise ValueError(f"time_limit_s is {shown(time_limit_s)}; expected a positive number of seconds, or None.")
+        raise QuestionError(f"time_limit_s is {shown(time_limit_s)}; expected a positive number of seconds, or None.")
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {shown(progress)}; expected a function of one phaze.planner.Progress.")
+        raise QuestionError(f"progress is {shown(progress)}; expected a function of one phaze.planner.Progress.")
     return Watch(listener=progress, time_limit_s=time_limit_s)
 
 
-def _planned(request: Request, limits: Limits, asked: Mapping[str, object], watch: Watch) -> Plan:
-    """The best plan within limits, with its explanation."""
+def plan_within(request: Request, limits: Limits, asked: Mapping[str, object], watch: Watch) -> Plan:
+    """The best plan within limits.
+
+    `asked` is what the user fixed, as it was written: such a plan is priced whether it fits or not. Where nothing was
+    fixed, the plan is explained.
+    """
+    if asked:
+        return _priced_plan(request, limits, asked, watch)
     answer = choose(request, limits, watch)
-    plan = build_plan(request, answer, asked)
-    plan = _explained(request, answer, plan, watch)
+    plan = _explained(request, answer, build_plan(request, answer, asked), watch)
     return replace(plan, run=RunFacts(seconds=watch.elapsed_s))
 
 
@@ -209,7 +214,7 @@ def _without_memory_limit(answer: Answer) -> Answer:
     best: Answer | None = None
     for candidate in answer.candidates:
         problem = candidate.problem
-        chip = replace(problem.cluster.accelerator, hbm_bytes=1 << 60)
+        chip = replace(problem.cluster.accelerator, hbm_bytes=1 << 50)
         free = find_placement(replace(problem, cluster=replace(problem.cluster, accelerator=chip)), top=1).best
         if free is None:
             continue

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from phaze.capabilities import ZERO_STAGES, PipelineSchedule
-from phaze.errors import near_names, shown
+from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import RecomputeMode
 from phaze.place import Degrees, PlacementProblem
 from phaze.plan import Strategy
@@ -75,16 +75,16 @@ class Limits:
 
 
 def read_limits(strategy: Mapping[str, object] | None) -> Limits:
-    """Check a strategy as users write it; raises ValueError or TypeError naming the key and what it may be."""
+    """Check a strategy as users write it; raises QuestionError naming the key and what it may be."""
     if strategy is None:
         return Limits()
     if not isinstance(strategy, Mapping):
-        raise TypeError(f"strategy is {shown(strategy)}; expected a mapping with some of {', '.join(KEYS)}.")
+        raise QuestionError(f"strategy is {shown(strategy)}; expected a mapping with some of {', '.join(KEYS)}.")
     for key in strategy:
         if key not in KEYS:
             near = near_names(str(key), KEYS)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(KEYS)}.")
+            raise QuestionError(f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(KEYS)}.")
     given = {key: value for key, value in strategy.items() if value is not None}
     limits = Limits(
         **{key: _count(key, given[key]) for key in ("dp", "tp", "pp", "micro_batch_size", "chunks") if key in given},
@@ -116,49 +116,53 @@ def limits_of(strategy: Strategy, stages: Sequence[int]) -> Limits:
 def _checked(limits: Limits) -> Limits:
     has_pipeline = limits.schedule not in (None, NO_SCHEDULE)
     if limits.pp == 1 and (has_pipeline or (limits.chunks or 1) > 1):
-        raise ValueError(
+        raise QuestionError(
             f"strategy has pp 1 and schedule {limits.schedule!r} with chunks {limits.chunks}; a single stage has "
             "schedule 'none' and 1 chunk."
         )
     if limits.schedule == NO_SCHEDULE and (limits.pp or 1) > 1:
-        raise ValueError(f"strategy has schedule 'none' and pp {limits.pp}; several stages need a schedule.")
+        raise QuestionError(f"strategy has schedule 'none' and pp {limits.pp}; several stages need a schedule.")
     if (limits.chunks or 1) > 1 and limits.schedule not in (None, PipelineSchedule.INTERLEAVED):
-        raise ValueError(
+        raise QuestionError(
             f"strategy has chunks {limits.chunks} with schedule {limits.schedule!r}; expected interleaved."
         )
     count = None if limits.stages is None else len(limits.stages)
     if count is not None and limits.pp is not None and limits.pp * (limits.chunks or 1) != count:
-        raise ValueError(f"strategy has {count} stages; expected pp x chunks, {limits.pp} x {limits.chunks or 1}.")
+        raise QuestionError(f"strategy has {count} stages; expected pp x chunks, {limits.pp} x {limits.chunks or 1}.")
     modes = len(limits.recompute or ())
     if modes > 1 and count is None and len(set(limits.recompute or ())) > 1:
-        raise ValueError("strategy has a recompute mode per stage; say with `stages` how many layers each stage has.")
+        raise QuestionError(
+            "strategy has a recompute mode per stage; say with `stages` how many layers each stage has."
+        )
     if count is not None and modes not in (0, 1, count):
-        raise ValueError(f"strategy has {modes} recompute modes for {count} stages; expected one each, or one for all.")
+        raise QuestionError(
+            f"strategy has {modes} recompute modes for {count} stages; expected one each, or one for all."
+        )
     return limits
 
 
 def _count(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"strategy has {key} {shown(value)}; expected a whole number of at least 1.")
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected a whole number of at least 1.")
     return value
 
 
 def _schedule(value: object) -> str | None:
     allowed = (NO_SCHEDULE, *PipelineSchedule)
     if value is not None and value not in allowed:
-        raise ValueError(f"strategy has schedule {shown(value)}; expected one of {', '.join(allowed)}.")
+        raise QuestionError(f"strategy has schedule {shown(value)}; expected one of {', '.join(allowed)}.")
     return None if value is None else str(value)
 
 
 def _zero(value: object) -> int | None:
     if value is not None and (isinstance(value, bool) or value not in ZERO_STAGES):
-        raise ValueError(f"strategy has zero {shown(value)}; expected one of {ZERO_STAGES}.")
+        raise QuestionError(f"strategy has zero {shown(value)}; expected one of {ZERO_STAGES}.")
     return None if value is None else int(str(value))
 
 
 def _flag(value: object) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"strategy has sequence_parallel {shown(value)}; expected True or False.")
+        raise QuestionError(f"strategy has sequence_parallel {shown(value)}; expected True or False.")
     return value
 
 
@@ -167,7 +171,7 @@ def _recompute(value: object) -> tuple[RecomputeMode, ...] | None:
         return None
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Iterable) or not all(mode in list(RecomputeMode) for mode in values) or not values:
-        raise ValueError(
+        raise QuestionError(
             f"strategy has recompute {shown(value)}; expected one of {', '.join(RecomputeMode)}, or one per stage."
         )
     return tuple(RecomputeMode(str(mode)) for mode in values)
@@ -177,7 +181,7 @@ def _stages(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"strategy has stages {shown(value)}; expected how many layers each stage has.")
+        raise QuestionError(f"strategy has stages {shown(value)}; expected how many layers each stage has.")
     return tuple(_count("stages", count) for count in value)
 
 

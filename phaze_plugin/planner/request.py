@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
 from phaze.cost import Calibration, calibration_of, plugin_prices
-from phaze.errors import PlanError, UnknownNameError, shown
+from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
 from phaze.hardware.files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.serialize import graph_to_json
 from phaze.planner.target import Target, find_target
 from phaze.shard import LayoutConstraint
+from phaze.shard.constraints import check_constraints
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -96,14 +97,14 @@ def read_request(
 ) -> Request:
     """Check and settle the arguments of `optimize`.
 
-    Raises ValueError or TypeError naming the argument, and what importing the model and reading the cluster raise.
+    Raises QuestionError naming the argument, and what importing the model and reading the cluster raise.
     """
     if objective not in OBJECTIVES:
-        raise ValueError(f"objective is {shown(objective)}; expected one of {', '.join(OBJECTIVES)}.")
+        raise QuestionError(f"objective is {shown(objective)}; expected one of {', '.join(OBJECTIVES)}.")
     if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0.0 <= gap < 1.0:
-        raise ValueError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
+        raise QuestionError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed is {shown(seed)}; expected a whole number.")
+        raise QuestionError(f"seed is {shown(seed)}; expected a whole number.")
     devices = settled_cluster(cluster, plugins)
     recipe = _recipe(precision, optimizer)
     graph, chosen = _import(model, inputs, sequence_length, target, plugins)
@@ -122,7 +123,7 @@ def read_request(
         tensor_widths=_tensor_widths(tensor_widths, devices),
         recipe=recipe,
         target=chosen,
-        constraints=_constraints(constraints),
+        constraints=_constraints(constraints, graph),
         calibration=_calibration(calibration, devices),
         prices=plugin_prices(plugins),
         objective=objective,
@@ -139,7 +140,7 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
     if isinstance(cluster, str):
         return parse_cluster(cluster, plugins)
     if cluster is not None:
-        raise TypeError(
+        raise QuestionError(
             f"cluster is {shown(cluster)}; expected text such as 'a100-80gb:64' or a phaze.hardware.Cluster."
         )
     for world in plugins.worlds():
@@ -166,9 +167,9 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
     if isinstance(precision, PrecisionRecipe):
         return precision
     if optimizer not in _OPTIMIZERS:
-        raise ValueError(f"optimizer is {shown(optimizer)}; expected one of {', '.join(_OPTIMIZERS)}.")
+        raise QuestionError(f"optimizer is {shown(optimizer)}; expected one of {', '.join(_OPTIMIZERS)}.")
     if not isinstance(precision, str):
-        raise TypeError(f"precision is {shown(precision)}; expected text such as 'bf16' or a PrecisionRecipe.")
+        raise QuestionError(f"precision is {shown(precision)}; expected text such as 'bf16' or a PrecisionRecipe.")
     known = precision_recipe_names()
     name = precision if precision in known else f"{precision}-{_OPTIMIZERS[optimizer]}"
     if name not in known:
@@ -179,7 +180,7 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
 
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {shown(value)}; expected a whole number of at least 1.")
+        raise QuestionError(f"{name} is {shown(value)}; expected a whole number of at least 1.")
     return value
 
 
@@ -187,10 +188,10 @@ def _numbers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, int) and not isinstance(values, bool):
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} is {shown(values)}; expected whole numbers such as (1, 2, 4).")
+        raise QuestionError(f"{name} is {shown(values)}; expected whole numbers such as (1, 2, 4).")
     found = tuple(sorted({_positive(name, value) for value in values}))
     if not found:
-        raise ValueError(f"{name} is empty; expected at least one whole number, or None for the default.")
+        raise QuestionError(f"{name} is empty; expected at least one whole number, or None for the default.")
     return found
 
 
@@ -203,13 +204,13 @@ def _micro_batch_sizes(sizes: Sequence[int] | None, batch: int, graph: Graph, no
         notes.append(f"the graph is fixed to the microbatch that it was captured with, {captured}")
     wanted = (captured,) if sizes is None else _numbers("micro_batch_sizes", sizes)
     if is_fixed and wanted != (captured,):
-        raise ValueError(
+        raise QuestionError(
             f"micro_batch_sizes is {list(wanted)}, but the graph marks no batch and is fixed to microbatches of "
             f"{captured}; capture it with inputs of another size, or leave the argument out."
         )
     usable = tuple(size for size in wanted if batch % size == 0)
     if not usable:
-        raise ValueError(
+        raise QuestionError(
             f"no microbatch size of {list(wanted)} divides the global batch of {batch}; pass micro_batch_sizes or a "
             "global_batch_size of which one divides the other."
         )
@@ -221,23 +222,24 @@ def _tensor_widths(widths: Sequence[int] | None, cluster: Cluster) -> tuple[int,
         return tuple(width for width in TENSOR_WIDTHS if width <= cluster.device_count)
     wanted = _numbers("tensor_widths", widths)
     if min(wanted) > cluster.device_count:
-        raise ValueError(
+        raise QuestionError(
             f"tensor_widths is {list(wanted)}, but the cluster has {cluster.device_count} devices; expected a width of "
             "at most that."
         )
     return tuple(width for width in wanted if width <= cluster.device_count)
 
 
-def _constraints(constraints: object) -> tuple[LayoutConstraint, ...]:
-    if constraints is None:
-        return ()
+def _constraints(constraints: object, graph: Graph) -> tuple[LayoutConstraint, ...]:
+    found: tuple[object, ...] = ()
     if isinstance(constraints, Mapping):
-        return tuple(LayoutConstraint(str(pattern), dim) for pattern, dim in constraints.items())
-    if isinstance(constraints, Iterable) and not isinstance(constraints, str):
+        found = tuple(LayoutConstraint(str(pattern), dim) for pattern, dim in constraints.items())
+    elif isinstance(constraints, Iterable) and not isinstance(constraints, str):
         found = tuple(constraints)
-        if all(isinstance(one, LayoutConstraint) for one in found):
-            return found
-    raise TypeError(
+    usable = tuple(one for one in found if isinstance(one, LayoutConstraint))
+    if (found or constraints in (None, (), [])) and len(usable) == len(found):
+        check_constraints(usable, graph.tensors)
+        return usable
+    raise QuestionError(
         f"constraints is {shown(constraints)}; expected phaze.shard.LayoutConstraints, or a mapping from patterns of "
         "names to the dimension to split (None: whole)."
     )
@@ -247,7 +249,7 @@ def _calibration(calibration: Calibration | None, cluster: Cluster) -> Calibrati
     if calibration is None:
         return calibration_of(cluster.accelerator)
     if not isinstance(calibration, Calibration):
-        raise TypeError(f"calibration is {shown(calibration)}; expected a phaze.cost.Calibration, or None.")
+        raise QuestionError(f"calibration is {shown(calibration)}; expected a phaze.cost.Calibration, or None.")
     return calibration
 
 

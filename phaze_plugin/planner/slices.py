@@ -72,7 +72,7 @@ def slice_model(
 
     `widths` and `cluster` stand for those of the request; `options` carries schedules from one call to the next.
     """
-    options = options or ProfileOptions(gap=request.gap, prices=request.prices)
+    options = options or ProfileOptions(gap=request.gap / 2, prices=request.prices)
     graph = cast_graph(request.graph.with_micro_batch(size), request.recipe)
     sharded: dict[int, ShardedModel] = {}
     refused: dict[int, str] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
-from phaze.errors import UnknownNameError, shown
+from phaze.errors import QuestionError, UnknownNameError, shown
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -16,38 +16,34 @@ __all__ = ["ANALYSIS", "Target", "find_target"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target's name, what it can run, and why it was chosen; no name means analysis: the plan is not executable."""
+    """A target's name and what it can run; without a name the plan is analysis, and not executable."""
 
     name: str | None
     capabilities: Capabilities
-    reason: str
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.name else f"none: not executable ({self.reason})"
+        return self.name or "none, not executable"
 
 
-ANALYSIS = Target(None, Capabilities.everything(), "analysis was asked for")
+ANALYSIS = Target(None, Capabilities.everything())
 
 
 def find_target(name: str | None, model: object, plugins: PluginManager) -> Target:
-    """The target called `name`; "auto" is the one of the framework that the model comes from.
+    """The target called `name`; "auto" is the emitter of the framework that the model comes from, if there is one.
 
     Raises UnknownNameError for a name that no emitter has.
     """
     if name is None:
         return ANALYSIS
     if not isinstance(name, str):
-        raise TypeError(f"target is {shown(name)}; expected an emitter's name, 'auto', or None for analysis.")
+        raise QuestionError(f"target is {shown(name)}; expected an emitter's name, 'auto', or None for analysis.")
     emitters = {offer.name: offer.value for offer in plugins.emitters()}
     if name != "auto":
         if name not in emitters:
             raise UnknownNameError("target", name, (*emitters, "auto"))
-        return Target(name, emitters[name].capabilities, "asked for")
+        return Target(name, emitters[name].capabilities)
     frontend = _frontend_of(model, plugins)
-    if frontend is None or frontend not in emitters:
-        what = "a model that is not a framework's" if frontend is None else f"no emitter for {frontend!r} models"
-        return Target(None, Capabilities.everything(), what)
-    return Target(frontend, emitters[frontend].capabilities, "the model's own framework")
+    return ANALYSIS if frontend not in emitters else Target(frontend, emitters[str(frontend)].capabilities)
 
 
 def _frontend_of(model: object, plugins: PluginManager) -> str | None:

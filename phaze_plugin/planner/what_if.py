@@ -1,19 +1,22 @@
 """What a plan's reader asks next: what binds, what other kinds of plans cost, what other hardware would bring.
 
-Every figure comes from the same search on the same slices with one thing changed. Other kinds are searched over all
-microbatch sizes that were sliced; more memory and more devices too. Faster links change the slices themselves, so only
-the plan's own microbatch and width are sliced again: what is found is reached, and may be beaten.
+Every figure comes from the same search on the same slices with one thing changed, cut short: what is found is reached,
+and may be beaten by a little. All microbatch sizes that were sliced are tried, the plan's own one first. Faster links
+change the slices themselves, so only the plan's own microbatch and width are sliced again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.hardware import Cluster
 from phaze.ir import RecomputeMode
-from phaze.place import Effort, LeverKind, Placement, PlacementProblem, find_placement
+from phaze.place import Effort, Ground, LeverKind, Placement, PlacementProblem
+from phaze.place.assemble import assemble
+from phaze.place.search_degrees import search_degrees
 from phaze.plan import Change, Lever, Plan, RunnerUp
 from phaze.planner.build_plan import MEMORY_ITEMS, strategy_of
 from phaze.planner.choose import Answer, Candidate, placement_problem
@@ -23,8 +26,8 @@ from phaze.planner.watch import Watch
 
 __all__ = ["best_of", "binding", "changes", "levers", "runners_up", "unrestricted_s"]
 
-_EFFORT = Effort(nodes=2_000, nodes_per_choice=500, choices=1_000)
-"""Enough to be close: these figures inform, and nothing is claimed to be optimal about them."""
+_EFFORT = Effort(nodes=400, nodes_per_choice=60, choices=100)
+_GAP = 0.01
 
 
 def binding(plan: Plan) -> tuple[str, ...]:
@@ -64,15 +67,23 @@ class _Kind:
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     """The best plan of each other kind."""
+    sizes = [one for one in answer.candidates if one is not answer.candidate]
     kinds = list(_other_kinds(answer.placement))
-    watch.expect(len(kinds))
+    watch.expect(len(kinds) + len(sizes))
     found = []
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
-        found.append(_runner_up(kind, answer.candidates))
+        found.append(_runner_up(kind, answer))
         watch.step()
-    found += list(_other_sizes(answer))
+    for candidate in sizes:
+        watch.report(f"the best plan of another kind: microbatch {candidate.slices.micro_batch_size}")
+        found.append(_named_best(f"microbatch {candidate.slices.micro_batch_size}", [(candidate, candidate.problem)]))
+        watch.step()
     return tuple(found)
+
+
+def _own_first(answer: Answer) -> list[Candidate]:
+    return [answer.candidate, *(one for one in answer.candidates if one is not answer.candidate)]
 
 
 def _other_kinds(placement: Placement) -> Iterator[_Kind]:
@@ -123,43 +134,43 @@ def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
     return replace(problem, zero_stages=stages) if stages else None
 
 
-def _runner_up(kind: _Kind, candidates: Sequence[Candidate]) -> RunnerUp:
-    narrowed = [(one, problem) for one in candidates if (problem := kind.narrow(one.problem)) is not None]
+def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
+    narrowed = [(one, problem) for one in _own_first(answer) if (problem := kind.narrow(one.problem)) is not None]
     if not narrowed:
         return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason="not possible here")
-    found = best_of(narrowed)
-    if found is None:
-        return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason="nothing fits")
-    candidate, placement = found
-    return RunnerUp(kind=kind.name, strategy=strategy_of(candidate, placement), step_time_s=placement.time_s, reason="")
+    return _named_best(kind.name, narrowed)
 
 
-def best_of(
-    narrowed: Sequence[tuple[Candidate, PlacementProblem]], effort: Effort = _EFFORT
-) -> tuple[Candidate, Placement] | None:
-    """The fastest placement of several problems."""
-    best: tuple[Candidate, Placement] | None = None
+def _named_best(name: str, narrowed: Sequence[tuple[Candidate, PlacementProblem]]) -> RunnerUp:
+    best: RunnerUp | None = None
+    is_proven = True
     for candidate, problem in narrowed:
-        found = _fastest(problem, effort, None if best is None else best[1].time_s)
-        if found is not None and (best is None or found.time_s < best[1].time_s):
-            best = (candidate, found)
-    return best
+        cutoff_s = math.inf if best is None or best.step_time_s is None else best.step_time_s
+        placement, is_searched = _quick(problem, cutoff_s)
+        is_proven &= is_searched
+        if placement is not None:
+            strategy = strategy_of(candidate, placement)
+            best = RunnerUp(kind=name, strategy=strategy, step_time_s=placement.time_s, reason="")
+    reason = "nothing fits" if is_proven else "a short search found nothing that fits"
+    return best or RunnerUp(kind=name, strategy=None, step_time_s=None, reason=reason)
 
 
-def _fastest(problem: PlacementProblem, effort: Effort, cutoff_s: float | None) -> Placement | None:
-    return find_placement(problem, top=1, effort=effort).best
+def best_of(narrowed: Sequence[tuple[Candidate, PlacementProblem]], least_s: float = math.inf) -> float | None:
+    """The least time that a short search of several problems finds, or what is already known to be reached."""
+    best_s = least_s
+    for _, problem in narrowed:
+        placement, _ = _quick(problem, best_s)
+        best_s = best_s if placement is None else placement.time_s
+    return best_s if best_s < math.inf else None
 
 
-def _other_sizes(answer: Answer) -> Iterator[RunnerUp]:
-    for candidate in answer.candidates:
-        if candidate is not answer.candidate:
-            size, best = candidate.slices.micro_batch_size, candidate.result.best
-            yield RunnerUp(
-                kind=f"microbatch {size}",
-                strategy=None if best is None else strategy_of(candidate, best),
-                step_time_s=None if best is None else best.time_s,
-                reason="nothing fits" if best is None else "",
-            )
+def _quick(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
+    """A fast placement if one was found soon, and whether everything was looked at."""
+    ground = Ground.of(problem)
+    answer = search_degrees(ground, effort=_EFFORT, cutoff_s=cutoff_s, gap=_GAP)
+    if not answer.found:
+        return None, answer.bound_s >= cutoff_s
+    return assemble(ground, answer.found[0].degrees, answer.found[0].stages), True
 
 
 def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...]:
@@ -175,8 +186,9 @@ def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...
     found = []
     for text, other in wanted:
         watch.report(text)
-        best = best_of([(one, replace(one.problem, cluster=other)) for one in answer.candidates])
-        found.append(Change(text=text, step_time_s=None if best is None else best[1].time_s))
+        least_s = answer.placement.time_s if other.device_count == cluster.device_count else math.inf
+        problems = [(one, replace(one.problem, cluster=other)) for one in _own_first(answer)]
+        found.append(Change(text=text, step_time_s=best_of(problems, least_s)))
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
@@ -199,15 +211,16 @@ def _faster_links(request: Request, answer: Answer, watch: Watch) -> Change:
     faster = replace(cluster, levels=levels)
     widths = sorted({1, answer.placement.degrees.width} & set(request.tensor_widths))
     slices = slice_model(request, answer.candidate.slices.micro_batch_size, watch, widths=widths, cluster=faster)
-    best = find_placement(placement_problem(request, slices, faster), top=1, effort=_EFFORT).best
-    return Change(text="twice the bandwidth of all links", step_time_s=None if best is None else best.time_s)
+    candidate = replace(answer.candidate, slices=slices, problem=placement_problem(request, slices, faster))
+    step_time_s = best_of([(candidate, candidate.problem)], answer.placement.time_s)
+    return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 
 
 def unrestricted_s(answer: Answer) -> float | None:
     """The step time without the target's limits, on the same slices."""
     everything = Capabilities.everything()
-    best = best_of([(one, replace(one.problem, capabilities=everything)) for one in answer.candidates])
-    return None if best is None else min(best[1].time_s, answer.placement.time_s)
+    problems = [(one, replace(one.problem, capabilities=everything)) for one in _own_first(answer)]
+    return best_of(problems, answer.placement.time_s)
 
 
 def levers(request: Request, answer: Answer) -> tuple[Lever, ...]:

@@ -26,9 +26,10 @@ class Split:
     ways: int
     stride: int = 1
 
-    def local_size(self, size: int) -> int:
-        """The size of the dimension on the device that holds most of it."""
-        return self.outer * min(self.chunk, size // self.outer)
+    def local_size(self, size: int, kept: int | None = None) -> int:
+        """The part of a dimension on the device that holds most of it; earlier splits `kept` whole runs of it."""
+        run = size // self.outer
+        return (size if kept is None else kept) // run * min(self.chunk, run)
 
     def __str__(self) -> str:
         run = "" if self.outer == 1 else f" in {self.outer} runs"
@@ -63,8 +64,8 @@ class Layout:
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape on the device that holds most."""
         sizes = list(shape)
-        for split in self.splits:
-            sizes[split.dim] = split.local_size(sizes[split.dim])
+        for split in sorted(self.splits):
+            sizes[split.dim] = split.local_size(shape[split.dim], sizes[split.dim])
         return tuple(sizes)
 
     def __str__(self) -> str:

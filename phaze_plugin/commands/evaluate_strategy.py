@@ -1,0 +1,82 @@
+"""`phaze evaluate`: the price of a strategy of one's own, and what the best plan would bring."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+
+from rich.console import Console
+
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, show
+from phaze.commands.question import add_model_argument, add_question_arguments, find_model, question, shown_progress
+
+__all__ = ["evaluate_strategy"]
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model_argument(parser)
+    add_question_arguments(parser)
+    parser.add_argument(
+        "--strategy",
+        required=True,
+        type=strategy,
+        metavar="KEY=VALUE,...",
+        help="such as dp=8,tp=8,pp=1,zero=1,recompute=full; what is left out is optimised",
+    )
+    parser.add_argument("--alone", action="store_true", help="do not look for the best plan to compare with")
+    add_json_option(parser)
+
+
+def strategy(text: str) -> dict[str, object]:
+    """An argument's type: keys and values; `+` joins the values of stages."""
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or not key or not value:
+            raise ArgumentTypeError(f"{part!r} is not of the form KEY=VALUE")
+        values = [_value(one) for one in value.split("+")]
+        found[key.strip()] = values[0] if len(values) == 1 and key.strip() != "stages" else values
+    return found
+
+
+def _value(text: str) -> object:
+    if text.isascii() and text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def run(arguments: Namespace, console: Console) -> int:
+    """Price the strategy, print and save its plan."""
+    import phaze
+
+    model, inputs = find_model(arguments.model)
+    with shown_progress() as progress:
+        found = phaze.evaluate(
+            model,
+            inputs,
+            strategy=arguments.strategy,
+            progress=progress,
+            compares=not arguments.alone,
+            **question(arguments),
+        )
+    if arguments.out is not None:
+        found.plan.save(arguments.out)
+    document = {
+        "plan": json.loads(found.plan.to_json()),
+        "best": None if found.best is None else json.loads(found.best.to_json()),
+        "slower_than_best": found.slower_than_best,
+        "change": found.change,
+    }
+    saved = [] if arguments.out is None else ["", f"saved to {arguments.out}"]
+    show(console, arguments, document, str(found), *saved)
+    return ExitCode.FINE if found.is_feasible else ExitCode.ERROR
+
+
+evaluate_strategy = Command(
+    name="evaluate",
+    group=CommandGroup.PLANS,
+    summary="price a strategy of your own, and compare it with the best",
+    configure=configure,
+    run=run,
+)

@@ -1,0 +1,133 @@
+"""What `optimize`, `evaluate` and `verify` share: the model and its question as arguments; progress on a terminal."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from phaze.commands.command import positive_integer
+from phaze.errors import ImportModelError
+
+if TYPE_CHECKING:
+    from phaze.planner import Progress
+
+__all__ = ["add_model_argument", "add_question_arguments", "find_model", "question", "shown_progress"]
+
+PYTHON = "python:"
+
+
+def add_model_argument(parser: ArgumentParser, flag: str = "model", **options: Any) -> None:
+    """Add MODEL, in all its forms."""
+    text = "a known name, a config.json, a saved graph, another model file, or python:MODULE_OR_FILE:ATTRIBUTE"
+    parser.add_argument(flag, metavar="MODEL", help=text, **options)
+
+
+def add_question_arguments(parser: ArgumentParser) -> None:
+    """Add the options that become arguments of `phaze.optimize`."""
+    parser.add_argument("--cluster", required=True, metavar="CHIP:COUNT[@NETWORK]", help="such as a100-80gb:64")
+    parser.add_argument(
+        "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
+    )
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), adam or sgd")
+    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
+    parser.add_argument(
+        "--micro-batches", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
+    )
+    parser.add_argument("--tensor-widths", type=numbers, metavar="N,N", help="tensor widths to try (default 1,2,4,8)")
+    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument("--target", default="auto", metavar="NAME", help="an emitter, auto (default) or none")
+    parser.add_argument(
+        "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
+    )
+    parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
+    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """An argument's type: whole numbers with commas between."""
+    found = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(","))
+    if not all(found):
+        raise ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1,2,4")
+    return found
+
+
+def question(arguments: Namespace) -> dict[str, Any]:
+    """The arguments of `phaze.optimize`, but the model's."""
+    return {
+        "cluster": arguments.cluster,
+        "global_batch_size": arguments.global_batch,
+        "optimizer": arguments.optimizer,
+        "precision": arguments.precision,
+        "micro_batch_sizes": arguments.micro_batches,
+        "tensor_widths": arguments.tensor_widths,
+        "sequence_length": arguments.sequence_length,
+        "target": None if arguments.target == "none" else arguments.target,
+        "gap": arguments.gap,
+        "time_limit_s": arguments.time_limit,
+    }
+
+
+def find_model(text: str) -> tuple[object, object]:
+    """A model and its inputs: what an attribute holds (a pair is both), or the text itself, and None."""
+    if not text.startswith(PYTHON):
+        return text, None
+    where, _, name = text.removeprefix(PYTHON).rpartition(":")
+    if not where or not name:
+        raise ImportModelError(f"{text!r} is not of the form python:MODULE_OR_FILE:ATTRIBUTE.")
+    module = _load(where)
+    if not hasattr(module, name):
+        raise ImportModelError(f"{where} has no attribute {name!r}; it has {', '.join(_public(module)) or 'none'}.")
+    found = getattr(module, name)
+    return found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+
+
+def _load(where: str) -> object:
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ImportModelError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error
+    return module
+
+
+def _public(module: object) -> list[str]:
+    return sorted(name for name in vars(module) if not name.startswith("_"))
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[Progress], None] | None]:
+    """A listener that draws progress with the best so far on a terminal; None where nobody would see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def listen(progress: Progress) -> None:
+            best = "" if progress.best_step_time_s is None else f"best {progress.best_step_time_s:.4g} s; "
+            bar.update(task, completed=progress.done, total=progress.total, description=f"{best}{progress.doing}")
+
+        yield listen
