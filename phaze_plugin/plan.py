@@ -329,6 +329,8 @@ def load_plan(
 
     found = differences(plan, model, inputs, cluster)
     if found and reprice:
+        if model is None:
+            raise PlanError("a plan is priced anew on a model; pass a model as well.")
         return priced_anew(plan, model, inputs, cluster)
     if found:
         listed = "\n  ".join(found)

@@ -29,7 +29,7 @@ from phaze.planner.slices import Slices
 from phaze.records import to_document
 from phaze.shard import Layout, ShardedModel
 
-__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "strategy_of"]
+__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_of", "strategy_of"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 PROVEN_GAP = 0.01
@@ -54,7 +54,7 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
             matmul_flops_per_sample=step_flops(request) / request.global_batch_size,
         ),
         hardware=to_document(cluster_to_json(request.cluster)),
-        question=_question(request, asked),
+        question=question_of(request, asked),
         status=_status(answer, gap),
         strategy=strategy_of(answer.candidate, placement),
         stages=_stages(answer),
@@ -72,7 +72,8 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
     )
 
 
-def _question(request: Request, asked: Mapping[str, object]) -> Question:
+def question_of(request: Request, asked: Mapping[str, object]) -> Question:
+    """What was asked, as a plan keeps it."""
     return Question(
         global_batch_size=request.global_batch_size,
         micro_batch_sizes=request.micro_batch_sizes,

@@ -16,10 +16,12 @@ from phaze.planner import what_if
 from phaze.planner.build_plan import build_plan
 from phaze.planner.choose import Answer, choose, priced
 from phaze.planner.limits import Limits, read_limits
+from phaze.planner.ranks import active_world, plan_together
 from phaze.planner.request import Request, read_request
 from phaze.planner.watch import Progress, TimeLimitError, Watch
 
 if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
     from phaze.shard import LayoutConstraint
 
 __all__ = ["Evaluation", "evaluate", "optimize", "plan_within"]
@@ -50,7 +52,7 @@ def optimize(
     `model` is anything that `import_graph` takes, `cluster` text such as "a100-80gb:64". Batches and microbatches count
     sequences. `target` names the emitter that is to run the plan, "auto" the one of the model's framework, None none.
     `time_limit_s` and Ctrl-C end the search with the best so far, marked as interrupted. A model that does not fit gets
-    a plan that says so, with the changes after which it would.
+    a plan that says so, with the changes after which it would. In a launch of several processes rank 0 plans for all.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors for models, clusters and plans
     that cannot be.
@@ -58,7 +60,14 @@ def optimize(
     asked = dict(locals())
     for name in ("time_limit_s", "progress"):
         asked.pop(name)
-    return plan_within(_request(asked), Limits(), {}, _watch(progress, time_limit_s))
+    watch = _watch(progress, time_limit_s)
+    plugins = _plugins()
+    world = active_world(plugins)
+    if world is None:
+        return plan_within(_request(asked, plugins), Limits(), {}, watch)
+    return plan_together(
+        world, lambda: _request(asked, plugins), lambda request: plan_within(request, Limits(), {}, watch)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,21 +148,26 @@ def evaluate(
     if limits.tp is not None:
         asked["tensor_widths"] = (limits.tp,)
     watch = _watch(progress, time_limit_s)
-    own_request = _request(asked)
+    plugins = _plugins()
+    own_request = _request(asked, plugins)
     own = plan_within(own_request, limits, strategy, watch)
     if not compares:
         return Evaluation(plan=own, best=None, change=None)
     asked |= {"micro_batch_sizes": micro_batch_sizes, "tensor_widths": tensor_widths, "model": own_request.graph}
     asked |= {"inputs": None, "sequence_length": None}
-    request = replace(_request(asked), target=own_request.target)
+    request = replace(_request(asked, plugins), target=own_request.target)
     best = plan_within(request, Limits(), {}, watch)
     return Evaluation(plan=own, best=best, change=_best_change(request, limits, own, watch))
 
 
-def _request(asked: dict[str, object]) -> Request:
+def _plugins() -> PluginManager:
     from phaze.hooks import PluginManager
 
-    return read_request(**asked, plugins=PluginManager.load())  # type: ignore[arg-type]
+    return PluginManager.load()
+
+
+def _request(asked: dict[str, object], plugins: PluginManager) -> Request:
+    return read_request(**asked, plugins=plugins)  # type: ignore[arg-type]
 
 
 def _watch(progress: Callable[[Progress], object] | None, time_limit_s: float | None) -> Watch:

@@ -60,6 +60,15 @@ def test_two_split_factors_vary_with_the_last_one_fastest() -> None:
     assert held == [[[0], [0, 1]], [[0], [2, 3]], [[1], [0, 1]], [[1], [2, 3]]]
 
 
+def test_two_split_factors_of_one_dimension_leave_a_part_of_a_part() -> None:
+    rule = Rule.parse("(g d) i -> (g d) i | g=2 d=4 i=3")
+    ways = {"g": 2, "d": 2}
+    layout = layout_of(rule, rule.results[0], ways)
+    assert layout.local_shape((8, 3)) == rule.local(ways).shape(rule.results[0]) == (2, 3)
+    held = [piece_index(layout, (8, 3), device)[0].tolist() for device in range(4)]
+    assert held == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 ROWS, COLUMNS = Layout((Split(0, 1, 4, 2),)), Layout((Split(1, 1, 4, 2),))
 
 

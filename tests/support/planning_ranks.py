@@ -1,0 +1,41 @@
+"""One of several processes that plan together; started by the tests as `planning_ranks.py RANK RANKS FOLDER`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from plans import QUESTION, small_cluster, small_graph
+
+import phaze
+from phaze.errors import PhazeError
+from phaze.plan import Plan
+
+
+def plan(case: str, rank: int) -> Plan:
+    """Equal questions twice, another model on one rank, a failure on one rank, a failure of the one that plans."""
+    graph, question = small_graph(), {"cluster": small_cluster(), **QUESTION}
+    if case == "other" and rank == 2:
+        graph = small_graph(num_layers=3)
+    if case == "fails" and rank == 1:
+        question["cluster"] = "no-such-chip:8"
+    if case == "impossible":
+        question |= {"gap": 0.02, "time_limit_s": 1e-9}
+    return phaze.optimize(graph, **question)
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    """Answer every case and write down what was found."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = {}
+    for case in ("agree", "again", "other", "fails", "impossible"):
+        try:
+            found[case] = {"plan": plan(case, rank).to_json()}
+        except PhazeError as error:
+            found[case] = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
