@@ -8,7 +8,7 @@ VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 PIP := $(PYTHON_IN_VENV) -m pip --disable-pip-version-check install --quiet --constraint tests/constraints.txt
 ROOMS := phaze_plugin frontends backends hooks
-MAIN_JOB ?= import gpt2-xl
+MAIN_JOB ?= optimize gpt2-xl --cluster a100-80gb:8 --global-batch 512 --explain
 
 # What an installation depends on: the project's description and version, the pinned versions, which files exist (a
 # strict editable install links every file, so their contents may change freely) and where the clone lies.

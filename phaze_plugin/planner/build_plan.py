@@ -100,7 +100,7 @@ def _status(answer: Answer, gap: float) -> PlanStatus:
 def strategy_of(candidate: Candidate, placement: Placement) -> Strategy:
     """A placement's strategy under the names that users know."""
     degrees = placement.degrees
-    sharded = candidate.slices.sharded[degrees.width]
+    sharded = candidate.slices.sharded
     return Strategy(
         dp=degrees.pipelines,
         tp=degrees.width,
@@ -153,7 +153,7 @@ def _memory(memory: DeviceMemory) -> dict[str, float]:
 def _layouts(answer: Answer) -> Layouts:
     """What is split; stages that take one device hold their tensors whole."""
     placement, slices = answer.placement, answer.candidate.slices
-    model = slices.sharded[placement.degrees.width]
+    model = slices.sharded
     wide = {layer for stage in placement.stages if stage.width > 1 for layer in stage.layers}
     parameters: dict[str, tuple[SplitDim, ...]] = {}
     boundaries: dict[str, tuple[SplitDim, ...]] = {}
@@ -192,7 +192,7 @@ def time_split(answer: Answer) -> TimeSplit:
     for stage in placement.stages:
         if stage.device == last:
             for layer in stage.layers:
-                report = answer.candidate.slices.report(layer, placement.degrees.width, stage.recompute)
+                report = answer.candidate.slices.report(layer, stage.recompute)
                 passes = (report.forward, report.backward, report.recompute)
                 waiting += sum(one.exposed_link_s for one in passes)
     sent = parts.transfer_s + parts.collective_s + parts.reduction_s + waiting * placement.micro_batches
@@ -216,9 +216,7 @@ def _provenance(request: Request, answer: Answer) -> Provenance:
     ]
     proven = sum(one.time_s - one.bound_s <= PROVEN_GAP * one.time_s * (1 + _EQUAL) for one in reports)
     coverage = request.graph.coverage()
-    refused = [
-        f"tensor width {width} is left out: {reason}" for width, reason in answer.candidate.slices.refused.items()
-    ]
+    refused = [f"tensor width {width} is left out: {reason}" for width, reason in answer.refused.items()]
     return Provenance(
         prices=request.calibration.name,
         target=str(request.target),

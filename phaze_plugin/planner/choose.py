@@ -1,18 +1,20 @@
-"""The best strategy over all microbatch sizes: slice, place, keep the best, and a bound under all of them.
+"""The best strategy over all microbatch sizes and tensor widths: slice, bound, schedule, place, and keep the best.
 
-Every microbatch size has its own placement problem. The best time so far is handed to the next one, which then only
-looks for better; what it leaves unlooked is bounded from below by that time. When the clock or the user ends the work,
-sizes that were not looked at are bounded by the least that any plan takes: the matrix products at peak on all devices.
-Schedules and placements get half of the requested gap each.
+Every pair of a size and a width is a placement problem of its own. The best time so far is handed to the next one: if
+the slices' own bound does not beat it, nothing is scheduled; else placement looks for better only. What is left
+unlooked is bounded from below by that time. When the clock or the user ends the work, pairs that were not looked at are
+bounded by the least that any plan takes: the matrix products at peak on all devices. Schedules get the requested gap,
+placements half of it: what is reached in all is measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from phaze.errors import PlanError
+from phaze.cost import cast_graph
+from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster
 from phaze.ir import Graph, Phase, RecomputeMode
 from phaze.place import (
@@ -28,31 +30,52 @@ from phaze.place.levers import explain_infeasibility
 from phaze.planner.limits import Limits, degrees_of
 from phaze.planner.profiles import ProfileOptions
 from phaze.planner.request import Request
-from phaze.planner.slices import Slices, slice_model
+from phaze.planner.slices import Slices, least_step_s, profile_options, schedule_slices, slice_model
 from phaze.planner.watch import TimeLimitError, Watch
 
-__all__ = ["Answer", "Candidate", "choose", "least_time_s", "placement_problem", "priced", "step_flops"]
+__all__ = [
+    "Answer",
+    "Candidate",
+    "Pruned",
+    "choose",
+    "graph_at",
+    "least_time_s",
+    "placement_problem",
+    "priced",
+    "step_flops",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """One microbatch size: its slices, its placement problem and what was found."""
+    """One microbatch size and tensor width: its slices, its placement problem and what was found."""
 
     slices: Slices
     problem: PlacementProblem
     result: PlacementResult
 
 
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A microbatch size and tensor width of which no plan takes less than so many seconds."""
+
+    micro_batch_size: int
+    width: int
+    least_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The best placement, where it was found, all sizes that were looked at, and a bound under every plan.
+    """The best placement, where it was found, everything that was looked at, and a bound under every plan.
 
-    `placement` is the least-memory one where nothing fits.
+    `placement` is the least-memory one where nothing fits; `refused` says by width why a model cannot be sliced so.
     """
 
     placement: Placement
     candidate: Candidate
     candidates: tuple[Candidate, ...]
+    pruned: tuple[Pruned, ...] = ()
+    refused: dict[int, str] = field(default_factory=dict)
     bound_s: float
     is_interrupted: bool = False
 
@@ -62,67 +85,89 @@ class Answer:
         return self.candidate.result.best is not None
 
 
-def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
-    """Look at every microbatch size within the limits.
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """What is known so far."""
 
-    Raises PlanError if nothing was found before the time was over.
+    request: Request
+    limits: Limits
+    watch: Watch
+    options: ProfileOptions
+    candidates: list[Candidate] = field(default_factory=list)
+    pruned: list[Pruned] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def best_s(self) -> float:
+        """The least time so far."""
+        return min((one.result.best.time_s for one in self.candidates if one.result.best), default=math.inf)
+
+    def look_at(self, graph: Graph, width: int) -> None:
+        """Slice, bound, schedule and place one size and width."""
+        request, size = self.request, graph.micro_batch_size
+        self.watch.report(f"microbatch {size}: slicing layers {width} ways")
+        try:
+            model = slice_model(request, graph, width, self.limits.sequence)
+        except ShardError as error:
+            self.refused[width] = str(error)
+            return
+        best_s = self.best_s
+        if best_s < math.inf:
+            least_s = least_step_s(request, model, self.options)
+            if least_s >= best_s * (1 - request.gap / 2):
+                self.pruned.append(Pruned(size, width, least_s))
+                return
+        self.watch.report(f"microbatch {size}: scheduling layers sliced {width} ways")
+        slices = schedule_slices(model, self.options)
+        self.watch.report(f"microbatch {size}: placing layers sliced {width} ways")
+        problem = self.limits.narrow(placement_problem(request, slices))
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=request.gap / 2)
+        self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
+        if result.best is not None:
+            self.watch.best_step_time_s = result.best.time_s
+
+
+def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
+    """Look at every microbatch size and tensor width within the limits.
+
+    Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
     sizes = [size for size in request.micro_batch_sizes if limits.micro_batch_size in (None, size)]
-    watch.expect(len(sizes))
+    widths = [width for width in request.tensor_widths if limits.tp in (None, width)]
     watch.best_step_time_s = None
-    options = ProfileOptions(gap=request.gap / 2, prices=request.prices)
-    candidates: list[Candidate] = []
+    watch.expect(len(sizes) * len(widths))
+    search = _Search(request=request, limits=limits, watch=watch, options=profile_options(request))
     is_interrupted = False
-    for size in sizes:
-        try:
-            candidates.append(_candidate(request, limits, size, watch, options, candidates))
-        except (TimeLimitError, KeyboardInterrupt) as error:
-            if not any(one.result.best for one in candidates):
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                raise PlanError(
-                    f"nothing was found within {watch.time_limit_s} s; allow more time, or fewer microbatch sizes and "
-                    "tensor widths."
-                ) from error
-            is_interrupted = True
-            break
-        watch.step()
-    answer = _best(candidates)
+    try:
+        for graph in (graph_at(request, size) for size in sizes):
+            for width in widths:
+                search.look_at(graph, width)
+                watch.step()
+    except (TimeLimitError, KeyboardInterrupt) as error:
+        if search.best_s == math.inf:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise PlanError(
+                f"nothing was found within {watch.time_limit_s} s; allow more time, or fewer microbatch sizes and "
+                "tensor widths."
+            ) from error
+        is_interrupted = True
+    if not search.candidates:
+        raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}")
+    answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
+    bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
     if is_interrupted:
-        answer = replace(answer, bound_s=min(answer.bound_s, least_time_s(request)), is_interrupted=True)
-    return answer
+        bounds.append(least_time_s(request))
+    return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
 
 
-def _candidate(
-    request: Request,
-    limits: Limits,
-    size: int,
-    watch: Watch,
-    options: ProfileOptions,
-    before: Sequence[Candidate],
-) -> Candidate:
-    widths = request.tensor_widths if limits.tp is None else (limits.tp,)
-    slices = slice_model(request, size, watch, widths=widths, sequence_parallel=limits.sequence, options=options)
-    if not slices.sharded:
-        raise PlanError(f"the model cannot be sliced as asked. {' '.join(slices.refused.values())}")
-    problem = limits.narrow(placement_problem(request, slices))
-    watch.report(f"microbatch {size}: placing layers on {request.cluster.device_count} devices")
-    smaller = [(one.slices.micro_batch_size, one.problem) for one in before if not one.result.best]
-    best_s = watch.best_step_time_s
-    result = find_placement(
-        problem,
-        top=1,
-        smaller_micro_batches=smaller,
-        cutoff_s=math.inf if best_s is None else best_s,
-        gap=request.gap / 2,
-    )
-    if result.best is not None:
-        watch.best_step_time_s = result.best.time_s
-    return Candidate(slices=slices, problem=problem, result=result)
+def graph_at(request: Request, size: int) -> Graph:
+    """The model at a microbatch size, in the types of the precision recipe."""
+    return cast_graph(request.graph.with_micro_batch(size), request.recipe)
 
 
 def placement_problem(request: Request, slices: Slices, cluster: Cluster | None = None) -> PlacementProblem:
-    """The placement problem of one microbatch size, on the request's cluster or another one."""
+    """The placement problem of some slices, on the request's cluster or another one."""
     return PlacementProblem(
         graph=slices.placement,
         profiles=slices.profiles,
@@ -166,11 +211,12 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
     assert limits.micro_batch_size is not None
     assert limits.tp is not None
     watch.expect(1)
-    slices = slice_model(
-        request, limits.micro_batch_size, watch, widths=(limits.tp,), sequence_parallel=limits.sequence
-    )
-    if not slices.sharded:
-        raise PlanError(f"the model cannot be sliced as asked. {' '.join(slices.refused.values())}")
+    watch.report("pricing the strategy")
+    try:
+        model = slice_model(request, graph_at(request, limits.micro_batch_size), limits.tp, limits.sequence)
+    except ShardError as error:
+        raise PlanError(f"the model cannot be sliced as asked. {error}") from error
+    slices = schedule_slices(model, profile_options(request))
     problem = placement_problem(request, slices)
     ground = Ground.of(problem)
     placement = evaluate_placement(ground, degrees_of(limits), _cut(slices.graph, limits))

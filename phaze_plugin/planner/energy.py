@@ -50,9 +50,8 @@ def step_energy(request: Request, answer: Answer, tokens: float) -> dict[str, fl
 
 def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]:
     """Energy of the cores and of the links, pass by pass."""
-    width = answer.placement.degrees.width
     for layer in stage.layers:
-        report = answer.candidate.slices.report(layer, width, stage.recompute)
+        report = answer.candidate.slices.report(layer, stage.recompute)
         for one in (report.forward, report.backward, report.recompute):
             yield one.energy_j, one.link_energy_j
 

@@ -25,22 +25,35 @@ from phaze.place.profile import (
 )
 from phaze.schedule import Schedule, ScheduleCache, schedule_layer
 from phaze.schedule.exposed import exposed_link_s
-from phaze.schedule.from_layer import price_pass
+from phaze.schedule.from_layer import PricedPass, price_pass
 from phaze.schedule.problem import OpKind as ScheduledKind
 from phaze.shard import WHOLE, ShardedLayer, slice_layer
 
 if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
 
-__all__ = ["LayerReport", "PassReport", "ProfileOptions", "placement_graph", "profile_and_report", "profile_layer"]
+__all__ = [
+    "LayerReport",
+    "PassReport",
+    "ProfileOptions",
+    "least_pass_seconds",
+    "placement_graph",
+    "profile_and_report",
+    "profile_layer",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How passes are priced and scheduled: fused epilogues, the gap to prove, plugins' prices, schedules so far."""
+    """How passes are priced and scheduled.
+
+    Epilogues fused or not, the gap to prove, the work (see `schedule_layer`) after which a pass keeps the gap that it
+    has, plugins' prices, and schedules so far.
+    """
 
     is_fused: bool = True
     gap: float = 0.01
+    work: int | None = None
     prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
 
@@ -150,15 +163,28 @@ def _bounded(value: float, bound: float) -> Bounded:
     return Bounded(value, min(value, max(0.0, bound)))  # type: ignore[arg-type]
 
 
+def least_pass_seconds(sharded: ShardedLayer, options: ProfileOptions) -> float:
+    """A bound under the forward and backward of one microbatch, without a schedule."""
+    local = slice_layer(sharded)
+    layer = single_layer(local)
+    passes = [_priced(sharded, local, ops, options) for ops in (layer.forward, layer.backward) if ops]
+    return float(sum(one.lower_bounds(is_tight=False)[0] for one in passes))
+
+
 def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
     if not ops:
         return None
+    problem = _priced(sharded, local, ops, options).problem()
+    return schedule_layer(problem, gap=options.gap, work=options.work, cache=options.cache)
+
+
+def _priced(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> PricedPass:
     axis = sharded.task.axis
 
     def link_s(op: Op) -> float:
         return axis.seconds(Collective(op.function), _link_bytes(op))
 
-    priced = price_pass(
+    return price_pass(
         local,
         ops,
         axis.cluster.accelerator,
@@ -168,7 +194,6 @@ def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: P
         calibration=axis.calibration,
         prices=options.prices,
     )
-    return schedule_layer(priced.problem(), gap=options.gap, cache=options.cache)
 
 
 def _link_bytes(op: Op) -> float:

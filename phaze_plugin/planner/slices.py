@@ -1,23 +1,29 @@
-"""A model at one microbatch size, sliced, priced and scheduled at every tensor width: what placement chooses from.
+"""A model at one microbatch size and one tensor width, sliced, priced and scheduled: what placement chooses from.
 
 Equal layers may be sliced differently (the first block reads a whole tensor, the others one that is split along the
-sequence), so layers share profiles only where they are equal and sliced alike at every width.
+sequence), so layers share profiles only where they are equal and sliced alike.
+
+Before anything is scheduled, lower bounds of the passes tell the least that any plan of these slices takes: all
+microbatches of all layers, each on as many devices as it is sliced for, on all devices without a pause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phaze.cost import cast_graph
-from phaze.errors import ShardError
 from phaze.hardware import Cluster
 from phaze.ir import Graph, RecomputeMode
 from phaze.place import LayerProfile, PlacementGraph
 from phaze.place.problem import ProfileKey
-from phaze.planner.profiles import LayerReport, ProfileOptions, placement_graph, profile_and_report
+from phaze.planner.profiles import (
+    LayerReport,
+    ProfileOptions,
+    least_pass_seconds,
+    placement_graph,
+    profile_and_report,
+)
 from phaze.planner.request import Request
-from phaze.planner.watch import Watch
 from phaze.shard import (
     Axis,
     LayerTask,
@@ -29,91 +35,66 @@ from phaze.shard import (
     unsharded,
 )
 
-__all__ = ["Slices", "slice_model"]
+__all__ = ["Slices", "least_step_s", "profile_options", "schedule_slices", "slice_model"]
+
+_WORK = 400_000
+"""Moves that the schedule of one pass may look at: a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slices:
-    """The profiles of all layers at one microbatch size.
+    """The profiles of all layers at one microbatch size and tensor width.
 
     Attributes:
         graph: in the types of the precision recipe, at this microbatch.
+        sharded: the layouts of every layer.
         placement: its layers as placement sees them.
-        sharded: the sharding at every width that the model can be split.
         profiles: by layer, width and recompute mode.
         reports: the passes behind the profiles.
-        refused: why a width is missing.
     """
 
-    micro_batch_size: int
     graph: Graph
+    sharded: ShardedModel
     placement: PlacementGraph
-    sharded: Mapping[int, ShardedModel]
     profiles: Mapping[ProfileKey, LayerProfile]
     reports: Mapping[ProfileKey, LayerReport]
-    refused: Mapping[int, str]
 
-    def report(self, layer: int, width: int, mode: RecomputeMode) -> LayerReport:
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in a microbatch."""
+        return self.graph.micro_batch_size
+
+    @property
+    def width(self) -> int:
+        """Devices that share a layer."""
+        return self.sharded.axis.width
+
+    def report(self, layer: int, mode: RecomputeMode) -> LayerReport:
         """The passes of one layer of the graph."""
-        return self.reports[self.placement.layers[layer].key, width, mode]
+        return self.reports[self.placement.layers[layer].key, self.width, mode]
+
+
+def profile_options(request: Request) -> ProfileOptions:
+    """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
+    return ProfileOptions(gap=request.gap, work=None if request.gap == 0.0 else _WORK, prices=request.prices)
 
 
 def slice_model(
     request: Request,
-    size: int,
-    watch: Watch,
-    *,
-    widths: Sequence[int] | None = None,
+    graph: Graph,
+    width: int,
     sequence_parallel: SequenceParallel = SequenceParallel.FREE,
     cluster: Cluster | None = None,
-    options: ProfileOptions | None = None,
-) -> Slices:
-    """Slice, price and schedule every distinct layer once per width.
-
-    `widths` and `cluster` stand for those of the request; `options` carries schedules from one call to the next.
-    """
-    options = options or ProfileOptions(gap=request.gap / 2, prices=request.prices)
-    graph = cast_graph(request.graph.with_micro_batch(size), request.recipe)
-    sharded: dict[int, ShardedModel] = {}
-    refused: dict[int, str] = {}
-    for width in request.tensor_widths if widths is None else widths:
-        watch.report(f"microbatch {size}: slicing layers {width} ways")
-        axis = Axis(cluster or request.cluster, width, request.calibration)
-        try:
-            sharded[width] = _shard(request, graph, axis, sequence_parallel)
-        except ShardError as error:
-            refused[width] = str(error)
-    variants = _variants(graph, sharded.values())
-    profiles: dict[ProfileKey, LayerProfile] = {}
-    reports: dict[ProfileKey, LayerReport] = {}
-    for width, model in sharded.items():
-        watch.report(f"microbatch {size}: scheduling layers sliced {width} ways")
-        for key, layer in _one_of_each(variants, model.layers).items():
-            for mode, (profile, report) in profile_and_report(layer, tuple(RecomputeMode), options).items():
-                profiles[key, width, mode] = profile
-                reports[key, width, mode] = report
-    return Slices(
-        micro_batch_size=size,
-        graph=graph,
-        placement=placement_graph(graph, variants),
-        sharded=sharded,
-        profiles=profiles,
-        reports=reports,
-        refused=refused,
-    )
-
-
-def _shard(request: Request, graph: Graph, axis: Axis, sequence_parallel: SequenceParallel) -> ShardedModel:
-    if axis.width > 1:
-        return shard_model(
-            graph,
-            axis,
-            ShardOptions(
-                sequence_parallel=sequence_parallel,
-                constraints=request.constraints,
-                may_stride_parameters=request.capabilities.allows_strided_parameters,
-            ),
+) -> ShardedModel:
+    """Layouts of every layer, each distinct one solved once; raises ShardError where the width is impossible."""
+    axis = Axis(cluster or request.cluster, width, request.calibration)
+    if width > 1:
+        options = ShardOptions(
+            sequence_parallel=sequence_parallel,
+            constraints=request.constraints,
+            may_stride_parameters=request.capabilities.allows_strided_parameters,
         )
+        return shard_model(graph, axis, options)
     whole = {layer.key: unsharded(LayerTask(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers}
     return ShardedModel(
         graph=graph,
@@ -124,20 +105,41 @@ def _shard(request: Request, graph: Graph, axis: Axis, sequence_parallel: Sequen
     )
 
 
-def _variants(graph: Graph, models: Iterable[ShardedModel]) -> list[str]:
-    """A key per layer: that of its content, and which of its slices it got at each width."""
-    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-    per_key: dict[str, int] = {}
-    models = tuple(models)
+def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions) -> float:
+    """What no plan of these slices beats."""
+    once = {key: least_pass_seconds(layer, options) for key, layer in _variants(model).items()}
+    batches = request.global_batch_size // model.graph.micro_batch_size
+    devices = model.axis.cluster.device_count // model.axis.width
+    return batches * sum(once[key] for key in _keys(model)) / max(1, devices)
+
+
+def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
+    """Price and schedule every distinct layer once."""
+    profiles: dict[ProfileKey, LayerProfile] = {}
+    reports: dict[ProfileKey, LayerReport] = {}
+    for key, layer in _variants(model).items():
+        for mode, (profile, report) in profile_and_report(layer, tuple(RecomputeMode), options).items():
+            profiles[key, model.axis.width, mode] = profile
+            reports[key, model.axis.width, mode] = report
+    return Slices(
+        graph=model.graph,
+        sharded=model,
+        placement=placement_graph(model.graph, _keys(model)),
+        profiles=profiles,
+        reports=reports,
+    )
+
+
+def _keys(model: ShardedModel) -> list[str]:
+    """A key per layer: that of its content, and which of its slices it got."""
+    found: dict[str, dict[int, int]] = {}
     keys = []
-    for layer in graph.layers:
-        slices = (layer.key, tuple(id(model.layers[layer.index]) for model in models))
-        if slices not in numbers:
-            numbers[slices] = per_key.get(layer.key, 0)
-            per_key[layer.key] = numbers[slices] + 1
-        keys.append(f"{layer.key}#{numbers[slices]}")
+    for layer, sharded in zip(model.graph.layers, model.layers, strict=True):
+        numbers = found.setdefault(layer.key, {})
+        keys.append(f"{layer.key}#{numbers.setdefault(id(sharded), len(numbers))}")
     return keys
 
 
-def _one_of_each(variants: Sequence[str], layers: Sequence[ShardedLayer]) -> dict[str, ShardedLayer]:
-    return dict(zip(variants, layers, strict=True))
+def _variants(model: ShardedModel) -> dict[str, ShardedLayer]:
+    """One layer of each key."""
+    return dict(zip(_keys(model), model.layers, strict=True))

@@ -1,14 +1,15 @@
 """What a plan's reader asks next: what binds, what other kinds of plans cost, what other hardware would bring.
 
 Every figure comes from the same search on the same slices with one thing changed, cut short: what is found is reached,
-and may be beaten by a little. All microbatch sizes that were sliced are tried, the plan's own one first. Faster links
-change the slices themselves, so only the plan's own microbatch and width are sliced again.
+and may be beaten by a little. The four most promising pairs of a microbatch size and a tensor width are tried, the
+plan's own one first; pairs that were pruned by their bound are not looked at. Faster links change the slices
+themselves, so only the plan's own pair is sliced again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phaze.capabilities import Capabilities, PipelineSchedule
@@ -17,17 +18,20 @@ from phaze.ir import RecomputeMode
 from phaze.place import Effort, Ground, LeverKind, Placement, PlacementProblem
 from phaze.place.assemble import assemble
 from phaze.place.search_degrees import search_degrees
-from phaze.plan import Change, Lever, Plan, RunnerUp
+from phaze.plan import Change, Lever, Plan, RunnerUp, Strategy
+from phaze.plan_text import seconds_text
 from phaze.planner.build_plan import MEMORY_ITEMS, strategy_of
 from phaze.planner.choose import Answer, Candidate, placement_problem
 from phaze.planner.request import Request
-from phaze.planner.slices import slice_model
+from phaze.planner.slices import profile_options, schedule_slices, slice_model
 from phaze.planner.watch import Watch
+from phaze.shard import SequenceParallel
 
 __all__ = ["best_of", "binding", "changes", "levers", "runners_up", "unrestricted_s"]
 
-_EFFORT = Effort(nodes=400, nodes_per_choice=60, choices=100)
+_EFFORT = Effort(nodes=300, nodes_per_choice=60, choices=60)
 _GAP = 0.01
+_MOST = 4
 
 
 def binding(plan: Plan) -> tuple[str, ...]:
@@ -59,54 +63,78 @@ def binding(plan: Plan) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Another kind of plan: what to call it, and how the problem becomes one that has only such plans."""
+    """Another kind of plan: what to call it, and how a problem becomes one that has only such plans.
+
+    `includes` says which pairs of a microbatch size and a tensor width have such plans, `has` which strategies are so.
+    """
 
     name: str
-    narrow: Callable[[PlacementProblem], PlacementProblem | None]
+    has: Callable[[Strategy], bool]
+    narrow: Callable[[PlacementProblem], PlacementProblem | None] = lambda problem: problem
+    includes: Callable[[int, int], bool] = lambda size, width: True
 
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     """The best plan of each other kind."""
-    sizes = [one for one in answer.candidates if one is not answer.candidate]
-    kinds = list(_other_kinds(answer.placement))
-    watch.expect(len(kinds) + len(sizes))
+    kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
+    watch.expect(len(kinds))
     found = []
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
         found.append(_runner_up(kind, answer))
         watch.step()
-    for candidate in sizes:
-        watch.report(f"the best plan of another kind: microbatch {candidate.slices.micro_batch_size}")
-        found.append(_named_best(f"microbatch {candidate.slices.micro_batch_size}", [(candidate, candidate.problem)]))
-        watch.step()
-    return tuple(found)
+    return tuple(_best_seen(kind, own, found) for kind, own in zip(kinds, found, strict=True))
 
 
-def _own_first(answer: Answer) -> list[Candidate]:
-    return [answer.candidate, *(one for one in answer.candidates if one is not answer.candidate)]
+def _best_seen(kind: _Kind, own: RunnerUp, found: Sequence[RunnerUp]) -> RunnerUp:
+    """The best of a kind among all that were found: one plan may be of several kinds."""
+    best = own
+    for other in found:
+        if other.strategy is None or other.step_time_s is None or not kind.has(other.strategy):
+            continue
+        if best.step_time_s is None or other.step_time_s < best.step_time_s:
+            best = replace(other, kind=kind.name)
+    return best
+
+
+def _promising(answer: Answer) -> list[Candidate]:
+    """The plan's own slices, then others by the time that was found for them."""
+
+    def order(one: Candidate) -> tuple[bool, float]:
+        return one is not answer.candidate, math.inf if one.result.best is None else one.result.best.time_s
+
+    return sorted(answer.candidates, key=order)
 
 
 def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     degrees = placement.degrees
     if degrees.devices > 1:
-        yield _Kind("no pipeline", lambda problem: replace(problem, stage_counts=(1,)))
+        yield _Kind("no pipeline", lambda plan: plan.pp == 1, lambda problem: replace(problem, stage_counts=(1,)))
         for schedule in PipelineSchedule:
             if schedule is not degrees.schedule:
-                yield _Kind(f"schedule {schedule}", _with_schedule(schedule))
+                yield _Kind(f"schedule {schedule}", _is_scheduled(schedule), _with_schedule(schedule))
     else:
-        yield _Kind("a pipeline", _with_stages)
+        yield _Kind("a pipeline", lambda plan: plan.pp > 1, _with_stages)
     if degrees.width > 1:
-        yield _Kind("no tensor parallelism", lambda problem: _with_widths(problem, lambda width: width == 1))
+        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda size, width: width == 1)
     else:
-        yield _Kind("tensor parallelism", lambda problem: _with_widths(problem, lambda width: width > 1))
+        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda size, width: width > 1)
     if degrees.zero_stage:
-        yield _Kind("no ZeRO", lambda problem: replace(problem, zero_stages=(0,)))
+        yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: replace(problem, zero_stages=(0,)))
     else:
-        yield _Kind("ZeRO", lambda problem: _with_zero(problem))
+        yield _Kind("ZeRO", lambda plan: plan.zero > 0, _with_zero)
+    other, name = RecomputeMode.FULL, "full recompute"
     if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
-        yield _Kind("no recompute", lambda problem: replace(problem, recompute_modes=(RecomputeMode.NONE,)))
-    else:
-        yield _Kind("full recompute", lambda problem: replace(problem, recompute_modes=(RecomputeMode.FULL,)))
+        other, name = RecomputeMode.NONE, "no recompute"
+    yield _Kind(
+        name,
+        lambda plan: set(plan.recompute) == {other.value},
+        lambda problem: replace(problem, recompute_modes=(other,)),
+    )
+
+
+def _is_scheduled(schedule: PipelineSchedule) -> Callable[[Strategy], bool]:
+    return lambda plan: plan.schedule == schedule.value
 
 
 def _with_schedule(schedule: PipelineSchedule) -> Callable[[PlacementProblem], PlacementProblem | None]:
@@ -124,41 +152,63 @@ def _with_stages(problem: PlacementProblem) -> PlacementProblem | None:
     return replace(problem, stage_counts=tuple(allowed)) if len(allowed) else None
 
 
-def _with_widths(problem: PlacementProblem, is_meant: Callable[[int], bool]) -> PlacementProblem | None:
-    widths = tuple(width for width in problem.widths if is_meant(width))
-    return replace(problem, tensor_widths=widths) if widths else None
-
-
 def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
     stages = tuple(zero for zero in problem.zero_stages if zero and zero in problem.capabilities.zero_stages)
     return replace(problem, zero_stages=stages) if stages else None
 
 
+def _other_sizes(answer: Answer) -> Iterator[_Kind]:
+    own = answer.candidate.slices.micro_batch_size
+    sizes = {one.slices.micro_batch_size for one in answer.candidates} | {one.micro_batch_size for one in answer.pruned}
+    for other in sorted(sizes - {own}):
+        yield _of_size(other)
+
+
+def _of_size(wanted: int) -> _Kind:
+    return _Kind(
+        f"microbatch {wanted}",
+        lambda plan: plan.micro_batch_size == wanted,
+        includes=lambda size, width: size == wanted,
+    )
+
+
 def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
-    narrowed = [(one, problem) for one in _own_first(answer) if (problem := kind.narrow(one.problem)) is not None]
-    if not narrowed:
-        return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason="not possible here")
-    return _named_best(kind.name, narrowed)
-
-
-def _named_best(name: str, narrowed: Sequence[tuple[Candidate, PlacementProblem]]) -> RunnerUp:
-    best: RunnerUp | None = None
+    """The best plan of a kind, or why there is none; pruned slices count by their bound."""
+    best: tuple[Candidate, Placement] | None = None
     is_proven = True
-    for candidate, problem in narrowed:
-        cutoff_s = math.inf if best is None or best.step_time_s is None else best.step_time_s
-        placement, is_searched = _quick(problem, cutoff_s)
+    included = [one for one in _promising(answer) if kind.includes(one.slices.micro_batch_size, one.slices.width)]
+    narrowed = [(one, problem) for one in included if (problem := kind.narrow(one.problem)) is not None]
+    for candidate, problem in narrowed[:_MOST]:
+        cutoff_s = math.inf if best is None else best[1].time_s
+        if problem is candidate.problem and candidate.result.best is not None:
+            placement, is_searched = _known(candidate)
+        else:
+            placement, is_searched = _quick(problem, cutoff_s)
         is_proven &= is_searched
-        if placement is not None:
-            strategy = strategy_of(candidate, placement)
-            best = RunnerUp(kind=name, strategy=strategy, step_time_s=placement.time_s, reason="")
-    reason = "nothing fits" if is_proven else "a short search found nothing that fits"
-    return best or RunnerUp(kind=name, strategy=None, step_time_s=None, reason=reason)
+        if placement is not None and placement.time_s < cutoff_s:
+            best = (candidate, placement)
+    if best is not None:
+        strategy = strategy_of(*best)
+        return RunnerUp(kind=kind.name, strategy=strategy, step_time_s=best[1].time_s, reason="")
+    least = [one.least_s for one in answer.pruned if kind.includes(one.micro_batch_size, one.width)]
+    if least:
+        reason = f"no such plan takes less than {seconds_text(min(least))}"
+    elif not narrowed:
+        reason = "not possible here"
+    else:
+        is_proven &= len(narrowed) <= _MOST
+        reason = "nothing fits" if is_proven else "a short search found nothing that fits"
+    return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
 
 
-def best_of(narrowed: Sequence[tuple[Candidate, PlacementProblem]], least_s: float = math.inf) -> float | None:
+def _known(candidate: Candidate) -> tuple[Placement | None, bool]:
+    return candidate.result.best, True
+
+
+def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> float | None:
     """The least time that a short search of several problems finds, or what is already known to be reached."""
     best_s = least_s
-    for _, problem in narrowed:
+    for problem in problems:
         placement, _ = _quick(problem, best_s)
         best_s = best_s if placement is None else placement.time_s
     return best_s if best_s < math.inf else None
@@ -187,12 +237,12 @@ def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...
     for text, other in wanted:
         watch.report(text)
         least_s = answer.placement.time_s if other.device_count == cluster.device_count else math.inf
-        problems = [(one, replace(one.problem, cluster=other)) for one in _own_first(answer)]
+        problems = [replace(one.problem, cluster=other) for one in _promising(answer)[:_MOST]]
         found.append(Change(text=text, step_time_s=best_of(problems, least_s)))
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
-        found.append(_faster_links(request, answer, watch))
+        found.append(_faster_links(request, answer))
     watch.step()
     return tuple(found)
 
@@ -205,21 +255,22 @@ def twice_the_devices(cluster: Cluster) -> Cluster:
     return Cluster(cluster.accelerator, 2 * cluster.device_count, levels)
 
 
-def _faster_links(request: Request, answer: Answer, watch: Watch) -> Change:
+def _faster_links(request: Request, answer: Answer) -> Change:
     cluster = request.cluster
     levels = tuple(replace(one, bandwidth_bytes_per_s=2 * one.bandwidth_bytes_per_s) for one in cluster.levels)
     faster = replace(cluster, levels=levels)
-    widths = sorted({1, answer.placement.degrees.width} & set(request.tensor_widths))
-    slices = slice_model(request, answer.candidate.slices.micro_batch_size, watch, widths=widths, cluster=faster)
-    candidate = replace(answer.candidate, slices=slices, problem=placement_problem(request, slices, faster))
-    step_time_s = best_of([(candidate, candidate.problem)], answer.placement.time_s)
+    slices = answer.candidate.slices
+    sequence = SequenceParallel.ON if any(slices.sharded.is_sequence_split) else SequenceParallel.FREE
+    model = slice_model(request, slices.graph, slices.width, sequence, faster)
+    problem = placement_problem(request, schedule_slices(model, profile_options(request)), faster)
+    step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 
 
 def unrestricted_s(answer: Answer) -> float | None:
     """The step time without the target's limits, on the same slices."""
     everything = Capabilities.everything()
-    problems = [(one, replace(one.problem, capabilities=everything)) for one in _own_first(answer)]
+    problems = (replace(one.problem, capabilities=everything) for one in _promising(answer)[:_MOST])
     return best_of(problems, answer.placement.time_s)
 
 
