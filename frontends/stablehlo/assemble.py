@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from phaze.errors import ImportModelError
+from phaze.frontends.stablehlo.fusing import fuse
+from phaze.frontends.stablehlo.keeping import keep_least
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.net import Net
 from phaze.frontends.stablehlo.order import by_depth, repeated_blocks
@@ -68,8 +70,14 @@ def assemble(
         graph = replace(graph, ops=tuple(_ordered(by_depth(graph.ops))))
     if parts.loss is not None and not graph.gradients:
         graph = graph.with_backward()
-    graph = refine(split_tied_gradients(graph), batch_size)
-    return replace(graph, notes=(*graph.notes, *_notes(module, walked, stacked, names)))
+    refined = refine(split_tied_gradients(graph), batch_size)
+    graph = fuse(keep_least(refined))
+    notes = _notes(module, walked, stacked, names)
+    if len(graph.ops) < len(refined.ops):
+        notes.append(
+            f"vector ops are joined as a compiler would join them: {len(graph.ops):,} ops of {len(refined.ops):,}"
+        )
+    return replace(graph, notes=(*graph.notes, *notes))
 
 
 def _stacked(walked: Walked, parts: Parts) -> set[int]:

@@ -47,7 +47,7 @@ def computed(operation: Operation, values: Sequence[Value]) -> bool | int | floa
         return _constant_value(given) if isinstance(given, Mapping) else None
     if not values:
         return None
-    known = [value.value for value in values if isinstance(value, Constant)]
+    known = [value.value if isinstance(value, Constant) else None for value in values]
     if any(value is None for value in known):
         return None
     try:

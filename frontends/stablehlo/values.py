@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phaze.ir import DType
 
-__all__ = ["Constant", "Shape", "Spread", "Stack", "Tensor", "Unsupported", "Value", "is_empty"]
+__all__ = ["Constant", "Shape", "Spread", "Stack", "Tensor", "Unsupported", "Value", "is_constant", "is_empty"]
 
 Shape = tuple[int, ...]
 
@@ -59,6 +59,11 @@ class Stack:
 
 
 Value = Tensor | Constant | Spread | Stack
+
+
+def is_constant(value: Value) -> bool:
+    """Whether a value depends on no argument."""
+    return isinstance(value, Constant) or (isinstance(value, Spread) and isinstance(value.source, Constant))
 
 
 def is_empty(value: Value) -> bool:

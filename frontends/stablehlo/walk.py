@@ -20,7 +20,7 @@ from phaze.frontends.stablehlo.module import Function, Module, Operation, Region
 from phaze.frontends.stablehlo.recorder import Recorder
 from phaze.frontends.stablehlo.scopes import join_scopes
 from phaze.frontends.stablehlo.tables import OPERATIONS
-from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Tensor, Unsupported, Value, is_empty
+from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Tensor, Unsupported, Value, is_constant, is_empty
 from phaze.ir import OpKind, Role
 from phaze.ir.rule import LARGEST_FACTOR
 from phaze.ir.shape_rules import opaque_rule
@@ -163,7 +163,7 @@ class _Walker:
         environment.update(zip(operation.results, results, strict=True))
 
     def _apply(self, operation: Operation, values: Values, scope: str) -> Values:
-        if all(isinstance(value, Constant) for value in values) or any(0 in kind.shape for kind in operation.types):
+        if all(is_constant(value) for value in values) or any(0 in kind.shape for kind in operation.types):
             return self.fold(operation, values)
         call = Call(operation, values, self.recorder, scope)
         self._remember_slices(operation, values)
@@ -196,7 +196,9 @@ class _Walker:
 
     def fold(self, operation: Operation, values: Values) -> Values:
         """Results that depend on no argument: numbers where they can be computed, else known by how they are made."""
-        keys = tuple(value.number for value in values if isinstance(value, Constant))
+        if operation.short_name == "broadcast_in_dim" and not is_empty(values[0]) and 0 not in operation.types[0].shape:
+            return self._spread(operation, values[0])
+        keys = tuple(_constant_key(value) for value in values)
         made = []
         for index, kind in enumerate(operation.types):
             dtype = to_dtype(kind.element)
@@ -206,6 +208,17 @@ class _Walker:
                 key = (*key, self.recorder.unique())
             made.append(self.recorder.constant(key, kind.shape, dtype, number))
         return tuple(made)
+
+    def _spread(self, operation: Operation, value: Value) -> Values:
+        """A repeated constant: one number is one number of another shape, anything else is read where it is."""
+        shape, into = operation.types[0].shape, tuple(operation.attributes["broadcast_dimensions"])
+        if isinstance(value, Spread):
+            into = tuple(into[place] for place in value.into)
+            value = value.source
+        assert isinstance(value, Constant)
+        if value.value is not None:
+            return (self.recorder.constant("", shape, value.dtype, value.value),)
+        return (Spread(value, into, shape, value.dtype),)
 
     def _remember_slices(self, operation: Operation, values: Values) -> None:
         """Which arguments are read by trips, and which index of its stacks the trip at hand uses."""
@@ -249,6 +262,14 @@ class _Walker:
             else value
             for i, value in enumerate(after)
         )
+
+
+def _constant_key(value: Value) -> object:
+    if isinstance(value, Constant):
+        return value.number
+    assert isinstance(value, Spread)
+    assert isinstance(value.source, Constant)
+    return value.source.number, value.into, value.shape
 
 
 def _check_type(kind: TensorType, what: str) -> None:

@@ -51,7 +51,8 @@ _COUNTED_BY_SIZE = frozenset({OpKind.OPAQUE, OpKind.COPY, OpKind.SORT})
 
 def vector_operations(op: Op) -> float:
     """Lane operations of an op on the vector cores."""
-    per_element = _BY_FUNCTION.get(op.function, _BY_KIND.get(op.kind, 1))
+    counted = op.attribute("operations")  # of ops that a frontend fused
+    per_element = counted if isinstance(counted, int) else _BY_FUNCTION.get(op.function, _BY_KIND.get(op.kind, 1))
     if op.kind in _COUNTED_BY_SIZE:
         touched = max(1, *op.elements_written, *op.elements_read)
     else:

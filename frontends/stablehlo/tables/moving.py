@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Tensor, Unsupported, is_empty
+from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Tensor, Unsupported, is_constant, is_empty
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import concatenate_rule, elementwise_rule, slice_rule, transpose_rule
 
@@ -129,7 +129,7 @@ def _barrier(call: Call) -> Values:
     """The same values, not to be merged with others: what is computed from them again is computed again."""
     found = []
     for value in call.values:
-        if isinstance(value, Constant) or is_empty(value):
+        if is_constant(value) or is_empty(value):
             found.append(value)
             continue
         if isinstance(value, Stack):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from phaze.frontends.stablehlo.call import Call, Values
 from phaze.frontends.stablehlo.module import Operation
-from phaze.frontends.stablehlo.values import Constant, Shape, Unsupported
+from phaze.frontends.stablehlo.values import Shape, Unsupported, is_constant
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import elementwise_rule, reduction_rule
 
@@ -25,12 +25,12 @@ def _body(operation: Operation) -> str:
 def _reduce(call: Call) -> Values:
     over = call.integers("dimensions")
     count = len(call.operation.types)
-    read = [index for index in range(count) if not isinstance(call.values[index], Constant)]
+    read = [index for index in range(count) if not is_constant(call.values[index])]
     if len(read) != 1:
         raise Unsupported
     value = call.values[read[0]]
-    if not over:
-        return (value,)
+    if all(value.shape[index] == 1 for index in over) and count == 1:
+        return (call.recorder.reshape(value, call.out_shape(), call.scope, "reduce"),)
     rule = reduction_rule(value.shape, over)
     function = "argmax" if count > 1 else _BY_BODY.get(_body(call.operation), "reduce")
     rule = Rule(rule.operands, rule.results * count, rule.factors)
@@ -94,7 +94,7 @@ def _sort(call: Call) -> Values:
     factors = tuple(
         Factor(f"d{i}", size, FactorKind.WHOLE if i == at else FactorKind.FREE) for i, size in enumerate(shape)
     )
-    inputs = [call.id(index) for index in range(len(call.values)) if not isinstance(call.values[index], Constant)]
+    inputs = [call.id(index) for index in range(len(call.values)) if not is_constant(call.values[index])]
     rule = Rule((dims,) * len(inputs), (dims,) * len(call.operation.types), factors)
     return call.emit(OpKind.SORT, "sort", rule, *inputs)
 
