@@ -7,8 +7,9 @@ p a price per byte, that module's bound is at least
     sum over layers of min over k of (min over modes of (a_k t_l + p w_k (f_k stash_l + working_l / (v (n+1))))
                                       + p w_k held_l) - p usable
 
-(a device's largest working set is at least the mean over its chunks of the mean over their layers). Without seconds,
-with equal weights, the same sum says whether the mean device can hold what it must.
+(a device's largest working set is at least the mean over its chunks of the mean over their layers), and a_k times the
+least transfer for each stage but the first. Without seconds, with equal weights, the same sum says whether the mean
+device can hold what it must.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
     needed = (kept.min(axis=0) + held).min(axis=1).sum(axis=0)
     bounds = np.where(needed > usable * choices.devices, np.inf, 0.0)
     seconds = returned_at * (through + again)
+    received = packing.least_cut_s[width] * returned[1:].sum(axis=0)
     for prices in packing.prices:
         price = prices[width] * choices.rounds / flight.mean(axis=0)
         spent = (seconds + price * device_at * kept).min(axis=0) + price * device_at * held
-        bounds = np.maximum(bounds, spent.min(axis=1).sum(axis=0) - price * usable)
+        bounds = np.maximum(bounds, received + spent.min(axis=1).sum(axis=0) - price * usable)
     return np.asarray(bounds * (1 - _SLACK))
 
 

@@ -71,14 +71,12 @@ class ChunkBounds:
         )
         self._tables = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
         self._tables[self.stages, :, -1] = 0.0
-        if self._is_over(states):
-            return
-        spent = self._weights @ self._features
         for position in range(self.stages - 1, -1, -1):
-            rest = self._tables[position + 1][:, candidates.target]
-            self._tables[position] = candidates.least_by_source(spent[position] + rest, states)
+            spent = self._weights[position] @ self._features
+            spent += self._tables[position + 1][:, candidates.target]
+            self._tables[position] = candidates.least_by_source(spent, states)
 
-    def _is_over(self, states: int) -> bool:
+    def is_over(self, states: int) -> bool:
         """Whether no pipeline fits: some device, or the mean over devices, needs too much in every one."""
         candidates, devices = self.candidates, self.devices
         least = np.full((devices + 1, states), np.inf)

@@ -20,7 +20,15 @@ from phaze.place.problem import PlacementProblem
 from phaze.place.profile import RecomputeMode
 from phaze.place.search_degrees import Effort, search_degrees
 
-__all__ = ["Alternative", "PlacementResult", "PlacementStatus", "find_placement", "paper_instance", "place_as_paper"]
+__all__ = [
+    "Alternative",
+    "PlacementResult",
+    "PlacementStatus",
+    "bound_placement",
+    "find_placement",
+    "paper_instance",
+    "place_as_paper",
+]
 
 _EQUAL = 1e-9
 
@@ -130,6 +138,19 @@ def find_placement(
         nodes=answer.nodes,
         simulated=answer.simulated,
     )
+
+
+def bound_placement(problem: PlacementProblem, *, cutoff_s: float = math.inf, effort: Effort | None = None) -> float:
+    """Seconds below which no plan is, at most the cutoff; infinite if nothing fits.
+
+    The profiles' lower bounds serve for their values. By default only closed forms and packing are asked, which takes a
+    fraction of a search; with the effort of a search the bound is that of `find_placement`.
+
+    Raises:
+        PlacementError: the layer graph branches too much.
+    """
+    quick = Effort(choices=0, nodes=0)
+    return search_degrees(Ground.of(problem).with_bounds(), effort=effort or quick, cutoff_s=cutoff_s).bound_s
 
 
 def _is_bounded_loosely(problem: PlacementProblem) -> bool:

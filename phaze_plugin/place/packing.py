@@ -11,11 +11,11 @@ that takes at most U, starting at layer p, satisfies
     m (g + p (held - usable) / in flight) + tail <= U - lead_F(p)    for any price p >= 0 of a byte of stash
 
 where g is the least t' + p * stash over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at
-least the update, the gather, and reduction minus the backward that may hide it. All terms are sums over the stage's
-layers (of two sums of which a pass takes the longer, the one that is longer over the whole model is used). A stage that
-starts later gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest
-with each number of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let
-through.
+least the update, the gather, and reduction minus the backward that may hide it. Every stage but the first receives at
+least what crosses the cheapest cut, which belongs to its F. All other terms are sums over the stage's layers (of two
+sums of which a pass takes the longer, the one that is longer over the whole model is used). A stage that starts later
+gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest with each number
+of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let through.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from phaze.place.network import Network
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import LayerProfile
 from phaze.place.states import BoolArray, FloatArray, IntArray, StageSpace
+from phaze.place.widths import cut_bytes
 
 __all__ = ["HELD", "THROUGH", "Packing", "build_packing"]
 
@@ -45,7 +46,8 @@ _AT_ONCE = 4_000
 class Packing:
     """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain.
 
-    The last three arrays are per (mode, width, layer): what runs again, what is stashed, and the working set.
+    `recompute_s`, `stash_bytes` and `peak_bytes` (the working set) are per (mode, width, layer), `least_cut_s` is the
+    least time of receiving what crosses a cut, per width.
     """
 
     widths: tuple[int, ...]
@@ -60,6 +62,7 @@ class Packing:
     recompute_s: FloatArray
     stash_bytes: FloatArray
     peak_bytes: FloatArray
+    least_cut_s: FloatArray
     problem: PlacementProblem
     network: Network
     mixed_widths: frozenset[int]
@@ -103,7 +106,9 @@ class Packing:
         stage = np.zeros((rows, len(choices)))
         scratch, scratches = np.zeros((2, len(choices))), self._scratch(choices)
         lead = np.zeros((2, len(choices)))
-        spare = target_s - terms[THROUGH].sum(axis=0)
+        cut = self.least_cut_s[np.searchsorted(self.widths, choices.width)]
+        received = self._received(choices, terms, cut)
+        spare = target_s - terms[THROUGH].sum(axis=0) - (choices.devices - 1) * cut
         caps = np.stack([target_s, target_s])
         prices = self.prices[:, np.searchsorted(self.widths, choices.width)]
 
@@ -129,12 +134,21 @@ class Packing:
             over = is_over()
             if over.any():
                 used += over
-                np.copyto(stage, terms[:rows, layer], where=over)
+                np.copyto(stage, terms[:rows, layer] + received, where=over)
                 np.copyto(scratch, scratches[:, layer], where=over)
                 np.copyto(caps, target_s - lead, where=over)
+                lead += over * cut
                 dead |= over & is_over()
             lead += terms[[rows, THROUGH], layer]
         return np.asarray(dead | (used > choices.devices))
+
+    def _received(self, choices: Choices, terms: FloatArray, cut_s: FloatArray) -> FloatArray:
+        """Per (term, choice): what the least transfer into a stage adds to it."""
+        received = np.zeros((len(terms) - 1, len(choices)))
+        received[_STAY], received[THROUGH], received[_PRICED:] = choices.rounds * cut_s, cut_s, cut_s
+        is_forward = terms[_EARLY].sum(axis=0) == terms[-1].sum(axis=0)
+        received[_EARLY] = np.where(is_forward, cut_s, 0.0)
+        return received
 
     def _scratch(self, choices: Choices) -> FloatArray:
         """Per (working set or buffers, layer, choice): bytes of which a stage needs the largest."""
@@ -206,17 +220,6 @@ def build_packing(
     """The layers of a problem, ready to be packed; with the profiles' values or their lower bounds."""
     layers = range(space.layers) if space.is_chain else range(0)
 
-    def least(read: Callable[[LayerProfile], float]) -> FloatArray:
-        return np.array(
-            [
-                [min(read(problem.profile(layer, width, mode)) for mode in problem.recompute_modes) for layer in layers]
-                for width in problem.widths
-            ]
-        )
-
-    def seconds(name: str) -> FloatArray:
-        return least(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
-
     def by_mode(read: Callable[[LayerProfile], float]) -> FloatArray:
         return np.array(
             [
@@ -225,6 +228,11 @@ def build_packing(
             ]
         )
 
+    def seconds(name: str) -> FloatArray:
+        return by_mode(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
+
+    stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
+    parameters = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
     kind = "bound" if use_bounds else "value"
     prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
     return Packing(
@@ -233,15 +241,17 @@ def build_packing(
         priced_s=np.array([_priced_s(problem, row, layers, use_bounds) for row in prices]).reshape(
             len(prices), len(problem.widths), len(layers)
         ),
-        recompute_s=by_mode(lambda profile: float(getattr(profile.recompute_s, kind)[problem.accelerator])),
-        stash_bytes=by_mode(lambda profile: profile.stashed_bytes),
-        peak_bytes=by_mode(lambda profile: profile.peak_working_bytes),
-        forward_s=seconds("forward_s"),
-        input_s=seconds("backward_input_s"),
-        weight_s=seconds("backward_weight_s"),
-        parameters=least(lambda profile: profile.parameters - sum(profile.tied_parameters.values())),
-        stashed_bytes=least(lambda profile: profile.stashed_bytes),
-        working_bytes=least(lambda profile: profile.peak_working_bytes),
+        recompute_s=seconds("recompute_s"),
+        stash_bytes=stash,
+        peak_bytes=peak,
+        least_cut_s=np.array([_least_cut_bytes(problem, space, width) for width in problem.widths])
+        * network.least_s_per_byte,
+        forward_s=seconds("forward_s").min(axis=0),
+        input_s=seconds("backward_input_s").min(axis=0),
+        weight_s=seconds("backward_weight_s").min(axis=0),
+        parameters=parameters.min(axis=0),
+        stashed_bytes=stash.min(axis=0),
+        working_bytes=peak.min(axis=0),
         problem=problem,
         network=network,
         mixed_widths=frozenset(
@@ -255,6 +265,12 @@ def build_packing(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
+
+
+def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, width: int) -> float:
+    """Bytes that cross the cheapest cut."""
+    profiles = [problem.profile(layer, width, problem.recompute_modes[0]) for layer in range(space.layers)]
+    return float(cut_bytes(problem, space, profiles)[1:-1].min()) if space.layers > 1 else 0.0
 
 
 def _prices(problem: PlacementProblem, width: int, layers: range) -> list[float]:

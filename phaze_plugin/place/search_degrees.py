@@ -61,15 +61,29 @@ class SearchAnswer:
     simulated: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Refined:
+    """A choice whose stages were looked at, without those that alone take longer than ``reach_s``."""
+
+    bound_s: float
+    index: int
+    reach_s: float
+    degrees: Degrees = field(compare=False)
+    search: SplitSearch = field(compare=False)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
-    """The k best so far, what was spent, and the least bound of choices whose best stages were found but not proven."""
+    """The k best so far, choices whose stages were looked at and wait to be solved (a heap), what was spent, and the
+    least bound of choices whose best stages were found but not proven.
+    """
 
     top: int
     effort: Effort
     slowest_s: float
     gap: float
     found: list[Found] = field(default_factory=list)
+    refined: list[_Refined] = field(default_factory=list)
     choices: int = 0
     nodes: int = 0
     simulated: int = 0
@@ -82,9 +96,13 @@ class _Progress:
             return self.slowest_s
         return min(self.found[0 if self.gap else self.top - 1].time_s, self.slowest_s)
 
-    def is_out(self, bound_s: float, target_s: float) -> bool:
-        """Whether a bound is too high to go on from: above the target, or too near to the cutoff."""
-        return bound_s >= min(target_s, self.cutoff_s * (1 - max(self.gap, TOLERANCE)))
+    def is_out(self, bound_s: float) -> bool:
+        """Whether a bound is too near to the cutoff to go on from."""
+        return bound_s >= self.cutoff_s * (1 - max(self.gap, TOLERANCE))
+
+    def is_next(self, limit_s: float) -> bool:
+        """Whether a choice whose stages were looked at is to be solved next: its bound is the lowest and promising."""
+        return bool(self.refined) and self.refined[0].bound_s <= limit_s and not self.is_out(self.refined[0].bound_s)
 
     def keep(self, found: Found) -> None:
         """Remember a choice, unless its degrees are already known to do better."""
@@ -110,10 +128,11 @@ def search_degrees(
     for guess in _GUESSES if len(choices) else ():
         target = min(guess * least, progress.cutoff_s * (1 + TOLERANCE))
         _search_below(ground, choices, target, progress)
-        if progress.cutoff_s <= target:
+        is_spent = progress.choices >= progress.effort.choices and float(choices.floor_s.min()) < target
+        if progress.cutoff_s <= target or is_spent:
             break
     best = progress.found[0].time_s if progress.found else cutoff_s
-    left = float(choices.floor_s.min(initial=progress.open_s))
+    left = min([float(choices.floor_s.min(initial=progress.open_s)), *(one.bound_s for one in progress.refined)])
     return SearchAnswer(
         found=tuple(progress.found[:top]),
         bound_s=best if left >= best * (1 - TOLERANCE) else left,
@@ -128,35 +147,29 @@ def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Pr
 
     What is learnt raises the choices' floors: infinite once their best stages are known.
     """
+    for stale in [one for one in progress.refined if one.reach_s < min(target_s, progress.cutoff_s)]:
+        progress.refined.remove(stale)
+        every.floor_s[stale.index] = stale.bound_s
+    heapq.heapify(progress.refined)
     below = np.flatnonzero(every.floor_s < target_s)
     every.floor_s[below] = _raised_floors(ground, every.take(below), target_s)
-    refined: list[_Refined] = []
     for index in below[np.argsort(every.floor_s[below], kind="stable")].tolist():
         floor = float(every.floor_s[index])
-        while refined and (refined[0].bound_s <= floor or len(progress.found) < progress.top):
-            _solve(heapq.heappop(refined), every, target_s, progress)
-        if progress.is_out(floor, target_s) or progress.choices >= progress.effort.choices:
+        while progress.is_next(target_s if len(progress.found) < progress.top else min(floor, target_s)):
+            _solve(heapq.heappop(progress.refined), every, progress)
+        if floor >= target_s or progress.is_out(floor) or progress.choices >= progress.effort.choices:
             break
         progress.choices += 1
         degrees, reach = every.degrees(index), min(progress.cutoff_s, _REACH * target_s)
         search = ground.search(degrees, reach)
         bound = math.inf if search is None else max(floor, root_bound(search))
-        every.floor_s[index] = math.inf if search is None else min(bound, reach)
-        if search is not None and not progress.is_out(bound, target_s):
-            heapq.heappush(refined, _Refined(bound, index, reach, degrees, search))
-    while refined:
-        _solve(heapq.heappop(refined), every, target_s, progress)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Refined:
-    """A choice whose stages were looked at, without those that alone take longer than ``reach_s``."""
-
-    bound_s: float
-    index: int
-    reach_s: float
-    degrees: Degrees = field(compare=False)
-    search: SplitSearch = field(compare=False)
+        every.floor_s[index] = math.inf
+        if search is not None and bound < math.inf:
+            heapq.heappush(progress.refined, _Refined(bound, index, reach, degrees, search))
+        elif search is not None:
+            every.floor_s[index] = reach
+    while progress.is_next(target_s):
+        _solve(heapq.heappop(progress.refined), every, progress)
 
 
 def _raised_floors(ground: Ground, choices: Choices, target_s: float) -> FloatArray:
@@ -185,16 +198,17 @@ def root_bound(search: SplitSearch) -> float:
     return float(bounds.min())
 
 
-def _solve(refined: _Refined, every: Choices, target_s: float, progress: _Progress) -> None:
+def _solve(refined: _Refined, every: Choices, progress: _Progress) -> None:
     """Find the best stages of a choice, and keep it if it is among the best."""
-    if progress.is_out(refined.bound_s, target_s):
-        return
     search, effort = refined.search, progress.effort
     reach = min(progress.cutoff_s, refined.reach_s)
     limit = min(effort.nodes_per_choice, max(effort.nodes - progress.nodes, 0))
     seeds: tuple[tuple[int, ...], ...] = ()
     if isinstance(search.bounds, ChunkBounds):
         seeds = seed_splits(search, search.bounds, reach)
+        if not seeds and search.bounds.is_over(search.full + 1):
+            every.floor_s[refined.index] = math.inf
+            return
         limit = limit if search.bounds.count_pipelines(search.full + 1) <= _HOPELESS * limit else 0
     answer = best_split(search, reach, limit, seeds, progress.gap)
     progress.nodes += answer.nodes

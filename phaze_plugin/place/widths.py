@@ -11,7 +11,7 @@ from phaze.place.problem import PlacementProblem
 from phaze.place.profile import LayerProfile
 from phaze.place.states import BoolArray, FloatArray, IntArray, StageSpace
 
-__all__ = ["WidthTable", "build_width_table"]
+__all__ = ["WidthTable", "build_width_table", "cut_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +107,7 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
     parameters = np.array([profile.parameters for profile in first])
     tied = np.array([sum(profile.tied_parameters.values()) for profile in first])
     ties = _ties(problem, space, first)
-    cut = _cut_bytes(problem, space, first)
+    cut = cut_bytes(problem, space, first)
     summed = space.sums(parameters)
     sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
     return WidthTable(
@@ -160,7 +160,7 @@ def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProf
     return _Ties(held=held, repeated=repeated, groups=groups, split=split)
 
 
-def _cut_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> FloatArray:
+def cut_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> FloatArray:
     """Per state: bytes of every tensor that was made before the cut and is read after it."""
     cut = np.zeros(space.states)
     for flow in problem.graph.flows:

@@ -17,6 +17,7 @@ from phaze.errors import GraphError, PlacementError
 from phaze.place import (
     Bounded,
     Degrees,
+    Effort,
     EventKind,
     Fit,
     Ground,
@@ -24,6 +25,7 @@ from phaze.place import (
     PlacementProblem,
     PlacementStatus,
     RecomputeMode,
+    bound_placement,
     evaluate_placement,
     find_placement,
     paper_instance,
@@ -138,6 +140,20 @@ def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
         assert near.bound_s <= exact.time_s * (1 + 1e-9)
         assert near.bound_s >= near.best.time_s * (1 - gap) * (1 - 1e-9)
         assert near.gap <= gap + 1e-9
+
+
+@examples(40)
+@given(seeds)
+def test_a_quick_bound_lies_under_every_plan_and_a_thorough_one_is_that_of_the_search(seed: int) -> None:
+    problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
+    result = find_placement(problem)
+    quick, thorough = bound_placement(problem), bound_placement(problem, effort=Effort())
+    if result.best is None:
+        assert thorough == math.inf
+    else:
+        assert quick <= thorough * (1 + 1e-9)
+        assert thorough == pytest.approx(result.bound_s)
+        assert bound_placement(problem, cutoff_s=0.5 * quick) == 0.5 * quick
 
 
 @pytest.mark.parametrize("cutoff_s", [0.0, -1.0, math.nan])
