@@ -3,7 +3,7 @@
     python benchmarks/schedule.py --instances tests/data/schedule.json [--method auto] [--solver highs]
     python benchmarks/schedule.py --models [--micro-batch 1] [--fused]
     python benchmarks/schedule.py --sharded [--fused]
-    python benchmarks/schedule.py --agree [--work 2] [--workers 8]
+    python benchmarks/schedule.py --agree [--work 0.5] [--workers 8]
     python benchmarks/schedule.py --bounds
 
 --instances solves every instance to gap 0, prints those that differ from the known makespan by more than 1e-6, and ends
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--solver", default="highs", help="for milp: highs, scip, gurobi (default: highs)")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="fuse elementwise epilogues into matrix ops")
-    parser.add_argument("--work", type=float, default=2.0)
+    parser.add_argument("--work", type=float, default=0.5)
     parser.add_argument("--workers", type=int, default=8)
     arguments = parser.parse_args()
     try:

@@ -69,7 +69,7 @@ def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], Problem
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_many_small_problems(make: Callable[[int, int], Problem]) -> None:
-    for seed in range(300, 5000):
+    for seed in range(300, 2300):
         check_against_brute_force(make(seed, 3 + seed % 4))
 
 
@@ -104,8 +104,8 @@ def test_cp_sat_and_the_exact_method_agree_on_many_links() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [layer_like_problem, linked_problem])
 def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[int, int], Problem]) -> None:
-    problems = [make(seed, 12 + seed % 9) for seed in range(1000, 1150)]
-    assert sum(check_methods_agree(problem, "cp-sat", "highs", 2.0) for problem in problems) >= 100
+    problems = [make(seed, 12 + seed % 9) for seed in range(1000, 1060)]
+    assert sum(check_methods_agree(problem, "cp-sat", "highs", 1.0) for problem in problems) >= 40
 
 
 @pytest.mark.parametrize("solver", ["highs", "gurobi"])
