@@ -100,6 +100,17 @@ class Recorder:
         self._reshaped[made] = source
         return Tensor(made, shape, value.dtype)
 
+    def without_units(self, tensor_id: str) -> str:
+        """The tensor that this one is a view of, if only dimensions of 1 were put in or taken out."""
+        source = self._reshaped.get(tensor_id)
+        while source is not None and self._significant(source) == self._significant(tensor_id):
+            tensor_id = source
+            source = self._reshaped.get(tensor_id)
+        return tensor_id
+
+    def _significant(self, tensor_id: str) -> list[int]:
+        return [size for size in self.builder.tensors[tensor_id].shape if size != 1]
+
     def emit(
         self,
         kind: OpKind,

@@ -75,8 +75,8 @@ def splits_norm(op: Op, ways: Ways) -> bool:
 
 
 def is_free(op: Op) -> bool:
-    """Whether a backward op chooses its split by itself: views, and sums of gradients."""
-    return op.kind is OpKind.VIEW or op.function == "add"
+    """Whether a backward op chooses its split by itself: views, sums of gradients, ops that follow no forward op."""
+    return op.kind is OpKind.VIEW or op.function == "add" or not op.gradient_of
 
 
 def _is_admitted(task: LayerTask, op: Op, strategy: Strategy) -> bool:

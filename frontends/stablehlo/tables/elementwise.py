@@ -58,10 +58,20 @@ def _operand(call: Call, value: Value, dims: Dims) -> tuple[str, Dims]:
         source = value.source
         pairs = zip(value.into, source.shape, strict=True)
         read = tuple(dims[place] if size == value.shape[place] else Dim() for place, size in pairs)
-        return call.recorder.id(source, call.scope), read
+        return _unwrapped(call, call.recorder.id(source, call.scope), read)
     if value.shape and value.shape != call.out_shape():
         raise Unsupported
-    return call.recorder.id(value, call.scope), dims if value.shape else ()
+    return _unwrapped(call, call.recorder.id(value, call.scope), dims if value.shape else ())
+
+
+def _unwrapped(call: Call, tensor_id: str, read: Dims) -> tuple[str, Dims]:
+    """What a tensor with dimensions of 1 put in or taken out is a view of, with the dimensions of that."""
+    source = call.recorder.without_units(tensor_id)
+    if source == tensor_id:
+        return tensor_id, read
+    tensors = call.recorder.builder.tensors
+    significant = iter([dim for dim, size in zip(read, tensors[tensor_id].shape, strict=True) if size != 1])
+    return source, tuple(Dim() if size == 1 else next(significant) for size in tensors[source].shape)
 
 
 def _unchanged(call: Call) -> Value | None:

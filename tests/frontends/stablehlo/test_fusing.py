@@ -6,7 +6,9 @@ import jax_models as models
 import pytest
 
 import phaze
+from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, op_bytes, stashed_bytes
+from phaze.shard import Axis, LayerTask, shard_layer
 
 
 def imported(loss: object, *shapes: tuple[int, ...]) -> Graph:
@@ -90,3 +92,16 @@ def test_cheap_work_is_done_again_instead_of_kept() -> None:
     read = {tensor_id for op in graph.ops_of(Phase.BACKWARD) for tensor_id in op.inputs}
     made = {tensor_id for op in graph.ops_of(Phase.FORWARD) for tensor_id in op.outputs}
     assert len(read & made) == 2  # what the second product reads, and one tensor of the chain
+
+
+def test_a_block_is_split_across_devices_as_that_of_a_config_is(block_graphs: tuple[Graph, Graph]) -> None:
+    axis = Axis(parse_cluster("a100-80gb:8"), models.HEADS)
+    sharded = [shard_layer(LayerTask(graph=graph, layer=graph.layers[1], axis=axis)) for graph in block_graphs]
+    by_shape = [
+        {(graph.tensors[name].shape, str(layout)) for name, layout in one.parameters.items()}
+        for graph, one in zip(block_graphs, sharded, strict=True)
+    ]
+    matrices = [{pair for pair in found if len(pair[0]) == 2} for found in by_shape]
+    assert matrices[0] == matrices[1]
+    assert sharded[0].move_s == pytest.approx(sharded[1].move_s, rel=0.1)
+    assert sharded[0].compute_s < 1.35 * sharded[1].compute_s
