@@ -1,9 +1,9 @@
 """Forward, backward, computed again and update, told apart by what depends on what.
 
-forward     what the loss depends on, and what depends on no gradient and no optimizer state
+forward     what the loss depends on, and what has nothing to do with gradients (metrics)
 backward    what gradients depend on, besides the forward
 recompute   backward ops that compute again what a forward op has computed (`Recorder.again`)
-update      what depends on a gradient or on optimizer state, besides the backward
+update      what depends on a gradient or on optimizer state, besides the backward, and what only that reads
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def find_phases(
     forward = net.ancestors(loss)
     backward = net.ancestors(gradients) - forward
     later = net.descendants([*gradients, *states, *(t for op in net.ops if op.id in backward for t in op.outputs)])
+    updating = later - forward - backward
+    updating |= net.ancestors(net.read_by(updating)) - forward - backward
     phases: dict[str, Phase] = {}
     for op in net.ops:
         if op.id in forward:
@@ -31,7 +33,7 @@ def find_phases(
             is_again = again.get(op.id) in forward or op.function == "barrier"
             phases[op.id] = Phase.RECOMPUTE if is_again and op.kind is not OpKind.VIEW else Phase.BACKWARD
         else:
-            phases[op.id] = Phase.UPDATE if op.id in later else Phase.FORWARD
+            phases[op.id] = Phase.UPDATE if op.id in updating else Phase.FORWARD
     return phases
 
 

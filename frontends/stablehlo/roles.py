@@ -3,8 +3,8 @@
 What the caller says by name or index holds. The rest is inferred from the module:
 
 1. the loss is the scalar floating point result that is called so, or the first that depends on a matrix product;
-2. a result belongs to the argument of the same path; where results have no names, all results but the loss must have
-   the types of one run of consecutive arguments, and there must be one such run only;
+2. a result belongs to the argument of the same path; where results have no names, all results but the loss (and other
+   floating point scalars: metrics) must have the types of one run of consecutive arguments, and of one such run only;
 3. an argument with a result of its own is a parameter where the loss depends on it, and optimizer state where it does
    not but its result depends on more than the forward;
 4. an argument without one that the loss depends on is the batch, unless it is a scalar or a random key.
@@ -128,9 +128,11 @@ def _pairs(walked: Walked, names: Sequence[str], loss: int | None) -> dict[int, 
     by_name = _pairs_by_name(walked, names, kinds, results)
     if by_name:
         return by_name
-    order = list(results)
-    wanted = [results[index] for index in order]
-    starts = [start for start in range(len(kinds) - len(wanted) + 1) if kinds[start : start + len(wanted)] == wanted]
+    order, starts = _run(kinds, list(results), walked)
+    if not starts:
+        order, starts = _run(
+            kinds, [i for i in results if walked.results[i].shape or not results[i][1].is_float], walked
+        )
     if len(starts) > 1:
         raise ImportModelError(
             f"it is ambiguous which arguments the {len(order)} results belong to (they fit those from "
@@ -138,6 +140,13 @@ def _pairs(walked: Walked, names: Sequence[str], loss: int | None) -> dict[int, 
             f"{_listed(names)}."
         )
     return {starts[0] + place: index for place, index in enumerate(order)} if starts else {}
+
+
+def _run(kinds: Sequence[object], order: list[int], walked: Walked) -> tuple[list[int], list[int]]:
+    """Where among the arguments the types of these results stand one after another."""
+    wanted = [(walked.results[index].shape, walked.results[index].dtype) for index in order]
+    count = len(wanted)
+    return order, [start for start in range(len(kinds) - count + 1) if count and kinds[start : start + count] == wanted]
 
 
 def _pairs_by_name(

@@ -101,14 +101,14 @@ gpt_scan = partial(gpt_loss, stacked=True)
 
 
 def adam_step(params: Tree, state: Tree, batch: Tree, *, loss_fn: Callable[..., Any] = gpt_loss) -> Any:
-    """A whole train step."""
+    """A whole train step with weight decay, and a metric beside the loss."""
     loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["first"], gradients)
     second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["second"], gradients)
     count = state["count"] + 1
     rate = 1e-3 / (1 - 0.9**count)
-    params = jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-8), params, first, second)
-    return params, {"first": first, "second": second, "count": count}, loss
+    params = jax.tree.map(lambda p, m, v: p - rate * (m / (jnp.sqrt(v) + 1e-8) + 0.01 * p), params, first, second)
+    return params, {"first": first, "second": second, "count": count}, {"loss": loss, "perplexity": jnp.exp(loss)}
 
 
 def adam_state(params: Tree) -> Tree:

@@ -39,8 +39,8 @@ def test_parameters_are_named_by_their_path_and_the_rest_is_the_batch(loss_graph
 
 def test_a_step_has_the_forward_and_backward_of_its_loss(loss_graph: Graph, step_graph: Graph) -> None:
     assert totals(step_graph) == totals(loss_graph)
-    assert [op.rule for op in step_graph.ops_of(Phase.FORWARD)] == [op.rule for op in loss_graph.ops_of(Phase.FORWARD)]
-    assert step_graph.layers[1].key == loss_graph.layers[1].key
+    keys = [[layer.key for layer in graph.layers[1:-1]] for graph in (step_graph, loss_graph)]
+    assert keys[0] == keys[1]
 
 
 def test_a_step_s_optimizer_state_and_update_are_told_apart(step_graph: Graph) -> None:
