@@ -17,8 +17,8 @@ from phaze.frontends.stablehlo.recorder import CONSTANT
 from phaze.frontends.stablehlo.roles import Parts
 from phaze.frontends.stablehlo.scopes import tokens
 from phaze.frontends.stablehlo.tables.communicating import EMPTY_MESH
-from phaze.frontends.stablehlo.values import Constant, Stack, Tensor, Value
-from phaze.frontends.stablehlo.walk import Walked, slot_name, values_of, walk
+from phaze.frontends.stablehlo.values import Constant, Stack, Tensor, Value, tensors_of
+from phaze.frontends.stablehlo.walk import Walked, slot_name, walk
 from phaze.ir import Dim, Factor, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
 from phaze.ir import Tensor as GraphTensor
 from phaze.ir.refine import refine
@@ -91,10 +91,10 @@ def _stacked(walked: Walked, parts: Parts) -> set[int]:
 def _graph(walked: Walked, parts: Parts, name: str, names: Sequence[str], batch_size: int) -> Graph:
     builder = walked.recorder.builder
     gradients, states = _gradients(walked, parts)
-    outputs = list(dict.fromkeys(tensor.id for tensor in values_of(_outputs(walked, parts))))
+    outputs = list(dict.fromkeys(tensor.id for tensor in tensors_of(_outputs(walked, parts))))
     ops = _living(builder.ops, [*outputs, *(gradient for _, gradient in gradients)])
     net = Net(ops)
-    loss = [] if parts.loss is None else [tensor.id for tensor in values_of((walked.results[parts.loss],))]
+    loss = [] if parts.loss is None else [tensor.id for tensor in tensors_of((walked.results[parts.loss],))]
     if parts.is_updated:
         gradients = _behind_updates(walked, net, gradients)
     phases = find_phases(net, loss or outputs, [g for _, g in gradients], states, walked.recorder.again)
@@ -103,7 +103,7 @@ def _graph(walked: Walked, parts: Parts, name: str, names: Sequence[str], batch_
         tensor.id: parameter_path(names[index])
         for index, role in enumerate(parts.roles)
         if role is Role.PARAMETER
-        for tensor in values_of((walked.arguments[index],))
+        for tensor in tensors_of((walked.arguments[index],))
     }
     place = Place(
         scopes=walked.recorder.scopes,
@@ -151,7 +151,7 @@ def _gradients(walked: Walked, parts: Parts) -> tuple[list[tuple[str, str]], lis
         tensor.id
         for index, role in enumerate(parts.roles)
         if role is Role.OPTIMIZER_STATE
-        for tensor in values_of((walked.arguments[index],))
+        for tensor in tensors_of((walked.arguments[index],))
     ]
     return pairs, states
 
@@ -206,7 +206,7 @@ def _ordered(ops: Sequence[Op]) -> list[Op]:
 def _assign_roles(walked: Walked, parts: Parts) -> None:
     tensors = walked.recorder.builder.tensors
     for value, role in zip(walked.arguments, parts.roles, strict=True):
-        for tensor in values_of((value,)):
+        for tensor in tensors_of((value,)):
             tensors[tensor.id] = replace(tensors[tensor.id], role=role)
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.net import Net
 from phaze.frontends.stablehlo.scopes import tokens
-from phaze.frontends.stablehlo.values import Value
-from phaze.frontends.stablehlo.walk import Walked, values_of
+from phaze.frontends.stablehlo.values import Value, tensors_of
+from phaze.frontends.stablehlo.walk import Walked
 from phaze.ir import DType, Role
 
 __all__ = ["Parts", "Selector", "infer_parts", "select"]
@@ -103,7 +103,7 @@ def infer_parts(
 
 
 def _ids(value: Value) -> list[str]:
-    return [tensor.id for tensor in values_of((value,))]
+    return [tensor.id for tensor in tensors_of((value,))]
 
 
 def _is_small(value: Value) -> bool:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phaze.ir import DType
 
-__all__ = ["Constant", "Shape", "Spread", "Stack", "Tensor", "Unsupported", "Value", "is_constant", "is_empty"]
+__all__ = [
+    "Constant",
+    "Shape",
+    "Spread",
+    "Stack",
+    "Tensor",
+    "Unsupported",
+    "Value",
+    "is_constant",
+    "is_empty",
+    "tensors_of",
+]
 
 Shape = tuple[int, ...]
 
@@ -69,3 +81,14 @@ def is_constant(value: Value) -> bool:
 def is_empty(value: Value) -> bool:
     """Whether there are no elements."""
     return math.prod(value.shape) == 0
+
+
+def tensors_of(values: Sequence[Value]) -> Iterator[Tensor]:
+    """The tensors among values, those inside stacks and behind repeats included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Stack):
+            yield from tensors_of(value.slots)
+        elif isinstance(value, Spread) and isinstance(value.source, Tensor):
+            yield value.source

@@ -9,11 +9,12 @@ once; of the branches of a case that depends on data, the longest one is taken. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.call import Call, Values
+from phaze.frontends.stablehlo.control import CONTROL, Environment
 from phaze.frontends.stablehlo.dtypes import to_dtype
 from phaze.frontends.stablehlo.folding import computed, frozen, region_key
 from phaze.frontends.stablehlo.module import Function, Module, Operation, Region, TensorType
@@ -25,15 +26,12 @@ from phaze.ir import OpKind, Role
 from phaze.ir.rule import LARGEST_FACTOR
 from phaze.ir.shape_rules import opaque_rule
 
-__all__ = ["Loop", "Walked", "slot_name", "values_of", "walk"]
+__all__ = ["Loop", "Walked", "Walker", "slot_name", "walk"]
 
 MOST_OPERATIONS = 1_000_000
 """Operations visited, those inside loops once a trip; more are refused."""
 
-MOST_TRIPS = 20_000
 MOST_NESTED = 200
-
-Environment = dict[int, Value]
 
 
 @dataclass(slots=True)
@@ -65,7 +63,7 @@ def slot_name(name: str, index: int) -> str:
 def walk(module: Module, names: Sequence[str], stacked: Collection[int] = ()) -> Walked:
     """Run `main`; `names` are those of its arguments, `stacked` the indices of arguments to take apart."""
     function = _main(module)
-    walker = _Walker(module, names)
+    walker = Walker(module, names)
     arguments = [walker.argument(index, function, stacked) for index in range(len(function.arguments))]
     results = walker.run(function.body, arguments, "")
     return Walked(
@@ -87,7 +85,9 @@ def _main(module: Module) -> Function:
     )
 
 
-class _Walker:
+class Walker:
+    """What was found so far, and the ways to run a region, an operation or a trip."""
+
     def __init__(self, module: Module, names: Sequence[str]) -> None:
         self.module = module
         self.names = names
@@ -99,7 +99,13 @@ class _Walker:
         self.trips: list[tuple[int, int]] = []
         self.argument_of: dict[str, int] = {}
 
+    def new_loop(self) -> int:
+        """The number of a loop that is about to run."""
+        self.loops.append(Loop())
+        return len(self.loops) - 1
+
     def argument(self, index: int, function: Function, stacked: Collection[int]) -> Value:
+        """What an argument of `main` stands for: a tensor, or a stack of them."""
         kind = function.arguments[index].type
         name = self.names[index]
         _check_type(kind, f"argument {index} ({name!r})")
@@ -137,11 +143,13 @@ class _Walker:
         return ()
 
     def value(self, environment: Environment, number: int) -> Value:
+        """What a numbered value stands for."""
         if number not in environment:
             raise ImportModelError("the module uses a value before it is made.")
         return environment[number]
 
     def visit(self, operation: Operation, environment: Environment, scope: str) -> None:
+        """Run one operation, and remember what its results stand for."""
         self.visited += 1
         if self.visited > MOST_OPERATIONS:
             raise ImportModelError(
@@ -152,7 +160,7 @@ class _Walker:
             _check_type(kind, f"a result of {operation.name}")
         values = tuple(self.value(environment, number) for number in operation.operands)
         here = join_scopes(scope, operation.scope)
-        control = _CONTROL.get(operation.short_name)
+        control = CONTROL.get(operation.short_name)
         results = (
             self._apply(operation, values, here)
             if control is None
@@ -280,117 +288,3 @@ def _check_type(kind: TensorType, what: str) -> None:
         )
     if any(size > LARGEST_FACTOR for size in kind.shape):
         raise ImportModelError(f"{what} has the shape {list(kind.shape)}, which is too large.")
-
-
-def _call(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    callee = (
-        op.attributes.get("callee") or op.attributes.get("decomposition") or op.attributes.get("called_computations")
-    )
-    name = callee[0] if isinstance(callee, list) and callee else callee
-    function = walker.module.functions.get(str(name))
-    if function is None:
-        raise ImportModelError(f"the module calls the function {str(name)!r}, which it does not have.")
-    return walker.run(function.body, values, scope)
-
-
-def _fusion(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    """A group of operations that a compiler made: walked like a call."""
-    if not op.regions:
-        return _call(walker, op, values, scope, environment)
-    return walker.run(op.regions[0], values, scope, environment)
-
-
-def _while(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    condition, body = op.regions
-    number = len(walker.loops)
-    walker.loops.append(Loop())
-    trip = 0
-    while True:
-        (again,) = walker.run(condition, values, scope, environment)
-        if not isinstance(again, Constant) or again.value is None:
-            if trip == 0:
-                walker.recorder.note("a loop whose number of trips depends on data is counted once")
-                return walker.run(body, values, scope, environment)
-            return values
-        if not again.value:
-            return values
-        if trip == MOST_TRIPS:
-            raise ImportModelError(f"a loop of the module runs more than {MOST_TRIPS:,} trips; import a shorter one.")
-        values = walker.enter(number, trip, body, values, scope, environment)
-        trip += 1
-
-
-def _case(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    """The branch that is taken, where that is known; else the one with the most operations."""
-    index = values[0]
-    if isinstance(index, Constant) and index.value is not None:
-        picked = int(index.value)
-        if op.short_name == "if":
-            picked = 0 if index.value else 1
-        if not 0 <= picked < len(op.regions):
-            picked = len(op.regions) - 1
-    else:
-        sizes = [_size(walker.module, region, 0) for region in op.regions]
-        picked = sizes.index(max(sizes))
-        walker.recorder.note("a branch that depends on data is counted as its longest side")
-    return walker.run(op.regions[picked], (), scope, environment)
-
-
-def _size(module: Module, region: Region, depth: int) -> int:
-    """Operations of a region, products counted thousandfold, calls included."""
-    total = 0
-    for operation in region.operations:
-        total += 1000 if operation.short_name in ("dot_general", "dot", "convolution") else 1
-        total += sum(_size(module, inner, depth + 1) for inner in operation.regions)
-        callee = module.functions.get(str(operation.attributes.get("callee")))
-        if callee is not None and depth < 8:
-            total += _size(module, callee.body, depth + 1)
-    return total
-
-
-def _tuple(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    raise ImportModelError("the module packs values into tuples; convert it to StableHLO without tuples.")
-
-
-def _nothing(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    """Tokens and the like: no elements."""
-    return tuple(walker.recorder.constant("token", (), to_dtype("i1")) for _ in op.results)
-
-
-def _manual(walker: _Walker, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
-    """A part that runs per device: its inside has the shapes of one device."""
-    walker.recorder.note("a part that runs per device (shard_map) is counted at the shapes of one device")
-    region = op.regions[0]
-    inside = [walker.resized(value, kind, scope) for value, kind in zip(values, region.types, strict=True)]
-    results = walker.run(region, inside, scope, environment)
-    return tuple(walker.resized(value, kind, scope) for value, kind in zip(results, op.types, strict=True))
-
-
-_Control = Callable[[_Walker, Operation, Values, str, Environment], Values]
-
-_CONTROL: Mapping[str, _Control] = {
-    "call": _call,
-    "composite": _call,
-    "fusion": _fusion,
-    "async_start": _fusion,
-    "while": _while,
-    "case": _case,
-    "if": _case,
-    "tuple": _tuple,
-    "get_tuple_element": _tuple,
-    "after_all": _nothing,
-    "create_token": _nothing,
-    "manual_computation": _manual,
-    "named_computation": _fusion,
-}
-
-
-def values_of(values: Sequence[Value]) -> Iterator[Tensor]:
-    """The tensors among values, those inside stacks and behind repeats included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Stack):
-            yield from values_of(value.slots)
-        elif isinstance(value, Spread) and isinstance(value.source, Tensor):
-            yield value.source

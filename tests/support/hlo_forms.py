@@ -39,7 +39,7 @@ def wrapped(proto: bytes) -> bytes:
 
 
 def small_loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-    """An embedding, a scan over two layers, a branch, a convolution's worth of slicing: a bit of everything."""
+    """An embedding, a scan over two layers, a concatenation, a head and its loss."""
     y = params["embed"][x]
     y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w) + y, None), y, params["layers"])
     return models.cross_entropy(jnp.concatenate([y, y * 2], axis=-1) @ params["head"], labels)

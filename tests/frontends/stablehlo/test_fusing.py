@@ -6,6 +6,7 @@ import jax_models as models
 import pytest
 
 import phaze
+from phaze.cost.vector import vector_operations
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, op_bytes, stashed_bytes
 from phaze.shard import Axis, LayerTask, shard_layer
@@ -62,6 +63,7 @@ def test_fused_ops_say_how_much_they_compute() -> None:
     graph = imported(lambda w, x: (jax.nn.gelu(x @ w)).sum(), (8, 8), (4, 8))
     (gelu,) = [op for op in graph.ops_of(Phase.FORWARD) if op.function == "fused"]
     assert 10 <= int(gelu.attribute("operations")) <= 20  # type: ignore[call-overload]
+    assert vector_operations(gelu) == int(gelu.attribute("operations")) * 4 * 8  # type: ignore[call-overload]
     assert any("vector ops are joined" in note for note in graph.notes)
 
 
