@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -140,13 +141,18 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _paragraph(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, initial_indent=label, subsequent_indent=" " * len(label)) or [label]
+    return _wrapped(text, label, " " * len(label)) or [label]
 
 
 def _bullets(texts: Iterable[str]) -> list[str]:
-    return [
-        line for text in texts for line in textwrap.wrap(text, COLUMNS, initial_indent="  - ", subsequent_indent="    ")
-    ]
+    return [line for text in texts for line in _wrapped(text, "  - ", "    ")]
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """Lines of at most 100 columns; a number stays with its unit, and words with hyphens stay whole."""
+    joined = re.sub(r"(?<=\d) (?=(s|ms|us|GiB|%)\b|%)", "\u00a0", text)
+    lines = textwrap.wrap(joined, COLUMNS, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def explanation(plan: Plan) -> str:

@@ -8,6 +8,8 @@ that placement prices, since the layers may sit on different devices.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phaze.errors import GraphError
 from phaze.ir.builder import GraphBuilder
 from phaze.ir.gradients import Gradients, gradients_of
@@ -15,7 +17,7 @@ from phaze.ir.graph import Graph, Role
 from phaze.ir.op import Op, OpKind, Phase
 from phaze.ir.rule import Dim, Dims, Factor, Rule
 
-__all__ = ["DERIVED_BACKWARD", "add_backward"]
+__all__ = ["DERIVED_BACKWARD", "add_backward", "derive_backward"]
 
 DERIVED_BACKWARD = "backward derived by rule"
 """The note of a graph whose backward ops were derived here."""
@@ -32,6 +34,30 @@ def add_backward(graph: Graph) -> Graph:
         walk.visit(op)
     walk.collect_parameters()
     return walk.builder.build(graph.outputs, (*graph.notes, DERIVED_BACKWARD))
+
+
+def derive_backward(graph: Graph) -> Graph:
+    """The graph with a backward by rule instead of one that was captured; itself where no loss is among its outputs.
+
+    Backward ops by rule speak of the factors of their forward ops, so that both are sliced alike. What was computed
+    again and updates are left out as well: these are a plan's to decide.
+    """
+    if DERIVED_BACKWARD in graph.notes or not any(op.phase is not Phase.FORWARD for op in graph.ops):
+        return add_backward(graph)
+    forward = graph.ops_of(Phase.FORWARD)
+    made = {name for op in forward for name in op.outputs}
+    used = made | {name for op in forward for name in op.inputs}
+    bare = replace(
+        graph,
+        ops=forward,
+        tensors={name: tensor for name, tensor in graph.tensors.items() if name in used},
+        outputs=tuple(name for name in graph.outputs if name in made),
+        gradients=(),
+    )
+    try:
+        return add_backward(bare)
+    except GraphError:
+        return graph
 
 
 def _find_loss(graph: Graph) -> str:

@@ -93,6 +93,8 @@ class Gradients:
 
 def gradients_of(request: Gradients) -> Answers:
     """The gradient of every operand, None for those that have none."""
+    if request.op.function == "fused" and request.op.kind is OpKind.ELEMENTWISE:
+        return _fused(request)
     if request.incoming[0] is None and request.op.kind is not OpKind.VIEW:
         return _opaque(request)
     by_function = _BY_FUNCTION.get(request.op.function)
@@ -123,6 +125,24 @@ def _elementwise(request: Gradients) -> Answers:
     full = (request.op.inputs[0], request.op.rule.results[0])
     (gradient,) = request.emit(f"{request.op.function}_backward", reads, (full,))
     return (_summed_to(request, 0, gradient),)
+
+
+def _fused(request: Gradients) -> Answers:
+    """Several elementwise ops in one: one op gives what flows back at full size, sums give it to smaller operands."""
+    full = request.op.rule.results[0]
+    came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
+    floats = [request.operand(i) for i, tensor_id in enumerate(request.op.inputs) if request.dtype(tensor_id).is_float]
+    whole = [index for index, want in enumerate(request.wanted) if want and request.op.rule.operands[index] == full]
+    first = whole or [request.wanted.index(True)]
+    writes = [(request.op.inputs[index], full) for index in first]
+    gradients = request.emit("fused_backward", (*came_in, *floats), writes)
+    answers: list[str | None] = [None] * len(request.wanted)
+    for index, want in enumerate(request.wanted):
+        if want and index in whole:
+            answers[index] = gradients[whole.index(index)]
+        elif want:
+            answers[index] = _summed_to(request, index, gradients[0])
+    return answers
 
 
 def _passing(request: Gradients) -> Answers:

@@ -15,6 +15,7 @@ from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
 from phaze.hardware.files import cluster_to_json
 from phaze.ir import Graph
+from phaze.ir.backward import derive_backward
 from phaze.ir.serialize import graph_to_json
 from phaze.planner.target import Target, find_target
 from phaze.shard import LayoutConstraint
@@ -37,7 +38,8 @@ _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 class Request:
     """A question that can be answered: everything is settled, and nothing of it is looked up again.
 
-    `graph` has a backward and is as it was captured; `notes` say which defaults were taken.
+    `graph` has a backward by rule, so that its ops can be sliced like those of forward (the captured one is kept only
+    where no loss is known); `notes` say which defaults were taken.
     """
 
     graph: Graph
@@ -159,7 +161,7 @@ def _import(
     from phaze.imports import import_with_plugins
 
     options = {} if sequence_length is None else {"sequence_length": _positive("sequence_length", sequence_length)}
-    graph = import_with_plugins(plugins, model, inputs, frontend=None, options=options).with_backward()
+    graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=options))
     return graph, find_target(target, model, plugins)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,21 @@ def test_a_failure_on_one_rank_is_raised_on_all(found: Found) -> None:
 def test_a_failure_while_planning_is_raised_on_all(found: Found) -> None:
     for one in found:
         assert "allow more time" in one["impossible"]["error"]
+
+
+def test_jax_processes_get_one_plan_and_raise_together(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    script = ROOT / "tests" / "support" / "planning_jax_ranks.py"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", port, tmp_path], env=environment) for rank in range(2)
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    plans, errors = zip(
+        *((tmp_path / f"jax{rank}.txt").read_text().split("\n====\n") for rank in range(2)), strict=True
+    )
+    assert plans[0] == plans[1]
+    for error in errors:
+        assert "rank 1 asks for another plan than rank 0" in error

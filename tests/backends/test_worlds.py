@@ -1,0 +1,35 @@
+"""Worlds: what a process sees of others and of devices, without a launch."""
+
+import pytest
+
+from phaze.backends.device_names import known_chip
+from phaze.backends.jax_world import JaxWorld
+from phaze.backends.torch_world import TorchWorld
+from phaze.hooks import PluginManager
+
+
+@pytest.mark.parametrize(
+    ("device", "chip"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("TPU v4", "tpuv4"),
+        ("TPU v5 lite", "tpuv5e"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("cpu", None),
+        ("some card", None),
+    ],
+)
+def test_a_driver_s_name_is_a_known_chip_or_none(device: str, chip: str | None) -> None:
+    assert known_chip(device) == chip
+
+
+@pytest.mark.parametrize("world", [TorchWorld(), JaxWorld()])
+def test_a_process_without_a_launch_is_alone(world: TorchWorld | JaxWorld) -> None:
+    assert (world.size(), world.rank(), world.gather("text")) == (1, 0, ["text"])
+    assert world.visible_devices() is None
+
+
+def test_both_worlds_are_plugins() -> None:
+    assert set(PluginManager.load().worlds().names) == {"torch", "jax"}

@@ -1,0 +1,44 @@
+"""A backward by rule in place of one that was captured."""
+
+import jax_models
+import pytest
+import torch_models
+from graphs import tiny_graph
+
+import phaze
+from phaze.ir import Graph, Phase
+from phaze.ir.backward import DERIVED_BACKWARD, derive_backward
+
+
+def captured(name: str) -> Graph:
+    if name == "torch":
+        return phaze.import_graph(torch_models.gpt2(), torch_models.FAMILIES["gpt2"].inputs())
+    stacked = name == "scan"
+    model = jax_models.gpt_scan if stacked else jax_models.gpt_loss
+    return phaze.import_graph(model, (jax_models.gpt_parameters(stacked=stacked), jax_models.tokens()))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "scan"])
+def test_a_derived_backward_has_the_products_and_gradients_of_the_captured_one(name: str) -> None:
+    graph = captured(name)
+    derived = derive_backward(graph)
+    assert DERIVED_BACKWARD in derived.notes
+    assert derived.matmul_flops(Phase.FORWARD) == graph.matmul_flops(Phase.FORWARD)
+    assert derived.matmul_flops(Phase.BACKWARD) == graph.matmul_flops(Phase.BACKWARD)
+    assert {name for name, _ in derived.gradients} == {name for name, _ in graph.gradients}
+    assert len(derived.layers) == len(graph.layers)
+    assert len(derived.distinct_layers) == len(graph.distinct_layers)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_derived_backward_ops_belong_to_forward_ops_of_their_layer(name: str) -> None:
+    derived = derive_backward(captured(name))
+    layer_of = derived.layer_graph.layer_of
+    for op in derived.ops_of(Phase.BACKWARD):
+        assert layer_of[op.gradient_of] == layer_of[op.id]
+
+
+def test_a_backward_that_was_derived_stays_as_it_is() -> None:
+    graph = tiny_graph("gpt2").with_backward()
+    assert derive_backward(graph) is graph
+    assert derive_backward(tiny_graph("gpt2")) == graph

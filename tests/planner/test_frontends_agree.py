@@ -1,0 +1,46 @@
+"""One GPT through torch, JAX unrolled, JAX scanned and config: one plan."""
+
+import jax_models
+import pytest
+import torch_models
+from plans import checked, small_cluster
+
+import phaze
+from phaze.ir import Graph
+
+LENGTH, WIDTH, HEADS, LAYERS, WORDS = 512, 2048, 16, 4, 1000
+"""Large enough that matrix products decide: small vector ops differ between the frameworks."""
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Graph]:
+    """The same model four times."""
+    sizes = {"LENGTH": LENGTH, "WIDTH": WIDTH, "HEADS": HEADS, "LAYERS": LAYERS, "WORDS": WORDS}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(jax_models, name, size)
+        tokens = {name: jax_models.ids(2, LENGTH) for name in ("ids", "labels")}
+        unrolled, scanned = (jax_models.gpt_parameters(LAYERS, stacked=stacked) for stacked in (False, True))
+        found = {
+            "jax": phaze.import_graph(jax_models.gpt_loss, (unrolled, tokens)),
+            "jax scanned": phaze.import_graph(jax_models.gpt_scan, (scanned, tokens)),
+        }
+    model = torch_models.gpt2(n_embd=WIDTH, n_head=HEADS, n_layer=LAYERS, n_positions=LENGTH, vocab_size=WORDS)
+    words = torch_models.ids(2, LENGTH)
+    found["torch"] = phaze.import_graph(model, {"input_ids": words, "labels": words})
+    found["config"] = phaze.import_graph(model.config, sequence_length=LENGTH)
+    return found
+
+
+def test_one_model_from_four_frontends_gets_one_plan(graphs: dict[str, Graph]) -> None:
+    question = {"global_batch_size": 64, "micro_batch_sizes": (2, 4), "tensor_widths": (1, 2), "gap": 0.0}
+    plans = {
+        name: checked(phaze.optimize(graph, cluster=small_cluster(), target=None, **question), graph)
+        for name, graph in graphs.items()
+    }
+    assert {plan.model.parameter_count for plan in plans.values()} == {plans["config"].model.parameter_count}
+    assert {name: plan.strategy for name, plan in plans.items()} == dict.fromkeys(plans, plans["config"].strategy)
+    cuts = {tuple(len(stage.layers) for stage in plan.stages) for plan in plans.values()}
+    assert len(cuts) == 1
+    times = [plan.step_time_s for plan in plans.values()]
+    assert max(times) < 1.5 * min(times)
