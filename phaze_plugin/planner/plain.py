@@ -242,14 +242,13 @@ class PlainCosts:
                 total += self._profile(flow.producer).outputs[flow.output].size_bytes
         return total
 
-    def _ties(self, order: Sequence[int]) -> dict[str, tuple[float, int, int]]:
-        """Per tie with a layer here: parameters, layers here, layers in all."""
+    def _ties(self, order: Sequence[int]) -> dict[str, tuple[float, float, int, int]]:
+        """Per tie with a layer here: parameters held, those of all layers here, layers here, layers in all."""
         found = {}
         for name, members in self.problem.graph.ties.items():
-            size = max(self._profile(layer).tied_parameters.get(name, 0.0) for layer in members)
-            here = len(set(members) & set(order))
-            if here:
-                found[name] = (size, here, len(set(members)))
+            sizes = [self._profile(layer).tied_parameters.get(name, 0.0) for layer in set(members) & set(order)]
+            if sizes:
+                found[name] = (max(sizes), sum(sizes), len(sizes), len(set(members)))
         return found
 
     def _after(self, result: PlainStage, order: Sequence[int], profiles: dict[int, LayerProfile], devices: int) -> None:
@@ -258,7 +257,7 @@ class PlainCosts:
         size = dtype_bytes(recipe.reduction_dtype)
         if self.zero < 2:
             self._reduction(result, order, profiles, devices)
-        for parameters, here, members in ties.values():
+        for parameters, _, here, members in ties.values():
             if here < members:
                 result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
@@ -283,7 +282,7 @@ class PlainCosts:
             result.reduction += takes
             free = max(free, ready) + takes
         result.exposed = free - ready if self.problem.overlaps_reduction else result.reduction
-        for parameters, _, _ in self._ties(order).values():
+        for parameters, _, _, _ in self._ties(order).values():
             takes = self._price(kind, parameters * size, devices)
             result.exposed += takes
             result.reduction += takes
@@ -297,7 +296,7 @@ class PlainCosts:
         return self.known["update",]
 
     def _parameters(self, order: Sequence[int]) -> float:
-        repeats = sum((here - 1) * size for size, here, _ in self._ties(order).values())
+        repeats = sum(together - held for held, together, _, _ in self._ties(order).values())
         return sum(self._profile(layer).parameters for layer in order) - repeats
 
     def _memory(
