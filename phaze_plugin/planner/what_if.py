@@ -29,7 +29,7 @@ from phaze.shard import SequenceParallel
 
 __all__ = ["best_of", "binding", "changes", "levers", "runners_up", "unrestricted_s"]
 
-_EFFORT = Effort(nodes=300, nodes_per_choice=60, choices=60)
+_EFFORT = Effort(nodes=300, nodes_per_choice=60, choices=600)
 _GAP = 0.01
 _MOST = 4
 
