@@ -164,10 +164,10 @@ def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Pr
         search = ground.search(degrees, reach)
         bound = math.inf if search is None else max(floor, root_bound(search))
         every.floor_s[index] = math.inf
-        if search is not None and bound < math.inf:
+        if search is not None and bound < reach:
             heapq.heappush(progress.refined, _Refined(bound, index, reach, degrees, search))
-        elif search is not None:
-            every.floor_s[index] = reach
+        elif search is not None:  # stages beyond the reach were left out: no plan is below it, and no more is known
+            every.floor_s[index] = max(floor, reach)
     while progress.is_next(target_s):
         _solve(heapq.heappop(progress.refined), every, progress)
 

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from placement import brute_force
 from placement_problems import examples, random_problem
@@ -32,6 +32,7 @@ from phaze.place import (
     place_as_paper,
     place_paper,
 )
+from phaze.place.search_degrees import search_degrees
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -144,6 +145,20 @@ def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
 
 @examples(40)
 @given(seeds)
+@example(12154214)
+def test_a_cutoff_above_the_optimum_hides_neither_it_nor_a_bound(seed: int) -> None:
+    problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
+    for ground in (Ground.of(problem), Ground.of(problem).with_bounds()):
+        best = search_degrees(ground)
+        for above in (1.001, 1.1, 1.5) if best.found else ():
+            cut = search_degrees(ground, cutoff_s=above * best.found[0].time_s)
+            assert cut.found[0].time_s == pytest.approx(best.found[0].time_s, rel=1e-9)
+            assert cut.bound_s <= best.found[0].time_s * (1 + 1e-9)
+
+
+@examples(40)
+@given(seeds)
+@example(12154214)
 def test_a_quick_bound_lies_under_every_plan_and_a_thorough_one_is_that_of_the_search(seed: int) -> None:
     problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
     result = find_placement(problem)
