@@ -179,10 +179,11 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hashes:
-    """Content hashes: a plan holds for this graph and this hardware, made by this version."""
+    """Content hashes: a plan holds for this graph and this hardware, answers this question, made by this version."""
 
     graph: str
     hardware: str
+    question: str
     version: str
 
 

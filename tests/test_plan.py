@@ -30,7 +30,7 @@ def test_json_has_the_documented_names() -> None:
     assert list(document["strategy"]) == keys
     assert {"layers", "devices", "memory_bytes"} <= set(document["stages"][0])
     assert list(document["run"]) == ["seconds", "is_cached"]
-    assert list(document["hashes"]) == ["graph", "hardware", "version"]
+    assert list(document["hashes"]) == ["graph", "hardware", "question", "version"]
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import phaze
@@ -24,7 +25,7 @@ from phaze.plan import (
 from phaze.planner.choose import Answer, Candidate, step_flops
 from phaze.planner.energy import step_energy
 from phaze.planner.limits import NO_SCHEDULE
-from phaze.planner.request import Request, tokens_per_sample
+from phaze.planner.request import Request, content_hash, tokens_per_sample
 from phaze.planner.slices import Slices
 from phaze.records import to_document
 from phaze.shard import Layout, ShardedModel
@@ -44,6 +45,7 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
     samples_per_s = request.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
     gap = (seconds - bound_s) / seconds
+    question = question_of(request, asked)
     peak = request.cluster.accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
     return Plan(
         model=ModelFacts(
@@ -54,7 +56,7 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
             matmul_flops_per_sample=step_flops(request) / request.global_batch_size,
         ),
         hardware=to_document(cluster_to_json(request.cluster)),
-        question=question_of(request, asked),
+        question=question,
         status=_status(answer, gap),
         strategy=strategy_of(answer.candidate, placement),
         stages=_stages(answer),
@@ -68,7 +70,12 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
         bound_s=bound_s,
         gap=gap,
         provenance=_provenance(request, answer),
-        hashes=Hashes(graph=request.graph_hash, hardware=request.hardware_hash, version=phaze.__version__),
+        hashes=Hashes(
+            graph=request.graph_hash,
+            hardware=request.hardware_hash,
+            question=content_hash(json.dumps(to_document(question), sort_keys=True)),
+            version=phaze.__version__,
+        ),
     )
 
 

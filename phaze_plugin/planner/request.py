@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.interfaces import OpPricer
 
-__all__ = ["OBJECTIVES", "Request", "marks_batch", "read_request", "settled_cluster", "tokens_per_sample"]
+__all__ = [
+    "OBJECTIVES",
+    "Request",
+    "content_hash",
+    "marks_batch",
+    "read_request",
+    "settled_cluster",
+    "tokens_per_sample",
+]
 
 OBJECTIVES = ("throughput",)
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -66,15 +74,16 @@ class Request:
     def graph_hash(self) -> str:
         """Of the graph's content; notes and the microbatch that it happens to have do not count."""
         graph = self.graph.with_micro_batch(1) if marks_batch(self.graph) else self.graph
-        return _hash(graph_to_json(replace(graph, notes=())))
+        return content_hash(graph_to_json(replace(graph, notes=())))
 
     @property
     def hardware_hash(self) -> str:
         """Of the cluster's content."""
-        return _hash(json.dumps(cluster_to_json(self.cluster), sort_keys=True))
+        return content_hash(json.dumps(cluster_to_json(self.cluster), sort_keys=True))
 
 
-def _hash(text: str) -> str:
+def content_hash(text: str) -> str:
+    """What differs whenever the text does."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

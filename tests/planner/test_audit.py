@@ -60,6 +60,7 @@ SOME = [
     ("stages", 0, "memory_bytes", "activations"),
     ("strategy", "dp"),
     ("question", "gap"),
+    ("question", "seed"),
     ("hardware", "levels", 0, "bandwidth_bytes_per_s"),
 ]
 
