@@ -27,7 +27,7 @@ from phaze.planner.energy import step_energy
 from phaze.planner.limits import NO_SCHEDULE
 from phaze.planner.request import Request, content_hash, tokens_per_sample
 from phaze.planner.slices import Slices
-from phaze.records import to_document
+from phaze.records import from_document, to_document
 from phaze.shard import Layout, ShardedModel
 
 __all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_of", "strategy_of"]
@@ -45,7 +45,7 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
     samples_per_s = request.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
     gap = (seconds - bound_s) / seconds
-    question = question_of(request, asked)
+    question = from_document(Question, to_document(question_of(request, asked)), "question")
     peak = request.cluster.accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
     return Plan(
         model=ModelFacts(
