@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT",
+    "UNEXPLAINED",
     "VERSION",
     "Change",
     "Hashes",
@@ -47,6 +48,8 @@ __all__ = [
 
 FORMAT = "phaze-plan"
 VERSION = 1
+UNEXPLAINED = "the explanation was interrupted"
+"""The note of a plan whose runners-up and changes were not all looked for."""
 
 
 class PlanStatus(StrEnum):

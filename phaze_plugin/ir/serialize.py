@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from phaze.ir.dtype import DType
 from phaze.ir.graph import Graph, Role, Tensor
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
+from phaze.records import write_whole
 
 __all__ = ["FORMAT", "VERSION", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
 
@@ -57,16 +57,7 @@ def graph_to_json(graph: Graph) -> str:
 
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
     """Write a graph next to its destination, then move it there: whole or not at all."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with open(beside, "x", encoding="utf-8") as file:
-            file.write(graph_to_json(graph))
-        os.replace(beside, target)
-    except OSError as error:
-        raise FormatError(f"cannot write {target}: {error.strerror}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, graph_to_json(graph))
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from phaze.cost import Calibration
 from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster, PrecisionRecipe
 from phaze.place import Ground, evaluate_placement, find_placement
-from phaze.plan import Plan, RunFacts
+from phaze.plan import UNEXPLAINED, Plan, RunFacts, Strategy
 from phaze.plan_text import seconds_text, strategy_text, summary
 from phaze.planner import what_if
 from phaze.planner.build_plan import build_plan
@@ -155,9 +155,17 @@ def evaluate(
         return Evaluation(plan=own, best=None, change=None)
     asked |= {"micro_batch_sizes": micro_batch_sizes, "tensor_widths": tensor_widths, "model": own_request.graph}
     asked |= {"inputs": None, "sequence_length": None}
-    request = replace(_request(asked, plugins), target=own_request.target)
+    request = _including(replace(_request(asked, plugins), target=own_request.target), limits)
     best = plan_within(request, Limits(), {}, watch)
     return Evaluation(plan=own, best=best, change=_best_change(request, limits, own, watch))
+
+
+def _including(request: Request, limits: Limits) -> Request:
+    """The request with the microbatch size and tensor width of a strategy among its own."""
+    sizes, widths = set(request.micro_batch_sizes), set(request.tensor_widths)
+    sizes |= set() if limits.micro_batch_size is None else {limits.micro_batch_size}
+    widths |= set() if limits.tp is None else {limits.tp}
+    return replace(request, micro_batch_sizes=tuple(sorted(sizes)), tensor_widths=tuple(sorted(widths)))
 
 
 def _plugins() -> PluginManager:
@@ -205,7 +213,7 @@ def _explained(request: Request, answer: Answer, plan: Plan, watch: Watch) -> Pl
             facts = replace(plan.provenance, unrestricted_step_time_s=what_if.unrestricted_s(answer))
             plan = replace(plan, provenance=facts)
     except (TimeLimitError, KeyboardInterrupt):
-        facts = replace(plan.provenance, notes=(*plan.provenance.notes, "the explanation was interrupted"))
+        facts = replace(plan.provenance, notes=(*plan.provenance.notes, UNEXPLAINED))
         return replace(plan, provenance=facts)
     return plan
 
@@ -241,10 +249,6 @@ def _without_memory_limit(answer: Answer) -> Answer:
 
 def _best_change(request: Request, limits: Limits, own: Plan, watch: Watch) -> str | None:
     """The key whose release makes the strategy fastest, and the value that it then takes."""
-    from dataclasses import fields
-
-    from phaze.plan import Strategy
-
     fixed = [field.name for field in fields(Strategy) if getattr(limits, field.name) is not None]
     settled = {name: getattr(own.strategy, name) for name in fixed}
     best: tuple[float, str] | None = None

@@ -6,7 +6,6 @@ kept in the user's cache folder under the content of the question: the next star
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import phaze
 from phaze.errors import FormatError, PlanError
-from phaze.plan import Plan, RunFacts, load_plan, plan_from_document
+from phaze.plan import Plan, PlanStatus, RunFacts, load_plan, plan_from_document
 from phaze.planner.build_plan import question_of
-from phaze.planner.request import Request
+from phaze.planner.request import Request, content_hash
 from phaze.records import to_document
 
 if TYPE_CHECKING:
@@ -93,12 +92,14 @@ def _check_equal(reports: Sequence[dict[str, Any]]) -> None:
 
 
 def _answered(request: Request, answer: Callable[[Request], Plan]) -> Plan:
-    """From the cache, or anew and kept; a cache that cannot be read or written is passed over."""
+    """From the cache, or anew and kept unless interrupted; a cache that cannot be read or written is passed over."""
     path = cache_path(request)
     try:
         return replace(load_plan(path), run=RunFacts(is_cached=True))
     except FormatError:
         plan = answer(request)
+    if plan.status is PlanStatus.INTERRUPTED:
+        return plan
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
@@ -113,4 +114,4 @@ def cache_path(request: Request) -> Path:
     from platformdirs import user_cache_path
 
     content = json.dumps({**_asked(request), "version": phaze.__version__}, sort_keys=True)
-    return user_cache_path("phaze") / "plans" / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
+    return user_cache_path("phaze") / "plans" / f"{content_hash(content)}.json"

@@ -11,7 +11,7 @@ from plans import QUESTION, checked, small_cluster, small_graph, small_plan
 
 import phaze
 from phaze.errors import PhazeError, PlanError, QuestionError
-from phaze.plan import PlanStatus, Strategy
+from phaze.plan import UNEXPLAINED, PlanStatus, Strategy
 from phaze.planner import Progress
 
 
@@ -99,6 +99,32 @@ def test_a_strategy_of_ones_own_is_kept_and_what_is_left_out_is_optimised() -> N
     assert found.slower_than_best > 0
     assert found.change is not None
     assert "most valuable single change" in str(found)
+
+
+def test_a_size_and_width_outside_the_defaults_are_compared_with_a_best_that_may_use_them() -> None:
+    question = {**QUESTION, "micro_batch_sizes": (1,)}
+    asked = {"dp": 2, "tp": 4, "micro_batch_size": 4}
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
+    assert found.best is not None
+    assert found.best.question.micro_batch_sizes == (1, 4)
+    assert found.best.question.tensor_widths == (1, 4)
+    assert found.step_time_s >= found.best.bound_s * (1 - 1e-9)
+
+
+class _InterruptingExplanation:
+    """Presses Ctrl-C once the plan is found and other kinds are looked for."""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.doing.startswith("the best plan of another kind"):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=_InterruptingExplanation(), **QUESTION)
+    assert UNEXPLAINED in plan.provenance.notes
+    assert plan.runners_up == ()
+    assert plan.bound_s == small_plan().bound_s
+    checked(plan)
 
 
 def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:

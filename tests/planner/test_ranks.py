@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from phaze.plan import plan_from_document
+from phaze.plan import PlanStatus, plan_from_document
 
 RANKS = 4
 Found = list[dict[str, dict[str, str]]]
@@ -53,6 +53,16 @@ def test_a_failure_on_one_rank_is_raised_on_all(found: Found) -> None:
     assert found[1]["fails"]["error"].startswith("UnknownNameError")
     for rank in (0, 2, 3):
         assert found[rank]["fails"]["error"].startswith("PlanError: rank 1 failed, so no rank has a plan.")
+
+
+def test_an_interrupted_plan_is_handed_to_all_and_not_kept(found: Found) -> None:
+    for one in found:
+        first, second = (
+            plan_from_document(json.loads(one[case]["plan"])) for case in ("interrupted", "interrupted before")
+        )
+        assert first.status is PlanStatus.INTERRUPTED
+        assert second.status is not PlanStatus.INTERRUPTED
+        assert not second.run.is_cached
 
 
 def test_a_failure_while_planning_is_raised_on_all(found: Found) -> None:

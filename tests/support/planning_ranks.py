@@ -10,6 +10,7 @@ from plans import QUESTION, small_cluster, small_graph
 import phaze
 from phaze.errors import PhazeError
 from phaze.plan import Plan
+from phaze.planner import Progress
 
 
 def plan(case: str, rank: int) -> Plan:
@@ -21,14 +22,22 @@ def plan(case: str, rank: int) -> Plan:
         question["cluster"] = "no-such-chip:8"
     if case == "impossible":
         question |= {"gap": 0.02, "time_limit_s": 1e-9}
+    if case.startswith("interrupted"):
+        question |= {"gap": 0.03, "progress": interrupt if case == "interrupted" else None}
     return phaze.optimize(graph, **question)
+
+
+def interrupt(progress: Progress) -> None:
+    """Press Ctrl-C when the second microbatch size begins."""
+    if progress.doing.startswith("microbatch 2"):
+        raise KeyboardInterrupt
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     """Answer every case and write down what was found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = {}
-    for case in ("agree", "again", "other", "fails", "impossible"):
+    for case in ("agree", "again", "other", "fails", "impossible", "interrupted", "interrupted before"):
         try:
             found[case] = {"plan": plan(case, rank).to_json()}
         except PhazeError as error:
