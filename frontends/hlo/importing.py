@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from phaze.errors import FormatError, ImportModelError
 from phaze.frontends.hlo.folders import find_dumps
@@ -15,7 +14,7 @@ from phaze.frontends.hlo.process import Parser, shared_parser
 from phaze.frontends.stablehlo.assemble import argument_names, assemble
 from phaze.frontends.stablehlo.batch import follow_batch
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.roles import Selector, infer_parts
+from phaze.frontends.stablehlo.roles import infer_parts, read_selectors
 from phaze.ir import Graph
 
 __all__ = ["import_bytes", "import_file"]
@@ -59,7 +58,7 @@ def import_bytes(source: Source, options: Mapping[str, object], parser: Parser) 
 
 def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) -> Graph:
     names = argument_names(module)
-    parameters, batch = _selectors(options, "parameters"), _selectors(options, "batch")
+    parameters, batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
     graph = assemble(
         module,
         names,
@@ -68,16 +67,6 @@ def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) 
         is_shuffled=is_shuffled,
     )
     return follow_batch(graph)
-
-
-def _selectors(options: Mapping[str, object], name: str) -> list[Selector] | None:
-    given = options.get(name)
-    if given is None:
-        return None
-    listed: list[Any] = list(given) if isinstance(given, list | tuple | set | frozenset | range) else [given]
-    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in listed):
-        raise ImportModelError(f"{name} is {given!r}; expected indices or paths of arguments.")
-    return listed
 
 
 def _read(model: object) -> Source:

@@ -20,7 +20,7 @@ from phaze.frontends.stablehlo.assemble import argument_names, assemble
 from phaze.frontends.stablehlo.batch import follow_batch
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.read import read_module
-from phaze.frontends.stablehlo.roles import Parts, Selector, infer_parts, select
+from phaze.frontends.stablehlo.roles import Parts, Selector, infer_parts, read_selectors, select
 from phaze.frontends.stablehlo.walk import Walked, walk
 from phaze.ir import Graph, Role
 
@@ -65,23 +65,13 @@ def _inputs_of(model: Any, inputs: object) -> object:
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in model.in_avals)
 
 
-def _selectors(options: Mapping[str, object], name: str) -> list[Selector] | None:
-    given = options.get(name)
-    if given is None:
-        return None
-    listed: list[Any] = list(given) if isinstance(given, list | tuple | set | frozenset | range) else [given]
-    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in listed):
-        raise ImportModelError(f"{name} is {given!r}; expected argument numbers or pytree paths.")
-    return listed
-
-
 def _import_lowered(lowered: Any, options: Mapping[str, object]) -> Graph:
     for option in ("loss_fn", "targets"):
         if options.get(option) is not None:
             raise ImportModelError(f"{option} goes with linen and nnx modules; a lowered function has its loss.")
     module = Module.from_document(read_module(lowered.compiler_ir("stablehlo")))
     names = argument_names(module)
-    parameters, batch = _selectors(options, "parameters"), _selectors(options, "batch")
+    parameters, batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
     graph = assemble(
         module,
         names,
@@ -126,7 +116,7 @@ def _resized(leaf: Leaf, size: int) -> Leaf:
 
 def _task(source: Source, options: Mapping[str, object]) -> _Task:
     is_loss = _is_loss(source)
-    wanted, given_batch = _selectors(options, "parameters"), _selectors(options, "batch")
+    wanted, given_batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
     chosen = _select(source, wanted if wanted is not None else [0], "parameters")
     parameters = frozenset(i for i in chosen if _is_float(source.leaves[i]))
     if is_loss and not parameters:
@@ -263,7 +253,7 @@ def _find_parts(task: _Task, walked: Walked) -> Parts:
         return Parts(roles=roles, loss=0, gradients={index: index + 1 for index in range(len(task.parameters))})
     chosen: list[list[Selector] | None] = []
     for name in ("parameters", "batch"):
-        wanted = _selectors(task.options, name)
+        wanted = read_selectors(task.options, name)
         chosen.append(None if wanted is None else sorted(_select(task.source, wanted, name)))
     return infer_parts(walked, [leaf.name for leaf in task.source.leaves], chosen[0], chosen[1])
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.net import Net
@@ -24,7 +25,7 @@ from phaze.frontends.stablehlo.values import Value, tensors_of
 from phaze.frontends.stablehlo.walk import Walked
 from phaze.ir import DType, Role
 
-__all__ = ["Parts", "Selector", "infer_parts", "select"]
+__all__ = ["Parts", "Selector", "infer_parts", "read_selectors", "select"]
 
 Selector = int | str
 
@@ -42,6 +43,17 @@ class Parts:
     loss: int | None
     gradients: Mapping[int, int]
     is_updated: bool = False
+
+
+def read_selectors(options: Mapping[str, object], name: str) -> list[Selector] | None:
+    """The option that says which arguments are parameters or batch, or None; raises ImportModelError."""
+    given = options.get(name)
+    if given is None:
+        return None
+    listed: list[Any] = list(given) if isinstance(given, list | tuple | set | frozenset | range) else [given]
+    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in listed):
+        raise ImportModelError(f"{name} is {given!r}; expected argument numbers or pytree paths.")
+    return listed
 
 
 def select(selectors: Iterable[Selector], names: Sequence[str], what: str) -> set[int]:
