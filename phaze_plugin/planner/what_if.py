@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phaze.capabilities import Capabilities, PipelineSchedule
-from phaze.hardware import Cluster
+from phaze.errors import PhazeError
+from phaze.hardware import Cluster, parse_cluster
 from phaze.ir import RecomputeMode
 from phaze.place import Effort, Ground, LeverKind, Placement, PlacementProblem
 from phaze.place.assemble import assemble
@@ -274,6 +275,16 @@ def unrestricted_s(answer: Answer) -> float | None:
     return best_of(problems, answer.placement.time_s)
 
 
+def _cluster_value(cluster: Cluster, count: int) -> str:
+    """More of the same devices as an argument: as text where text says which they are, else in words."""
+    name = cluster.accelerator.name
+    try:
+        is_plain = parse_cluster(f"{name}:{cluster.device_count}") == cluster
+    except PhazeError:
+        is_plain = False
+    return repr(f"{name}:{count}") if is_plain else f"<{count} devices like these>"
+
+
 def levers(request: Request, answer: Answer) -> tuple[Lever, ...]:
     """Single changes after which something fits, as arguments of `optimize`."""
     found: dict[str, Lever] = {}
@@ -282,8 +293,8 @@ def levers(request: Request, answer: Answer) -> tuple[Lever, ...]:
         for lever in reasons.levers if reasons is not None else ():
             cluster = lever.problem.cluster
             if lever.kind is LeverKind.DEVICES:
-                text = f"{request.cluster.accelerator.name}:{cluster.device_count}"
-                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=repr(text)))
+                value = _cluster_value(request.cluster, cluster.device_count)
+                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
             elif lever.kind is LeverKind.HBM:
                 value = f"<{request.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
                 found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
