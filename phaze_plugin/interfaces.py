@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from phaze.cost import Estimate
     from phaze.hardware import AcceleratorArray
     from phaze.ir import Graph, Op
+    from phaze.plan import Plan
 
-__all__ = ["Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder", "World"]
+__all__ = ["Applier", "Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder", "World"]
 
 
 @runtime_checkable
@@ -86,8 +87,25 @@ class Emitter(Protocol):
         """What the target can run; a search for it stays inside."""
         ...
 
-    def emit(self, plan: object, model: object) -> object:
-        """The model arranged as the plan says, in the target's own terms."""
+    def emit(self, plan: Plan, model: object) -> object:
+        """The plan in the target's own terms: texts by file name, or whatever else the target runs.
+
+        `plan.export` gives no model (None) where its caller has none.
+        """
+        ...
+
+
+@runtime_checkable
+class Applier(Emitter, Protocol):
+    """An emitter that arranges a live model: `plan.apply` calls it."""
+
+    def apply(
+        self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]
+    ) -> object:
+        """The model, arranged as the plan says, on this mesh or (None) on one of its own.
+
+        Raises PlanError where model or mesh are not those of the plan, or options that the target does not know.
+        """
         ...
 
 

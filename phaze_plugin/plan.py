@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import phaze
 from phaze.cost import Calibration
@@ -281,6 +281,27 @@ class Plan:
         from phaze.plan_text import explanation
 
         return explanation(self)
+
+    def apply(self, model: object, mesh: object = None, *, loss_fn: object = None, **options: object) -> Any:
+        """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
+
+        `mesh` is a device mesh with axes dp, pp, tp of the plan's sizes; without one it is made. Raises PlanError for a
+        plan that does not fit or is analysis only, and where the model is not the planned one or a library is missing.
+        """
+        from phaze.emission import apply_plan
+        from phaze.hooks import PluginManager
+
+        return apply_plan(self, PluginManager.load(), model, mesh, loss_fn, options)
+
+    def export(self, target: str, model: object = None) -> Mapping[str, str]:
+        """The plan for another tool: texts by file name. `phaze doctor` lists the targets.
+
+        Raises UnknownNameError for an unknown target, PlanError for a plan that the target cannot run.
+        """
+        from phaze.emission import export_plan
+        from phaze.hooks import PluginManager
+
+        return export_plan(self, PluginManager.load(), target, model)
 
     def __str__(self) -> str:
         from phaze.plan_text import summary

@@ -7,6 +7,7 @@ from phaze.commands.cost import cost
 from phaze.commands.doctor import doctor
 from phaze.commands.evaluate_strategy import evaluate_strategy
 from phaze.commands.explain_plan import explain_plan
+from phaze.commands.export_plan import export_plan
 from phaze.commands.import_model import import_model
 from phaze.commands.optimize_model import optimize_model
 from phaze.commands.verify_plan import verify_plan
@@ -22,5 +23,6 @@ COMMANDS: tuple[Command, ...] = (
     evaluate_strategy,
     compare_plans,
     verify_plan,
+    export_plan,
     doctor,
 )

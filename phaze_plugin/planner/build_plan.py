@@ -233,7 +233,7 @@ def _provenance(request: Request, answer: Answer) -> Provenance:
         coverage_flops=coverage.flops_share,
         coverage_bytes=coverage.bytes_share,
         unrestricted_step_time_s=None,
-        notes=(*request.notes, *refused, *_marginal(answer)),
+        notes=(*request.notes, *request.target.notes, *refused, *_marginal(answer)),
     )
 
 

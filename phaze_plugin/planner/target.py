@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
@@ -16,10 +16,14 @@ __all__ = ["ANALYSIS", "Target", "find_target"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target's name and what it can run; without a name the plan is analysis, and not executable."""
+    """A target's name and what it can run; without a name the plan is analysis, and not executable.
+
+    `notes` say what the model at hand takes away from what the target can run otherwise.
+    """
 
     name: str | None
     capabilities: Capabilities
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name or "none, not executable"
@@ -41,9 +45,24 @@ def find_target(name: str | None, model: object, plugins: PluginManager) -> Targ
     if name != "auto":
         if name not in emitters:
             raise UnknownNameError("target", name, (*emitters, "auto"))
-        return Target(name, emitters[name].capabilities)
+        return _for_model(Target(name, emitters[name].capabilities), model, plugins)
     frontend = _frontend_of(model, plugins)
-    return ANALYSIS if frontend not in emitters else Target(frontend, emitters[str(frontend)].capabilities)
+    if frontend not in emitters:
+        return ANALYSIS
+    return _for_model(Target(frontend, emitters[str(frontend)].capabilities), model, plugins)
+
+
+def _for_model(target: Target, model: object, plugins: PluginManager) -> Target:
+    """A target that cuts no model by itself has pipelines only for the models that some stage builder of its cuts."""
+    capabilities = target.capabilities
+    builders = [offer.value for offer in plugins.stage_builders() if offer.value.target == target.name]
+    if capabilities.can_cut_stages or not capabilities.schedules or any(one.accepts(model) for one in builders):
+        return target
+    note = (
+        f"one pipeline stage only: nothing cuts {type(model).__name__} into stages for target {target.name} (known: "
+        f"{', '.join(sorted(builder.name for builder in builders)) or 'none'})"
+    )
+    return replace(target, capabilities=replace(capabilities, schedules=frozenset()), notes=(note,))
 
 
 def _frontend_of(model: object, plugins: PluginManager) -> str | None:

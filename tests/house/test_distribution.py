@@ -81,12 +81,14 @@ def test_the_sample_plugin_is_found_where_it_is_installed(python_with_sample: Pa
     plugin = document["plugins"][0]
     assert (plugin["origin"]["distribution"], plugin["origin"]["version"]) == ("phaze-sample", "1.2.3")
     assert Path(plugin["origin"]["file"]).is_relative_to(python_with_sample.parent.parent)
-    assert plugin["hooks"] == ["phaze_accelerators", "phaze_frontends", "phaze_named_models", "phaze_op_prices"]
+    kinds = ("accelerators", "emitters", "frontends", "named_models", "op_prices")
+    assert plugin["hooks"] == [f"phaze_{kind}" for kind in kinds]
     for kind, name in {
         "frontends": "toy",
         "accelerators": "toy-chip",
         "op_prices": "toy_shuffle",
         "named_models": "toy-tiny",
+        "backends": "toy-launcher",
     }.items():
         parts = [part for part in document[kind] if part["name"] == name]
         assert [part["origin"]["plugin"] for part in parts] == ["sample"]
@@ -124,6 +126,21 @@ print(*price_ops(graph, shuffles, find_accelerator("toy-chip"), prices=plugin_pr
     read_and_written_bytes, slowdown, bandwidth_bytes_per_s = 2 * 2 * 128, 3.0, 1e9
     seconds = [float(text) for text in run(python_with_sample, "-c", program).split()]
     assert seconds == pytest.approx([slowdown * read_and_written_bytes / bandwidth_bytes_per_s])
+
+
+def test_the_sample_plugins_target_is_planned_for_and_exported_to(python_with_sample: Path, tmp_path: Path) -> None:
+    program = """
+import phaze
+plan = phaze.optimize("toy-tiny", cluster="toy-chip:2", global_batch_size=4, target="toy-launcher")
+print(plan.provenance.target, plan.strategy.pp, plan.export("toy-launcher"))
+plan.save("plan.json")
+"""
+    told = run(python_with_sample, "-c", program, folder=tmp_path)
+    assert told.split("{")[0] == "toy-launcher 1 "
+    run(python_with_sample, "-m", "phaze", "export", "plan.json", "--to", "toy-launcher", "-o", "out", folder=tmp_path)
+    written = (tmp_path / "out" / "launch.toy").read_text()
+    assert written.startswith("copies ")
+    assert repr(written) in told
 
 
 @pytest.mark.exhaustive

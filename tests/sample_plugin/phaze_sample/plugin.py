@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from phaze.hardware import Accelerator
 from phaze.hooks import hookimpl
-from phaze.interfaces import Frontend, ModelFactory, OpPricer
+from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer
+from phaze_sample.launcher import ToyLauncher
 from phaze_sample.shuffle import SHUFFLE, SHUFFLE_BACKWARD, price_shuffle
 from phaze_sample.toy_format import ToyFrontend, tiny
 
@@ -44,3 +45,9 @@ def phaze_accelerators() -> Mapping[str, Accelerator]:
 def phaze_op_prices() -> Mapping[str, OpPricer]:
     """A price for the one op of the toy format that Phaze does not know, and for its gradient."""
     return {SHUFFLE: price_shuffle, SHUFFLE_BACKWARD: price_shuffle}
+
+
+@hookimpl
+def phaze_emitters() -> Iterable[Emitter]:
+    """A target that runs no pipelines."""
+    return [ToyLauncher()]

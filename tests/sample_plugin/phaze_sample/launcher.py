@@ -1,0 +1,16 @@
+"""A made-up launcher: it reads one line of numbers."""
+
+from phaze.capabilities import Capabilities
+from phaze.plan import Plan
+
+
+class ToyLauncher:
+    """Writes the line that the launcher reads."""
+
+    name = "toy-launcher"
+    libraries = ()
+    capabilities = Capabilities()
+
+    def emit(self, plan: Plan, model: object) -> dict[str, str]:
+        """One file; the launcher needs no model."""
+        return {"launch.toy": f"copies {plan.strategy.dp} width {plan.strategy.tp}\n"}
