@@ -31,10 +31,10 @@ run: compiler-noted $(RUN_STAMP)
 	@$(VENV)/bin/phaze $(MAIN_JOB)
 
 test: compiler-required check
-	@$(PYTHON_IN_VENV) -m pytest --durations=20
+	@$(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20
 
 test-full: compiler-required check
-	@$(PYTHON_IN_VENV) -m pytest --durations=20 -m '' --hypothesis-profile=full
+	@$(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20 -m '' --hypothesis-profile=full
 
 check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .
