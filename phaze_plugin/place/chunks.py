@@ -19,7 +19,7 @@ these is a bound too, and so it remains after adding a price p per byte by which
 (of its chunks' scratch, a device needs the largest, which is at least their mean).
 The minimum is a shortest path over states. The first kind is weighted by u_r / v, u_r falling by 1 - 1/(v m) per device
 towards the first, and once more with all weight on the last device; the others by 1/S. For each, several p are tried:
-what a recompute mode costs per byte that it frees.
+what a recompute mode costs per byte that it frees. `chunk_packing.py` adds a bound from each device by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from phaze.capabilities import PipelineSchedule
 from phaze.place.candidates import Candidates
+from phaze.place.chunk_packing import slowest_device_s
 from phaze.place.degrees import Degrees
 from phaze.place.orders import in_flight
 from phaze.place.states import BoolArray, FloatArray, IntArray
@@ -57,6 +58,7 @@ class ChunkBounds:
         self.flight = in_flight(PipelineSchedule.INTERLEAVED, degrees.devices, rounds, degrees.chunks)
         self._prices = np.array([0.0, *prices]) * (rounds / float(self.flight.mean()))
         self._weights = self._weigh(degrees)
+        self._least_s = slowest_device_s(candidates, degrees, rounds, states, usable_bytes, self.flight)
         self._features = np.stack(
             [
                 candidates.forward_s,
@@ -146,7 +148,7 @@ class ChunkBounds:
         own = self.rounds * rows[:, 0] + np.maximum(rows[:, 1] + rows[:, 3, :1], rows[:, 2] + rows[:, 3])
         paid = np.tile(self._prices, 4)[:, None] * self.usable
         paths = spent + self._tables[position + 1][:, candidates.target[picks]] - paid
-        bound = np.maximum(own.max(axis=1), paths.max(axis=0) * (1 - 1e-11))
+        bound = np.maximum(np.maximum(own.max(axis=1), self._least_s), paths.max(axis=0) * (1 - 1e-11))
         fits = rows[:, 4, device] + rows[:, 5, device] + rows[:, 6, device] <= self.usable
         rows = np.concatenate([rows.reshape(len(picks), -1), spent.T], axis=1)
         return rows, np.where(fits, bound, np.inf)
