@@ -1,10 +1,11 @@
 """What one op and one collective cost, vectorised over accelerators."""
 
 from phaze.cost.attention import fuse_attention
-from phaze.cost.calibration import IDEAL, Calibration, calibration_of
+from phaze.cost.calibration import EAGER_STACK, IDEAL, LIBRARY_STACK, PERFECT_STACK, Calibration, Fusion, Stack
 from phaze.cost.cast import cast_graph
 from phaze.cost.collective import Collective, CollectiveEstimate, price_collective
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
+from phaze.cost.fitted import calibration_of
 from phaze.cost.fusion import OpGroup, format_groups, fuse_epilogues, group_work, single_groups
 from phaze.cost.graph import price_groups, price_ops
 from phaze.cost.op_work import op_work
@@ -17,7 +18,10 @@ from phaze.cost.work import VIEW, Product, Work, matmul_work, vector_work
 
 __all__ = [
     "BINDINGS",
+    "EAGER_STACK",
     "IDEAL",
+    "LIBRARY_STACK",
+    "PERFECT_STACK",
     "VIEW",
     "Binding",
     "Calibration",
@@ -27,8 +31,10 @@ __all__ = [
     "CostReport",
     "CostRow",
     "Estimate",
+    "Fusion",
     "OpGroup",
     "Product",
+    "Stack",
     "Work",
     "calibration_of",
     "cast_graph",

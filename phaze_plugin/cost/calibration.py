@@ -1,27 +1,92 @@
-"""How far a real chip stays behind the ideal one.
+"""How far a real chip with its software stays behind the ideal one.
 
-    time = max(tensor time / matrix, vector time / vector, memory time / memory) + overhead per op
-    collective time = link time / link
+Fitted numbers, at most six of them per family of chips:
 
-Until a preset is fitted to measurements its efficiencies are all 1.0, and results say "ideal".
+    tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory
+    op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
+                  matrix products, the longer of tensor + memory time and vector time
+    collective  = latencies + bytes / (bandwidth * efficiency) + overhead;  the efficiency is `link` on a cluster's
+                  innermost links and `network` on all others
+    overlap     = the part of a data-parallel collective that passes behind layers are able to hide and do
+
+Facts about the stack (`Stack`) are not fitted: which ops it fuses, and what it hides. Until a chip was fitted its
+numbers are all 1.0, its stack is perfect and results say "ideal".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from phaze.hardware import Accelerator
-from phaze.hardware.validate import fraction, non_negative
+from phaze.hardware.validate import fraction, non_negative, positive_integer
 
-__all__ = ["IDEAL", "Calibration", "calibration_of"]
+__all__ = ["EAGER_STACK", "IDEAL", "LIBRARY_STACK", "PERFECT_STACK", "TERMS", "Calibration", "Fusion", "Stack"]
+
+TERMS = ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
+"""What can be fitted."""
+
+
+class Fusion(StrEnum):
+    """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op."""
+
+    NONE = "none"
+    CHAINS = "chains"
+    EPILOGUES = "epilogues"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What frameworks and libraries do on a chip.
+
+    Attributes:
+        fusion: which ops run as one.
+        hides_memory: whether the traffic of matrix products runs behind their arithmetic, as that of vector work does.
+        hides_links: whether collectives of tensor parallelism run behind independent ops of the layer.
+        accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
+        recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
+        alignment_bytes: batched products with a side of no multiple of this run at the rate of float32.
+    """
+
+    fusion: Fusion = Fusion.EPILOGUES
+    hides_memory: bool = True
+    hides_links: bool = True
+    accumulates_in_products: bool = True
+    recomputes_ends: bool = True
+    alignment_bytes: int = 1
+
+    def __post_init__(self) -> None:
+        """Settle types."""
+        object.__setattr__(self, "fusion", Fusion(self.fusion))
+        positive_integer("stack", "alignment_bytes", self.alignment_bytes)
+
+
+PERFECT_STACK = Stack()
+LIBRARY_STACK = Stack(
+    fusion=Fusion.CHAINS,
+    hides_memory=False,
+    hides_links=False,
+    accumulates_in_products=False,
+    recomputes_ends=False,
+    alignment_bytes=16,
+)
+"""Library products between fused elementwise kernels, as in Megatron-LM and torch.compile."""
+EAGER_STACK = Stack(
+    fusion=Fusion.NONE,
+    hides_memory=False,
+    hides_links=False,
+    accumulates_in_products=False,
+    recomputes_ends=False,
+    alignment_bytes=16,
+)
+"""Every op a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Efficiencies in (0, 1] and a fixed cost per op.
+    """Efficiencies in (0, 1], a fixed cost per op, the overlap of collectives, and what the stack does.
 
     The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
-    vector cores' rates and of HBM and link bandwidth; the overhead is launch and synchronisation of each op.
+    vector cores' rates and of HBM, link and network bandwidth; the overhead is launch and synchronisation of each op.
     """
 
     name: str = "ideal"
@@ -29,28 +94,28 @@ class Calibration:
     vector: float = 1.0
     memory: float = 1.0
     link: float = 1.0
+    network: float = 1.0
     overhead_s: float = 0.0
+    overlap: float = 1.0
+    stack: Stack = field(default=PERFECT_STACK)
 
     def __post_init__(self) -> None:
         """Check ranges."""
         owner = f"calibration {self.name}"
-        for field in ("matrix", "vector", "memory", "link"):
-            fraction(owner, field, getattr(self, field))
+        for name in ("matrix", "vector", "memory", "link", "network"):
+            fraction(owner, name, getattr(self, name))
         non_negative(owner, "overhead_s", self.overhead_s)
+        if self.overlap:
+            fraction(owner, "overlap", self.overlap)
 
     @property
     def is_ideal(self) -> bool:
         """Whether nothing was fitted."""
         return self == IDEAL
 
+    def together_s(self, first: float, second: float) -> float:
+        """Seconds of passes and the collectives behind them: the longer, and what of the shorter is not hidden."""
+        return max(first, second) + (1 - self.overlap) * min(first, second)
+
 
 IDEAL = Calibration()
-
-
-def calibration_of(accelerator: Accelerator) -> Calibration:
-    """The calibration that belongs to ``accelerator``; no preset has been fitted yet.
-
-    It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration.
-    """
-    del accelerator
-    return IDEAL

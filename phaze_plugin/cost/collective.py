@@ -85,13 +85,20 @@ def price_collective(
     steps = _STEPS[Collective(collective)](levels, sizes)
     sent = sum((sent for _, sent, _ in steps), start=np.zeros_like(sizes))
     seconds = sum(
-        (messages * level.latency_s + moved / (level.bandwidth_bytes_per_s * calibration.link))
+        (messages * level.latency_s + moved / (level.bandwidth_bytes_per_s * _efficiency(level, cluster, calibration)))
         for level, moved, messages in steps
     )
     per_byte = (energy or energy_model()).link_j_per_byte
     return CollectiveEstimate(
         seconds=np.asarray(seconds) + np.zeros_like(sizes), sent_bytes=sent, energy_j=sent * per_byte
     )
+
+
+def _efficiency(level: InterconnectLevel, cluster: Cluster, calibration: Calibration) -> float:
+    """That of the innermost links, or of the network outside."""
+    inner = cluster.levels[0]
+    is_inner = (level.bandwidth_bytes_per_s, level.latency_s) == (inner.bandwidth_bytes_per_s, inner.latency_s)
+    return calibration.link if is_inner else calibration.network
 
 
 _Step = tuple[InterconnectLevel, _Floats, int]

@@ -9,6 +9,9 @@ An elementwise op (dropout included) joins the group of a matrix op when
 Inside a group results pass from tensor to vector cores without leaving the chip. A tensor that is also needed outside
 (kept for backward, read by another group, an output of the graph) is still written, never read back. The op then
 occupies both kinds of core.
+
+Frameworks that call a library for matrix products fuse elementwise ops with each other only: a chain then begins with
+the first of them, by the same three conditions.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from phaze.cost.calibration import Fusion
 from phaze.cost.op_work import Tensors, op_work, read_bytes, written_bytes
 from phaze.cost.traffic import ProductTiling
 from phaze.cost.vector import vector_operations
@@ -25,7 +29,11 @@ from phaze.ir import Graph, Op, OpKind
 __all__ = ["OpGroup", "format_groups", "fuse_epilogues", "group_work", "single_groups"]
 
 _EPILOGUES = frozenset({OpKind.ELEMENTWISE, OpKind.DROPOUT})
-_HEADS = frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION})
+_HEADS = {
+    Fusion.NONE: frozenset[OpKind](),
+    Fusion.CHAINS: _EPILOGUES,
+    Fusion.EPILOGUES: frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,9 @@ def single_groups(ops: Iterable[Op]) -> tuple[OpGroup, ...]:
     return tuple(OpGroup(op, (), op.outputs) for op in ops)
 
 
-def fuse_epilogues(graph: Graph, ops: Sequence[Op] | None = None) -> tuple[OpGroup, ...]:
+def fuse_epilogues(
+    graph: Graph, ops: Sequence[Op] | None = None, fusion: Fusion = Fusion.EPILOGUES
+) -> tuple[OpGroup, ...]:
     """Groups of ``ops`` (all of the graph's when left out), in the order of their heads, in which they can run."""
     wanted = graph.ops if ops is None else tuple(ops)
     position = {op.id: index for index, op in enumerate(graph.ops)}
@@ -66,7 +76,7 @@ def fuse_epilogues(graph: Graph, ops: Sequence[Op] | None = None) -> tuple[OpGro
         latest_first = sorted(candidates, key=lambda head_id: -position[head_id])
         head_id = next((head_id for head_id in latest_first if _joins(graph, op, members[head_id], position)), op.id)
         members.setdefault(head_id, []).append(op)
-        if members[head_id][0].kind in _HEADS:
+        if members[head_id][0].kind in _HEADS[fusion]:
             head_of[op.outputs[0]] = head_id
             tail_of[head_id] = op.outputs[0]
     readers = _readers(graph)
@@ -105,11 +115,10 @@ def group_work(group: OpGroup, tensors: Tensors) -> Work:
     work = op_work(group.head, tensors)
     if not group.epilogue:
         return work
-    (tiling,) = work.tilings
-    assert isinstance(tiling, ProductTiling)
+    is_matrix = bool(work.products)
     arriving: dict[str, float] = {}
-    inside = set(group.head.outputs)
-    for op in group.epilogue:
+    inside = set(group.head.outputs) if is_matrix else set[str]()
+    for op in group.epilogue if is_matrix else group.ops:
         for tensor_id, moved in zip(op.inputs, read_bytes(op, tensors), strict=True):
             if tensor_id not in inside:
                 arriving[tensor_id] = max(moved, arriving.get(tensor_id, 0.0))
@@ -121,8 +130,10 @@ def group_work(group: OpGroup, tensors: Tensors) -> Work:
     }
     return Work(
         products=work.products,
-        vector_operations=sum(vector_operations(op) for op in group.epilogue),
-        tilings=(replace(tiling, output_bytes=0.0),),
+        vector_operations=sum(vector_operations(op) for op in (group.epilogue if is_matrix else group.ops)),
+        tilings=tuple(
+            replace(tiling, output_bytes=0.0) for tiling in work.tilings if isinstance(tiling, ProductTiling)
+        ),
         streamed_bytes=sum(arriving.values()) + sum(written[name] for name in group.writes),
     )
 

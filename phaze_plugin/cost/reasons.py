@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from phaze.cost.calibration import Calibration, calibration_of
+from phaze.cost.calibration import Calibration
 from phaze.cost.estimate import Binding, CoreKind
+from phaze.cost.fitted import calibration_of
 from phaze.cost.price import price_works
 from phaze.cost.report import least_tensor_s, work_shape
 from phaze.cost.work import Work

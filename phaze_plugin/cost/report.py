@@ -12,8 +12,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phaze.cost.calibration import Calibration, calibration_of
+from phaze.cost.calibration import Calibration
 from phaze.cost.estimate import Binding, CoreKind, Estimate
+from phaze.cost.fitted import calibration_of
 from phaze.cost.fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.graph import price_groups
 from phaze.cost.plugin_price import plugin_price_name

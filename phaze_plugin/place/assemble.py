@@ -23,7 +23,7 @@ from phaze.place.stages import StageTable
 from phaze.place.states import FloatArray, IntArray
 from phaze.place.timeline import KINDS, EventKind, EventTable, Timeline
 
-__all__ = ["assemble", "evaluate_placement"]
+__all__ = ["assemble", "evaluate_placement", "stage_times"]
 
 
 def evaluate_placement(
@@ -84,13 +84,7 @@ def assemble(ground: Ground, degrees: Degrees, chosen: Sequence[tuple[int, int]]
         recompute_s=width.recompute_s[at],
         work_s=width.forward_s[at] + width.backward_input_s[at] + width.backward_weight_s[at],
     )
-    times = StageTimes(
-        **{
-            name: _by_device(getattr(table, name)[at], degrees)
-            for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
-        },
-        **{name: _by_device(getattr(table, name)[listed], degrees) for name in ("reduction_s", "tie_s", "finish_s")},
-    )
+    times = stage_times(table, chosen, degrees)
     simulation = simulate(ground.program(degrees), times)
     flight = in_flight(degrees.schedule or PipelineSchedule.ONE_F_ONE_B, degrees.devices, rounds, degrees.chunks)
     memory = [
@@ -118,6 +112,18 @@ def assemble(ground: Ground, degrees: Degrees, chosen: Sequence[tuple[int, int]]
         time_s=float(simulation.time_s[0]),
         parts=_parts(degrees, rounds, rows, times, simulation),
         timeline=_timeline(ground, degrees, rows, simulation),
+    )
+
+
+def stage_times(table: StageTable, chosen: Sequence[tuple[int, int]], degrees: Degrees) -> StageTimes:
+    """What simulation needs of stages given by their index and their mode."""
+    listed, at = [stage for stage, _ in chosen], ([mode for _, mode in chosen], [stage for stage, _ in chosen])
+    return StageTimes(
+        **{
+            name: _by_device(getattr(table, name)[at], degrees)
+            for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
+        },
+        **{name: _by_device(getattr(table, name)[listed], degrees) for name in ("reduction_s", "tie_s", "finish_s")},
     )
 
 

@@ -8,7 +8,7 @@ costs the same on a larger cluster.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
@@ -44,8 +44,9 @@ class Network:
     @property
     def least_s_per_byte(self) -> float:
         """On the fastest link."""
-        rates = [level.bandwidth_bytes_per_s for level in self.cluster.levels]
-        return 1.0 / (max(rates) * self.calibration.link) if rates else 0.0
+        shares = [self.calibration.link, *[self.calibration.network] * len(self.cluster.levels)]
+        rates = [share * level.bandwidth_bytes_per_s for share, level in zip(shares, self.cluster.levels, strict=False)]
+        return 1.0 / max(rates) if rates else 0.0
 
     def depth(self, used: int) -> int:
         """How many levels are too small for ``used`` devices: plans of equal depth have equal prices."""
@@ -89,6 +90,9 @@ class Network:
             return self.known[key]
         farthest = self._part(used).axis_levels(stages, stride)[-1]
         level = InterconnectLevel(members, farthest.bandwidth_bytes_per_s, farthest.latency_s)
-        alone = Network(Cluster(self.cluster.accelerator, members, (level,)), self.calibration, self.energy)
+        inner = self.cluster.levels[0]
+        is_inner = farthest.bandwidth_bytes_per_s == inner.bandwidth_bytes_per_s
+        share = self.calibration if is_inner else replace(self.calibration, link=self.calibration.network)
+        alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
         self.known[key] = alone.collective(collective, members, 1, members)
         return self.known[key]

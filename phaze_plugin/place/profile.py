@@ -56,6 +56,11 @@ class BoundaryTensor:
     size_bytes: float
     layout: str = "whole"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device of the stage holds all of it."""
+        return self.layout == "whole"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerProfile:

@@ -7,6 +7,12 @@ gradients (ZeRO-2 and 3, once per microbatch), both hidden behind the layers as 
     F = x + max(f, g)             B = max(y, r) + max(b + w, g + h)
     split backward (zero-bubble): B = max(y, r) + max(b, g),  W = max(w, h)
 
+A calibration's overlap o says which part of what could be hidden is: each max(p, q) of a pass and its collectives is
+then max(p, q) + (1 - o) min(p, q), and the reductions below are o times exposed, 1 - o times as long as they take.
+
+A tensor that t devices hold whole is sent in t parts, one by each, and gathered behind (Narayanan et al., SC'21,
+section 4.1), where that is quicker than sending all of it t times.
+
 After the last backward: reduction over pipelines (ZeRO-0: all-reduce, ZeRO-1: reduce-scatter, per layer and hidden
 behind the last backward as in `StageSpace.exposed`; tied parameters come after the others), then, with ties, the
 reduction between stages, the update (over d from ZeRO-1 on) and the gather of updated parameters (ZeRO-1 and 2).
@@ -84,16 +90,19 @@ def build_stage_table(
     """The stages of one choice, priced for pipelines of ``stages`` devices: these decide which links are used."""
     used = pipelines * table.width * stages
     transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, pipelines * table.width, used)
-    received, returned = _send(transfer, table.received_bytes), _send(transfer, table.sent_bytes)
+    gather = network.collective(Collective.ALL_GATHER, table.width, 1, used)
+    received = _send_parts(transfer, gather, table.width, table.received_bytes, table.received_whole_bytes)
+    returned = _send_parts(transfer, gather, table.width, table.sent_bytes, table.sent_whole_bytes)
     devices = np.where(table.is_sliced | (not mixes_widths), table.width, 1)
     axis = _DataAxis(problem, table, network, pipelines, used, devices)
     gathered = axis.per_pass(Collective.ALL_GATHER, problem.recipe.parameter_bytes) if zero_stage == 3 else 0.0
     scattered = axis.per_pass(Collective.REDUCE_SCATTER, axis.gradient_bytes) if zero_stage >= 2 else 0.0
     start = np.maximum(returned, table.recompute_s)
+    overlap = problem.calibration.overlap
     if splits_backward:
-        backward = np.maximum(table.backward_input_s, gathered)
+        backward = _together(table.backward_input_s, gathered, overlap)
     else:
-        backward = np.maximum(table.backward_input_s + table.backward_weight_s, gathered + scattered)
+        backward = _together(table.backward_input_s + table.backward_weight_s, gathered + scattered, overlap)
     exposed, reduction = axis.reduction(space, zero_stage, splits_backward)
     shards = pipelines if zero_stage >= 1 else 1
     finish = table.parameters * (update_s / shards)
@@ -102,9 +111,9 @@ def build_stage_table(
     return StageTable(
         received_s=received,
         returned_s=returned,
-        forward_s=received + np.maximum(table.forward_s, gathered),
+        forward_s=received + _together(table.forward_s, gathered, overlap),
         backward_s=start + backward,
-        weight_s=np.maximum(table.backward_weight_s, scattered) if splits_backward else np.zeros_like(start),
+        weight_s=_together(table.backward_weight_s, scattered, overlap) if splits_backward else np.zeros_like(start),
         exposed_s=exposed,
         reduction_s=reduction,
         tie_s=_tie_s(problem, table, network, pipelines, stages, used),
@@ -112,6 +121,17 @@ def build_stage_table(
         devices=devices,
         memory=build_memory_table(problem, table, pipelines, zero_stage),
     )
+
+
+def _together(run: FloatArray, moved: FloatArray | float, overlap: float) -> FloatArray:
+    """A pass and the collectives behind it: the longer, and what of the shorter is not hidden."""
+    return np.asarray(np.maximum(run, moved) + (1 - overlap) * np.minimum(run, moved))
+
+
+def _send_parts(price: Price, gather: Price, width: int, sizes: FloatArray, whole: FloatArray) -> FloatArray:
+    """Sending everything, or of what is whole one part by each device and gathering it behind."""
+    apart = _send(price, sizes - whole * (1 - 1 / width)) + _send(gather, whole)
+    return np.minimum(_send(price, sizes), apart)
 
 
 def _send(price: Price, sizes: FloatArray) -> FloatArray:
@@ -187,5 +207,7 @@ class _DataAxis:
             total = space.sums(layers)
             whole = np.where(chosen, total + tied, whole)
             excess = space.exposed(layers, overlap) if self.problem.overlaps_reduction else total
+            part = self.problem.calibration.overlap
+            excess = part * excess + (1 - part) * total
             exposed = np.where(chosen, excess + tied, exposed)
         return exposed, whole

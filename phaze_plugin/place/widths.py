@@ -39,6 +39,8 @@ class WidthTable:
         working_bytes: per (mode, stage).
         received_bytes: what crosses the cut before the stage, per stage.
         sent_bytes: what crosses the cut after it.
+        received_whole_bytes: the part of it that every device of the stage holds whole.
+        sent_whole_bytes: likewise.
         is_sliced: whether some layer of the stage is tensor-parallel.
         unsliced_layers: how many layers of the graph are not.
         body_layers: how many layers of the most frequent kind the stage has.
@@ -64,6 +66,8 @@ class WidthTable:
     working_bytes: FloatArray
     received_bytes: FloatArray
     sent_bytes: FloatArray
+    received_whole_bytes: FloatArray
+    sent_whole_bytes: FloatArray
     is_sliced: BoolArray
     unsliced_layers: int
     body_layers: IntArray
@@ -107,7 +111,7 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
     parameters = np.array([profile.parameters for profile in first])
     tied = np.array([sum(profile.tied_parameters.values()) for profile in first])
     ties = _ties(problem, space, first)
-    cut = cut_bytes(problem, space, first)
+    cut, whole = cut_bytes(problem, space, first), cut_bytes(problem, space, first, only_whole=True)
     summed = space.sums(parameters)
     sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
     return WidthTable(
@@ -128,6 +132,8 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
         working_bytes=space.maxima(working),
         received_bytes=cut[space.source],
         sent_bytes=cut[space.target],
+        received_whole_bytes=whole[space.source],
+        sent_whole_bytes=whole[space.target],
         is_sliced=space.sums(sliced) > 0.5,
         unsliced_layers=int((sliced == 0).sum()),
         body_layers=_body_layers(problem, space),
@@ -160,12 +166,16 @@ def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProf
     return _Ties(held=held, repeated=repeated, groups=groups, split=split)
 
 
-def cut_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> FloatArray:
-    """Per state: bytes of every tensor that was made before the cut and is read after it."""
+def cut_bytes(
+    problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile], *, only_whole: bool = False
+) -> FloatArray:
+    """Per state: bytes of every tensor (or only of whole ones) that was made before the cut and is read after it."""
     cut = np.zeros(space.states)
     for flow in problem.graph.flows:
         crosses = space.inside[:, flow.producer] & ~space.inside[:, list(flow.consumers)].all(axis=1)
-        cut += np.where(crosses, profiles[flow.producer].outputs[flow.output].size_bytes, 0.0)
+        tensor = profiles[flow.producer].outputs[flow.output]
+        if tensor.is_whole or not only_whole:
+            cut += np.where(crosses, tensor.size_bytes, 0.0)
     return cut
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
@@ -166,8 +166,7 @@ class PlainCosts:
         sliced = any(profile.is_tensor_parallel for profile in profiles.values())
         devices = self.width if sliced or not self.mixed else 1
         cut_in, cut_out = self._cut(before), self._cut(before | layers)
-        receive = self._between(Collective.POINT_TO_POINT, cut_in, 2)
-        returned = self._between(Collective.POINT_TO_POINT, cut_out, 2)
+        receive, returned = self._transfer(before), self._transfer(before | layers)
         total = {
             name: math.fsum(float(getattr(profile, name).value[at]) for profile in profiles.values())
             for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
@@ -181,12 +180,13 @@ class PlainCosts:
                 scatter += self._price(Collective.REDUCE_SCATTER, size, devices)
         start = max(returned, total["recompute_s"])
         result = PlainStage(devices=devices)
-        result.forward = receive + max(total["forward_s"], gather)
+        together = self.problem.calibration.together_s
+        result.forward = receive + together(total["forward_s"], gather)
         both = total["backward_input_s"] + total["backward_weight_s"]
-        result.backward = start + max(both, gather + scatter)
+        result.backward = start + together(both, gather + scatter)
         if self.split:
-            result.backward = start + max(total["backward_input_s"], gather)
-            result.weight = max(total["backward_weight_s"], scatter)
+            result.backward = start + together(total["backward_input_s"], gather)
+            result.weight = together(total["backward_weight_s"], scatter)
         self._after(result, order, profiles, devices)
         self._memory(result, before, order, profiles, cut_in + cut_out)
         return result
@@ -206,8 +206,11 @@ class PlainCosts:
             self.known[key] = self._seconds(collective, size, part, self.pipelines, stride)
         return self.known[key]
 
-    def _seconds(self, collective: Collective, size: float, part: Cluster, members: int, stride: int = 1) -> float:
+    def _seconds(
+        self, collective: Collective, size: float, part: Cluster, members: int, stride: int = 1, is_inner: bool = True
+    ) -> float:
         calibration = self.problem.calibration
+        calibration = calibration if is_inner else replace(calibration, link=calibration.network)
         price = price_collective(collective, size, part, members, stride, calibration=calibration, energy=self.energy)
         return float(price.seconds)
 
@@ -231,15 +234,28 @@ class PlainCosts:
                 far = Cluster(cluster.accelerator, used, cluster.levels).axis_levels(self.devices, stride)[-1]
             level = InterconnectLevel(members, far.bandwidth_bytes_per_s, far.latency_s)
             part = Cluster(cluster.accelerator, members, (level,))
-            self.known[key] = self._seconds(collective, size, part, members)
+            is_inner = far.bandwidth_bytes_per_s == cluster.levels[0].bandwidth_bytes_per_s
+            self.known[key] = self._seconds(collective, size, part, members, is_inner=is_inner)
         return self.known[key]
 
-    def _cut(self, placed: set[int]) -> float:
-        """Bytes of tensors made before a cut and read behind it."""
+    def _transfer(self, placed: set[int]) -> float:
+        """Seconds of what crosses a cut: sent by every device, or in parts that are gathered behind."""
+        size, whole = self._cut(placed), self._cut(placed, only_whole=True)
+        alone = self._between(Collective.POINT_TO_POINT, size, 2)
+        if self.devices == 1 or self.width == 1 or whole <= 0:
+            return alone
+        used = self.pipelines * self.width * self.devices
+        part = Cluster(self.problem.cluster.accelerator, used, self._levels(used))
+        gather = self._seconds(Collective.ALL_GATHER, whole, part, self.width)
+        return min(alone, self._between(Collective.POINT_TO_POINT, size - whole + whole / self.width, 2) + gather)
+
+    def _cut(self, placed: set[int], *, only_whole: bool = False) -> float:
+        """Bytes of tensors (or only of whole ones) made before a cut and read behind it."""
         total = 0.0
         for flow in self.problem.graph.flows:
             if flow.producer in placed and not set(flow.consumers) <= placed:
-                total += self._profile(flow.producer).outputs[flow.output].size_bytes
+                tensor = self._profile(flow.producer).outputs[flow.output]
+                total += tensor.size_bytes if tensor.is_whole or not only_whole else 0.0
         return total
 
     def _ties(self, order: Sequence[int]) -> dict[str, tuple[float, float, int, int]]:
@@ -282,6 +298,8 @@ class PlainCosts:
             result.reduction += takes
             free = max(free, ready) + takes
         result.exposed = free - ready if self.problem.overlaps_reduction else result.reduction
+        part = self.problem.calibration.overlap
+        result.exposed = part * result.exposed + (1 - part) * result.reduction
         for parameters, _, _, _ in self._ties(order).values():
             takes = self._price(kind, parameters * size, devices)
             result.exposed += takes

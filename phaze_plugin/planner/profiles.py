@@ -36,6 +36,8 @@ __all__ = [
     "LayerReport",
     "PassReport",
     "ProfileOptions",
+    "layer_outputs",
+    "layer_parameter_bytes",
     "least_pass_seconds",
     "placement_graph",
     "profile_and_report",
@@ -48,7 +50,7 @@ class ProfileOptions:
     """How passes are priced and scheduled.
 
     Epilogues fused or not, the gap to prove, the work (see `schedule_layer`) after which a pass keeps the gap that it
-    has, plugins' prices, and schedules so far.
+    has, plugins' prices, schedules so far, and the bytes per parameter in which microbatches' gradients are summed.
     """
 
     is_fused: bool = True
@@ -56,6 +58,7 @@ class ProfileOptions:
     work: int | None = None
     prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
+    gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ def profile_and_report(
     to_inputs, to_weights = _backward_parts(
         backward, _schedule(sharded, local, _leading_to_inputs(local, layer), options)
     )
+    to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
     tied = sharded.task.graph.layer_graph.tied_parameters
     found = {}
     for mode in modes:
@@ -108,10 +112,10 @@ def profile_and_report(
             backward_input_s=to_inputs,
             backward_weight_s=to_weights,
             recompute_s=_timed(again),
-            parameter_bytes=_parameter_bytes(local),
+            parameter_bytes=layer_parameter_bytes(local),
             stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
             peak_working_bytes=_peak_working_bytes(local, layer, mode),
-            outputs=_outputs(sharded),
+            outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.task.axis.width > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
         )
@@ -120,17 +124,41 @@ def profile_and_report(
     return found
 
 
+def _accumulation_s(sharded: ShardedLayer, local: Graph, options: ProfileOptions) -> float:
+    """Seconds of adding a microbatch's gradients to their sum: read the new ones, read and write the sum."""
+    axis = sharded.task.axis
+    if axis.calibration.stack.accumulates_in_products or not options.gradient_bytes:
+        return 0.0
+    moved = sum(
+        tensor.size_bytes + 2 * options.gradient_bytes * tensor.elements
+        for tensor in local.parameters
+        if tensor.dtype.is_float
+    )
+    return moved / (axis.cluster.accelerator.hbm_bandwidth_bytes_per_s * axis.calibration.memory)
+
+
+def _later(seconds: Bounded, more_s: float) -> Bounded:
+    return Bounded(seconds.value + more_s, seconds.bound + more_s) if more_s else seconds
+
+
 def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> PassReport:
     if schedule is None:
         return PassReport()
-    links = [local.op(op.name) for op in schedule.problem.ops if op.kind is ScheduledKind.LINK]
+    links = [
+        op for name in (op.name for op in schedule.problem.ops) if (op := local.op(name)).kind is OpKind.COLLECTIVE
+    ]
+    alone_s = sum(
+        entry.end_s - entry.start_s
+        for entry, op in zip(schedule.ops, schedule.problem.ops, strict=True)
+        if op.kind is not ScheduledKind.LINK and local.op(op.name).kind is OpKind.COLLECTIVE
+    )
     sent_j = sum(sharded.task.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
     return PassReport(
         time_s=schedule.time_s,
         bound_s=schedule.time_bound_s,
         energy_j=schedule.energy_j,
         link_energy_j=sent_j,
-        exposed_link_s=exposed_link_s(schedule),
+        exposed_link_s=exposed_link_s(schedule) + alone_s,
         ops=len(schedule.ops),
         method=schedule.method,
     )
@@ -219,7 +247,8 @@ def _leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:
     return tuple(op for op in layer.backward if wanted.intersection(op.outputs))
 
 
-def _parameter_bytes(local: Graph) -> dict[str, float]:
+def layer_parameter_bytes(local: Graph) -> dict[str, float]:
+    """Bytes of parameters by type."""
     sizes: dict[str, float] = {}
     for tensor in local.parameters:
         sizes[tensor.dtype.value] = sizes.get(tensor.dtype.value, 0.0) + tensor.size_bytes
@@ -255,7 +284,8 @@ def _peak_alive_bytes(local: Graph, ops: Sequence[Op], kept: set[str]) -> float:
     return float(peak)
 
 
-def _outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
+def layer_outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
+    """What leaves a layer, as it lies on one device."""
     task = sharded.task
     found = []
     for name in task.layer.outputs:

@@ -9,6 +9,7 @@ microbatches of all layers, each on as many devices as it is sliced for, on all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,7 +36,16 @@ from phaze.shard import (
     unsharded,
 )
 
-__all__ = ["Slices", "least_step_s", "profile_options", "schedule_slices", "slice_model"]
+__all__ = [
+    "Slices",
+    "layer_keys",
+    "layer_variants",
+    "least_step_s",
+    "profile_options",
+    "repeated_layers",
+    "schedule_slices",
+    "slice_model",
+]
 
 _WORK = 400_000
 """Moves that the schedule of one pass may look at: a second or two."""
@@ -76,7 +86,12 @@ class Slices:
 
 def profile_options(request: Request) -> ProfileOptions:
     """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
-    return ProfileOptions(gap=request.gap, work=None if request.gap == 0.0 else _WORK, prices=request.prices)
+    return ProfileOptions(
+        gap=request.gap,
+        work=None if request.gap == 0.0 else _WORK,
+        prices=request.prices,
+        gradient_bytes=request.recipe.gradient_bytes,
+    )
 
 
 def slice_model(
@@ -107,30 +122,41 @@ def slice_model(
 
 def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions) -> float:
     """What no plan of these slices beats."""
-    once = {key: least_pass_seconds(layer, options) for key, layer in _variants(model).items()}
+    once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
     batches = request.global_batch_size // model.graph.micro_batch_size
     devices = model.axis.cluster.device_count // model.axis.width
-    return batches * sum(once[key] for key in _keys(model)) / max(1, devices)
+    return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
 
 
 def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
     """Price and schedule every distinct layer once."""
     profiles: dict[ProfileKey, LayerProfile] = {}
     reports: dict[ProfileKey, LayerReport] = {}
-    for key, layer in _variants(model).items():
-        for mode, (profile, report) in profile_and_report(layer, tuple(RecomputeMode), options).items():
+    repeated = repeated_layers(model)
+    for key, layer in layer_variants(model).items():
+        modes = tuple(RecomputeMode) if layer.task.layer.key in repeated else (RecomputeMode.NONE,)
+        found = profile_and_report(layer, modes, options)
+        for mode in RecomputeMode:
+            profile, report = found.get(mode, found[RecomputeMode.NONE])
             profiles[key, model.axis.width, mode] = profile
             reports[key, model.axis.width, mode] = report
     return Slices(
         graph=model.graph,
         sharded=model,
-        placement=placement_graph(model.graph, _keys(model)),
+        placement=placement_graph(model.graph, layer_keys(model)),
         profiles=profiles,
         reports=reports,
     )
 
 
-def _keys(model: ShardedModel) -> list[str]:
+def repeated_layers(model: ShardedModel) -> frozenset[str]:
+    """Keys of the layers that may be recomputed: all, or those that repeat (all where none does)."""
+    counts = Counter(layer.key for layer in model.graph.layers)
+    often = frozenset(key for key, count in counts.items() if count > 1)
+    return frozenset(counts) if model.axis.calibration.stack.recomputes_ends or not often else often
+
+
+def layer_keys(model: ShardedModel) -> list[str]:
     """A key per layer: that of its content, and which of its slices it got."""
     found: dict[str, dict[int, int]] = {}
     keys = []
@@ -140,6 +166,6 @@ def _keys(model: ShardedModel) -> list[str]:
     return keys
 
 
-def _variants(model: ShardedModel) -> dict[str, ShardedLayer]:
+def layer_variants(model: ShardedModel) -> dict[str, ShardedLayer]:
     """One layer of each key."""
-    return dict(zip(_keys(model), model.layers, strict=True))
+    return dict(zip(layer_keys(model), model.layers, strict=True))

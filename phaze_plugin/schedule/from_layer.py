@@ -1,9 +1,10 @@
 """From the ops of a layer and their prices to scheduling problems, one per accelerator.
 
 Each group of ops (one op, or a matrix op with its fused epilogue) becomes one op of the problem: its kind and its two
-latencies come from the cost model, views hold nothing and take no time, collectives are links. One group precedes
-another if it makes a tensor that the other reads. The memory floor counts every group's traffic with the whole buffer
-at its service, which is the least it can be, over the bandwidth.
+latencies come from the cost model, views hold nothing and take no time, collectives are links (on a stack that hides
+none of them they hold all cores). One group precedes another if it makes a tensor that the other reads. The memory
+floor counts every group's traffic with the whole buffer at its service, which is the least it can be, over the
+bandwidth.
 """
 
 from __future__ import annotations
@@ -97,12 +98,16 @@ def price_pass(
     Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
     """
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
-    groups = fuse_epilogues(graph, ops) if is_fused else single_groups(ops)
-    links = {at: _seconds(group.head, link_s) for at, group in enumerate(groups) if _is_link(group.head)}
+    groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
+    links = {
+        at: _seconds(group.head, link_s) + calibration.overhead_s
+        for at, group in enumerate(groups)
+        if _is_link(group.head)
+    }
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices)
     placed = [at for at in range(len(groups)) if at not in links]
-    kinds = [OpKind.LINK] * len(groups)
+    kinds = [OpKind.LINK if calibration.stack.hides_links else OpKind.BOTH] * len(groups)
     for at, kind in zip(placed, estimate.kinds, strict=True):
         kinds[at] = OpKind(kind.value)
     bandwidth = chips.hbm_bandwidth_bytes_per_s * calibration.memory
@@ -111,8 +116,8 @@ def price_pass(
         names=tuple(group.head.id for group in groups),
         kinds=tuple(kinds),
         edges=group_edges(groups),
-        latency_s=_columns(estimate.core_s, placed, links, len(groups)),
-        spread_s=_spread(estimate, placed, len(groups), len(chips)),
+        latency_s=_columns(estimate.core_s, placed, _on_one_core(links, calibration, chips), len(groups)),
+        spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
         energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
         spread_energy_j=_columns(estimate.spread_energy_j, placed, {}, len(groups)),
         memory_s=np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth,
@@ -152,9 +157,19 @@ def _columns(values: FloatArray, placed: Sequence[int], links: Mapping[int, floa
     return columns
 
 
-def _spread(estimate: Estimate, placed: Sequence[int], count: int, accelerators: int) -> FloatArray:
-    """Spread times; infinite for ops that hold no core."""
-    spread = np.full((accelerators, count), np.inf)
+def _on_one_core(links: Mapping[int, float], calibration: Calibration, chips: AcceleratorArray) -> Mapping[int, float]:
+    """Seconds of links; where nothing may run beside them so many that they hold all cores instead."""
+    if calibration.stack.hides_links:
+        return links
+    cores = max(int(chips.tensor_cores.max()), int(chips.vector_cores.max()))
+    return {at: 2 * cores * seconds for at, seconds in links.items()}
+
+
+def _spread(estimate: Estimate, placed: Sequence[int], alone: Mapping[int, float], count: int) -> FloatArray:
+    """Spread times; infinite for ops that hold no core, all cores for links beside which nothing runs."""
+    spread = np.full((estimate.spread_s.shape[1], count), np.inf)
+    for at, seconds in alone.items():
+        spread[:, at] = seconds
     for row, (at, kind) in enumerate(zip(placed, estimate.kinds, strict=True)):
         if kind is not CoreKind.NONE:
             spread[:, at] = estimate.spread_s[row]

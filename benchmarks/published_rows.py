@@ -1,0 +1,367 @@
+"""Rows of published training runs as questions to `phaze.evaluate`, one reader per file format.
+
+What a file does not say is said here, with its source:
+
+- SC'21 (Narayanan et al., arXiv:2104.04473): gradients are summed and reduced in fp16, the optimizer is not sharded.
+- Korthikanti et al. (arXiv:2205.05198): the same, one pipeline.
+- BigScience: nodes of 8 A100 joined by 4 NVLinks each and 4 Omni-Path links of 100 Gb/s (arXiv:2211.05100, section
+  3.4). The authors' log of the sweep (train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience) says
+  that up to its section "Rebalancing layers" gradients are summed in fp16, and from there on in fp32 on top, with
+  embeddings counted as layers when stages are cut; so also for the rows of 106 layers before it. Else the stages are
+  filled one after the other with as many blocks as the fullest needs. ZeRO-1.
+- torchtitan: ZeRO-3 (FSDP2) over the data axis, fp32 masters and fp32 reductions, bf16 all-gathers.
+- MaxText: fully sharded data parallel inside a slice, plain data parallel between slices, full remat.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from phaze.hardware import Cluster, InterconnectLevel, PrecisionRecipe, find_accelerator
+
+__all__ = ["DATASETS", "Row", "read_rows"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured run: its model and strategy, seconds (None: it did not run or nobody wrote it down) and memory.
+
+    ``reason`` says why it is not scored. Rows of equal ``group`` differ in strategy only.
+    """
+
+    dataset: str
+    name: str
+    model: Any = None
+    sequence_length: int | None = None
+    cluster: Cluster | None = None
+    global_batch_size: int = 0
+    strategy: dict[str, Any] = field(default_factory=dict)
+    recipe: PrecisionRecipe | None = None
+    is_eager: bool = False
+    fuses_attention: bool = False
+    tokens: int = 0
+    seconds: float | None = None
+    memory_bytes: float | None = None
+    is_out_of_memory: bool = False
+    group: tuple[Any, ...] | None = None
+    reason: str | None = None
+
+    @property
+    def question(self) -> tuple[Any, ...]:
+        """What makes two rows repeats of each other."""
+        return (self.dataset, str(self.model), self.global_batch_size, str(sorted(self.strategy.items())), self.recipe)
+
+
+def _recipe(name: str, compute: str, reduction: str, gradient: float) -> PrecisionRecipe:
+    return PrecisionRecipe(
+        name=name,
+        compute_dtype=compute,
+        reduction_dtype=reduction,
+        parameter_bytes=2,
+        gradient_bytes=gradient,
+        master_bytes=4,
+        state_bytes=8,
+    )
+
+
+_FP16 = _recipe("fp16, fp16 gradients", "float16", "float16", 2)
+_BF16_SUMMED = _recipe("bf16, bf16 and fp32 gradients", "bfloat16", "float32", 6)
+_FSDP = PrecisionRecipe(
+    name="fp32 masters, bf16 compute",
+    compute_dtype="bfloat16",
+    reduction_dtype="float32",
+    parameter_bytes=2,
+    gradient_bytes=4,
+    master_bytes=4,
+    state_bytes=8,
+)
+
+
+def _gpt(hidden: int, layers: int, heads: int, vocabulary: int, length: int, **others: Any) -> dict[str, Any]:
+    return {
+        "model_type": "megatron-gpt",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": length,
+        "max_position_embeddings": length,
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+def _cluster(chip: str, devices: int, *levels: tuple[int, float, float]) -> Cluster:
+    built = [InterconnectLevel(size, bandwidth, latency) for size, bandwidth, latency in levels[:-1]]
+    inside = 1
+    for level in built:
+        inside *= level.size
+    size, bandwidth, latency = levels[-1]
+    outer = max(1, -(-devices // inside)) if size == 0 else size
+    return Cluster(find_accelerator(chip), devices, (*built, InterconnectLevel(outer, bandwidth, latency)))
+
+
+def _dgx(devices: int) -> Cluster:
+    return _cluster("a100-80gb", devices, (8, 300e9, 1e-6), (0, 25e9, 5e-6))
+
+
+def _schedule(pipeline: int, chunks: int) -> dict[str, Any]:
+    name = "none" if pipeline == 1 else "1f1b" if chunks == 1 else "interleaved-1f1b"
+    return {"schedule": name, "chunks": chunks}
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    sizes = [layers // stages] * stages
+    sizes[0] += 1
+    sizes[-1] += 1
+    return tuple(sizes)
+
+
+def _filled(layers: int, stages: int) -> list[int]:
+    """As many layers a stage as the fullest needs, from the front; no stage is empty."""
+    most, sizes = -(-layers // stages), list[int]()
+    for stage in range(stages):
+        left = layers - sum(sizes) - (stages - stage - 1)
+        sizes.append(max(1, min(most, left)))
+    return sizes
+
+
+def _megatron_row(values: dict[str, str], dataset: str, name: str, **others: Any) -> Row:
+    number = {key: int(values[key]) for key in ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "dp", "gpus")}
+    chunks = int(values.get("interleave_chunks") or values.get("interleave") or 1)
+    batch, size = int(values["global_batch"]), int(values["micro_batch"])
+    stages = number["pp"] * chunks
+    strategy = {
+        "dp": number["dp"],
+        "tp": number["tp"],
+        "pp": number["pp"],
+        "micro_batch_size": size,
+        "zero": 0,
+        "stages": _even(number["layers"], stages),
+        **_schedule(number["pp"], chunks),
+        **others.pop("strategy"),
+    }
+    if number["tp"] == 1:
+        strategy.pop("sequence_parallel")
+    return Row(
+        dataset=dataset,
+        name=name,
+        model=_gpt(number["hidden"], number["layers"], number["heads"], number["vocab"], number["seq"]),
+        cluster=_dgx(number["gpus"]),
+        global_batch_size=batch,
+        strategy=strategy,
+        recipe=_FP16,
+        tokens=batch * number["seq"],
+        **others,
+    )
+
+
+def _sc21(path: Path) -> Iterator[Row]:
+    for values in _lines(path):
+        strategy = {"recompute": "full", "sequence_parallel": False}
+        seconds = _number(values["iter_time_s_from_agg"])
+        yield _megatron_row(values, "sc21", values["model"], strategy=strategy, seconds=seconds)
+
+
+def _korthikanti(path: Path) -> Iterator[Row]:
+    kinds = (("full", False, "iter_s_full_recompute"), ("selective", True, "iter_s_selective_seqpar"))
+    for values in _lines(path):
+        for recompute, is_split, column in kinds:
+            strategy = {"recompute": recompute, "sequence_parallel": is_split}
+            name = f"{values['model']} {recompute}"
+            seconds = _number(values[column])
+            yield _megatron_row(values, "korthikanti", name, strategy=strategy, seconds=seconds)
+
+
+def _bigscience(path: Path) -> Iterator[Row]:
+    for values in _lines(path):
+        name = f"line {values['line']}"
+        missing = [key for key in ("hidden", "layers", "heads") if not values[key].isdigit()]
+        if missing:
+            yield Row(dataset="bigscience", name=name, reason=f"incomplete: {', '.join(missing)}")
+            continue
+        yield _bigscience_row(name, values)
+
+
+def _bigscience_row(name: str, values: dict[str, str]) -> Row:
+    keys = ("hidden", "layers", "heads", "dp", "tp", "pp", "mbs", "gbs", "gpus")
+    hidden, layers, heads, dp, tp, pp, size, batch, devices = (int(values[key]) for key in keys)
+    is_rebalanced = values["section"] == "Rebalancing layers"
+    if is_rebalanced or layers == 106:
+        stages = _filled(layers + 2, pp)
+    else:
+        stages = _filled(layers, pp)
+        stages[0] += 1
+        stages[-1] += 1
+    memory = re.fullmatch(r"([\d.]+)GB", values["mem"])
+    seconds, is_over = _number(values["sec_per_it"]), values["mem"] == "OOM"
+    strategy = {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "micro_batch_size": size,
+        "zero": 1,
+        "recompute": "full",
+        "sequence_parallel": False,
+        "stages": tuple(stages),
+        **_schedule(pp, 1),
+    }
+    return Row(
+        dataset="bigscience",
+        name=name,
+        model=_gpt(hidden, layers, heads, 250880, 2048),
+        cluster=_cluster("a100-80gb", devices, (8, 100e9, 1e-6), (0, 6.25e9, 5e-6)),
+        global_batch_size=batch,
+        strategy=strategy,
+        recipe=_BF16_SUMMED if is_rebalanced else _FP16,
+        tokens=batch * 2048,
+        seconds=seconds,
+        memory_bytes=float(memory[1]) * GIB if memory else None,
+        is_out_of_memory=is_over,
+        group=(hidden, layers, heads, devices, batch),
+        reason=None if seconds or is_over else "no time was written down",
+    )
+
+
+def _torchtitan(path: Path) -> Iterator[Row]:
+    for number, values in enumerate(_lines(path), start=2):
+        name = f"line {number}: {values['model']} {values['gpus']} {values['precision']} compile {values['compile']}"
+        if values["extra"] == "vanilla TP":
+            name += f", tp {values['tp']}"
+        reason = None
+        if values["cp"] != "1":
+            reason = "context parallelism is not priced"
+        elif "async" in values["extra"]:
+            reason = "asynchronous tensor parallelism is not priced"
+        elif values["precision"] != "bf16":
+            reason = f"{values['precision']}: casts and scales of float8 are not priced"
+        yield _torchtitan_row(name, values) if reason is None else Row(dataset="torchtitan", name=name, reason=reason)
+
+
+_TITAN_MODELS = {"8B": "llama3-8b", "70B": "llama3-70b"}
+
+
+def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
+    devices, fsdp, tp, pp, size, length = (
+        int(values[key]) for key in ("gpus", "fsdp", "tp", "pp", "local_batch", "seq")
+    )
+    model = next((known for text, known in _TITAN_MODELS.items() if text in values["model"]), None)
+    if model is None or pp != 1:
+        return Row(dataset="torchtitan", name=name, reason=f"model {values['model']} with pp {pp} is not read")
+    batch = int(values["global_batch"] or size * fsdp)
+    chip = replace(find_accelerator("h100"), hbm_bytes=96 * GIB, hbm_bandwidth_bytes_per_s=2.4e12)
+    base = _cluster("h100", devices, (8, 450e9, 1e-6), (0, 50e9, 5e-6))
+    strategy = {
+        "dp": fsdp,
+        "tp": tp,
+        "pp": 1,
+        "micro_batch_size": size,
+        "zero": 3,
+        "recompute": "selective" if values["act_ckpt"].startswith("selective") else values["act_ckpt"],
+        "stages": None,
+        **_schedule(1, 1),
+    }
+    if tp > 1:
+        strategy["sequence_parallel"] = True
+    return Row(
+        dataset="torchtitan",
+        name=name,
+        model=model,
+        sequence_length=length,
+        cluster=replace(base, accelerator=chip),
+        global_batch_size=batch,
+        strategy=strategy,
+        recipe=_FSDP,
+        is_eager=values["compile"] == "no",
+        fuses_attention=True,
+        tokens=batch * length,
+        seconds=batch * length / (float(values["tokens_per_s_per_gpu"]) * devices),
+        memory_bytes=float(values["mem_GiB"]) * GIB if values["mem_GiB"] else None,
+    )
+
+
+_MAXTEXT_MODEL = re.compile(r"L(\d+) emb(\d+) mlp(\d+) q(\d+)")
+_MAXTEXT_CONFIG = re.compile(r"fsdp(\d+).* x ?(\d+) slices.*per_device_batch (\d+), remat full, seq (\d+)")
+
+
+def _maxtext(path: Path) -> Iterator[Row]:
+    for number, values in enumerate(_lines(path), start=2):
+        name = f"line {number}: {values['hw']} {values['model']} {values['chips']}"
+        model = _MAXTEXT_MODEL.search(values["model"])
+        config = _MAXTEXT_CONFIG.search(values["config"].replace("per slice x", "x "))
+        if values["hw"] != "TPUv4" or model is None or config is None:
+            yield Row(dataset="maxtext", name=name, reason="the row does not say the model and its sharding")
+            continue
+        yield _maxtext_row(
+            name, values, [int(text) for text in model.groups()], [int(text) for text in config.groups()]
+        )
+
+
+def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: list[int]) -> Row:
+    (layers, hidden, wide, heads), (fsdp, slices, size, length) = model, config
+    devices = int(values["chips"])
+    batch = devices * size
+    described = _gpt(hidden, layers, heads, 32768, length, kv_channels=256, ffn_hidden_size=wide)
+    described |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    flops = 6.0 * layers * (4 * hidden * heads * 256 + 2 * hidden * wide) + 6.0 * hidden * 32768
+    flops += 12.0 * layers * heads * 256 * length
+    tokens = batch * length
+    strategy = {
+        "dp": devices,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch_size": size,
+        "zero": 3,
+        "recompute": "full",
+        "stages": None,
+        **_schedule(1, 1),
+    }
+    del fsdp
+    return Row(
+        dataset="maxtext",
+        name=name,
+        model=described,
+        cluster=_cluster("tpuv4", devices, (devices // slices, 90e9, 1e-6), (0, 6.25e9, 1e-5)),
+        global_batch_size=batch,
+        strategy=strategy,
+        recipe=_FSDP,
+        tokens=tokens,
+        seconds=flops * tokens / (float(values["tflops_per_chip"]) * 1e12 * devices),
+    )
+
+
+DATASETS = {
+    "sc21": ("megatron_sc21_table1.csv", _sc21),
+    "korthikanti": ("korthikanti_table5.csv", _korthikanti),
+    "bigscience": ("bigscience_a100_topology.csv", _bigscience),
+    "torchtitan": ("torchtitan.csv", _torchtitan),
+    "maxtext": ("tpu_and_headline.csv", _maxtext),
+}
+"""Name to (file, reader)."""
+
+
+def read_rows(folder: Path, datasets: list[str] | None = None) -> list[Row]:
+    """The rows of all datasets that are there, in the order of their files."""
+    rows: list[Row] = []
+    for name, (file, reader) in DATASETS.items():
+        if (folder / file).is_file() and (not datasets or name in datasets):
+            rows += reader(folder / file)
+    return rows
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
