@@ -3,9 +3,9 @@
     python benchmarks/fit_published.py --data DIR [--family a100] [--write]
 
 One fit per family of chips over all its datasets. Every dataset counts the same, its residuals measured in the error
-that we promise for it: weight 1 / (promise * sqrt(rows)). Printed are the terms, the error in sample, with each row left
-out (the others refitted on derivatives at the optimum, the row itself predicted exactly) and with each dataset left
-out.
+that we promise for it: weight 1 / (promise * sqrt(rows)). Printed are the terms, the error in sample, with each row
+left out (the others refitted on derivatives at the optimum, the row itself predicted exactly) and with each dataset
+left out.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Every row of the published tables (formats as `published_rows.py` reads them) is built from its numbers and priced with
 `phaze.evaluate` under exactly its strategy. Printed per dataset: how many rows are scored and why others are not, mean
 and largest error and bias of the step time; beside it the best single constant (TFLOP/s per chip), each row predicted
-from the others. Then rankings (groups of rows that differ in strategy only), memory and out-of-memory rows. `--ablation` prices
-everything again with one term of the model off in turn.
+from the others. Then rankings (groups of rows that differ in strategy only), memory and out-of-memory rows.
+`--ablation` prices everything again with one term of the model off in turn.
 """
 
 from __future__ import annotations
@@ -244,9 +244,8 @@ def print_memory(scored: Sequence[Scored], shows_rows: bool) -> None:
             if shows_rows:
                 for one, error in zip(own, errors, strict=True):
                     gib = (one.memory_bytes / 2**30, float(one.row.memory_bytes or 0) / 2**30)
-                    print(
-                        f"  {one.row.name:58} measured {gib[1]:6.1f} predicted {gib[0]:6.1f} GiB {error:+7.1%} {one.fit}"
-                    )
+                    sizes = f"measured {gib[1]:6.1f} predicted {gib[0]:6.1f} GiB {error:+7.1%} {one.fit}"
+                    print(f"  {one.row.name:58} {sizes}")
         out = [one for one in scored if one.row.dataset == name and one.row.is_out_of_memory]
         if out:
             called = sum(one.fit != "fits" for one in out)
