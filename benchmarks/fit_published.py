@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from published_rows import Row, read_rows
+from validation import price
 
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
 from phaze.fitting import Fit, PreparedRun, Run, fit_terms, prepare
@@ -47,7 +49,7 @@ FAMILIES = {
         datasets=("sc21", "korthikanti", "bigscience"),
         terms=("matrix", "memory", "link", "network", "overhead_s"),
         start=Calibration(
-            matrix=0.8, memory=0.8, link=0.8, network=0.6, overhead_s=2e-5, overlap=0.0, stack=LIBRARY_STACK
+            matrix=0.81, memory=0.83, link=0.85, network=0.8, overhead_s=1.1e-5, overlap=0.0, stack=LIBRARY_STACK
         ),
         origin="arXiv:2104.04473 table 1; arXiv:2205.05198 table 5; BigScience's topology sweep of February 2022",
     ),
@@ -123,6 +125,16 @@ def left_out(runs: Sequence[PreparedRun], family: Family, best: Calibration) -> 
     return errors
 
 
+def reserve_of(rows: Sequence[Row], calibration: Calibration) -> float:
+    """What devices hold beyond the need that we predict: the median over rows with a measured figure."""
+    shares = []
+    for row in rows:
+        if row.memory_bytes is not None and not row.fuses_attention:
+            plan = price(row, replace(calibration, reserve=0.0))
+            shares.append(row.memory_bytes / max(stage.memory_bytes["total"] for stage in plan.stages) - 1)
+    return max(0.0, statistics.median(shares)) if shares else 0.0
+
+
 def mape(errors: Sequence[float]) -> float:
     """Mean size of errors."""
     return float(np.mean(np.abs(errors)))
@@ -159,6 +171,7 @@ def main() -> None:
         fit = fitted(runs, family, family.start)
         print(f"{name}: " + ", ".join(f"{term} {getattr(fit.calibration, term):.4g}" for term in family.terms))
         print("  unseen:", fit.unseen, "inseparable:", fit.inseparable)
+        print(f"  in sample {mape(fit.errors):.2%}", flush=True)
         alone = left_out(runs, family, fit.calibration)
         errors: dict[str, dict[str, float | int | None]] = {}
         for dataset in family.datasets:
@@ -178,14 +191,17 @@ def main() -> None:
             for i in own:
                 if dataset != "bigscience" or abs(alone[i]) > 0.08:
                     print(f"    {rows[i].name:60} {fit.errors[i]:+.1%} in sample, {alone[i]:+.1%} left out")
+        reserve = reserve_of(rows, fit.calibration)
+        print(f"  reserve {reserve:.3f}", flush=True)
         document["families"][name] = {
             "name": f"{name}, fitted to published runs",
             "chips": list(family.chips),
             "terms": {
                 term: float(f"{getattr(fit.calibration, term):.4g}")
                 for term in ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
-            },
-            "fitted": list(family.terms),
+            }
+            | {"reserve": round(reserve, 3)},
+            "fitted": [*family.terms, "reserve"] if reserve else list(family.terms),
             "stack": to_document(fit.calibration.stack),
             "origin": family.origin,
             "errors": errors,

@@ -1,5 +1,6 @@
 """The commands of `phaze`, one per file."""
 
+from phaze.commands.calibrate_chip import calibrate_chip
 from phaze.commands.chips import chips
 from phaze.commands.command import Command
 from phaze.commands.compare_plans import compare_plans
@@ -18,6 +19,7 @@ COMMANDS: tuple[Command, ...] = (
     import_model,
     chips,
     cost,
+    calibrate_chip,
     optimize_model,
     explain_plan,
     evaluate_strategy,

@@ -43,6 +43,9 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--tensor-widths", type=numbers, metavar="N,N", help="tensor widths to try (default 1,2,4,8)")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
+    )
     parser.add_argument("--target", default="auto", metavar="NAME", help="an emitter, auto (default) or none")
     parser.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
@@ -69,6 +72,7 @@ def question(arguments: Namespace) -> dict[str, Any]:
         "micro_batch_sizes": arguments.micro_batches,
         "tensor_widths": arguments.tensor_widths,
         "sequence_length": arguments.sequence_length,
+        "calibration": arguments.calibration,
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
         "time_limit_s": arguments.time_limit,

@@ -2,6 +2,7 @@
 
 from phaze.cost.attention import fuse_attention
 from phaze.cost.calibration import EAGER_STACK, IDEAL, LIBRARY_STACK, PERFECT_STACK, Calibration, Fusion, Stack
+from phaze.cost.calibration_files import load_calibration, save_calibration
 from phaze.cost.cast import cast_graph
 from phaze.cost.collective import Collective, CollectiveEstimate, price_collective
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
@@ -45,6 +46,7 @@ __all__ = [
     "fuse_epilogues",
     "gathered_bytes",
     "group_work",
+    "load_calibration",
     "matmul_work",
     "op_work",
     "plugin_prices",
@@ -52,6 +54,7 @@ __all__ = [
     "price_groups",
     "price_ops",
     "price_works",
+    "save_calibration",
     "single_groups",
     "stack_estimates",
     "total_estimate",

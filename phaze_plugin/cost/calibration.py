@@ -8,6 +8,7 @@ Fitted numbers, at most six of them per family of chips:
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead;  the efficiency is `link` on a cluster's
                   innermost links and `network` on all others
     overlap     = the part of a data-parallel collective that passes behind layers are able to hide and do
+    reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
 
 Facts about the stack (`Stack`) are not fitted: which ops it fuses, and what it hides. Until a chip was fitted its
 numbers are all 1.0, its stack is perfect and results say "ideal".
@@ -97,6 +98,7 @@ class Calibration:
     network: float = 1.0
     overhead_s: float = 0.0
     overlap: float = 1.0
+    reserve: float = 0.0
     stack: Stack = field(default=PERFECT_STACK)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class Calibration:
         for name in ("matrix", "vector", "memory", "link", "network"):
             fraction(owner, name, getattr(self, name))
         non_negative(owner, "overhead_s", self.overhead_s)
+        non_negative(owner, "reserve", self.reserve)
         if self.overlap:
             fraction(owner, "overlap", self.overlap)
 

@@ -30,6 +30,7 @@ Predict = Callable[[Sequence[Calibration]], _Floats]
 _BEND = 0.05
 _STEP = 1e-3
 _ROUNDS = 40
+_TOLERANCE = 1e-4
 _FACTORS = (0.1, 1.0, 10.0, 1e3)
 _PARALLEL = 0.995
 _UNSEEN = 1e-3
@@ -79,7 +80,7 @@ def fit_terms(
     if len(seconds) < len(terms):
         raise QuestionError(
             f"{len(seconds)} measured runs for {len(terms)} terms ({', '.join(terms)}); expected at least as many runs "
-            "as terms. Measure more runs, or fit fewer terms."
+            f"as terms. {_least_apart(predict, start, terms)}Measure more runs, or fit fewer terms."
         )
     weight = np.ones(len(seconds)) if weights is None else np.asarray(weights, dtype=np.float64)
 
@@ -138,7 +139,7 @@ def _minimise(
         losses = [_loss(row, weight) for row in found]
         best = int(np.argmin(losses))
         loss = _loss(now, weight)
-        if losses[best] >= loss * (1 - 1e-7):
+        if losses[best] >= loss * (1 - _TOLERANCE):
             break
         damping = max(1e-6, damping * _FACTORS[best])
         point, now = trials[best], found[best]
@@ -178,6 +179,17 @@ def _parallel(slopes: _Floats, terms: Sequence[str], unseen: Sequence[str]) -> t
             if cosine > _PARALLEL:
                 found.append((terms[first], terms[second]))
     return tuple(found)
+
+
+def _least_apart(predict: Predict, start: Calibration, terms: Sequence[str]) -> str:
+    """Which two terms the runs separate least."""
+    if len(terms) < 2:
+        return ""
+    _, _, slopes = slopes_at(predict, start, terms)
+    length = np.linalg.norm(slopes, axis=0) + 1e-30
+    cosine = np.abs((slopes / length).T @ (slopes / length)) - np.eye(len(terms)) * 2
+    first, second = sorted(divmod(int(cosine.argmax()), len(terms)))
+    return f"They cannot separate {terms[first]} from {terms[second]}. "
 
 
 def _range(term: str) -> tuple[float, float]:

@@ -117,6 +117,14 @@ class PreparedRun:
         )
         return np.asarray(simulate(self.program, stacked).time_s)
 
+    def passes(self) -> list[PassParts]:
+        """Every pass of every layer and microbatch of a step on one device."""
+        found = []
+        for layer in self.problem.graph.layers:
+            parts = self.layers[layer.key]
+            found += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
+        return found
+
     def _times(self, calibration: Calibration) -> StageTimes:
         bandwidth, width = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.degrees.width
         profiles = {(key, width, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}

@@ -47,6 +47,7 @@ class DeviceMemory:
     buffers_bytes: float
     capacity_bytes: float
     margin: float
+    reserve: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -54,11 +55,17 @@ class DeviceMemory:
         return float(sum(getattr(self, item.name) for item in fields(self)[:6]))
 
     @property
+    def reserved_bytes(self) -> float:
+        """What the calibration says that allocator and libraries hold besides."""
+        return self.reserve * self.total_bytes
+
+    @property
     def fit(self) -> Fit:
-        """Fits below the margin, is marginal within it, and is over above the capacity."""
+        """Fits with all that is reserved below the margin, is over when the items alone exceed the capacity."""
         if self.total_bytes > self.capacity_bytes:
             return Fit.OVER
-        return Fit.FITS if self.total_bytes <= self.capacity_bytes * (1 - self.margin) else Fit.MARGINAL
+        held = self.total_bytes + self.reserved_bytes
+        return Fit.FITS if held <= self.capacity_bytes * (1 - self.margin) else Fit.MARGINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +104,7 @@ class MemoryTable:
             buffers_bytes=float(self.buffers_bytes[scratch[1]]),
             capacity_bytes=float(problem.cluster.accelerator.hbm_bytes),
             margin=problem.memory_margin,
+            reserve=problem.calibration.reserve,
         )
 
 

@@ -94,9 +94,11 @@ class PlacementProblem:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory of one device that a stage may fill."""
+        """Memory of one device that a stage's own items may fill."""
         capacity = float(self.cluster.accelerator.hbm_bytes)
-        return capacity if self.allows_marginal else capacity * (1 - self.memory_margin)
+        if self.allows_marginal:
+            return capacity
+        return capacity * (1 - self.memory_margin) / (1 + self.calibration.reserve)
 
     @property
     def needs_even_micro_batches(self) -> bool:

@@ -154,7 +154,9 @@ def _ranks(placement: Placement) -> list[tuple[int, ...]]:
 
 def _memory(memory: DeviceMemory) -> dict[str, float]:
     items = {item: getattr(memory, f"{item}_bytes") for item in MEMORY_ITEMS}
-    return {**items, "total": memory.total_bytes, "capacity": memory.capacity_bytes}
+    if memory.reserved_bytes:
+        items["reserved"] = memory.reserved_bytes
+    return {**items, "total": memory.total_bytes + memory.reserved_bytes, "capacity": memory.capacity_bytes}
 
 
 def _layouts(answer: Answer) -> Layouts:

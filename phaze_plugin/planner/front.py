@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from phaze.cost import Calibration
@@ -40,7 +41,7 @@ def optimize(
     sequence_length: int | None = None,
     target: str | None = "auto",
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | PathLike[str] | None = None,
     objective: str = "throughput",
     time_limit_s: float | None = None,
     gap: float = 0.01,
@@ -123,7 +124,7 @@ def evaluate(
     sequence_length: int | None = None,
     target: str | None = "auto",
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | PathLike[str] | None = None,
     objective: str = "throughput",
     time_limit_s: float | None = None,
     gap: float = 0.01,

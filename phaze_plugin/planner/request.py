@@ -7,10 +7,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
-from phaze.cost import Calibration, calibration_of, plugin_prices
+from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
 from phaze.hardware.files import cluster_to_json
@@ -100,7 +101,7 @@ def read_request(
     sequence_length: int | None,
     target: str | None,
     constraints: object,
-    calibration: Calibration | None,
+    calibration: Calibration | str | PathLike[str] | None,
     objective: str,
     gap: float,
     seed: int,
@@ -256,11 +257,16 @@ def _constraints(constraints: object, graph: Graph) -> tuple[LayoutConstraint, .
     )
 
 
-def _calibration(calibration: Calibration | None, cluster: Cluster) -> Calibration:
+def _calibration(calibration: Calibration | str | PathLike[str] | None, cluster: Cluster) -> Calibration:
     if calibration is None:
         return calibration_of(cluster.accelerator)
+    if isinstance(calibration, str | PathLike):
+        return load_calibration(calibration)
     if not isinstance(calibration, Calibration):
-        raise QuestionError(f"calibration is {shown(calibration)}; expected a phaze.cost.Calibration, or None.")
+        raise QuestionError(
+            f"calibration is {shown(calibration)}; expected a phaze.cost.Calibration, a file of `phaze calibrate`, or "
+            "None."
+        )
     return calibration
 
 
