@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from phaze.compiled import last_compiled
     from phaze.errors import PhazeError
+    from phaze.explore.front import search
+    from phaze.explore.result import SearchResult
     from phaze.imports import import_graph, load_graph
     from phaze.ir import Graph
     from phaze.plan import Plan, load_plan
@@ -19,6 +21,7 @@ __all__ = [
     "Graph",
     "PhazeError",
     "Plan",
+    "SearchResult",
     "__version__",
     "compare",
     "evaluate",
@@ -27,6 +30,7 @@ __all__ = [
     "load_graph",
     "load_plan",
     "optimize",
+    "search",
 ]
 
 __version__ = "0.1.0"
@@ -36,6 +40,7 @@ _HOMES = {
     "Graph": "phaze.ir",
     "PhazeError": "phaze.errors",
     "Plan": "phaze.plan",
+    "SearchResult": "phaze.explore.result",
     "compare": "phaze.planner.differences",
     "evaluate": "phaze.planner.front",
     "import_graph": "phaze.imports",
@@ -43,6 +48,7 @@ _HOMES = {
     "load_graph": "phaze.imports",
     "load_plan": "phaze.plan",
     "optimize": "phaze.planner.front",
+    "search": "phaze.explore.front",
 }
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
 

@@ -4,18 +4,38 @@ The paper's space (Wang et al., ICML 2024), all quantities powers of two: 1 to 4
 cores, arrays of 2..256 rows and 2..256 columns, as many vector lanes as rows, and a buffer of 2 to 128 MiB; with an
 area of at most tpuv4-paper's, and of at least 30 % of it unless there is a single tensor core or a single vector core.
 Points inherit tpuv4-paper's clock, rates and HBM bandwidth at any HBM size. There are 29,360.
+
+A space of one's own is a grid of values per field, with limits on area, power or any function of the points; limits are
+applied in order, and one that leaves nothing is named. Power is what everything at once would draw: leakage, all arrays
+and lanes at every cycle, HBM at full bandwidth (no utilisation is assumed, so it compares accelerators only).
 """
 
 from __future__ import annotations
 
-import numpy as np
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.errors import FormatError, QuestionError, near_names, shown
+from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.hardware.area import area_mm2, areas_mm2
 from phaze.hardware.array import AcceleratorArray
+from phaze.hardware.energy import energy_model
 from phaze.hardware.presets import preset
 from phaze.hardware.validate import positive_integer
+from phaze.records import read_document
 
-__all__ = ["PAPER_HBM_BYTES", "paper"]
+__all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
+
+FORMAT = "phaze-space"
+VERSION = 1
+MOST_POINTS = 2_000_000
+"""Of the grid before limits: some hundred bytes each while it is built, and a row per cell while it is searched."""
 
 _MIB = 2**20
 _GIB = 2**30
@@ -69,3 +89,191 @@ def point_names(points: AcceleratorArray) -> tuple[str, ...]:
         f"t{tensor}x{rows}x{cols}-v{vector}x{lanes}-b{buffer}m"
         for tensor, rows, cols, vector, lanes, buffer in zip(*(column.tolist() for column in columns), strict=True)
     )
+
+
+def grid(
+    *,
+    tensor_cores: Iterable[int],
+    tensor_rows: Iterable[int],
+    tensor_cols: Iterable[int],
+    vector_cores: Iterable[int],
+    vector_lanes: Iterable[int] | None = None,
+    buffer_mib: Iterable[int],
+    hbm_bytes: int = PAPER_HBM_BYTES[0],
+    clock_hz: float | None = None,
+    hbm_bandwidth_bytes_per_s: float | None = None,
+    min_area_mm2: float | None = None,
+    max_area_mm2: float | None = None,
+    max_power_w: float | None = None,
+    where: Callable[[AcceleratorArray], NDArray[np.bool_]] | None = None,
+) -> AcceleratorArray:
+    """Every combination of the values that keeps within the limits, in order of its tuple.
+
+    Without ``vector_lanes`` a vector core has as many lanes as an array has rows. Clock and bandwidth are tpuv4-paper's
+    unless given. ``where`` takes all points and says which are kept. Raises QuestionError naming an empty field, a
+    limit that leaves nothing, or a grid of more than two million points.
+    """
+    fields = {
+        "tensor_cores": tensor_cores,
+        "tensor_rows": tensor_rows,
+        "tensor_cols": tensor_cols,
+        "vector_cores": vector_cores,
+        "vector_lanes": (0,) if vector_lanes is None else vector_lanes,
+        "buffer_mib": buffer_mib,
+    }
+    follows = vector_lanes is None
+    values = {
+        name: _axis(name, given, 0 if follows and name == "vector_lanes" else 1) for name, given in fields.items()
+    }
+    count = math.prod(len(axis) for axis in values.values())
+    if count > MOST_POINTS:
+        sizes = " x ".join(f"{len(axis)} {name}" for name, axis in values.items())
+        raise QuestionError(
+            f"the space has {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer values, or "
+            "search it in parts."
+        )
+    baseline = preset("tpuv4-paper").accelerator
+    columns = [axis.ravel() for axis in np.meshgrid(*values.values(), indexing="ij")]
+    tensors, rows, cols, vectors, lanes, buffers = columns
+    points = AcceleratorArray(
+        names=("unnamed",) * count,
+        tensor_cores=tensors,
+        tensor_rows=rows,
+        tensor_cols=cols,
+        vector_cores=vectors,
+        vector_lanes=np.where(lanes == 0, rows, lanes),
+        buffer_bytes=buffers * _MIB,
+        hbm_bytes=np.full(count, hbm_bytes),
+        hbm_bandwidth_bytes_per_s=np.full(count, hbm_bandwidth_bytes_per_s or baseline.hbm_bandwidth_bytes_per_s),
+        clock_hz=np.full(count, clock_hz or baseline.clock_hz),
+        rates=np.tile(AcceleratorArray.of([baseline]).rates, (count, 1)),
+    )
+    limits = {"min_area_mm2": min_area_mm2, "max_area_mm2": max_area_mm2, "max_power_w": max_power_w}
+    kept = _within(points, limits, where)
+    return kept.renamed(point_names(kept))
+
+
+def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = (given,)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise QuestionError(f"{name} is {shown(given)}; expected whole numbers such as (1, 2, 4).")
+    values = list(given)
+    wrong = [one for one in values if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < least]
+    if wrong or not values:
+        found = shown(wrong[0]) if wrong else "empty"
+        raise QuestionError(f"{name} is {found}; expected whole numbers of at least 1, and at least one of them.")
+    return np.array(sorted(set(values)), dtype=np.int64)
+
+
+def _within(
+    points: AcceleratorArray,
+    limits: Mapping[str, float | None],
+    where: Callable[[AcceleratorArray], NDArray[np.bool_]] | None,
+) -> AcceleratorArray:
+    for name, limit in limits.items():
+        if limit is None:
+            continue
+        found = powers_w(points) if name == "max_power_w" else areas_mm2(points)
+        is_kept = found >= limit if name.startswith("min") else found <= limit
+        if not is_kept.any():
+            raise QuestionError(
+                f"{name} is {limit:g} and leaves nothing of the space: its points lie between {found.min():.6g} and "
+                f"{found.max():.6g}. Move the limit, or give other values."
+            )
+        points = points.take(np.flatnonzero(is_kept))
+    if where is not None:
+        is_kept = np.asarray(where(points))
+        if is_kept.shape != (len(points),) or is_kept.dtype != np.bool_:
+            raise QuestionError(f"where answered with {shown(is_kept)}; expected True or False for each of the points.")
+        if not is_kept.any():
+            raise QuestionError(f"where leaves nothing of the space: it is False for all {len(points):,} points.")
+        points = points.take(np.flatnonzero(is_kept))
+    return points
+
+
+def powers_w(points: AcceleratorArray) -> NDArray[np.float64]:
+    """Power of each accelerator with everything at work in every cycle."""
+    model = energy_model()
+    macs = (points.tensor_cores * points.tensor_rows * points.tensor_cols).astype(np.float64)
+    lanes = (points.vector_cores * points.vector_lanes).astype(np.float64)
+    busy = points.clock_hz * (macs * model.mac_energy_j("bf16") + lanes * model.vector_operation_j)
+    return np.asarray(model.static_power_w(points) + busy + points.hbm_bandwidth_bytes_per_s * model.hbm_j_per_byte)
+
+
+_GRID_FIELDS = ("tensor_cores", "tensor_rows", "tensor_cols", "vector_cores", "vector_lanes", "buffer_mib")
+_NUMBER_FIELDS = ("clock_hz", "hbm_bandwidth_bytes_per_s", "min_area_mm2", "max_area_mm2", "max_power_w")
+
+
+def load(path: str | os.PathLike[str]) -> AcceleratorArray:
+    """The space that a JSON file describes.
+
+    It has the format "phaze-space", version 1, and the arguments of `grid`: numbers, lists of numbers, or ranges such
+    as {"from": 1, "to": 64, "times": 2} (or "plus": 8). Raises FormatError naming what is unknown or wrong, and as
+    `grid` does.
+    """
+    return from_description(read_document(path, "a space"), os.fspath(path))
+
+
+def from_description(document: Any, where: str = "the space") -> AcceleratorArray:
+    """The space that a document describes; see `load`."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise FormatError(f"{where} is not a space: expected an object with format {FORMAT!r} and version {VERSION}.")
+    known = ("format", "version", *_GRID_FIELDS, *_NUMBER_FIELDS)
+    for name in document:
+        if name not in known:
+            near = near_names(name, known)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise FormatError(f"{where} has an unknown field {name!r}.{hint} Known: {', '.join(known[2:])}.")
+    for name in _GRID_FIELDS:
+        if name not in document and name != "vector_lanes":
+            raise FormatError(f"{where} lacks {name!r}; expected numbers, or a range.")
+    arguments: dict[str, Any] = {
+        name: _listed(where, name, document[name]) for name in _GRID_FIELDS if name in document
+    }
+    for name in _NUMBER_FIELDS:
+        value = document.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise FormatError(f"{where}.{name} is {shown(value)}; expected a positive number.")
+        arguments[name] = value
+    return grid(**arguments)
+
+
+def _listed(where: str, name: str, value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(_range(f"{where}.{name}", value))
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _range(where: str, value: Mapping[str, object]) -> Iterator[int]:
+    step = "times" if "times" in value else "plus"
+    numbers = [value.get(name) for name in ("from", "to", step)]
+    if set(value) != {"from", "to", step} or not all(type(one) is int and one > 0 for one in numbers):
+        raise FormatError(f"{where} is {json.dumps(value)}; expected whole numbers from, to, and times or plus.")
+    at, last, by = (int(str(one)) for one in numbers)
+    if at > last or (step == "times" and by < 2):
+        raise FormatError(f"{where} is {json.dumps(value)}; expected from <= to, and times of at least 2.")
+    while at <= last:
+        yield at
+        at = at * by if step == "times" else at + by
+
+
+def to_description(points: AcceleratorArray) -> dict[str, object]:
+    """A space as a document: the paper's by its name, another one point by point."""
+    reference = paper()
+    if len(points) == len(reference) and all(
+        np.array_equal(getattr(points, name), getattr(reference, name))
+        for name in (*INTEGER_FIELDS, *REAL_FIELDS, "rates")
+        if name != "hbm_bytes"
+    ):
+        return {"name": "paper"}
+    names = (*INTEGER_FIELDS, *REAL_FIELDS, "rates")
+    return {"names": list(points.names), **{name: getattr(points, name).tolist() for name in names}}
+
+
+def from_points(document: Mapping[str, Any]) -> AcceleratorArray:
+    """What `to_description` wrote."""
+    if document == {"name": "paper"}:
+        return paper()
+    columns = {name: np.array(value) for name, value in document.items() if name != "names"}
+    return AcceleratorArray(names=tuple(document["names"]), **columns)

@@ -11,6 +11,7 @@ from phaze.commands.explain_plan import explain_plan
 from phaze.commands.export_plan import export_plan
 from phaze.commands.import_model import import_model
 from phaze.commands.optimize_model import optimize_model
+from phaze.commands.search_designs import search_designs
 from phaze.commands.verify_plan import verify_plan
 
 __all__ = ["COMMANDS"]
@@ -24,6 +25,7 @@ COMMANDS: tuple[Command, ...] = (
     explain_plan,
     evaluate_strategy,
     compare_plans,
+    search_designs,
     verify_plan,
     export_plan,
     doctor,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phaze.cost import Collective
+from phaze.hardware import AcceleratorArray
 from phaze.ir import Graph, Layer, Op, OpKind, Phase, RecomputeMode, kept_tensors, recomputed_ops, stashed_tensors
 from phaze.ir.layers import single_layer
 from phaze.place.profile import (
@@ -23,7 +24,7 @@ from phaze.place.profile import (
     PlacementGraph,
     PlacementLayer,
 )
-from phaze.schedule import Schedule, ScheduleCache, schedule_layer
+from phaze.schedule import Compatibility, Schedule, ScheduleCache, schedule_layer
 from phaze.schedule.exposed import exposed_link_s
 from phaze.schedule.from_layer import PricedPass, price_pass
 from phaze.schedule.problem import OpKind as ScheduledKind
@@ -38,8 +39,10 @@ __all__ = [
     "ProfileOptions",
     "layer_outputs",
     "layer_parameter_bytes",
+    "leading_to_inputs",
     "least_pass_seconds",
     "placement_graph",
+    "priced_pass",
     "profile_and_report",
     "profile_layer",
 ]
@@ -100,7 +103,7 @@ def profile_and_report(
     forward = _schedule(sharded, local, layer.forward, options)
     backward = _schedule(sharded, local, layer.backward, options)
     to_inputs, to_weights = _backward_parts(
-        backward, _schedule(sharded, local, _leading_to_inputs(local, layer), options)
+        backward, _schedule(sharded, local, leading_to_inputs(local, layer), options)
     )
     to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
     tied = sharded.task.graph.layer_graph.tied_parameters
@@ -195,18 +198,26 @@ def least_pass_seconds(sharded: ShardedLayer, options: ProfileOptions) -> float:
     """A bound under the forward and backward of one microbatch, without a schedule."""
     local = slice_layer(sharded)
     layer = single_layer(local)
-    passes = [_priced(sharded, local, ops, options) for ops in (layer.forward, layer.backward) if ops]
+    passes = [priced_pass(sharded, local, ops, options) for ops in (layer.forward, layer.backward) if ops]
     return float(sum(one.lower_bounds(is_tight=False)[0] for one in passes))
 
 
 def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
     if not ops:
         return None
-    problem = _priced(sharded, local, ops, options).problem()
+    problem = priced_pass(sharded, local, ops, options).problem()
     return schedule_layer(problem, gap=options.gap, work=options.work, cache=options.cache)
 
 
-def _priced(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> PricedPass:
+def priced_pass(
+    sharded: ShardedLayer,
+    local: Graph,
+    ops: Sequence[Op],
+    options: ProfileOptions,
+    accelerators: AcceleratorArray | None = None,
+    compatibility: Compatibility = Compatibility.PHAZE,
+) -> PricedPass:
+    """Some ops of a sharded layer, priced on its own accelerator or on many others."""
     axis = sharded.task.axis
 
     def link_s(op: Op) -> float:
@@ -215,12 +226,13 @@ def _priced(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: Pro
     return price_pass(
         local,
         ops,
-        axis.cluster.accelerator,
+        axis.cluster.accelerator if accelerators is None else accelerators,
         name=local.name,
         is_fused=options.is_fused,
         link_s=link_s,
         calibration=axis.calibration,
         prices=options.prices,
+        compatibility=compatibility,
     )
 
 
@@ -238,7 +250,7 @@ def _backward_parts(whole: Schedule | None, first: Schedule | None) -> tuple[Bou
     return _bounded(inputs_s, inputs_bound_s), _bounded(weights_s, whole.time_bound_s - inputs_s)
 
 
-def _leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:
+def leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:
     """Backward ops that a gradient which leaves the layer depends on."""
     wanted = {name for name in local.outputs if (op := local.producer(name)) and op.phase is Phase.BACKWARD}
     for op in reversed(layer.backward):

@@ -15,6 +15,7 @@ PUBLIC = [
     "Graph",
     "PhazeError",
     "Plan",
+    "SearchResult",
     "__version__",
     "compare",
     "evaluate",
@@ -23,6 +24,7 @@ PUBLIC = [
     "load_graph",
     "load_plan",
     "optimize",
+    "search",
 ]
 MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -33,6 +35,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),
     "load_plan": (lambda: phaze.load_plan("no-such-file.json"), FormatError, "no-such-file"),
     "optimize": (lambda: phaze.optimize("gpt2-xl", objective="beauty"), ValueError, "expected one of throughput"),
+    "search": (lambda: phaze.search("gpt2-xl", devices=8, objective="beauty"), ValueError, "objective is 'beauty'"),
 }
 
 

@@ -1,0 +1,155 @@
+"""`phaze search`: the accelerator to build for one model or several."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, positive_integer, show
+from phaze.commands.question import find_model, numbers
+
+if TYPE_CHECKING:
+    from phaze.explore.result import SearchProgress
+
+__all__ = ["search_designs"]
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `phaze optimize`; several count by ratios")
+    parser.add_argument("--devices", required=True, type=positive_integer, metavar="N", help="accelerators to train on")
+    parser.add_argument("--space", default="paper", metavar="NAME", help="paper (default) or a space's JSON file")
+    parser.add_argument("--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="GiB (default 32,64,80)")
+    parser.add_argument(
+        "--micro-batches", type=numbers, default=(1, 2, 4, 8), metavar="N,N", help="sizes to try (default 1,2,4,8)"
+    )
+    parser.add_argument("--tensor-widths", type=numbers, metavar="N,N", help="widths to try (default 1,2,4,8)")
+    parser.add_argument(
+        "--global-batch", type=positive_integer, default=4096, metavar="N", help="sequences per step (default 4096)"
+    )
+    parser.add_argument("--network", default="paper", metavar="NAME", help="paper (default) or a known network")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), adam or sgd")
+    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
+    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
+    parser.add_argument(
+        "--schedules", type=words, metavar="NAME,NAME", help="pipelines to try (default 1f1b,zero-bubble)"
+    )
+    parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
+    parser.add_argument("--objective", default="throughput", metavar="NAME", help="throughput[-per-area|-per-energy]")
+    parser.add_argument("--combine", default="average", metavar="NAME", help="several models: average or worst ratio")
+    parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
+    parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
+    parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
+    parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
+    parser.add_argument("--out", metavar="FILE", help="save the answer as JSON")
+    parser.add_argument("--csv", metavar="FILE", help="save a line an accelerator: evaluated or pruned, and its bound")
+    parser.add_argument("--plan", metavar="FILE", help="save the plan of a single model as JSON")
+    add_json_option(parser)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """An argument's type: names with commas between."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise ArgumentTypeError(f"{text!r} is not a list of names such as 1f1b,zero-bubble")
+    return found
+
+
+def run(arguments: Namespace, console: Console) -> int:
+    """Search, print and save."""
+    import phaze
+    from phaze.errors import QuestionError
+    from phaze.records import write_whole
+
+    if arguments.plan is not None and len(arguments.models) > 1:
+        raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")
+    found = [find_model(text) for text in arguments.models]
+    optional = {} if arguments.schedules is None else {"schedules": arguments.schedules}
+    with _shown_progress() as progress:
+        result = phaze.search(
+            [model for model, _ in found],
+            found[0][1] if len(found) == 1 else [inputs for _, inputs in found],
+            devices=arguments.devices,
+            space=arguments.space,
+            hbm_gib=arguments.hbm,
+            micro_batch_sizes=arguments.micro_batches,
+            tensor_widths=arguments.tensor_widths,
+            global_batch_size=arguments.global_batch,
+            network=arguments.network,
+            optimizer=arguments.optimizer,
+            precision=arguments.precision,
+            sequence_length=arguments.sequence_length,
+            compatibility=arguments.compatibility,
+            objective=arguments.objective,
+            combine=arguments.combine,
+            front=arguments.front,
+            executor=arguments.executor,
+            journal=arguments.journal,
+            time_limit_s=arguments.time_limit,
+            gap=arguments.gap,
+            progress=progress,
+            **optional,
+        )
+    texts = [str(result)]
+    if arguments.out is not None:
+        result.save(arguments.out)
+        texts.append(f"saved to {arguments.out}")
+    if arguments.csv is not None:
+        write_whole(arguments.csv, result.explored_csv())
+        texts.append(f"accelerators listed in {arguments.csv}")
+    if arguments.plan is not None and result.plans:
+        next(iter(result.plans.values())).save(arguments.plan)
+        texts.append(f"plan saved to {arguments.plan}")
+    show(console, arguments, json.loads(result.to_json()), *texts)
+    return ExitCode.FINE
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[SearchProgress], None] | None]:
+    """A listener that draws what is pruned and left, the best and its gap on a terminal; None where nobody sees it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def listen(progress: SearchProgress) -> None:
+            bar.update(
+                task,
+                completed=progress.points - progress.left,
+                total=progress.points,
+                description=progress_text(progress),
+            )
+
+        yield listen
+
+
+def progress_text(progress: SearchProgress) -> str:
+    """One line: left to look at, the best so far, its gap, a guess of the time left, and what was just done."""
+    parts = [f"{progress.points - progress.left:,} of {progress.points:,} settled, {progress.evaluated} evaluated"]
+    if progress.best is not None:
+        gap = "" if progress.gap is None else f" (gap {progress.gap:.2%})"
+        parts.append(f"best {progress.best:,.5g}{gap}")
+    if progress.remaining_s is not None:
+        parts.append(f"about {progress.remaining_s:.0f} s left")
+    return "; ".join([*parts, progress.doing])
+
+
+search_designs = Command(
+    name="search",
+    group=CommandGroup.PLANS,
+    summary="find the accelerator to build for models, with proof",
+    configure=configure,
+    run=run,
+)

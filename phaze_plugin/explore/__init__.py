@@ -1,0 +1,1 @@
+"""The search over accelerators: bounds that prune, executors, a journal."""

@@ -1,0 +1,145 @@
+"""Where tasks run: in this process, in local processes, on a Dask cluster, or on any concurrent.futures.Executor.
+
+Tasks are functions of values, so it does not matter who runs them or how often. Local processes that die are replaced
+and what they had not finished is run again; a Dask scheduler does the same for its workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from phaze.errors import PlanError, QuestionError, shown
+
+__all__ = ["Workers", "open_workers"]
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+_MOST_REPLACEMENTS = 3
+_DASK = "dask://"
+_PROCESSES = "processes"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Workers:
+    """Runs lists of tasks. `renew` makes another executor for one whose processes died; None where we do not own it."""
+
+    executor: Executor | None = None
+    renew: Callable[[], Executor] | None = None
+    replaced: int = field(default=0, init=False)
+
+    def run(
+        self,
+        function: Callable[[_Task], _Result],
+        tasks: Sequence[_Task],
+        done: Callable[[int, _Result], object] = lambda index, result: None,
+    ) -> list[_Result]:
+        """The results in the order of the tasks; `done` hears of each when it is there, in any order.
+
+        Raises PlanError if processes keep dying.
+        """
+        results: dict[int, _Result] = {}
+        if self.executor is None:
+            for index, task in enumerate(tasks):
+                results[index] = function(task)
+                done(index, results[index])
+        while len(results) < len(tasks):
+            self._try(function, tasks, results, done)
+        return [results[index] for index in range(len(tasks))]
+
+    def _try(
+        self,
+        function: Callable[[_Task], _Result],
+        tasks: Sequence[_Task],
+        results: dict[int, _Result],
+        done: Callable[[int, _Result], object],
+    ) -> None:
+        """Run what is missing, until it is there or a process died."""
+        assert self.executor is not None
+        waiting: dict[Future[_Result], int] = {}
+        try:
+            for index, task in enumerate(tasks):
+                if index not in results:
+                    waiting[self.executor.submit(function, task)] = index
+            for future in as_completed(waiting):
+                index = waiting[future]
+                results[index] = future.result()
+                done(index, results[index])
+        except BrokenExecutor as error:
+            self._replace(error)
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+
+    def _replace(self, error: BrokenExecutor) -> None:
+        self.replaced += 1
+        if self.renew is None or self.replaced > _MOST_REPLACEMENTS:
+            raise PlanError(
+                f"the processes that evaluate accelerators keep dying ({error}); there may be too little memory for so "
+                "many of them: use fewer, such as executor='processes:1'. A journal keeps what was done."
+            ) from error
+        assert self.executor is not None
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.executor = self.renew()
+
+
+@contextmanager
+def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
+    """Workers of an executor: one of concurrent.futures, "serial", "processes[:N]" (None), or "dask://HOST:PORT".
+
+    Raises QuestionError for anything else, and PlanError where Dask or its scheduler is missing.
+    """
+    if isinstance(executor, Executor):
+        yield Workers(executor=executor)
+        return
+    if executor == "serial":
+        yield Workers()
+        return
+    if isinstance(executor, str) and executor.startswith(_DASK):
+        with _dask_workers(executor) as workers:
+            yield workers
+        return
+    name, _, count = (_PROCESSES if executor is None else str(executor)).partition(":")
+    if name != _PROCESSES or not (count == "" or (count.isascii() and count.isdigit() and int(count) > 0)):
+        raise QuestionError(
+            f"executor is {shown(executor)}; expected 'serial', 'processes', 'processes:4', 'dask://HOST:PORT' or a "
+            "concurrent.futures.Executor."
+        )
+    processes = int(count or os.cpu_count() or 1)
+
+    def renew() -> Executor:
+        # A fresh interpreter each: forking a process that has threads may lock up.
+        return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+
+    workers = Workers(executor=renew(), renew=renew)
+    try:
+        yield workers
+    finally:
+        assert workers.executor is not None
+        workers.executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _dask_workers(address: str) -> Iterator[Workers]:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise PlanError("Dask is not installed: pip install 'phaze-plugin[dask]', here and on its workers.") from error
+    try:
+        client = Client(f"tcp://{address.removeprefix(_DASK)}", timeout=5)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise PlanError(
+            f"no Dask scheduler answers at {address} ({error}); start one with `dask scheduler` and workers with "
+            "`dask worker`, and pass its address as dask://HOST:PORT."
+        ) from error
+    try:
+        yield Workers(executor=client.get_executor(pure=False, retries=_MOST_REPLACEMENTS))
+    finally:
+        client.close()

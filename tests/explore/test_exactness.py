@@ -1,0 +1,103 @@
+"""What a search finds and proves, against evaluating every accelerator."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from designs import searched, small_question, some_points, tiny_model
+from plans import small_graph
+
+from phaze.explore.boxes import Box
+from phaze.explore.engine import Engine
+from phaze.explore.goals import front_of
+from phaze.explore.state import Evaluated
+
+
+def every_point(engine: Engine) -> list[Evaluated]:
+    """Each accelerator of the space, evaluated without a cutoff and without any bound."""
+    found = []
+    for point in range(len(engine.question.points)):
+        alone = Box(name="", points=np.array([point]), bounds_s=np.full(len(engine.know.cells), 1e-12))
+        models = range(len(engine.question.names))
+        tasks = [engine._task(alone, model, engine.question.points.at(point), math.inf) for model in models]
+        outcomes = engine._evaluations([f"every/{point}/{model}" for model in models], tasks)
+        found.append(engine.know.judge(alone, outcomes))
+    return found
+
+
+def assert_exact(engine: Engine) -> None:
+    """The best, its ties and every bound agree with the evaluations."""
+    every, know = every_point(engine), engine.know
+    assert know.best is not None
+    most = max(one.value for one in every)
+    ties = [one.point for one in every if one.value >= most * (1 - 3e-6)]
+    assert know.best.value == pytest.approx(most, rel=3e-6)
+    assert know.best.point == min(ties, key=lambda point: (know.areas_mm2[point], point))
+    bounds = {int(point): bound for box, bound in know.closed for point in box.points}
+    bounds |= {point: one.most for point, one in know.evaluated.items()}
+    assert sorted(bounds) == list(range(len(every)))
+    for one in every:
+        assert one.value <= bounds[one.point] * (1 + 1e-9)
+    if engine.question.wants_front:
+        mine = sorted(know.evaluated.values(), key=lambda one: one.point)
+        fronts = [
+            [list_[at].point for at in front_of([know.goal.coordinates(one.facts) for one in list_ if one.facts])]
+            for list_ in (mine, every)
+        ]
+        assert fronts[0] == fronts[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"front": True},
+        {"objective": "throughput-per-area"},
+        {"objective": "throughput-per-energy"},
+        {"compatibility": "paper"},
+    ],
+    ids=["throughput", "front", "per-area", "per-energy", "paper"],
+)
+def test_a_search_at_gap_0_finds_what_evaluating_everything_finds(changes: dict[str, Any]) -> None:
+    assert_exact(searched(small_question([tiny_model()], some_points(8, seed=5), micro_batch_sizes=(2,), **changes)))
+
+
+@pytest.mark.parametrize("combine", ["average", "worst"])
+def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) -> None:
+    models = [tiny_model(), tiny_model()]
+    question = small_question(models, some_points(5), micro_batch_sizes=(2,), combine=combine, weights=(1.0, 3.0))
+    assert question.names == ("tiny#1", "tiny#2")
+    engine = searched(question)
+    assert_exact(engine)
+    best = engine.know.best
+    assert best is not None
+    rate = 8 / best.outcomes[0].time_s  # type: ignore[operator]
+    assert best.value == pytest.approx(rate / engine.know.goal.bases[0])
+
+
+def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
+    engine = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_sizes=(1, 2)))
+    bounds = {int(point): bound for box, bound in engine.know.closed for point in box.points}
+    bounds |= {point: one.most for point, one in engine.know.evaluated.items()}
+    for one in every_point(engine):
+        assert one.value <= bounds[one.point] * (1 + 1e-9)
+        least_s = min(float(swept.rows.least_s[one.point]) for swept in engine.know.cells)
+        assert one.value <= 8 / least_s
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_front", [False, True])
+def test_sub_spaces_of_200_accelerators_are_exact(seed: int, is_front: bool) -> None:
+    points = some_points(200, seed=100 + seed)
+    assert_exact(searched(small_question([small_graph()], points, tensor_widths=(1, 2), front=is_front)))
+
+
+@pytest.mark.exhaustive
+def test_the_bound_is_at_least_the_evaluated_throughput_on_1000_accelerators() -> None:
+    engine = searched(small_question([small_graph()], some_points(1000, seed=7), gap=0.01))
+    bounds = {int(point): bound for box, bound in engine.know.closed for point in box.points}
+    bounds |= {point: one.most for point, one in engine.know.evaluated.items()}
+    for one in every_point(engine):
+        assert one.value <= bounds[one.point] * (1 + 1e-9)

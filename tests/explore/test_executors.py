@@ -1,0 +1,102 @@
+"""The answer does not depend on where tasks run, nor on workers that die."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from designs import SMALL, some_points, tiny_model
+
+import phaze
+from phaze.errors import PlanError, QuestionError
+from phaze.explore.executors import Workers, open_workers
+
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "gap": 0.0}
+
+
+def square(value: int) -> int:
+    return value * value
+
+
+def die_once(task: tuple[int, str]) -> int:
+    """Kills its own process the first time."""
+    value, marker = task
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def answer(**options: Any) -> phaze.SearchResult:
+    return phaze.search(tiny_model(), space=some_points(4), **{**QUESTION, **options})
+
+
+def test_results_come_in_the_order_of_tasks_and_each_is_told_once() -> None:
+    for executor in ("serial", ThreadPoolExecutor(2)):
+        with open_workers(executor) as workers:
+            told: dict[int, int] = {}
+            assert workers.run(square, [3, 1, 2], told.__setitem__) == [9, 1, 4]
+            assert told == {0: 9, 1: 1, 2: 4}
+
+
+def test_a_process_that_dies_loses_no_task(tmp_path: Path) -> None:
+    with open_workers("processes:2") as workers:
+        tasks = [(value, str(tmp_path / "died")) for value in range(5)]
+        assert workers.run(die_once, tasks) == list(range(5))
+        assert workers.replaced >= 1
+
+
+def die(task: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def test_processes_that_keep_dying_are_an_error() -> None:
+    with open_workers("processes:1") as workers, pytest.raises(PlanError, match="keep dying"):
+        workers.run(die, [1])
+
+
+def test_a_search_is_the_same_in_one_process_in_threads_and_in_processes() -> None:
+    first = answer(executor="serial")
+    for executor in (ThreadPoolExecutor(3), "processes:2"):
+        other = answer(executor=executor)
+        assert other.best == first.best
+        assert other.certificate == first.certificate
+        assert other.explored == first.explored
+
+
+def test_a_dask_cluster_gives_the_same_answer_with_a_worker_killed_on_the_way() -> None:
+    from distributed import LocalCluster
+
+    first = answer(executor="serial")
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        pids = [worker.pid for worker in cluster.workers.values()]
+        killed: list[int] = []
+
+        def kill_one(progress: object) -> None:
+            if not killed:
+                killed.append(pids[0])
+                os.kill(pids[0], signal.SIGKILL)
+
+        address = cluster.scheduler_address.replace("tcp://", "dask://")
+        other = answer(executor=address, progress=kill_one)
+        assert killed
+    assert other.best == first.best
+    assert other.certificate == first.certificate
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes:0", "processes:x", 3])
+def test_an_executor_that_cannot_be_is_refused(executor: object) -> None:
+    with pytest.raises(QuestionError, match="executor is"):
+        answer(executor=executor)
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error() -> None:
+    with pytest.raises(PlanError, match="no Dask scheduler answers"), open_workers("dask://127.0.0.1:1"):
+        pass
+
+
+def test_workers_without_an_executor_run_in_this_process() -> None:
+    assert Workers().run(square, [4]) == [16]

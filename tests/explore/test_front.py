@@ -1,0 +1,110 @@
+"""One call from models and a space to an accelerator, with plans that hold."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+from designs import SMALL, some_points, tiny_model
+
+import phaze
+from phaze.errors import PlanError, QuestionError
+from phaze.explore.goals import front_of
+from phaze.explore.result import SearchProgress
+from phaze.planner.audit import check_plan
+
+QUESTION: dict[str, Any] = {**SMALL, "executor": "serial"}
+
+
+def answer(**options: Any) -> phaze.SearchResult:
+    return phaze.search(tiny_model(), space=some_points(6), **{**QUESTION, **options})
+
+
+def test_the_plan_of_the_best_accelerator_takes_the_time_that_was_found_and_verifies() -> None:
+    found = answer(hbm_gib=(0.003, 0.5, 1))
+    (plan,) = found.plans.values()
+    assert plan.step_time_s == pytest.approx(found.best.models[0].step_time_s, rel=1e-12)
+    assert plan.cluster.accelerator.name == found.best.name
+    assert plan.cluster.accelerator.hbm_bytes == found.best.hbm_gib * 2**30
+    assert plan.is_feasible
+    assert all(finding.holds for finding in check_plan(plan, tiny_model()))
+    assert found.certificate.bound >= found.best.value
+
+
+def test_the_least_memory_that_costs_nothing_is_chosen() -> None:
+    found = answer(hbm_gib=(0.003, 0.5, 1))
+    assert [row.hbm_gib * 2**30 for row in found.memories] == [round(0.003 * 2**30), 2**29, 2**30]
+    assert found.best.hbm_gib == 0.5
+    assert found.memories[1].value == found.memories[2].value == found.best.value
+
+
+def test_every_accelerator_is_listed_with_its_bound_and_how_it_was_dealt_with() -> None:
+    found = answer()
+    rows = list(csv.DictReader(io.StringIO(found.explored_csv())))
+    assert [row["name"] for row in rows] == list(some_points(6).names)
+    assert {row["state"] for row in rows} <= {"evaluated", "pruned"}
+    assert all(float(row["bound"]) <= found.certificate.bound * (1 + 1e-12) for row in rows)
+    pruned = sum(row["state"] == "pruned" for row in rows)
+    assert sum(box.points for box in found.certificate.pruned) == pruned
+    assert found.certificate.points == 6 * 2
+    assert json.loads(found.to_json())["best"]["name"] == found.best.name
+
+
+def test_progress_tells_what_is_left_the_best_and_its_gap() -> None:
+    heard: list[SearchProgress] = []
+    answer(gap=0.0, progress=heard.append)
+    assert heard[0].left == heard[0].points == 6
+    assert heard[0].best is None
+    assert heard[-1].best is not None
+    assert all(one.gap is None or one.gap >= 0 for one in heard)
+
+
+def test_an_interrupted_search_returns_the_best_so_far_and_says_what_is_open() -> None:
+    def interrupt(progress: SearchProgress) -> None:
+        if progress.best is not None:
+            raise KeyboardInterrupt
+
+    found = answer(gap=0.0, progress=interrupt)
+    assert not found.certificate.is_finished
+    assert found.certificate.gap > 0
+    assert "interrupted" in str(found)
+    assert {row.state for row in found.explored} <= {"open", "pruned", "evaluated"}
+    with pytest.raises(PlanError, match="nothing was found"):
+        answer(time_limit_s=1e-9)
+
+
+def test_a_model_that_fits_nowhere_names_itself_and_the_memory() -> None:
+    with pytest.raises(PlanError, match=r"tiny fits on no accelerator of the space.*0\.00012207 GiB.*hbm_gib"):
+        answer(hbm_gib=(2**-13,))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"devices": 0}, "devices is 0"),
+        ({"hbm_gib": ()}, "hbm_gib"),
+        ({"hbm_gib": (-1,)}, "hbm_gib"),
+        ({"space": "papers"}, "space is 'papers'"),
+        ({"space": some_points(1).take([])}, "no accelerators"),
+        ({"objective": "speed"}, "objective is 'speed'"),
+        ({"combine": "sum"}, "combine is 'sum'"),
+        ({"weights": (1, 2)}, "weights is"),
+        ({"schedules": ("2f2b",)}, "schedules has '2f2b'"),
+        ({"compatibility": "papers"}, "compatibility is"),
+        ({"compatibility": "paper", "front": True}, "no energy"),
+        ({"gap": 2}, "gap is 2"),
+        ({"micro_batch_sizes": (3,)}, "microbatch"),
+        ({"time_limit_s": -1}, "time_limit_s is -1"),
+    ],
+)
+def test_a_wrong_argument_is_named(change: dict[str, Any], told: str) -> None:
+    question = {"space": some_points(2), **QUESTION, **change}
+    with pytest.raises(QuestionError, match=told):
+        phaze.search(tiny_model(), **question)
+
+
+def test_the_front_keeps_what_nothing_beats_and_the_first_of_equals() -> None:
+    points = [(2.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.5, 2.0), (2.0, 1.0, 1.0), (2.0, 1.0, 0.5)]
+    assert front_of(points) == [2, 4]
+    assert front_of(points[:4]) == [0, 2]

@@ -1,0 +1,121 @@
+"""A search that goes on where it was killed, and journals that are damaged or of another search."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from designs import SMALL, some_points, tiny_model
+
+import phaze
+from phaze.errors import FormatError
+from phaze.explore.journal import Journal, is_journal
+
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.0}
+HEADER = {"phaze": "0", "models": {"a": "1"}, "question": {"gap": 0.01}}
+
+
+def filled(path: Path) -> Path:
+    """A journal with two results."""
+    journal = Journal.open(path, HEADER)
+    journal.add("one", 2.0, {"bound_s": 1.5})
+    journal.add("two", float("inf"), {"bound_s": None})
+    journal.close()
+    return path
+
+
+def test_results_are_read_back_exactly(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    again = Journal.open(path, HEADER)
+    assert again.find("one", 2.0) == {"bound_s": 1.5}
+    assert again.find("two", float("inf")) == {"bound_s": None}
+    assert again.find("three", 1.0) is None
+    assert is_journal(path)
+    again.close()
+
+
+def test_a_torn_last_line_is_dropped_and_written_anew(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    whole = path.read_bytes()
+    for cut in range(len(whole) - 60, len(whole)):
+        path.write_bytes(whole[:cut])
+        journal = Journal.open(path, HEADER)
+        assert ("two" in journal.records) == (whole[:cut].endswith(b"}\n"))
+        journal.add("two", float("inf"), {"bound_s": None})
+        journal.close()
+        assert path.read_bytes() == whole
+
+
+def test_other_damage_is_reported_with_its_line(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    lines = path.read_text().splitlines()
+    for broken in (lines[1][:20], "[]", '{"task": 1}', "\\x00"):
+        path.write_text("\n".join([lines[0], broken, lines[2]]) + "\n")
+        with pytest.raises(FormatError, match="line 2"):
+            Journal.open(path, HEADER)
+    path.write_text("something else\n")
+    with pytest.raises(FormatError, match="line 1"):
+        Journal.open(path, HEADER)
+
+
+def test_a_journal_of_another_search_is_refused_with_what_differs(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    for changed, told in (
+        ({**HEADER, "phaze": "9"}, 'phaze was "0" and is "9" now'),
+        ({**HEADER, "models": {"a": "2"}}, r'models\.a was "1" and is "2" now'),
+        ({**HEADER, "question": {"gap": 0.0}}, r"question\.gap was 0\.01 and is 0\.0 now"),
+    ):
+        with pytest.raises(FormatError, match=told):
+            Journal.open(path, changed)
+    name = tmp_path / "real"
+    phaze.search(tiny_model(), space=some_points(2), journal=name, **QUESTION)
+    with pytest.raises(FormatError, match=r"another search: question\.gap"):
+        phaze.search(tiny_model(), space=some_points(2), journal=name, **{**QUESTION, "gap": 0.5})
+
+
+def test_a_task_with_another_cutoff_is_refused(tmp_path: Path) -> None:
+    journal = Journal.load(filled(tmp_path / "journal"))
+    with pytest.raises(FormatError, match="cutoff"):
+        journal.find("one", 3.0)
+
+
+def test_a_search_that_was_killed_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    support = Path(__file__).parents[1] / "support"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(support)!r})\nimport phaze\nfrom designs import some_points, tiny_model\n"
+        f"phaze.search(tiny_model(), space=some_points(6), journal=sys.argv[1], **{QUESTION!r})\n"
+    )
+    whole = phaze.search(tiny_model(), space=some_points(6), journal=tmp_path / "whole", **QUESTION)
+    lines = (tmp_path / "whole").read_text().splitlines()
+    path = tmp_path / "journal"
+    for wanted in (2, len(lines) // 2):
+        process = subprocess.Popen([sys.executable, str(script), str(path)])
+        while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < wanted):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 1 < len(path.read_text().splitlines()) <= len(lines)
+    again = phaze.search(tiny_model(), space=some_points(6), journal=path, **QUESTION)
+    assert again.best == whole.best
+    assert again.certificate == whole.certificate
+    assert sorted(path.read_text().splitlines()) == sorted(lines)
+
+
+def test_what_a_journal_has_is_not_computed_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    first = phaze.search(tiny_model(), space=some_points(3), journal=path, **QUESTION)
+    size = os.stat(path).st_size
+    heard: list[str] = []
+    second = phaze.search(
+        tiny_model(), space=some_points(3), journal=path, progress=lambda one: heard.append(one.doing), **QUESTION
+    )
+    assert second.best == first.best
+    assert os.stat(path).st_size == size
+    assert all(doing.startswith("sweep") for doing in heard)
+    assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -1,0 +1,98 @@
+"""Spaces of one's own: ranges, limits, files, and what is wrong with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import phaze
+from phaze.errors import FormatError, QuestionError
+from phaze.hardware.area import areas_mm2
+from phaze.space import from_points, powers_w, to_description
+
+GRID: dict[str, Any] = {
+    "tensor_cores": (1, 2),
+    "tensor_rows": (64, 128),
+    "tensor_cols": 128,
+    "vector_cores": (1, 4),
+    "buffer_mib": (16,),
+}
+FILE: dict[str, Any] = {
+    "format": "phaze-space",
+    "version": 1,
+    "tensor_cores": {"from": 1, "to": 2, "plus": 1},
+    "tensor_rows": {"from": 64, "to": 128, "times": 2},
+    "tensor_cols": 128,
+    "vector_cores": [1, 4],
+    "buffer_mib": [16],
+}
+
+
+def test_a_grid_has_every_combination_in_order_and_lanes_follow_rows() -> None:
+    points = phaze.space.grid(**GRID)
+    assert len(points) == 8
+    assert points.names[0] == "t1x64x128-v1x64-b16m"
+    assert (points.vector_lanes == points.tensor_rows).all()
+    assert len(phaze.space.grid(**GRID, vector_lanes=(8, 16))) == 16
+
+
+def test_a_file_describes_the_same_grid(tmp_path: Path) -> None:
+    path = tmp_path / "space.json"
+    path.write_text(json.dumps(FILE))
+    assert phaze.space.load(path).names == phaze.space.grid(**GRID).names
+
+
+def test_limits_keep_what_is_within_them() -> None:
+    points = phaze.space.grid(**GRID)
+    areas, powers = areas_mm2(points), powers_w(points)
+    middle, most_w = float(np.median(areas)), float(np.median(powers))
+    assert set(phaze.space.grid(**GRID, max_area_mm2=middle).names) == set(np.array(points.names)[areas <= middle])
+    assert set(phaze.space.grid(**GRID, max_power_w=most_w).names) == set(np.array(points.names)[powers <= most_w])
+    assert len(phaze.space.grid(**GRID, where=lambda those: those.tensor_cores == 2)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_area_mm2": 0.1}, "max_area_mm2 is 0.1 and leaves nothing"),
+        ({"min_area_mm2": 1e9}, r"min_area_mm2 is 1e\+09 and leaves nothing"),
+        ({"max_power_w": 1e-9}, "max_power_w is 1e-09 and leaves nothing"),
+        ({"where": lambda points: points.tensor_cores > 9}, "where leaves nothing"),
+        ({"where": lambda points: True}, "where answered"),
+        ({"tensor_rows": ()}, "tensor_rows is empty"),
+        ({"tensor_rows": (0,)}, "tensor_rows is 0"),
+        ({"tensor_rows": "all"}, "tensor_rows is 'all'"),
+        ({"tensor_rows": range(1, 2000), "tensor_cols": range(1, 2000)}, "points .* at most 2,000,000"),
+    ],
+)
+def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(QuestionError, match=told):
+        phaze.space.grid(**{**GRID, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tensor_core": [1]}, "unknown field 'tensor_core'. Did you mean 'tensor_cores'"),
+        ({"format": "other"}, "is not a space"),
+        ({"version": 2}, "is not a space"),
+        ({"tensor_rows": {"from": 4, "to": 2, "times": 2}}, "from <= to"),
+        ({"tensor_rows": {"from": 4, "step": 2}}, "expected whole numbers from, to"),
+        ({"max_area_mm2": "big"}, "max_area_mm2 is 'big'"),
+    ],
+)
+def test_a_damaged_description_names_the_field(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = tmp_path / "space.json"
+    path.write_text(json.dumps({**FILE, **change}))
+    with pytest.raises(FormatError, match=told):
+        phaze.space.load(path)
+
+
+def test_descriptions_of_points_are_read_back() -> None:
+    assert to_description(phaze.space.paper()) == {"name": "paper"}
+    points = phaze.space.grid(**GRID)
+    again = from_points(json.loads(json.dumps(to_description(points))))
+    assert again.names == points.names
+    assert np.array_equal(again.rates, points.rates)
