@@ -124,7 +124,10 @@ class StageBuilder(Protocol):
         ...
 
     def accepts(self, model: object) -> bool:
-        """Whether this is the kind of model that it cuts: quick, and without importing a framework."""
+        """Whether this is the kind of model that it cuts: quick, and without importing a framework.
+
+        Asked about a model and about its Graph: some kinds show what they are in the graph only.
+        """
         ...
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:

@@ -172,7 +172,7 @@ def _import(
 
     options = {} if sequence_length is None else {"sequence_length": _positive("sequence_length", sequence_length)}
     graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=options))
-    return graph, find_target(target, model, plugins)
+    return graph, find_target(target, model, plugins, graph)
 
 
 def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from phaze.errors import QuestionError, UnknownNameError, shown
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
+    from phaze.interfaces import StageBuilder
 
 __all__ = ["ANALYSIS", "Target", "find_target"]
 
@@ -32,7 +34,7 @@ class Target:
 ANALYSIS = Target(None, Capabilities.everything())
 
 
-def find_target(name: str | None, model: object, plugins: PluginManager) -> Target:
+def find_target(name: str | None, model: object, plugins: PluginManager, graph: object = None) -> Target:
     """The target called `name`; "auto" is the emitter of the framework that the model comes from, if there is one.
 
     Raises UnknownNameError for a name that no emitter has.
@@ -45,24 +47,31 @@ def find_target(name: str | None, model: object, plugins: PluginManager) -> Targ
     if name != "auto":
         if name not in emitters:
             raise UnknownNameError("target", name, (*emitters, "auto"))
-        return _for_model(Target(name, emitters[name].capabilities), model, plugins)
+        return _for_model(Target(name, emitters[name].capabilities), model, plugins, graph)
     frontend = _frontend_of(model, plugins)
     if frontend not in emitters:
         return ANALYSIS
-    return _for_model(Target(frontend, emitters[str(frontend)].capabilities), model, plugins)
+    return _for_model(Target(frontend, emitters[str(frontend)].capabilities), model, plugins, graph)
 
 
-def _for_model(target: Target, model: object, plugins: PluginManager) -> Target:
-    """A target that cuts no model by itself has pipelines only for the models that some stage builder of its cuts."""
+def _for_model(target: Target, model: object, plugins: PluginManager, graph: object) -> Target:
+    """A target that cuts no model by itself has pipelines only for the models that some stage builder of its cuts.
+
+    Builders are asked about the model and about its graph: some kinds of model show what they are in the graph only.
+    """
     capabilities = target.capabilities
     builders = [offer.value for offer in plugins.stage_builders() if offer.value.target == target.name]
-    if capabilities.can_cut_stages or not capabilities.schedules or any(one.accepts(model) for one in builders):
+    if capabilities.can_cut_stages or not capabilities.schedules or _is_cut(builders, model, graph):
         return target
     note = (
         f"one pipeline stage only: nothing cuts {type(model).__name__} into stages for target {target.name} (known: "
         f"{', '.join(sorted(builder.name for builder in builders)) or 'none'})"
     )
     return replace(target, capabilities=replace(capabilities, schedules=frozenset()), notes=(note,))
+
+
+def _is_cut(builders: Sequence[StageBuilder], model: object, graph: object) -> bool:
+    return any(builder.accepts(one) for builder in builders for one in (model, graph) if one is not None)
 
 
 def _frontend_of(model: object, plugins: PluginManager) -> str | None:

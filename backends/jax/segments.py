@@ -1,0 +1,73 @@
+"""A loss without a scan, cut into the layers of the planned graph by the parameters that they read.
+
+An equation belongs to the latest layer among what it reads: activations bring the layer that made them, a parameter the
+first one that reads it. What is made of parameters and constants alone belongs nowhere and is made where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phaze.backends.jax.traced import Traced, needed
+from phaze.ir import Graph
+
+__all__ = ["Segment", "layer_numbers", "segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What enters a layer from the batch and from other layers, and what others read of it."""
+
+    enters: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+
+
+def layer_numbers(names: Sequence[str], graph: Graph) -> tuple[int | None, ...]:
+    """For each parameter the first layer that reads it; None for one that no layer reads under this name."""
+    found: dict[str, int] = {}
+    for layer in graph.layers:
+        for name in layer.parameters:
+            found.setdefault(name, layer.index)
+    return tuple(found.get(name) for name in names)
+
+
+def segments(traced: Traced, layers: Sequence[int | None]) -> list[Segment]:
+    """The layers in order; one segment with everything where no parameter has a layer."""
+    from jax.extend import core
+
+    of_parameter = {v: number for v, number in zip(traced.parameters, layers, strict=True) if number is not None}
+    weights: dict[Any, int | None] = {v: of_parameter.get(v) for v in traced.parameters}
+    level: dict[Any, int] = dict.fromkeys(traced.batch, 0)
+    used = needed(traced.equations, [traced.loss], {})
+    for equation in used:
+        inputs = [v for v in equation.invars if not isinstance(v, core.Literal)]
+        active = [level[v] for v in inputs if v in level]
+        own = [number for v in inputs if (number := weights.get(v)) is not None]
+        if active:
+            level |= dict.fromkeys(equation.outvars, max(active + own))
+        elif own or any(v in weights for v in inputs):
+            weights |= dict.fromkeys(equation.outvars, max(own, default=None))
+    return _segments(traced, used, level)
+
+
+def _segments(traced: Traced, used: Sequence[Any], level: dict[Any, int]) -> list[Segment]:
+    from jax.extend import core
+
+    batch = set(traced.batch)
+    read: dict[int, dict[Any, None]] = {}
+    made: dict[int, dict[Any, None]] = {}
+    for equation in used:
+        number = level.get(equation.outvars[0])
+        if number is None:
+            continue
+        made.setdefault(number, {}).update(dict.fromkeys(equation.outvars))
+        inputs = (v for v in equation.invars if not isinstance(v, core.Literal) and v in level)
+        read.setdefault(number, {}).update(dict.fromkeys(inputs))
+    found = []
+    for number in sorted(made):
+        later = {v for other in read if other != number for v in read[other]} | {traced.loss}
+        enters = tuple(v for v in read[number] if v not in made[number] or v in batch)
+        found.append(Segment(enters=enters, leaves=tuple(v for v in made[number] if v in later)))
+    return found

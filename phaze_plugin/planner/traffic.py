@@ -1,0 +1,116 @@
+"""What a plan sends in one step, by mesh axis: the collectives behind its times, counted instead of priced.
+
+An all-reduce counts as what it is made of, a reduce-scatter and an all-gather: twice its tensor. Others count their
+tensor once, an all-to-all the part of it that a device holds, a send between stages what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phaze.cost import Collective
+from phaze.ir import Graph, Op, OpKind, RecomputeMode, recomputed_ops
+from phaze.ir.layers import single_layer
+from phaze.plan import Plan
+from phaze.planner.belongs import request_of
+from phaze.planner.choose import graph_at
+from phaze.planner.limits import limits_of
+from phaze.planner.slices import slice_model
+from phaze.shard import WHOLE, ShardedModel, slice_layer
+
+__all__ = ["StageTraffic", "planned_traffic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTraffic:
+    """Bytes of one step on one device of a stage: between tensor-parallel devices, copies, and with the next stage."""
+
+    tp_bytes: float
+    dp_bytes: float
+    pp_bytes: float
+
+
+def planned_traffic(
+    plan: Plan, model: object, inputs: object = None, *, least_bytes: int = 0
+) -> tuple[StageTraffic, ...]:
+    """The traffic of every stage of a plan for this model; tensors of less than `least_bytes` do not count."""
+    request = request_of(plan, model, inputs)
+    chosen = plan.strategy
+    limits = limits_of(chosen, [len(stage.layers) for stage in plan.stages])
+    sharded = slice_model(request, graph_at(request, chosen.micro_batch_size), chosen.tp, limits.sequence)
+    batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+    found, first = [], 0
+    for number, stage in enumerate(plan.stages):
+        layers = range(first, first + len(stage.layers))
+        first += len(stage.layers)
+        mode = RecomputeMode(stage.recompute)
+        width_bytes = sum(_layer_bytes(sharded, layer, mode, least_bytes) for layer in layers)
+        sent = _sent_bytes(sharded, first) if number + 1 < len(plan.stages) else 0.0
+        found.append(
+            StageTraffic(
+                tp_bytes=batches * width_bytes,
+                dp_bytes=sum(_copy_bytes(plan, size, batches, least_bytes) for size in _parameters(sharded, layers)),
+                pp_bytes=2 * batches * sent,
+            )
+        )
+    return tuple(found)
+
+
+def _layer_bytes(sharded: ShardedModel, layer: int, mode: RecomputeMode, least_bytes: int) -> float:
+    """Forward, backward and what is computed again of one layer and one microbatch."""
+    local: Graph = slice_layer(sharded.layers[layer])
+    ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode))
+    links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
+    return sum(_weighed(op, sharded.axis.width) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
+
+
+def _weighed(op: Op, width: int) -> float:
+    size = float(str(op.attribute("bytes")))
+    match Collective(op.function):
+        case Collective.ALL_REDUCE:
+            return 2 * size
+        case Collective.ALL_TO_ALL:
+            return size / width
+        case _:
+            return size
+
+
+def _parameters(sharded: ShardedModel, layers: Iterable[int]) -> list[int]:
+    """Elements of every trained parameter on one device, tied ones once."""
+    found: dict[str, int] = {}
+    trained = {name for name, _ in sharded.graph.gradients}
+    for layer in layers:
+        for name in sharded.graph.layers[layer].parameters:
+            shape = sharded.graph.tensors[name].shape
+            if name in trained:
+                found[name] = math.prod(sharded.parameters.get(name, WHOLE).local_shape(shape))
+    return list(found.values())
+
+
+def _copy_bytes(plan: Plan, parameters: int, batches: int, least_bytes: int) -> float:
+    """The gradient of a parameter that copies reduce, and what of it they gather."""
+    chosen, recipe = plan.strategy, plan.question.precision
+    gradients, gathered = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters
+    if chosen.dp == 1 or gradients < least_bytes:
+        return 0.0
+    match chosen.zero:
+        case 0:
+            return 2 * gradients
+        case 1:
+            return gradients + gathered
+        case 2:
+            return batches * gradients + gathered
+        case _:
+            return batches * (gradients + 2 * gathered)
+
+
+def _sent_bytes(sharded: ShardedModel, cut: int) -> float:
+    """What crosses the cut before a layer, forward, from one device."""
+    graph, total = sharded.graph, 0.0
+    for boundary in graph.layer_graph.boundaries:
+        if boundary.producer < cut <= max(boundary.consumers):
+            size = graph.tensors[boundary.tensor].size_bytes
+            total += size / sharded.axis.width if sharded.is_sequence_split[boundary.producer] else size
+    return total

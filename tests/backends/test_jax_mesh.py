@@ -1,0 +1,107 @@
+"""Plans of JAX models run on eight host devices and give what one device gives, with the bytes that were planned."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+Results = Callable[[str], dict[str, Any]]
+
+SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
+DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2")
+FULL = (
+    *(f"{model} {degrees}" for model in ("pure", "linen", "scanned") for degrees in ("dp8", "tp8", "dp2 tp4")),
+    *("scanned dp8 zero2", "scanned dp4 tp2 zero1 selective", "scanned dp2 tp4 full", "scanned dp2 tp4 sequence"),
+    *("uneven dp2 tp4", "fused dp2 tp4"),
+)
+UNMATCHED = {"scanned dp2 tp4 full", "scanned dp2 tp4 sequence", "fused dp2 tp4"}
+"""Collectives differ here: what backward does not read again is not summed again, and fused columns are gathered."""
+UNFORCED = ("unforced 300 KB",)
+
+
+def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
+    """Run cases in one process with eight devices; what each one measured."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), *names],
+        env=os.environ | flags,
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lambda name: json.loads((folder / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, *UNFORCED))
+
+
+@pytest.fixture(scope="module")
+def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run_cases(tmp_path_factory.mktemp("jax"), (*FULL, "unforced 500 KB", "unforced 230 KB"))
+
+
+def check_equality(found: dict[str, Any]) -> None:
+    assert found["loss_error"] < 1e-5
+    assert found["gradient_error"] < 1e-5
+    assert found["parameter_error"] < 1e-5
+    assert found["structure_is_equal"]
+
+
+def check_bytes(found: dict[str, Any]) -> None:
+    """Arguments equal what stages hold on average, for all run one program; traffic agrees on every axis."""
+    planned = found["planned_bytes"]
+    assert found["argument_bytes"] == sum(planned) / len(planned)
+    stages = found["planned_traffic"]
+    for axis in ("dp", "tp"):
+        expected = sum(stage[axis] for stage in stages) / len(stages)
+        assert found["traffic_bytes"][axis] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_step_on_a_mesh_equals_one_on_a_device(results: Results, name: str) -> None:
+    check_equality(results(name))
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_arguments_and_collectives_have_the_planned_bytes(results: Results, name: str) -> None:
+    check_bytes(results(name))
+
+
+def test_stages_send_what_is_planned_and_the_parameters_outside_of_the_scan(results: Results) -> None:
+    found = results("scanned pp2 dp2 tp2")
+    outside_bytes = 2 * (64 * 32 + 32 * 64) * 4 // 2
+    assert found["planned_traffic"][0]["pp"] == 32768
+    assert found["traffic_bytes"]["pp"] == 32768 + outside_bytes
+
+
+def test_twenty_steps_of_an_unforced_plan_lose_what_one_process_loses(results: Results) -> None:
+    check_unforced(results("unforced 300 KB"))
+
+
+def check_unforced(found: dict[str, Any]) -> None:
+    assert found["target"] == "jax"
+    assert found["losses"] == pytest.approx(found["expected"], rel=1e-4)
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FULL)
+def test_every_step_on_a_mesh_equals_one_on_a_device(full_results: Results, name: str) -> None:
+    check_equality(full_results(name))
+    if name not in UNMATCHED:
+        check_bytes(full_results(name))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["unforced 500 KB", "unforced 230 KB"])
+def test_every_unforced_plan_loses_what_one_process_loses(full_results: Results, name: str) -> None:
+    check_unforced(full_results(name))

@@ -1,0 +1,252 @@
+"""JAX as a target: what it refuses and why, how parameters are stored, and what is written for other tools."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_training as models
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from jax_models import adam_state, adam_step, gpt_parameters, tokens
+from repository import ROOT
+
+import phaze
+from phaze.backends.jax import ScanStages
+from phaze.backends.jax.stored import store
+from phaze.errors import PlanError
+from phaze.plan import Plan, PlanStatus, SplitDim
+
+QUESTION: dict[str, Any] = {"global_batch_size": 16, "precision": "fp32"}
+FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "zero": 0}
+
+
+def small(*, stacked: bool = False) -> tuple[Any, tuple[Any, Any]]:
+    loss = models.scanned_loss if stacked else models.loss
+    return loss, (models.weights(models.shapes(stacked=stacked)), models.batch(16))
+
+
+@cache
+def plan_of(dp: int, tp: int, stacked: bool = False, zero: int = 0) -> Plan:
+    loss, inputs = small(stacked=stacked)
+    strategy = {**FIXED, "dp": dp, "tp": tp, "zero": zero, "micro_batch_size": 16 // dp}
+    return phaze.evaluate(loss, inputs, cluster=f"cpu:{dp * tp}", strategy=strategy, compares=False, **QUESTION).plan
+
+
+def test_a_plan_for_one_device_trains_on_it() -> None:
+    loss, inputs = small()
+    run = plan_of(1, 1).apply(loss, inputs=inputs)
+    assert dict(run.mesh.shape) == {"pp": 1, "dp": 1, "tp": 1}
+    value, gradients = run.gradients(run.start(inputs[0]), inputs[1])
+    expected = jax.jit(jax.value_and_grad(loss))(*inputs)
+    assert value == pytest.approx(float(expected[0]), rel=1e-5)
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * float(np.abs(wanted).max()))
+
+
+def test_too_few_devices_are_counted() -> None:
+    loss, inputs = small()
+    with pytest.raises(PlanError, match=r"takes 8 devices \(dp=2, pp=1, tp=4\); JAX sees 1 of kind cpu"):
+        plan_of(2, 4).apply(loss, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("a mesh", "mesh is a str; expected a jax.sharding.Mesh with axes dp=1"),
+        (("data",), "mesh has the axes data=1; the plan's are dp=1, pp=1, tp=1"),
+    ],
+)
+def test_a_mesh_that_is_not_the_plans_is_refused(mesh: Any, message: str) -> None:
+    loss, inputs = small()
+    given = mesh if isinstance(mesh, str) else Mesh(np.array(jax.devices()[:1]), mesh)
+    with pytest.raises(PlanError, match=message):
+        plan_of(1, 1).apply(loss, given, inputs=inputs)
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    loss, inputs = small()
+    with pytest.raises(PlanError, match=r"mesh has the sizes dp=1, tp=1; the plan needs dp=2, pp=1, tp=4"):
+        plan_of(2, 4).apply(loss, Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("dp", "tp")), inputs=inputs)
+
+
+def test_another_model_is_refused_with_what_differs() -> None:
+    loss, _ = small()
+    other = (models.weights(models.shapes(layers=1)), models.batch(16))
+    with pytest.raises(PlanError, match=r"not the one that was planned:\n  model.parameter_count: \d+ in the plan"):
+        plan_of(1, 1).apply(loss, inputs=other)
+
+
+def test_other_parameters_and_batches_are_refused_with_what_differs() -> None:
+    loss, inputs = small()
+    run = plan_of(1, 1).apply(loss, inputs=inputs)
+    with pytest.raises(PlanError, match=r"params.embed has the shape \[61, 32\]; planned was \[64, 32\]"):
+        run.start(models.weights(models.shapes(words=61)))
+    with pytest.raises(PlanError, match="the parameters have the structure"):
+        run.start(models.weights(models.shapes(layers=1)))
+    with pytest.raises(PlanError, match=r"an array of shape \[4, 16\]; the plan's is \[16, 16\]"):
+        run.step(run.start(inputs[0]), models.batch(4))
+
+
+def test_what_cannot_be_arranged_says_what_can() -> None:
+    loss, inputs = small()
+    plan = plan_of(1, 1)
+    for arguments, message in (
+        ({}, "pass inputs= as optimize took them"),
+        ({"inputs": {"params": 1}}, "inputs is a dict; expected a tuple"),
+        ({"inputs": inputs, "loss_fn": loss}, "which needs no loss_fn"),
+        ({"inputs": inputs, "batch": 1}, "no option 'batch' for JAX; expected some of inputs, optimizer"),
+        ({"inputs": inputs, "optimizer": "adam"}, "expected an object with init and update"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plan.apply(loss, **arguments)
+    with pytest.raises(PlanError, match="Lowered cannot be arranged on a mesh; expected a loss function"):
+        plan.apply(jax.jit(loss).lower(*inputs), inputs=inputs)
+
+
+def test_a_whole_train_step_is_refused_in_favour_of_its_loss() -> None:
+    params = gpt_parameters(1)
+    inputs = (params, adam_state(params), tokens(2))
+    plan = phaze.optimize(
+        adam_step, inputs, cluster="cpu:1", global_batch_size=2, micro_batch_sizes=(2,), precision="fp32"
+    )
+    with pytest.raises(PlanError, match="more than a scalar loss; a plan of a whole train step is applied to its loss"):
+        plan.apply(adam_step, inputs=inputs)
+
+
+def test_plans_that_cannot_run_are_refused() -> None:
+    loss, inputs = small()
+    plan = plan_of(1, 1)
+    with pytest.raises(PlanError, match="does not fit its devices"):
+        replace(plan, status=PlanStatus.DOES_NOT_FIT).apply(loss, inputs=inputs)
+    with pytest.raises(PlanError, match="analysis only"):
+        replace(plan, question=replace(plan.question, target=None)).apply(loss, inputs=inputs)
+
+
+def test_without_jax_the_extra_is_named(tmp_path: Path) -> None:
+    plan_of(1, 1).save(tmp_path / "plan.json")
+    program = (
+        "import sys; sys.modules['jax'] = None\n"
+        "import phaze; from phaze.errors import PlanError\n"
+        "try: phaze.load_plan('plan.json').apply(print)\n"
+        "except PlanError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "target 'jax' needs jax" in done.stdout
+    assert "pip install 'phaze-plugin[jax]'" in done.stdout
+
+
+def test_only_scans_over_layers_get_pipelines() -> None:
+    plain, inputs = small()
+    scanned, stacked_inputs = small(stacked=True)
+    builder = ScanStages()
+    assert not builder.accepts(phaze.import_graph(plain, inputs))
+    assert builder.accepts(phaze.import_graph(scanned, stacked_inputs))
+    assert any("one pipeline stage only" in note for note in plan_of(1, 1).provenance.notes)
+    assert not any("one pipeline stage only" in note for note in plan_of(1, 1, stacked=True).provenance.notes)
+
+
+def test_a_layer_that_cannot_be_split_is_named() -> None:
+    loss, inputs = small()
+    with pytest.raises(PlanError, match=r"cannot be sliced as asked.*(heads|use a smaller width)"):
+        phaze.evaluate(
+            loss,
+            inputs,
+            cluster="cpu:48",
+            strategy={**FIXED, "dp": 1, "tp": 48, "micro_batch_size": 16},
+            compares=False,
+            tensor_widths=(48,),
+            **QUESTION,
+        )
+
+
+def split(dim: int, chunk: int, ways: int, outer: int = 1, stride: int = 1) -> SplitDim:
+    return SplitDim(dim=dim, outer=outer, chunk=chunk, ways=ways, stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits", "data", "stored", "spec"),
+    [
+        ((64, 32), (split(0, 16, 4),), 1, (64, 32), ("tp", None)),
+        ((64, 32), (split(0, 16, 4),), 2, (64, 32), ("tp", "dp")),
+        ((61, 32), (split(0, 16, 4),), 1, (4, 16, 32), ("tp", None, None)),
+        ((128,), (split(0, 32, 4),), 2, (4, 32), ("tp", "dp")),
+        ((8, 2, 8), (split(1, 1, 2, stride=2), split(2, 4, 2)), 1, (8, 16), (None, "tp")),
+        ((8, 16), (split(1, 8, 2, stride=2), split(1, 4, 2, outer=2)), 1, (8, 16), (None, "tp")),
+        ((7, 5), (), 2, (7, 5), (None, None)),
+    ],
+)
+def test_a_parameter_is_stored_as_a_mesh_can_cut_it(
+    shape: tuple[int, ...], splits: tuple[SplitDim, ...], data: int, stored: tuple[int, ...], spec: tuple[Any, ...]
+) -> None:
+    found = store("w", shape, splits, is_stacked=False, tensor=4, data=data)
+    assert found.stored_shape == stored
+    assert found.spec(data="dp", tensor="tp") == PartitionSpec(*spec)
+    whole = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    np.testing.assert_array_equal(found.seen(found.stored(whole)), whole)
+
+
+def test_a_split_that_no_sharding_expresses_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"'w' of shape \[8, 24\] is split as dim 1 in 3 runs / 4"):
+        store("w", (8, 24), (split(1, 2, 4, outer=3),), is_stacked=False, tensor=4, data=1)
+
+
+def test_maxtext_gets_its_own_names() -> None:
+    written = plan_of(2, 4, zero=1).export("maxtext")
+    assert written["maxtext.yml"].splitlines()[3:] == [
+        "ici_data_parallelism: 2",
+        "ici_fsdp_parallelism: 1",
+        "ici_tensor_parallelism: 4",
+        "ici_pipeline_parallelism: 1",
+        "shard_optimizer_over_data: True",
+        "per_device_batch_size: 2",
+        "gradient_accumulation_steps: 1",
+        "remat_policy: minimal",
+    ]
+    assert "not run by Phaze" in written["maxtext.yml"]
+
+
+def test_stablehlo_carries_the_mesh_and_a_sharding_for_every_argument() -> None:
+    loss, inputs = small(stacked=True)
+    plan = plan_of(2, 4, stacked=True)
+    lowered = jax.jit(jax.value_and_grad(loss), keep_unused=True).lower(*inputs)
+    text = plan.export("stablehlo", lowered)["model.mlir"]
+    assert 'sdy.mesh @mesh = <["dp"=2, "tp"=4]>' in text
+    head = next(line for line in text.splitlines() if "func.func public @main" in line)
+    assert head.count("sdy.sharding = ") == len(jax.tree.leaves(inputs))
+    assert 'tensor<2x32x8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{}, {}, {"tp"}, {}]>}' in head
+    assert 'tensor<16x16xi32> {sdy.sharding = #sdy.sharding<@mesh, [{"dp"}, {}]>}' in head
+    with pytest.raises(PlanError, match="stablehlo annotates a lowered function, and got NoneType"):
+        plan.export("stablehlo")
+
+
+def test_pjit_writes_data_and_a_program() -> None:
+    written = plan_of(2, 4, stacked=True).export("pjit")
+    data = json.loads(written["shardings.json"])
+    assert data["mesh"] == {"dp": 2, "tp": 4}
+    assert data["parameters"]["layers.q"] == 2
+    assert data["left_whole"] == []
+    assert "phaze" not in written["train_step.py"].lower()
+
+
+def test_the_exported_program_runs_where_phaze_cannot_be_imported(tmp_path: Path) -> None:
+    for name, text in plan_of(2, 4, stacked=True, zero=1).export("pjit").items():
+        (tmp_path / name).write_text(text)
+    script = ROOT / "tests" / "support" / "run_exported_step.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
+    assert found["devices"] == 8

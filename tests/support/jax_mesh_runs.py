@@ -1,0 +1,227 @@
+"""Plans applied on eight host devices; started by the tests as `... FOLDER CASE...`, with one JSON file per case.
+
+Every case is one compiled step, taken once or often, against the same in one process on one device.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax_training as models
+import numpy as np
+from hlo_traffic import LEAST_BYTES, axis_traffic
+
+import phaze
+from phaze.backends.jax.optimizers import Adam
+from phaze.backends.jax.steps import TrainState
+from phaze.hardware import Cluster, find_accelerator, parse_cluster
+from phaze.plan import Plan
+from phaze.planner.traffic import planned_traffic
+from phaze.records import to_document
+
+BATCH = 16
+COUNT_BYTES = 4
+"""The optimizer's count of steps; recorded gradients are written and never read, so they are no argument."""
+FIXED = {"schedule": "none", "chunks": 1, "zero": 0, "recompute": "none", "pp": 1, "dp": 1, "tp": 1}
+FORCED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{model} {name}": (model, {**FIXED, **strategy})
+    for model in ("pure", "linen", "scanned")
+    for name, strategy in {
+        "dp8": {"dp": 8, "micro_batch_size": 1},
+        "tp8": {"tp": 8, "micro_batch_size": 8},
+        "dp2 tp4": {"dp": 2, "tp": 4, "micro_batch_size": 8},
+    }.items()
+}
+FORCED |= {
+    "scanned dp8 zero2": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
+    "scanned dp8 zero3": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 3}),
+    "scanned dp4 tp2 zero1 selective": (
+        "scanned",
+        {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 1, "recompute": "selective"},
+    ),
+    "scanned dp2 tp4 full": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
+    "scanned dp2 tp4 sequence": (
+        "scanned",
+        {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "sequence_parallel": True},
+    ),
+    "scanned pp2 dp2 tp2": (
+        "scanned",
+        {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
+    ),
+    "uneven dp2 tp4": ("uneven", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
+    "fused dp2 tp4": ("fused", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """A model with its inputs, weights and batch, and the same as a function."""
+
+    model: Any
+    inputs: tuple[Any, ...]
+    weights: Any
+    loss: Callable[..., Any]
+    batch: Any
+
+
+@cache
+def subject(kind: str) -> Subject:
+    if kind == "linen":
+        module, batch = models.LinenLoss(), models.batch(BATCH)
+        shapes = jax.eval_shape(module.init, jax.random.key(0), batch)["params"]
+        weights = models.weights(jax.tree.map(lambda leaf: leaf.shape, shapes))
+        return Subject(
+            model=module,
+            inputs=(batch,),
+            weights=weights,
+            loss=lambda params, batch: module.apply({"params": params}, batch),
+            batch=batch,
+        )
+    words = models.WORDS - 3 if kind == "uneven" else models.WORDS
+    batch = models.batch(BATCH, words)
+    if kind == "fused":
+        weights, loss = models.weights(models.fused_shapes()), models.fused_loss
+    else:
+        weights = models.weights(models.shapes(words=words, stacked=kind == "scanned"))
+        loss = models.scanned_loss if kind == "scanned" else models.loss
+    return Subject(model=loss, inputs=(weights, batch), weights=weights, loss=loss, batch=batch)
+
+
+class Recording:
+    """Adam that keeps the last gradients beside its own state, so that one compiled step shows everything."""
+
+    def __init__(self) -> None:
+        self.adam = Adam(learning_rate=1e-2, weight_decay=0.01, epsilon=1e-3)
+
+    def init(self, parameters: Any) -> Any:
+        return {"adam": self.adam.init(parameters), "gradients": jax.tree.map(jax.numpy.zeros_like, parameters)}
+
+    def update(self, gradients: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
+        changes, after = self.adam.update(gradients, state["adam"], parameters)
+        return changes, {"adam": after, "gradients": gradients}
+
+
+def error(found: Any, expected: Any) -> float:
+    """The largest over arrays of max|a - b| / max|b|."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()) for a, b in pairs)
+
+
+def forced(name: str) -> dict[str, Any]:
+    """One step of a strategy that is given."""
+    kind, strategy = FORCED[name]
+    it = subject(kind)
+    question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
+    graph = phaze.import_graph(it.model, it.inputs)
+    plan = phaze.evaluate(graph, strategy=strategy, compares=False, target="jax", **question).plan
+    optimizer = Recording()
+    run = plan.apply(it.model, inputs=it.inputs, optimizer=optimizer)
+    state = run.start(it.weights)
+    compiled = run.step.lower(state, it.batch).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    after, loss = compiled(state, it.batch)
+    gradients = run.parameters(TrainState(after.optimizer["gradients"], (), []))
+    expected_loss, expected, updated = on_one_device(it, optimizer.adam)
+    chosen = plan.strategy
+    mesh = {"pp": chosen.pp, "dp": chosen.dp, "tp": chosen.tp}
+    return {
+        "strategy": to_document(chosen),
+        "loss_error": abs(float(loss) - float(expected_loss)) / float(expected_loss),
+        "gradient_error": error(gradients, expected),
+        "parameter_error": error(run.parameters(after), updated),
+        "structure_is_equal": jax.tree.structure(run.shardings) == jax.tree.structure(it.weights),
+        "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(it.batch) // chosen.dp,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "planned_bytes": [one.memory_bytes["parameters"] + one.memory_bytes["optimizer"] for one in plan.stages],
+        "planned_activation_bytes": [one.memory_bytes["activations"] for one in plan.stages],
+        "traffic_bytes": axis_traffic(text, mesh, _shares(plan)),
+        "planned_traffic": [
+            {"pp": one.pp_bytes, "dp": one.dp_bytes, "tp": one.tp_bytes}
+            for one in planned_traffic(plan, graph, least_bytes=LEAST_BYTES)
+        ],
+        "strided": [name for name, splits in plan.layouts.parameters.items() if any(one.outer > 1 for one in splits)],
+    }
+
+
+@cache
+def on_one_device(it: Subject, adam: Adam) -> tuple[Any, Any, Any]:
+    """The loss, its gradients, and the parameters after one step."""
+
+    @jax.jit
+    def step(weights: Any, batch: Any) -> tuple[Any, Any, Any]:
+        loss, gradients = jax.value_and_grad(it.loss)(weights, batch)
+        changes, _ = adam.update(gradients, adam.init(weights), weights)
+        return loss, gradients, jax.tree.map(jax.numpy.add, weights, changes)
+
+    return step(it.weights, it.batch)  # type: ignore[no-any-return]
+
+
+def _shares(plan: Plan) -> tuple[float, ...]:
+    """Of the ticks of a pipeline a stage is busy in those of its microbatches; its ends are on one stage each."""
+    count = BATCH // plan.strategy.dp // plan.strategy.micro_batch_size
+    return (count / (count + plan.strategy.pp - 1), 1 / plan.strategy.pp)
+
+
+def _local_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def tight_cluster(memory_bytes: int) -> Cluster:
+    """Eight host devices with little memory."""
+    chip = replace(find_accelerator("cpu"), hbm_bytes=memory_bytes)
+    return replace(parse_cluster("cpu:8"), accelerator=chip)
+
+
+UNFORCED = {"unforced 500 KB": 500_000, "unforced 300 KB": 300_000, "unforced 230 KB": 230_000}
+
+
+def unforced(name: str) -> dict[str, Any]:
+    """Twenty steps of the plan that `optimize` returns under a limit of memory."""
+    it = subject("scanned")
+    question = {"cluster": tight_cluster(UNFORCED[name]), "global_batch_size": BATCH, "precision": "fp32"}
+    plan = phaze.optimize(it.model, it.inputs, tensor_widths=(1, 2), micro_batch_sizes=(1, 2), **question)
+    run = plan.apply(it.model, inputs=it.inputs, optimizer=Adam(learning_rate=1e-2))
+    state, losses, batches = run.start(it.weights), [], [models.batch(BATCH, seed=seed) for seed in range(20)]
+    for batch in batches:
+        state, loss = run.step(state, batch)
+        losses.append(float(loss))
+    return {
+        "strategy": to_document(plan.strategy),
+        "target": plan.provenance.target,
+        "losses": losses,
+        "expected": alone(it, batches),
+    }
+
+
+def alone(it: Subject, batches: list[Any]) -> list[float]:
+    """The same steps in one process on one device."""
+    adam = Adam(learning_rate=1e-2)
+
+    @jax.jit
+    def step(weights: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(it.loss)(weights, batch)
+        changes, state = adam.update(gradients, state, weights)
+        return jax.tree.map(jax.numpy.add, weights, changes), state, loss
+
+    weights, state, losses = it.weights, adam.init(it.weights), []
+    for batch in batches:
+        weights, state, loss = step(weights, state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run some cases, one after the other."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    runs = {name: partial(forced, name) for name in FORCED} | {name: partial(unforced, name) for name in UNFORCED}
+    for name in names:
+        (folder / f"{name}.json").write_text(json.dumps(runs[name](), indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

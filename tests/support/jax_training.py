@@ -1,0 +1,120 @@
+"""Small JAX losses with real weights: a transformer written plainly, in linen, and as a scan over stacked layers."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from jax_models import attend, cross_entropy, layer_norm
+
+LENGTH, WIDTH, HEADS, SIZE, HIDDEN, WORDS, LAYERS = 16, 32, 8, 8, 128, 64, 2
+
+Tree = Any
+
+
+def block(p: Tree, x: jax.Array) -> jax.Array:
+    """Attention with separate projections, and an MLP with biases."""
+    y = layer_norm(x, p["norm_1"])
+    query, key, value = (jnp.einsum("bsi,ihd->bshd", y, p[name]) for name in ("q", "k", "v"))
+    x = x + jnp.einsum("bshd,hdi->bsi", attend(query, key, value), p["o"])
+    hidden = jax.nn.gelu(layer_norm(x, p["norm_2"]) @ p["up"] + p["up_bias"])
+    return x + hidden @ p["down"] + p["down_bias"]
+
+
+def shapes(*, words: int = WORDS, layers: int = LAYERS, stacked: bool = False) -> Tree:
+    """The parameters' shapes."""
+    lead = (layers,) if stacked else ()
+
+    def norm(*lead: int) -> Tree:
+        return {"scale": (*lead, WIDTH), "bias": (*lead, WIDTH)}
+
+    def one() -> Tree:
+        return {
+            "norm_1": norm(*lead),
+            "norm_2": norm(*lead),
+            **dict.fromkeys(("q", "k", "v"), (*lead, WIDTH, HEADS, SIZE)),
+            "o": (*lead, HEADS, SIZE, WIDTH),
+            "up": (*lead, WIDTH, HIDDEN),
+            "up_bias": (*lead, HIDDEN),
+            "down": (*lead, HIDDEN, WIDTH),
+            "down_bias": (*lead, WIDTH),
+        }
+
+    body = one() if stacked else [one() for _ in range(layers)]
+    return {"embed": (words, WIDTH), "layers": body, "norm": norm(), "head": (WIDTH, words)}
+
+
+def weights(sizes: Tree) -> Tree:
+    """Small random numbers; scales near one."""
+    named, tree = jax.tree_util.tree_flatten_with_path(sizes, is_leaf=lambda one: isinstance(one, tuple))
+    random = np.random.default_rng(0)
+    values = [
+        (0.2 * random.standard_normal(size) + ("scale" in jax.tree_util.keystr(path))).astype(np.float32)
+        for path, size in named
+    ]
+    return jax.tree.unflatten(tree, values)
+
+
+def batch(size: int, words: int = WORDS, seed: int = 1) -> Tree:
+    """Random tokens and labels."""
+    random = np.random.default_rng(seed)
+    return {name: random.integers(0, words, (size, LENGTH), dtype=np.int32) for name in ("ids", "labels")}
+
+
+def loss(params: Tree, batch: Tree, *, stacked: bool = False) -> jax.Array:
+    """The plain model."""
+    x = params["embed"][batch["ids"]]
+    if stacked:
+        x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params["layers"])
+    else:
+        for p in params["layers"]:
+            x = block(p, x)
+    return cross_entropy(layer_norm(x, params["norm"]) @ params["head"], batch["labels"])
+
+
+scanned_loss = partial(loss, stacked=True)
+
+
+def fused_shapes() -> Tree:
+    """One layer whose projections are columns of one matrix, (3 h d)."""
+    return {
+        "embed": (WORDS, WIDTH),
+        "qkv": (WIDTH, 3 * HEADS * SIZE),
+        "o": (HEADS * SIZE, WIDTH),
+        "head": (WIDTH, WORDS),
+    }
+
+
+def fused_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Attention alone, its projections fused."""
+    x = params["embed"][batch["ids"]]
+    parts = jnp.split(x @ params["qkv"], 3, axis=-1)
+    query, key, value = (part.reshape(*x.shape[:2], HEADS, SIZE) for part in parts)
+    x = x + attend(query, key, value).reshape(*x.shape[:2], HEADS * SIZE) @ params["o"]
+    return cross_entropy(x @ params["head"], batch["labels"])
+
+
+class LinenBlock(linen.Module):
+    """A block in linen."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = linen.LayerNorm()(x)
+        heads = (HEADS, SIZE)
+        query, key, value = (linen.DenseGeneral(heads, use_bias=False, name=name)(y) for name in ("q", "k", "v"))
+        x = x + linen.DenseGeneral(WIDTH, axis=(-2, -1), name="o")(attend(query, key, value))
+        hidden = linen.gelu(linen.Dense(HIDDEN, name="up")(linen.LayerNorm()(x)))
+        return x + linen.Dense(WIDTH, name="down")(hidden)
+
+
+class LinenLoss(linen.Module):
+    """The model in linen, with its loss."""
+
+    @linen.compact
+    def __call__(self, batch: Tree) -> jax.Array:
+        x = linen.Embed(WORDS, WIDTH)(batch["ids"])
+        for _ in range(LAYERS):
+            x = LinenBlock()(x)
+        return cross_entropy(linen.Dense(WORDS, name="head")(linen.LayerNorm()(x)), batch["labels"])
