@@ -16,13 +16,13 @@ def test_the_table_names_ops_and_what_binds_them(capsys: pytest.CaptureFixture[s
     assert "3 of" in out
     assert "memory" in out or "compute" in out
     assert "the update takes" in out
-    assert "calibration: ideal." in out
+    assert "calibration: a100, fitted to published runs." in out
 
 
 def test_json_holds_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--json", "--micro-batch", "2"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["calibration"] == "ideal"
+    assert document["calibration"] == "a100, fitted to published runs"
     assert document["total_s"] == pytest.approx(sum(row["total_s"] for row in document["rows"]))
     assert {row["binding"] for row in document["rows"]} <= {"compute", "memory", "fill", "overhead"}
     assert {row["phase"] for row in document["rows"]} == {"forward", "backward"}

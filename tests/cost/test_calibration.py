@@ -2,26 +2,62 @@ import math
 
 import pytest
 
-from phaze.cost import IDEAL, Calibration, calibration_of
+from phaze.cost import IDEAL, LIBRARY_STACK, Calibration, Stack, calibration_of
+from phaze.cost.calibration import TERMS
+from phaze.cost.fitted import fitted_families
 from phaze.errors import HardwareError
-from phaze.hardware import Accelerator, presets
+from phaze.hardware import preset, presets
+
+FITTED = {chip for family in fitted_families().values() for chip in family["chips"]}
 
 
-@pytest.mark.parametrize("chip", [preset.accelerator for preset in presets()], ids=lambda chip: chip.name)
-def test_no_preset_is_fitted_yet_and_says_so(chip: Accelerator) -> None:
-    calibration = calibration_of(chip)
-    assert calibration == IDEAL
-    assert (calibration.name, calibration.is_ideal) == ("ideal", True)
-    assert (calibration.matrix, calibration.vector, calibration.memory, calibration.link) == (1.0, 1.0, 1.0, 1.0)
+def test_chips_that_were_fitted_say_so_and_all_others_are_ideal() -> None:
+    assert {"a100-40gb", "a100-80gb"} <= FITTED
+    assert not {"tpuv4-paper", "cpu"} & FITTED
+    for chip in (one.accelerator for one in presets()):
+        calibration = calibration_of(chip)
+        assert calibration.is_ideal == (chip.name not in FITTED)
+        assert ("fitted to published runs" in calibration.name) == (chip.name in FITTED)
+    assert (IDEAL.name, IDEAL.matrix, IDEAL.overhead_s, IDEAL.overlap) == ("ideal", 1.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("field", ["matrix", "vector", "memory", "link"])
-@pytest.mark.parametrize("value", [0, -0.1, 1.1, math.nan])
+@pytest.mark.parametrize("name", fitted_families())
+def test_a_family_has_at_most_six_fitted_terms_their_origin_and_their_errors(name: str) -> None:
+    family = fitted_families()[name]
+    assert 1 <= len(family["fitted"]) <= 6
+    assert set(family["fitted"]) <= {*TERMS, "reserve"}
+    assert family["origin"]
+    for errors in family["errors"].values():
+        assert errors["rows"] > 0
+        assert 0 < errors["in_sample"] < 0.2
+
+
+def test_another_chip_under_a_fitted_name_is_ideal() -> None:
+    from dataclasses import replace
+
+    assert calibration_of(replace(preset("a100-80gb").accelerator, clock_hz=2e9)) == IDEAL
+
+
+@pytest.mark.parametrize("field", ["matrix", "vector", "memory", "link", "network", "overlap"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_an_efficiency_outside_zero_to_one_is_refused(field: str, value: float) -> None:
     with pytest.raises(HardwareError, match=field):
         Calibration(**{field: value})
 
 
-def test_overhead_is_not_negative() -> None:
-    with pytest.raises(HardwareError, match="overhead_s"):
-        Calibration(overhead_s=-1e-6)
+@pytest.mark.parametrize("field", ["overhead_s", "reserve"])
+def test_overhead_and_reserve_are_not_negative(field: str) -> None:
+    with pytest.raises(HardwareError, match=field):
+        Calibration(**{field: -1e-6})
+
+
+def test_nothing_overlaps_only_by_choice() -> None:
+    assert Calibration(overlap=0.0).together_s(3.0, 2.0) == 5.0
+    assert IDEAL.together_s(3.0, 2.0) == 3.0
+    assert Calibration(overlap=0.5).together_s(3.0, 2.0) == 4.0
+
+
+def test_a_stack_knows_fusions_by_name_only() -> None:
+    assert Stack(fusion="chains").fusion == LIBRARY_STACK.fusion
+    with pytest.raises(ValueError, match="everything"):
+        Stack(fusion="everything")

@@ -1,7 +1,7 @@
 import pytest
 from graphs import tiny_graph
 
-from phaze.cost import CoreKind, Estimate, cost_report, price_ops
+from phaze.cost import CoreKind, Estimate, calibration_of, cost_report, price_ops
 from phaze.hardware import AcceleratorArray, precision_recipe, preset
 from phaze.ir import Graph, GraphBuilder, Op, OpKind, Phase, Role
 
@@ -12,7 +12,8 @@ def test_every_op_is_counted_once_and_the_total_is_theirs() -> None:
     graph = tiny_graph("llama").with_backward()
     report = cost_report(graph, CHIP, prices={})
     assert sum(row.count for row in report.rows) == len(graph.ops)
-    assert report.total_s == pytest.approx(float(price_ops(graph, graph.ops, CHIP, prices={}).spread_s.sum()))
+    estimate = price_ops(graph, graph.ops, CHIP, calibration=calibration_of(CHIP), prices={})
+    assert report.total_s == pytest.approx(float(estimate.spread_s.sum()))
 
 
 def test_rows_come_most_expensive_first() -> None:
@@ -47,7 +48,8 @@ def test_captured_update_ops_are_left_out_and_counted() -> None:
 
 
 def test_an_ideal_chip_says_so() -> None:
-    assert cost_report(tiny_graph("gpt2"), CHIP, prices={}).calibration.name == "ideal"
+    chip = preset("tpuv4-paper").accelerator
+    assert cost_report(tiny_graph("gpt2"), chip, prices={}).calibration.name == "ideal"
 
 
 def reduces_in_a_second(graph: Graph, op: Op, accelerators: AcceleratorArray) -> Estimate:
