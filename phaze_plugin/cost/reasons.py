@@ -40,7 +40,7 @@ def explain(work: Work, accelerator: Accelerator, *, calibration: Calibration | 
     }
     reached = f", {least_tensor_s(work, accelerator) / seconds:.1%} of peak" if work.products else ""
     return (
-        f"{work_shape(work)} on {chosen.name} {accelerator.name}: {_seconds(seconds)}{reached}; "
+        f"{work_shape(work)} on {accelerator.name} ({chosen.name}): {_seconds(seconds)}{reached}; "
         f"{binding} binds: {reasons[binding]()}."
     )
 

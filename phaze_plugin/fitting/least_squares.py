@@ -1,6 +1,6 @@
 """The calibration under which measured runs are predicted best.
 
-Minimised are weighted residuals log(predicted / measured) with a loss that grows like the square up to a few percent
+Minimised are residuals weight * log(predicted / measured) with a loss that grows like the square up to a few percent
 and linearly beyond (pseudo-Huber), so that a run which no constant explains does not drag the others along. The
 variables are the logarithms of efficiencies and of the overhead, and the overlap itself, each within its range;
 Gauss-Newton steps with Levenberg's damping, derivatives by differences. Deterministic.
@@ -128,7 +128,7 @@ def _minimise(
     now = residuals([point])[0]
     slopes = _slopes(residuals, point, now, high)
     for _ in range(_ROUNDS):
-        bent = weight**2 / np.sqrt(1 + (now / _BEND) ** 2)
+        bent = weight**2 / np.sqrt(1 + (weight * now / _BEND) ** 2)
         normal = (slopes.T * bent) @ slopes
         gradient = (slopes.T * bent) @ now
         is_free = ~((point <= low) & (gradient > 0) | (point >= high) & (gradient < 0))
@@ -165,7 +165,7 @@ def _slopes(residuals: Callable[[Sequence[_Floats]], _Floats], point: _Floats, n
 
 
 def _loss(residual: _Floats, weight: _Floats) -> float:
-    return float((weight**2 * _BEND**2 * (np.sqrt(1 + (residual / _BEND) ** 2) - 1)).sum())
+    return float((_BEND**2 * (np.sqrt(1 + (weight * residual / _BEND) ** 2) - 1)).sum())
 
 
 def _parallel(slopes: _Floats, terms: Sequence[str], unseen: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from phaze.cost import VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
+from phaze.cost import IDEAL, VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
 from phaze.cost.price import distinct_accelerators
 from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
@@ -18,8 +18,8 @@ def peak_share(size: int) -> float:
 
 def test_a_large_square_product_comes_near_to_peak_and_says_that_compute_binds() -> None:
     assert 0.85 <= peak_share(8192) <= 1
-    sentence = explain(matmul_work(1, 8192, 8192, 8192), TPU)
-    assert "on ideal tpuv4" in sentence
+    sentence = explain(matmul_work(1, 8192, 8192, 8192), TPU, calibration=IDEAL)
+    assert "on tpuv4 (ideal)" in sentence
     assert "compute binds: the tensor cores are busy throughout" in sentence
 
 
