@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import QUESTION, checked, small_cluster, small_graph, small_plan
+from plans import FITTED_CHIP, QUESTION, checked, small_cluster, small_graph, small_plan
 
 import phaze
+from phaze.cost import calibration_of
 from phaze.errors import FormatError, PlanError
 from phaze.plan import PlanStatus, plan_from_document
 
@@ -87,10 +88,12 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_the_summary_fits_100_columns_and_says_what_matters() -> None:
-    for plan in (small_plan(), small_plan(hbm_mib=80)):
+    fitted = calibration_of(small_cluster(chip_name=FITTED_CHIP).accelerator)
+    ideal_plans = ((small_plan(), "ideal"), (small_plan(hbm_mib=80), "ideal"))
+    for plan, prices in (*ideal_plans, (small_plan(chip_name=FITTED_CHIP), fitted.name)):
         text = str(plan)
         assert max(len(line) for line in text.splitlines()) <= 100
-        for words in ("small-gpt", "dp ", "MFU", "tokens/s", "GiB", "ideal", "not executable"):
+        for words in ("small-gpt", "dp ", "MFU", "tokens/s", "GiB", f"prices    {prices}", "not executable"):
             assert words in text
         explained = plan.explain()
         assert max(len(line) for line in explained.splitlines()) <= 100

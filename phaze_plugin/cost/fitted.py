@@ -7,6 +7,7 @@ behind them, and the errors that remain (in sample, with each row left out, with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from phaze.cost.calibration import IDEAL, Calibration, Stack
@@ -26,9 +27,12 @@ def fitted_families() -> Mapping[str, Mapping[str, Any]]:
 def calibration_of(accelerator: Accelerator) -> Calibration:
     """The calibration that belongs to ``accelerator``; ideal where none was fitted.
 
-    It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration.
+    It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration. A chip
+    that has more or less memory is the same chip: its size is in no price.
     """
-    if accelerator.name not in preset_names() or preset(accelerator.name).accelerator != accelerator:
+    if accelerator.name not in preset_names():
+        return IDEAL
+    if replace(preset(accelerator.name).accelerator, hbm_bytes=accelerator.hbm_bytes) != accelerator:
         return IDEAL
     for family in fitted_families().values():
         if accelerator.name in family["chips"]:

@@ -205,8 +205,8 @@ def _hbm(ground: Ground, peak_bytes: float | None) -> Lever | None:
     if peak_bytes is None:
         return None
     problem = ground.problem
-    free = 0.0 if problem.allows_marginal else problem.memory_margin
-    needed = int(peak_bytes / (1 - free) * (1 + 1e-12)) + 1
+    share = problem.usable_bytes / problem.cluster.accelerator.hbm_bytes
+    needed = int(peak_bytes / share * (1 + 1e-12)) + 1
     if needed > LARGEST_BYTES:
         return None
     accelerator = replace(problem.cluster.accelerator, hbm_bytes=needed)

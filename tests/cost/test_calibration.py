@@ -38,6 +38,13 @@ def test_another_chip_under_a_fitted_name_is_ideal() -> None:
     assert calibration_of(replace(preset("a100-80gb").accelerator, clock_hz=2e9)) == IDEAL
 
 
+def test_a_fitted_chip_with_another_memory_keeps_its_calibration() -> None:
+    from dataclasses import replace
+
+    chip = preset("a100-80gb").accelerator
+    assert calibration_of(replace(chip, hbm_bytes=chip.hbm_bytes // 4)) == calibration_of(chip) != IDEAL
+
+
 @pytest.mark.parametrize("field", ["matrix", "vector", "memory", "link", "network", "overlap"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_an_efficiency_outside_zero_to_one_is_refused(field: str, value: float) -> None:

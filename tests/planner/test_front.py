@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 from graphs import tiny_graph
-from plans import QUESTION, checked, small_cluster, small_graph, small_plan
+from plans import FITTED_CHIP, IDEAL_CHIP, QUESTION, checked, small_cluster, small_graph, small_plan
 
 import phaze
 from phaze.errors import PhazeError, PlanError, QuestionError
@@ -51,9 +51,12 @@ def test_a_plan_fits_and_its_memory_is_itemised() -> None:
         assert stage.fit == "fits"
 
 
-def test_less_memory_is_never_faster_and_changes_the_strategy() -> None:
-    assert small_plan(hbm_mib=80).step_time_s >= small_plan().step_time_s
-    assert small_plan(hbm_mib=80).strategy != small_plan().strategy
+@pytest.mark.parametrize("chip_name", [IDEAL_CHIP, FITTED_CHIP])
+def test_less_memory_is_never_faster_and_changes_the_strategy(chip_name: str) -> None:
+    roomy, tight = (small_plan(hbm_mib=mib, chip_name=chip_name) for mib in (80 * 1024, 80))
+    assert tight.provenance.prices == roomy.provenance.prices
+    assert tight.step_time_s >= roomy.step_time_s
+    assert tight.strategy != roomy.strategy
 
 
 def test_two_runs_give_equal_documents_apart_from_the_run() -> None:
@@ -154,8 +157,9 @@ def test_a_strategy_that_does_not_fit_is_priced_and_says_so() -> None:
     assert "DOES NOT FIT" in str(found)
 
 
-def test_a_model_that_cannot_fit_gets_levers_that_make_it_fit() -> None:
-    cluster = small_cluster(hbm_bytes=20 * 2**20, devices=2)
+@pytest.mark.parametrize("chip_name", [IDEAL_CHIP, FITTED_CHIP])
+def test_a_model_that_cannot_fit_gets_levers_that_make_it_fit(chip_name: str) -> None:
+    cluster = small_cluster(20 * 2**20, 2, chip_name)
     plan = checked(phaze.optimize(small_graph(), cluster=cluster, **QUESTION))
     assert plan.status is PlanStatus.DOES_NOT_FIT
     assert "DOES NOT FIT" in str(plan)
@@ -164,12 +168,14 @@ def test_a_model_that_cannot_fit_gets_levers_that_make_it_fit() -> None:
     by_text = {lever.text: lever for lever in plan.levers}
     memory = next(lever for text, lever in by_text.items() if "GiB" in text)
     needed = int(memory.value.split(" bytes")[0].rsplit(" ", 1)[1])
-    assert phaze.optimize(small_graph(), cluster=small_cluster(needed, 2), **QUESTION).is_feasible
-    assert not phaze.optimize(small_graph(), cluster=small_cluster(int(needed * 0.98), 2), **QUESTION).is_feasible
+    enough, less = (small_cluster(size, 2, chip_name) for size in (needed, int(needed * 0.98)))
+    assert phaze.optimize(small_graph(), cluster=enough, **QUESTION).is_feasible
+    assert not phaze.optimize(small_graph(), cluster=less, **QUESTION).is_feasible
     devices = next((lever for text, lever in by_text.items() if "devices" in text), None)
     if devices is not None:
         count = int(devices.text.split()[0])
-        assert phaze.optimize(small_graph(), cluster=small_cluster(20 * 2**20, count), **QUESTION).is_feasible
+        more = small_cluster(20 * 2**20, count, chip_name)
+        assert phaze.optimize(small_graph(), cluster=more, **QUESTION).is_feasible
 
 
 @pytest.mark.parametrize("devices", [1, 7])
@@ -286,7 +292,7 @@ def test_a_time_limit_before_anything_is_found_says_what_to_do() -> None:
 def test_a_calibrated_plan_says_so_and_is_slower() -> None:
     from phaze.cost import Calibration
 
-    calibration = Calibration(name="half", matrix=0.5, vector=0.5, memory=0.5, link=0.5)
+    calibration = Calibration(name="half", matrix=0.5, vector=0.5, memory=0.5, link=0.5, network=0.5)
     plan = checked(phaze.optimize(small_graph(), cluster=small_cluster(), calibration=calibration, **QUESTION))
     assert plan.provenance.prices == "half"
     assert plan.step_time_s == pytest.approx(2 * small_plan().step_time_s, rel=0.05)
