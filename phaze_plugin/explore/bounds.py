@@ -237,4 +237,6 @@ def _pass_bounds(priced: PricedPass, is_tight: bool) -> _PassBounds:
 def corner_accelerator(points: AcceleratorArray, chosen: IntArray) -> Accelerator:
     """The most of every field over some accelerators; the cost model's laws make its update the quickest."""
     fields = {name: getattr(points, name)[chosen].max().item() for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
-    return Accelerator(name="corner", **fields, rates=points.at(int(chosen[0])).rates)
+    quickest = points.take(chosen[:1])
+    quickest = replace(quickest, rates=points.rates[chosen].max(axis=0, keepdims=True))
+    return replace(quickest.at(0), name="corner", **fields)

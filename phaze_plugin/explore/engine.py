@@ -24,14 +24,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phaze.errors import PlanError, ShardError
-from phaze.explore.bounds import IntArray, corner_accelerator, sweep_cell
-from phaze.explore.boxes import Box, Swept, cut_box, pollution
+from phaze.errors import PlanError
+from phaze.explore.bounds import IntArray, corner_accelerator
+from phaze.explore.boxes import Box, cut_box, pollution
 from phaze.explore.executors import Workers
 from phaze.explore.goals import Goal, Metric
 from phaze.explore.journal import Journal, number
 from phaze.explore.question import SearchQuestion
 from phaze.explore.state import Evaluated, Knowledge
+from phaze.explore.sweeps import sweep_all, sweeps_of
 from phaze.explore.tasks import (
     BoundTask,
     EvaluateTask,
@@ -47,7 +48,7 @@ from phaze.hardware.area import area_mm2
 from phaze.planner.watch import TimeLimitError
 from phaze.records import from_document, to_document
 
-__all__ = ["Engine", "Sweep", "sweep_all"]
+__all__ = ["Engine"]
 
 _Task = TypeVar("_Task")
 _ROUND = 2
@@ -71,6 +72,7 @@ class Engine:
     open_boxes: list[tuple[float, str, Box]] = field(default_factory=list)
     tried: dict[int, Evaluated] = field(default_factory=dict)
     root: Box | None = None
+    opening: list[Box] = field(default_factory=list)
     scheduled: set[int] = field(default_factory=set)
     is_interrupted: bool = False
 
@@ -101,13 +103,13 @@ class Engine:
 
     @property
     def left(self) -> int:
-        """Accelerators in boxes that are open."""
-        return sum(len(box) for _, _, box in self.open_boxes)
+        """Accelerators in boxes that are open, those that are just being opened included."""
+        return sum(len(box) for box in (*self.opening, *(box for _, _, box in self.open_boxes)))
 
     def _start(self) -> None:
         """Sweep, try promising accelerators, and bound the whole space."""
         question = self.question
-        tasks = _sweeps(question)
+        tasks = sweeps_of(question)
         cells, self.refused = sweep_all(tasks, self.workers, self.report)
         goal = Goal(
             metric=question.metric,
@@ -135,7 +137,7 @@ class Engine:
         """Tight rows for the cells that are open."""
         is_open = self._open_cells(root)
         wanted = {self.know.cells[at].cell.name for at, one in enumerate(is_open) if one}
-        tasks = [replace(task, is_tight=True) for task in _sweeps(self.question) if task.cell_name in wanted]
+        tasks = [replace(task, is_tight=True) for task in sweeps_of(self.question) if task.cell_name in wanted]
         tight, _ = sweep_all(tasks, self.workers, self.report)
         by_name = {swept.cell.name: swept for swept in tight}
         self.know.cells = [by_name.get(swept.cell.name, swept) for swept in self.know.cells]
@@ -214,6 +216,7 @@ class Engine:
             else:
                 boxes.append(box)
         closed = len(self.know.closed)
+        self.opening = boxes
         try:
             self._open(boxes)
         except BaseException:
@@ -221,6 +224,8 @@ class Engine:
             for box in boxes:
                 heapq.heappush(self.open_boxes, (-self.know.most(box), box.name, box))
             raise
+        finally:
+            self.opening = []
 
     def _open(self, boxes: Sequence[Box]) -> None:
         """Cut boxes in two and bound the parts; evaluate an accelerator that is nearly the corner of its box."""
@@ -323,14 +328,20 @@ class Engine:
         cells = tuple((bound, self.know.cells[at].cell) for bound, at in known if bound < cutoff_s)
         return EvaluateTask(request=request, accelerator=chip, cells=cells, cutoff_s=cutoff_s)
 
-    def evaluate_at(self, found: Evaluated, hbm_bytes: int) -> list[Outcome]:
-        """An accelerator of the space with another memory."""
-        chip = replace(self.question.points.at(found.point), hbm_bytes=hbm_bytes)
-        nothing = Box(name="", points=np.array([found.point]), bounds_s=np.zeros(len(self.know.cells)))
-        box = self._single(nothing, found.point)
+    def evaluate_at(self, point: int, hbm_bytes: int) -> list[Outcome]:
+        """An accelerator of the space with some memory, with nothing known but what the sweep tells."""
+        chip = replace(self.question.points.at(point), hbm_bytes=hbm_bytes)
+        nothing = Box(name="", points=np.array([point]), bounds_s=np.zeros(len(self.know.cells)))
+        box = self._single(nothing, point)
         tasks = [self._task(box, model, chip, math.inf) for model in range(len(self.question.names))]
-        names = [f"evaluate/{found.point}@{hbm_bytes}/{model}" for model in range(len(tasks))]
+        names = [f"evaluate/{point}@{hbm_bytes}/{model}" for model in range(len(tasks))]
         return self._evaluations(names, tasks)
+
+    def value_at(self, point: int) -> float:
+        """The value of an accelerator of the space, 0 where some model does not fit; nothing is remembered of it."""
+        outcomes = self.evaluate_at(point, self.question.hbm_bytes[-1])
+        nothing = Box(name="", points=np.array([point]), bounds_s=np.full(len(self.know.cells), 1e-12))
+        return self.know.judge(nothing, outcomes).value
 
     def _bounds(self, names: Sequence[str], tasks: Sequence[BoundTask]) -> list[float]:
         self.know.bounds += len(tasks)
@@ -364,62 +375,3 @@ class Engine:
 def _cutoff_s(task: object) -> float:
     cutoff_s: float = task.cutoff_s  # type: ignore[attr-defined]
     return cutoff_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sweep:
-    """One cell to sweep; `question` has the request of its model only."""
-
-    question: SearchQuestion
-    model: int
-    micro_batch_size: int
-    width: int
-    is_tight: bool = False
-
-    @property
-    def cell_name(self) -> str:
-        """As `Cell.name`."""
-        return f"{self.model}:b{self.micro_batch_size}t{self.width}"
-
-
-def _sweep(task: Sweep) -> Swept | str:
-    question = task.question
-    try:
-        cell, rows = sweep_cell(
-            question.requests[0],
-            task.model,
-            task.micro_batch_size,
-            task.width,
-            question.points,
-            question.schedules,
-            is_paper=question.is_paper,
-            is_tight=task.is_tight,
-        )
-    except ShardError as error:
-        return str(error)
-    return Swept(cell, rows)
-
-
-def _sweeps(question: SearchQuestion) -> list[Sweep]:
-    """A task a cell, wide ones first: they take longest."""
-    return [
-        Sweep(
-            question=replace(question, names=(question.names[model],), requests=(request,)),
-            model=model,
-            micro_batch_size=size,
-            width=width,
-        )
-        for model, request in enumerate(question.requests)
-        for width in sorted(request.tensor_widths, reverse=True)
-        for size in request.micro_batch_sizes
-    ]
-
-
-def sweep_all(
-    tasks: Sequence[Sweep], workers: Workers, report: Callable[[str], object]
-) -> tuple[list[Swept], dict[str, str]]:
-    """Cells over the whole space, and why cells are impossible, by their names."""
-    names = [f"{task.question.names[0]}, microbatch {task.micro_batch_size}, width {task.width}" for task in tasks]
-    found = workers.run(_sweep, tasks, lambda index, _: report(f"sweep {names[index]}"))
-    refused = {name: one for name, one in zip(names, found, strict=True) if isinstance(one, str)}
-    return [one for one in found if isinstance(one, Swept)], refused

@@ -130,7 +130,7 @@ class _Reporter:
 
     def _progress(self, doing: str, elapsed_s: float) -> SearchProgress:
         know, points = self.engine.knowledge, len(self.engine.question.points)
-        is_started = know is not None and (know.closed or self.engine.open_boxes)
+        is_started = know is not None and (know.closed or self.engine.left)
         left = self.engine.left if is_started else points
         done = points - left
         return SearchProgress(
@@ -150,7 +150,8 @@ def proven_bound(engine: Engine) -> float:
     know = engine.know
     assert know.best is not None
     found = [know.best.value, *(most for _, most in know.closed), *(one.most for one in know.evaluated.values())]
-    return max(*found, *(-negative for negative, _, _ in engine.open_boxes), 0.0)
+    still_open = (*engine.opening, *(box for _, _, box in engine.open_boxes))
+    return max(*found, *(know.most(box) for box in still_open), 0.0)
 
 
 def answer(engine: Engine, started_s: float) -> SearchResult:
@@ -194,7 +195,7 @@ def _with_memory(engine: Engine, best: Evaluated, hbm_bytes: int) -> tuple[Outco
     ):
         return best.outcomes
     try:
-        return tuple(engine.evaluate_at(best, hbm_bytes))
+        return tuple(engine.evaluate_at(best.point, hbm_bytes))
     except (TimeLimitError, KeyboardInterrupt):
         return tuple(replace(outcome, time_s=None) for outcome in best.outcomes)
 
@@ -252,6 +253,7 @@ def _plans(question: SearchQuestion, design: Design) -> dict[str, Plan]:
         settled = replace(
             request,
             cluster=replace(request.cluster, accelerator=chip),
+            gap=request.gap / 2,  # as it was scheduled in the search
             micro_batch_sizes=(int(str(strategy["micro_batch_size"])),),
             tensor_widths=(int(str(strategy["tp"])),),
         )

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import phaze
 from phaze.capabilities import PipelineSchedule
 from phaze.cost import IDEAL, Calibration
-from phaze.errors import QuestionError, shown
+from phaze.errors import FormatError, QuestionError, shown
 from phaze.explore.goals import Metric
 from phaze.hardware import AcceleratorArray, PrecisionRecipe, parse_cluster
-from phaze.planner.request import Request, content_hash, read_request
-from phaze.space import from_description, load, paper, to_description
+from phaze.planner.request import Request, read_request
+from phaze.records import from_document, to_document
+from phaze.space import from_description, from_points, load, paper, to_description
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["COMBINATIONS", "PROVABLE_SCHEDULES", "REFERENCE", "SearchQuestion", "read_question"]
+__all__ = ["COMBINATIONS", "PROVABLE_SCHEDULES", "REFERENCE", "SearchQuestion", "question_of", "read_question"]
 
 REFERENCE = "tpuv4-paper"
 """Slices are chosen on it, and several models are compared by their ratios to it."""
@@ -54,6 +55,7 @@ class SearchQuestion:
     gap: float
     seed: int
     network: str
+    sequence_length: int | None = None
 
     @property
     def device_count(self) -> int:
@@ -74,8 +76,9 @@ class SearchQuestion:
                 "micro_batch_sizes": list(first.micro_batch_sizes),
                 "tensor_widths": list(first.tensor_widths),
                 "global_batch_size": first.global_batch_size,
-                "precision": content_hash(repr(first.recipe)),
-                "calibration": content_hash(repr(first.calibration)),
+                "precision": to_document(first.recipe),
+                "calibration": to_document(first.calibration),
+                "sequence_length": self.sequence_length,
                 "compatibility": "paper" if self.is_paper else None,
                 "schedules": [one.value for one in self.schedules],
                 "objective": self.metric.value,
@@ -167,7 +170,23 @@ def read_question(
         gap=float(gap),
         seed=seed,
         network=network,
+        sequence_length=sequence_length,
     )
+
+
+def question_of(
+    header: Mapping[str, Any], models: object, inputs: object = None, *, plugins: PluginManager
+) -> SearchQuestion:
+    """The question of a journal's first line, asked of models again; raises FormatError if the line is damaged."""
+    try:
+        asked = dict(header["question"])
+        asked["precision"] = from_document(PrecisionRecipe, asked["precision"], "question.precision")
+        asked["calibration"] = from_document(Calibration, asked["calibration"], "question.calibration")
+        return read_question(
+            models, inputs, space=from_points(header["space"]), optimizer="adamw", plugins=plugins, **asked
+        )
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"the journal's first line lacks a part of its question: {error}.") from error
 
 
 def _memory_sizes(hbm_gib: object) -> tuple[int, ...]:

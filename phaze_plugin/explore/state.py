@@ -90,7 +90,8 @@ class Knowledge:
         """A box with no more than this is closed; ties with the best are looked at if the optimum is asked for."""
         if self.best is None:
             return 0.0
-        return self.best.value * (1 + self.question.gap if self.question.gap else 1 - TIE)
+        gap = self.question.gap * (1 - 1e-9)  # so that what is proven in the end is not a last digit above it
+        return self.best.value * (1 + gap if gap else 1 - TIE)
 
     def is_closed(self, facts: Facts) -> bool:
         """Whether nothing in a box needs to be looked at."""

@@ -46,9 +46,6 @@ __all__ = [
     "schedule_rows",
 ]
 
-_WORK = 400_000
-"""Moves that the schedule of one pass may look at: a second or two."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoundTask:
@@ -135,8 +132,8 @@ def _bound_of(profiles: Mapping[ProfileKey, LayerProfile], width: int, key: str,
 
 
 def schedule_options(request: Request) -> ProfileOptions:
-    """How passes are scheduled: to half of the gap, which leaves the other half to placement; with little work."""
-    return replace(profile_options(request), gap=request.gap / 2, work=_WORK)
+    """How passes are scheduled: to half of the gap, which leaves the other half to placement."""
+    return profile_options(replace(request, gap=request.gap / 2))
 
 
 def evaluate_point(task: EvaluateTask) -> Outcome:

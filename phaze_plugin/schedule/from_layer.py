@@ -148,7 +148,9 @@ def _seconds(op: GraphOp, link_s: Callable[[GraphOp], float] | None) -> float:
     return float(link_s(op))
 
 
-def _columns(values: FloatArray, placed: Sequence[int], links: Mapping[int, float], count: int) -> FloatArray:
+def _columns(
+    values: FloatArray, placed: Sequence[int], links: Mapping[int, float | FloatArray], count: int
+) -> FloatArray:
     """[accelerator, op] from [priced op, accelerator] and the seconds of links."""
     columns = np.zeros((values.shape[1], count))
     columns[:, list(placed)] = values.T
@@ -157,11 +159,13 @@ def _columns(values: FloatArray, placed: Sequence[int], links: Mapping[int, floa
     return columns
 
 
-def _on_one_core(links: Mapping[int, float], calibration: Calibration, chips: AcceleratorArray) -> Mapping[int, float]:
+def _on_one_core(
+    links: Mapping[int, float], calibration: Calibration, chips: AcceleratorArray
+) -> Mapping[int, float | FloatArray]:
     """Seconds of links; where nothing may run beside them so many that they hold all cores instead."""
     if calibration.stack.hides_links:
         return links
-    cores = max(int(chips.tensor_cores.max()), int(chips.vector_cores.max()))
+    cores = np.maximum(chips.tensor_cores, chips.vector_cores).astype(np.float64)
     return {at: 2 * cores * seconds for at, seconds in links.items()}
 
 
