@@ -10,7 +10,7 @@ from typing import Any
 
 from phaze.backends.jax.stored import Stored
 
-__all__ = ["gathered", "own_shard", "scattered"]
+__all__ = ["gathered", "scattered"]
 
 
 def gathered(how: Stored, value: Any, axis: str = "dp", *, is_layer: bool = False) -> Any:
@@ -32,16 +32,6 @@ def scattered(how: Stored, value: Any, axis: str = "dp") -> Any:
     if dim is None:
         return jax.lax.psum(value, axis)
     return _open(how, value, lambda part: jax.lax.psum_scatter(part, axis, scatter_dimension=dim, tiled=True), False)
-
-
-def own_shard(how: Stored, value: Any, data: int) -> Any:
-    """The part of a whole array that this device updates."""
-    import jax
-
-    if how.shard_dim is None:
-        return value
-    size = value.shape[how.shard_dim] // data
-    return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index("dp") * size, size, how.shard_dim)
 
 
 def _open(how: Stored, value: Any, work: Any, is_layer: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Flags for MaxText (github.com/AI-Hypercomputer/maxtext, configs/base.yml); named as there, not run here.
+"""Flags for MaxText (github.com/AI-Hypercomputer/maxtext, configs/base.yml); option names checked, not run here.
 
 Copies of ZeRO-3 are its fsdp axis, others its data axis; per-device batches count what one device trains on between two
 accumulations of gradients.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phaze.backends.launch_flags import block_counts, head_lines, micro_batches, strongest_recompute
 from phaze.capabilities import Capabilities, PipelineSchedule
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MaxTextEmitter"]
 
 _POLICIES = {"none": "minimal", "selective": "minimal", "full": "full"}
-_STRENGTH = ("none", "selective", "full")
+SOURCE = "MaxText's configs/base.yml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +41,18 @@ class MaxTextEmitter:
 
     def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
         """One file: a key and a value in each line."""
-        flags = "\n".join(f"{key}: {value}" for key, value in _flags(plan).items())
-        head = (
-            f"# {plan.model.name} on {plan.cluster.device_count} x {plan.cluster.accelerator.name}, by Phaze.\n"
-            "# Overrides for MaxText's configs/base.yml; not run by Phaze. MaxText lays out parameters by rules of\n"
-            "# its own, and remat_policy is the nearest to the plan's recompute mode.\n"
-        )
-        return {"maxtext.yml": f"{head}{flags}\n"}
+        lines = head_lines(plan, "MaxText", SOURCE)
+        lines.append("# remat_policy is the nearest to the plan's recompute mode.")
+        lines += [f"{key}: {value}" for key, value in _flags(plan).items()]
+        return {"maxtext.yml": "\n".join(lines) + "\n"}
 
 
 def _flags(plan: Plan) -> dict[str, object]:
     chosen = plan.strategy
-    batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+    batches = micro_batches(plan)
     is_pipeline = chosen.pp > 1
     accumulated = 1 if is_pipeline else batches
     samples = plan.question.global_batch_size / accumulated / (chosen.dp * chosen.tp * chosen.pp)
-    strongest = max(chosen.recompute, key=_STRENGTH.index)
     tensor = "ici_tensor_sequence_parallelism" if chosen.sequence_parallel else "ici_tensor_parallelism"
     flags: dict[str, object] = {
         "ici_data_parallelism": 1 if chosen.zero == 3 else chosen.dp,
@@ -65,9 +62,9 @@ def _flags(plan: Plan) -> dict[str, object]:
         "shard_optimizer_over_data": chosen.zero == 1,
         "per_device_batch_size": f"{samples:g}",
         "gradient_accumulation_steps": accumulated,
-        "remat_policy": _POLICIES[strongest],
+        "remat_policy": _POLICIES[strongest_recompute(plan)],
     }
     if is_pipeline:
         flags["num_pipeline_microbatches"] = batches
-        flags["num_layers_per_pipeline_stage"] = max(len(stage.layers) for stage in plan.stages) - 1
+        flags["num_layers_per_pipeline_stage"] = max(block_counts(plan, "MaxText"))
     return flags

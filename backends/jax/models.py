@@ -9,21 +9,56 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from phaze.errors import PlanError
+from phaze.errors import PhazeError, PlanError
 
-__all__ = ["Model", "read_model"]
+__all__ = ["Batch", "Model", "read_model"]
+
+_WRAPPERS = ("value", "raw_value", "_value")
+"""Last words of paths that nnx adds to a variable's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The arguments behind the parameters: arrays, and values of Python, which are part of the program.
+
+    `specs` has the shape and type of each array; `fixed` has the other values by place.
+    """
+
+    tree: Any
+    specs: tuple[Any, ...]
+    fixed: Mapping[int, Any]
+
+    def whole(self, arrays: Sequence[Any]) -> Any:
+        """The arguments with these arrays."""
+        import jax
+
+        rest = iter(arrays)
+        count = len(self.specs) + len(self.fixed)
+        leaves = [self.fixed[place] if place in self.fixed else next(rest) for place in range(count)]
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def arrays(self, batch: Any) -> list[Any]:
+        """The arrays among given arguments; raises PlanError where they are not what was planned."""
+        import jax
+
+        leaves, tree = jax.tree.flatten(batch)
+        if tree != self.tree:
+            raise PlanError(f"the batch has the structure {tree}; the plan was made for {self.tree}.")
+        for place, value in self.fixed.items():
+            if type(leaves[place]) is not type(value) or leaves[place] != value:
+                raise PlanError(f"argument {leaves[place]!r} of the batch was {value!r} in the inputs of the plan.")
+        return [leaf for place, leaf in enumerate(leaves) if place not in self.fixed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """`loss(parameters, batch)` of flat lists; specs of both, and what puts the lists together again."""
+    """`loss(parameters, batch)` of flat lists, and what puts the lists together again."""
 
     loss: Callable[[Sequence[Any], Sequence[Any]], Any]
     names: tuple[str, ...]
     parameters: tuple[Any, ...]
-    parameter_tree: Any
-    batch: tuple[Any, ...]
-    batch_tree: Any
+    tree: Any
+    batch: Batch
 
 
 def read_model(model: Any, inputs: object) -> Model:
@@ -41,10 +76,13 @@ def read_model(model: Any, inputs: object) -> Model:
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
     if "flax.linen.module.Module" in kinds:
         return _model(partial(_linen_loss, model), "params", _linen_parameters(model, inputs), tuple(inputs))
-    if "flax.nnx.module.Module" in kinds or hasattr(model, "compiler_ir") or not callable(model):
+    if "flax.nnx.module.Module" in kinds:
+        loss, parameters = _nnx_loss(model)
+        return _model(loss, "params", parameters, tuple(inputs))
+    if hasattr(model, "compiler_ir") or not callable(model) or not inputs:
         raise PlanError(
             f"{type(model).__name__} cannot be arranged on a mesh; expected a loss function of (parameters, *batch) or "
-            "a linen module that returns its loss. An nnx module becomes such a function by nnx.split and nnx.merge."
+            "a linen or nnx module that returns its loss."
         )
     return _model(model, _first_name(model), inputs[0], tuple(inputs[1:]))
 
@@ -56,14 +94,32 @@ def _linen_loss(model: Any, parameters: Any, *batch: Any) -> Any:
 def _linen_parameters(model: Any, inputs: Sequence[Any]) -> Any:
     import jax
 
-    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
-    others = sorted(name for name in variables if name != "params")
-    if others:
-        raise PlanError(
-            f"{type(model).__name__} keeps the collections {', '.join(others)} beside its parameters, and a step here "
-            "updates parameters only; pass a loss function that closes over them."
-        )
+    def initialize(*given: Any) -> Any:
+        key = jax.random.key(0)
+        return model.init({"params": key, "dropout": key}, *given)
+
+    variables = jax.eval_shape(initialize, *inputs)
+    _refuse_state(model, sorted(name for name in variables if name != "params"))
     return variables["params"]
+
+
+def _nnx_loss(model: Any) -> tuple[Callable[..., Any], Any]:
+    """The module as a function of its parameters, and these."""
+    import jax
+    from flax import nnx
+
+    definition, parameters, rest = nnx.split(model, nnx.Param, ...)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+    _refuse_state(model, [".".join(re.findall(r"\w+", path)) for path in paths])
+    return lambda own, *batch: nnx.merge(definition, own, rest)(*batch), parameters
+
+
+def _refuse_state(model: Any, names: Sequence[str]) -> None:
+    if names:
+        raise PlanError(
+            f"{type(model).__name__} keeps {', '.join(names)} beside its parameters, and a step here updates "
+            "parameters only; pass a loss function that closes over them, or that takes a key as an argument."
+        )
 
 
 def _first_name(function: Any) -> str:
@@ -73,18 +129,18 @@ def _first_name(function: Any) -> str:
         return "argument0"
 
 
-def _model(function: Callable[..., Any], first: str, parameters: Any, batch: tuple[Any, ...]) -> Model:
+def _model(function: Callable[..., Any], first: str, parameters: Any, arguments: tuple[Any, ...]) -> Model:
     import jax
     import jax.numpy as jnp
 
     named, tree = jax.tree_util.tree_flatten_with_path(parameters)
-    leaves, batch_tree = jax.tree.flatten(batch)
+    batch = _batch(arguments)
     for path, leaf in named:
         if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise PlanError(f"{first}{jax.tree_util.keystr(path)} is no floating point array; a step trains such only.")
 
     def loss(own: Sequence[Any], given: Sequence[Any]) -> Any:
-        found = function(jax.tree.unflatten(tree, own), *jax.tree.unflatten(batch_tree, given))
+        found = function(jax.tree.unflatten(tree, own), *batch.whole(given))
         if isinstance(found, tuple | list) or getattr(found, "shape", None) != ():
             raise PlanError(
                 "the model returns more than a scalar loss; a plan of a whole train step is applied to its loss: plan "
@@ -94,11 +150,36 @@ def _model(function: Callable[..., Any], first: str, parameters: Any, batch: tup
 
     found = Model(
         loss=loss,
-        names=tuple(".".join((first, *re.findall(r"\w+", jax.tree_util.keystr(path)))) for path, _ in named),
+        names=tuple(_name(first, path) for path, _ in named),
         parameters=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named),
-        parameter_tree=tree,
-        batch=tuple(jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves),
-        batch_tree=batch_tree,
+        tree=tree,
+        batch=batch,
     )
-    jax.eval_shape(loss, found.parameters, found.batch)
+    try:
+        jax.eval_shape(loss, found.parameters, batch.specs)
+    except PhazeError:
+        raise
+    except Exception as error:
+        raise PlanError(f"the loss failed while it was traced: {type(error).__name__}: {str(error)[:500]}") from error
     return found
+
+
+def _batch(arguments: tuple[Any, ...]) -> Batch:
+    import jax
+
+    leaves, tree = jax.tree.flatten(arguments)
+    arrays = {place: leaf for place, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    return Batch(
+        tree=tree,
+        specs=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays.values()),
+        fixed={place: leaf for place, leaf in enumerate(leaves) if place not in arrays},
+    )
+
+
+def _name(first: str, path: Any) -> str:
+    import jax
+
+    words = [first, *re.findall(r"\w+", jax.tree_util.keystr(path))]
+    while len(words) > 1 and words[-1] in _WRAPPERS:
+        words.pop()
+    return ".".join(words)

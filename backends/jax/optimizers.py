@@ -1,6 +1,6 @@
 """Optimizers of a training step, in the shape that optax has: `init(tree)`, `update(gradients, state, parameters)`.
 
-They work element by element, so that each device updates the shards that it holds.
+They see whole arrays; what works element by element runs on the shards that each device holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Adam", "Optimizer", "Sgd"]
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What a step needs of an optimizer; it must treat every element alone where its state is sharded."""
+    """What a step needs of an optimizer; trees have the structure of the user's parameters."""
 
     def init(self, parameters: Any) -> Any:
         """The state before the first step: trees like that of the parameters, and scalars."""

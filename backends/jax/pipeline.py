@@ -11,45 +11,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from phaze.backends.jax.losses import Arrangement, after_layers, before_layers, run_layers
+from phaze.backends.jax.micro_batches import MicroBatches
 
 __all__ = ["pipelined_loss"]
 
 
-def pipelined_loss(
-    how: Arrangement, parameters: Sequence[Any], micro_batches: Sequence[Any], is_whole: Sequence[bool], stages: int
-) -> Any:
-    """The mean loss of all microbatches on the last stage, zero on the others.
+def pipelined_loss(how: Arrangement, exact: Sequence[Any], dtype: Any, parts: MicroBatches, stages: int) -> Any:
+    """The mean loss of all microbatches on the last stage, zero on the others, in fp32.
 
-    `micro_batches` have a leading axis of microbatches, but for those that are whole.
+    Every tick reads the `exact` parameters in the compute type.
     """
     import jax
     import jax.numpy as jnp
 
     scan = how.traced.scan
     assert scan is not None
-    stage = jax.lax.axis_index("pp")
-    count = next(leaf.shape[0] for leaf, whole in zip(micro_batches, is_whole, strict=True) if not whole)
-    stacked = [parameters[scan.stacked[place]] for place in sorted(scan.stacked)]
-    dtype = how.traced.loss.aval.dtype
+    stage, count = jax.lax.axis_index("pp"), parts.count
+    zero = jnp.zeros((), jnp.float32)
     following = [(one, one + 1) for one in range(stages - 1)]
-
-    def batch_of(number: Any) -> list[Any]:
-        at = jnp.clip(number, 0, count - 1)
-        pairs = zip(micro_batches, is_whole, strict=True)
-        return [leaf if whole else jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False) for leaf, whole in pairs]
 
     def settled(values: Sequence[Any]) -> list[Any]:
         return [how.at_boundary(value) for value in values]
 
     def tick(received: list[Any], time: Any) -> tuple[list[Any], Any]:
         is_busy = (time >= stage) & (time - stage < count)
-        carried, loss = jax.lax.cond(
-            is_busy, lambda: work(received, time - stage), lambda: (list(received), jnp.zeros((), dtype))
-        )
+        carried, loss = jax.lax.cond(is_busy, lambda: work(received, time - stage), lambda: (list(received), zero))
         return settled(carried), loss
 
     def work(received: list[Any], number: Any) -> tuple[list[Any], Any]:
-        batch = batch_of(number)
+        batch = parts.at(jnp.clip(number, 0, count - 1))
+        parameters = [value.astype(dtype) for value in exact]
+        stacked = [parameters[scan.stacked[place]] for place in sorted(scan.stacked)]
         constants, _ = before_layers(how, scan, parameters, batch)
         entering = jax.lax.cond(
             stage == 0, lambda: before_layers(how, scan, parameters, batch)[1], lambda: list(received)
@@ -58,8 +50,8 @@ def pipelined_loss(
         results = dict(zip(scan.results, carried, strict=True))
         loss = jax.lax.cond(
             stage == stages - 1,
-            lambda: after_layers(how, scan, parameters, batch, results),
-            lambda: jnp.zeros((), dtype),
+            lambda: after_layers(how, scan, parameters, batch, results).astype(jnp.float32),
+            lambda: zero,
         )
         return carried, loss
 

@@ -37,7 +37,8 @@ class Stored:
         ways: how many devices the tensor axis has.
         shard_dim: the stored dimension that data-parallel shards cut; None for none.
         stage_dim: the stored dimension that stages cut: the layers of a stack; of a parameter outside of it one that
-            they divide, for all stages run one program and hold equal parts; None for none.
+            they divide, for all stages run one program and hold equal parts; None for none. Where it is also
+            `shard_dim`, shards are parts of a stage's part.
     """
 
     name: str
@@ -104,14 +105,12 @@ class Stored:
         """The dimensions that some axes cut; an axis without a name cuts none."""
         from jax.sharding import PartitionSpec
 
-        names: list[str | None] = [None] * len(self.stored_shape)
-        if self.split_dim is not None and tensor:
-            names[self.split_dim] = tensor
-        if self.shard_dim is not None and data:
-            names[self.shard_dim] = data
-        if self.stage_dim is not None and stages:
-            names[self.stage_dim] = stages
-        return PartitionSpec(*(names[1:] if is_layer else names))
+        names: list[tuple[str, ...]] = [()] * len(self.stored_shape)
+        for dim, axis in ((self.split_dim, tensor), (self.stage_dim, stages), (self.shard_dim, data)):
+            if dim is not None and axis:
+                names[dim] = (*names[dim], axis)
+        found = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in names]
+        return PartitionSpec(*(found[1:] if is_layer else found))
 
 
 def store(
@@ -137,6 +136,8 @@ def store(
             found = replace(found, is_expanded=True, shard_dim=found.split_dim + 1)
     if stages > 1:
         dim = 0 if is_stacked else _longest(found, stages, {found.split_dim, found.shard_dim})
+        if dim is None and found.shard_dim is not None and found.stored_shape[found.shard_dim] % (data * stages) == 0:
+            dim = found.shard_dim
         found = replace(found, stage_dim=dim)
     return found
 

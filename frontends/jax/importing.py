@@ -9,6 +9,7 @@ followed from the first dimension of the batch arguments instead.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,9 +94,10 @@ class _Task:
 
     @property
     def batch_size(self) -> int | None:
-        """The first dimension of the first batch argument that has one."""
+        """The first dimension that most batch arguments have; of several, that of the first argument."""
         sizes = [self.source.leaves[i].spec.shape[:1] for i in sorted(self.batch)]
-        return next((size[0] for size in sizes if size), None)
+        common = Counter(size[0] for size in sizes if size).most_common(1)
+        return common[0][0] if common else None
 
     def leaves(self, batch_size: int | None) -> list[Leaf]:
         """The leaves at another batch size."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from phaze.hardware.files import cluster_to_json
+from phaze.ir import Graph
 from phaze.plan import Plan
 from phaze.planner.limits import limits_of
-from phaze.planner.request import Request, read_request
+from phaze.planner.request import Request, read_request, tokens_per_sample
 from phaze.planner.watch import Watch
 from phaze.records import to_document
 
@@ -55,9 +56,23 @@ def differences(plan: Plan, model: object, inputs: object, cluster: object) -> l
         if request.graph_hash != plan.hashes.graph:
             facts = {"name": request.graph.name, "parameter_count": request.graph.parameter_count}
             facts["layers"] = len(request.graph.layers)
+            facts["tokens_per_sample"] = tokens_per_sample(request.graph)
             before = {name: getattr(plan.model, name) for name in facts}
-            found += list(_changed("model", before, facts)) or ["model: other operators, shapes or names of tensors"]
+            known = [*_changed("model", before, facts), *_renamed(plan, request.graph)]
+            found += known or ["model: the same layers and parameters with other operators or shapes inside"]
     return found
+
+
+def _renamed(plan: Plan, graph: Graph) -> Iterator[str]:
+    """The first layer that has another name, and the split parameters that are not there."""
+    planned = (name for stage in plan.stages for name in stage.layers)
+    for index, (before, layer) in enumerate(zip(planned, graph.layers, strict=False)):
+        if before != layer.name:
+            yield f"model.layers[{index}]: {before!r} in the plan, {layer.name!r} now"
+            break
+    for name in plan.layouts.parameters:
+        if name not in graph.tensors:
+            yield f"model: no parameter {name!r} now, which the plan splits"
 
 
 def _changed(where: str, before: object, now: object) -> Iterator[str]:

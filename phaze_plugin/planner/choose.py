@@ -36,6 +36,7 @@ from phaze.planner.profiles import ProfileOptions
 from phaze.planner.request import Request
 from phaze.planner.slices import Slices, least_step_s, profile_options, schedule_slices, slice_model
 from phaze.planner.watch import TimeLimitError, Watch
+from phaze.shard import SequenceParallel
 
 __all__ = [
     "Answer",
@@ -175,12 +176,26 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
             ) from error
         is_interrupted = True
     if not search.candidates:
-        raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}")
+        offer = _nearest_width(request, sizes[0], max(widths), limits.sequence)
+        raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
     answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
     bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
     if is_interrupted:
         bounds.append(least_time_s(request))
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
+
+
+def _nearest_width(request: Request, size: int, width: int, sequence: SequenceParallel) -> str:
+    """The largest smaller tensor width that slices the model and divides the devices, as an offer."""
+    for smaller in range(width - 1, 0, -1):
+        if request.cluster.device_count % smaller:
+            continue
+        try:
+            slice_model(request, graph_at(request, size), smaller, sequence)
+        except ShardError:
+            continue
+        return f" The nearest width that runs is {smaller}: tensor_widths=({smaller},), or tp={smaller} in a strategy."
+    return ""
 
 
 def graph_at(request: Request, size: int) -> Graph:
@@ -237,7 +252,8 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
     try:
         model = slice_model(request, graph_at(request, limits.micro_batch_size), limits.tp, limits.sequence)
     except ShardError as error:
-        raise PlanError(f"the model cannot be sliced as asked. {error}") from error
+        offer = _nearest_width(request, limits.micro_batch_size, limits.tp, limits.sequence)
+        raise PlanError(f"the model cannot be sliced as asked. {error}{offer}") from error
     slices = schedule_slices(model, profile_options(request))
     problem = placement_problem(request, slices)
     ground = Ground.of(problem)

@@ -83,11 +83,14 @@ def shard_model(graph: Graph, axis: Axis, options: ShardOptions | None = None) -
     check_constraints(options.constraints, graph.tensors)
     tables: dict[str, dict[_Combination, ShardedLayer]] = {}
     for layer in graph.distinct_layers:
-        tables[layer.key] = {
-            combination: sharded
-            for combination in _combinations(graph, layer, axis, options)
-            if (sharded := _solve(graph, layer, axis, options, combination)) is not None
-        }
+        try:
+            tables[layer.key] = {
+                combination: sharded
+                for combination in _combinations(graph, layer, axis, options)
+                if (sharded := _solve(graph, layer, axis, options, combination)) is not None
+            }
+        except ShardError as error:
+            raise ShardError(f"layer {layer.name!r}, {error}") from error
         if not tables[layer.key]:
             raise ShardError(f"layer {layer.name!r} has no sharding {axis.width} ways under these constraints.")
     chosen = _choose(graph, tables)

@@ -18,7 +18,7 @@ from hlo_traffic import LEAST_BYTES, axis_traffic
 
 import phaze
 from phaze.backends.jax.optimizers import Adam
-from phaze.backends.jax.steps import TrainState
+from phaze.backends.jax.state import TrainState
 from phaze.hardware import Cluster, find_accelerator, parse_cluster
 from phaze.plan import Plan
 from phaze.planner.traffic import planned_traffic
@@ -53,6 +53,12 @@ FORCED |= {
         "scanned",
         {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
     ),
+    "scanned pp2 dp2 tp2 mixed": (
+        "scanned",
+        {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2], "zero": 1},
+    ),
+    "scanned dp4 tp2 zero2 mixed": ("scanned", {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 2}),
+    "scanned dp8 zero2 clipped": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
     "uneven dp2 tp4": ("uneven", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
     "fused dp2 tp4": ("fused", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
 }
@@ -92,11 +98,21 @@ def subject(kind: str) -> Subject:
     return Subject(model=loss, inputs=(weights, batch), weights=weights, loss=loss, batch=batch)
 
 
+@dataclass(frozen=True)
+class ClippedAdam(Adam):
+    """Adam on gradients whose norm over all parameters is at most one half."""
+
+    def update(self, gradients: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
+        norm = jax.numpy.sqrt(sum((one**2).sum() for one in jax.tree.leaves(gradients)))
+        scale = jax.numpy.minimum(1, 0.5 / norm)
+        return Adam.update(self, jax.tree.map(lambda one: one * scale, gradients), state, parameters)
+
+
 class Recording:
     """Adam that keeps the last gradients beside its own state, so that one compiled step shows everything."""
 
-    def __init__(self) -> None:
-        self.adam = Adam(learning_rate=1e-2, weight_decay=0.01, epsilon=1e-3)
+    def __init__(self, kind: type[Adam]) -> None:
+        self.adam = kind(learning_rate=1e-2, weight_decay=0.01, epsilon=1e-3)
 
     def init(self, parameters: Any) -> Any:
         return {"adam": self.adam.init(parameters), "gradients": jax.tree.map(jax.numpy.zeros_like, parameters)}
@@ -117,25 +133,32 @@ def forced(name: str) -> dict[str, Any]:
     kind, strategy = FORCED[name]
     it = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
+    if name.endswith("mixed"):
+        question["precision"] = "bf16-adam"
     graph = phaze.import_graph(it.model, it.inputs)
     plan = phaze.evaluate(graph, strategy=strategy, compares=False, target="jax", **question).plan
-    optimizer = Recording()
+    optimizer = Recording(ClippedAdam if name.endswith("clipped") else Adam)
     run = plan.apply(it.model, inputs=it.inputs, optimizer=optimizer)
     state = run.start(it.weights)
     compiled = run.step.lower(state, it.batch).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    after, loss = compiled(state, it.batch)
-    gradients = run.parameters(TrainState(after.optimizer["gradients"], (), []))
-    expected_loss, expected, updated = on_one_device(it, optimizer.adam)
+    after, loss = compiled(state, jax.tree.leaves(it.batch))
+    gradients = run.parameters(TrainState(after.optimizer["gradients"], (), None))
+    expected_loss, expected, updated = on_one_device(it, optimizer.adam, jax.numpy.float32)
+    _, rounded, _ = on_one_device(it, optimizer.adam, jax.numpy.bfloat16)
     chosen = plan.strategy
     mesh = {"pp": chosen.pp, "dp": chosen.dp, "tp": chosen.tp}
     return {
         "strategy": to_document(chosen),
         "loss_error": abs(float(loss) - float(expected_loss)) / float(expected_loss),
         "gradient_error": error(gradients, expected),
+        "rounding_error": error(rounded, expected),
         "parameter_error": error(run.parameters(after), updated),
         "structure_is_equal": jax.tree.structure(run.shardings) == jax.tree.structure(it.weights),
         "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(it.batch) // chosen.dp,
+        "is_cast_from_master": _is_cast_from_master(after),
+        "live_bytes": _live_bytes((after.parameters, after.master, after.optimizer)) - COUNT_BYTES,
+        "planned_live_bytes": [_planned_live_bytes(one.memory_bytes) for one in plan.stages],
         "temporary_bytes": memory.temp_size_in_bytes,
         "planned_bytes": [one.memory_bytes["parameters"] + one.memory_bytes["optimizer"] for one in plan.stages],
         "planned_activation_bytes": [one.memory_bytes["activations"] for one in plan.stages],
@@ -149,12 +172,14 @@ def forced(name: str) -> dict[str, Any]:
 
 
 @cache
-def on_one_device(it: Subject, adam: Adam) -> tuple[Any, Any, Any]:
-    """The loss, its gradients, and the parameters after one step."""
+def on_one_device(it: Subject, adam: Adam, dtype: Any) -> tuple[Any, Any, Any]:
+    """The loss, its gradients, and the parameters after one step; loss and gradients are computed in `dtype`."""
 
     @jax.jit
     def step(weights: Any, batch: Any) -> tuple[Any, Any, Any]:
-        loss, gradients = jax.value_and_grad(it.loss)(weights, batch)
+        cast = jax.tree.map(lambda one: jax.numpy.asarray(one, dtype), weights)
+        loss, gradients = jax.value_and_grad(it.loss)(cast, batch)
+        gradients = jax.tree.map(lambda one: one.astype(jax.numpy.float32), gradients)
         changes, _ = adam.update(gradients, adam.init(weights), weights)
         return loss, gradients, jax.tree.map(jax.numpy.add, weights, changes)
 
@@ -165,6 +190,23 @@ def _shares(plan: Plan) -> tuple[float, ...]:
     """Of the ticks of a pipeline a stage is busy in those of its microbatches; its ends are on one stage each."""
     count = BATCH // plan.strategy.dp // plan.strategy.micro_batch_size
     return (count / (count + plan.strategy.pp - 1), 1 / plan.strategy.pp)
+
+
+def _is_cast_from_master(state: TrainState) -> bool:
+    """Whether parameters are the master copy in another type; True where there is none."""
+    pairs = zip(jax.tree.leaves(state.parameters), jax.tree.leaves(state.master), strict=state.master is not None)
+    return all(bool((own == exact.astype(own.dtype)).all()) for own, exact in pairs)
+
+
+def _live_bytes(tree: Any) -> int:
+    """What the first device holds."""
+    first = jax.devices()[0]
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == first]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def _planned_live_bytes(memory_bytes: Any) -> float:
+    return float(sum(memory_bytes[item] for item in ("parameters", "gradients", "optimizer")))
 
 
 def _local_bytes(tree: Any) -> int:

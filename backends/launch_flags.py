@@ -1,0 +1,53 @@
+"""What texts for launchers have in common: how many samples go where, the strongest recompute mode, decoder blocks.
+
+Launchers bring their own models, whose layers are an embedding, equal blocks and a head; a plan for them has the
+same: one layer before the blocks and one behind them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phaze.errors import PlanError
+
+if TYPE_CHECKING:
+    from phaze.plan import Plan
+
+__all__ = ["block_counts", "head_lines", "micro_batches", "strongest_recompute"]
+
+_STRENGTH = ("none", "selective", "full")
+
+
+def head_lines(plan: Plan, tool: str, source: str) -> list[str]:
+    """What every text says first: which plan it is, for which version, and that nobody ran it."""
+    return [
+        f"# {plan.model.name} on {plan.cluster.device_count} x {plan.cluster.accelerator.name}, by Phaze.",
+        f"# For {tool}; option names checked against {source}, not run by Phaze.",
+        f"# {tool} lays out parameters by rules of its own, and brings its own model: choose it there.",
+    ]
+
+
+def micro_batches(plan: Plan) -> int:
+    """Microbatches of one pipeline."""
+    return plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
+
+
+def strongest_recompute(plan: Plan) -> str:
+    """The mode of all stages, where a tool has one for all."""
+    return max(plan.strategy.recompute, key=_STRENGTH.index)
+
+
+def block_counts(plan: Plan, tool: str) -> list[int]:
+    """How many blocks each stage (chunk of a device) has, in the order of the pipeline.
+
+    Raises PlanError where the plan's layers cannot be an embedding, blocks and a head.
+    """
+    counts = [len(stage.layers) for stage in plan.stages]
+    counts[0] -= 1
+    counts[-1] -= 1
+    if min(counts) < 0 or sum(counts) < 1:
+        raise PlanError(
+            f"{tool} cuts models of an embedding, equal blocks and a head; this plan's stages have "
+            f"{', '.join(str(len(stage.layers)) for stage in plan.stages)} layers. Plan such a model."
+        )
+    return counts

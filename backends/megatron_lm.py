@@ -1,0 +1,109 @@
+"""Arguments for Megatron-LM (github.com/NVIDIA/Megatron-LM); option names checked, not run here.
+
+ZeRO-1 is its distributed optimizer, stages 2 and 3 its own FSDP. It has 1F1B, and interleaved 1F1B where a device has
+several stages; a layout names the blocks of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phaze.backends.launch_flags import block_counts, head_lines, strongest_recompute
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.errors import PlanError
+from phaze.hooks import hookimpl
+from phaze.interfaces import Emitter
+
+if TYPE_CHECKING:
+    from phaze.plan import Plan
+
+__all__ = ["MegatronEmitter", "phaze_emitters"]
+
+SOURCE = "megatron/training/arguments.py at commit 000c4ac"
+_SCHEDULES = frozenset({PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED})
+_PRECISIONS = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
+_FSDP = {2: "optim_grads", 3: "optim_grads_params"}
+_RECOMPUTE: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "selective": ("--recompute-granularity selective", "--recompute-modules core_attn"),
+    "full": ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronEmitter:
+    """Writes the arguments that a plan decides, one in each line."""
+
+    name: str = "megatron-lm"
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Stages of any number of blocks; its FSDP not together with pipelines, which nobody has tried here."""
+        return Capabilities(
+            schedules=_SCHEDULES,
+            zero_stages=frozenset({0, 1, 2, 3}),
+            excluded_pairs=frozenset((schedule, zero) for schedule in _SCHEDULES for zero in (2, 3)),
+            allows_uneven_stages=True,
+            allows_strided_parameters=True,
+            can_cut_stages=True,
+        )
+
+    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+        """One file, which a shell sources: an array of arguments."""
+        lines = head_lines(plan, "Megatron-LM", SOURCE)
+        lines.append(
+            '# Use: source megatron_lm.sh; torchrun ... pretrain_gpt.py "${PLANNED[@]}" and the model\'s arguments.'
+        )
+        written = "\n".join([*lines, "PLANNED=(", *(f"  {argument}" for argument in _arguments(plan)), ")"])
+        return {"megatron_lm.sh": f"{written}\n"}
+
+
+def _arguments(plan: Plan) -> list[str]:
+    chosen, recipe = plan.strategy, plan.question.precision
+    if recipe.compute_dtype not in _PRECISIONS:
+        raise PlanError(f"Megatron-LM trains in bf16, fp16 or fp32; the plan's precision is {recipe.name}.")
+    found = [
+        f"--tensor-model-parallel-size {chosen.tp}",
+        f"--pipeline-model-parallel-size {chosen.pp}",
+        f"--micro-batch-size {chosen.micro_batch_size}",
+        f"--global-batch-size {plan.question.global_batch_size}",
+        f"--seq-length {plan.model.tokens_per_sample}",
+        *_PRECISIONS[recipe.compute_dtype],
+    ]
+    if chosen.sequence_parallel and chosen.tp > 1:
+        found.append("--sequence-parallel")
+    found += _sharding(chosen.zero)
+    if chosen.pp > 1:
+        found.append(f"--pipeline-model-parallel-layout '{_layout(plan)}'")
+    return [*found, *_RECOMPUTE[strongest_recompute(plan)]]
+
+
+def _sharding(zero: int) -> list[str]:
+    if zero == 0:
+        return []
+    if zero == 1:
+        return ["--use-distributed-optimizer"]
+    return [
+        "--use-distributed-optimizer",
+        "--use-megatron-fsdp",
+        f"--data-parallel-sharding-strategy {_FSDP[zero]}",
+        "--no-gradient-accumulation-fusion",
+        "--ckpt-format fsdp_dtensor",
+    ]
+
+
+def _layout(plan: Plan) -> str:
+    """E for the embedding, t for a block, L for the head with its loss; chunks go round the devices."""
+    parts = ["" if count == 0 else "t" if count == 1 else f"t*{count}" for count in block_counts(plan, "Megatron-LM")]
+    parts[0] = f"E{parts[0]}"
+    parts[-1] = f"{parts[-1]}L"
+    return "|".join(parts)
+
+
+@hookimpl
+def phaze_emitters() -> tuple[Emitter, ...]:
+    """The arguments for Megatron-LM."""
+    return (MegatronEmitter(),)

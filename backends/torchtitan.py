@@ -1,0 +1,130 @@
+"""A configuration for torchtitan (github.com/pytorch/torchtitan); option names checked, not run here.
+
+torchtitan shards by FSDP2: stage 3 gathers parameters in both passes, stage 2 keeps them after forward; copies without
+shards are DDP, which it combines with nothing else. Its tensor parallelism always splits the sequence too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phaze.backends.launch_flags import block_counts, head_lines, micro_batches, strongest_recompute
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.errors import PlanError
+from phaze.hooks import hookimpl
+from phaze.interfaces import Emitter
+
+if TYPE_CHECKING:
+    from phaze.plan import Plan
+
+__all__ = ["TorchtitanEmitter", "phaze_emitters"]
+
+SOURCE = "torchtitan/config/job_config.py at commit 6404b93"
+_SCHEDULES = {
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
+}
+_PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
+
+Section = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchtitanEmitter:
+    """Writes the sections of a job's TOML that a plan decides."""
+
+    name: str = "torchtitan"
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Stages of any size by module names; no ZeRO-1; no zero-bubble schedule with one stage per device."""
+        return Capabilities(
+            schedules=frozenset(_SCHEDULES),
+            zero_stages=frozenset({0, 2, 3}),
+            allows_uneven_stages=True,
+            allows_strided_parameters=True,
+            can_cut_stages=True,
+        )
+
+    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+        """One file: sections of a job configuration."""
+        chosen = plan.strategy
+        if chosen.zero == 0 and chosen.dp > 1 and chosen.tp * chosen.pp > 1:
+            raise PlanError(
+                f"torchtitan combines DDP (ZeRO stage 0, dp={chosen.dp}) with no tensor or pipeline parallelism (tp="
+                f"{chosen.tp}, pp={chosen.pp}); plan with strategy zero=2 or zero=3, which are FSDP2 there."
+            )
+        sections = {
+            "training": _training(plan),
+            "parallelism": _parallelism(plan),
+            "activation_checkpoint": _recompute(plan),
+        }
+        lines = head_lines(plan, "torchtitan", SOURCE)
+        if chosen.tp > 1 and not chosen.sequence_parallel:
+            lines.append("# The plan splits no sequence between layers; torchtitan's tensor parallelism does.")
+        for name, section in sections.items():
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+        return {"torchtitan.toml": "\n".join(lines) + "\n"}
+
+
+def _training(plan: Plan) -> Section:
+    recipe, chosen = plan.question.precision, plan.strategy
+    if recipe.compute_dtype not in _PRECISIONS:
+        raise PlanError(f"torchtitan trains in bfloat16 or float32; the plan's precision is {recipe.name}.")
+    in_flight = micro_batches(plan) if chosen.pp > 1 else 1
+    return {
+        "seq_len": plan.model.tokens_per_sample,
+        "local_batch_size": chosen.micro_batch_size * in_flight,
+        "global_batch_size": plan.question.global_batch_size,
+        "mixed_precision_param": _PRECISIONS[recipe.compute_dtype],
+        "mixed_precision_reduce": "float32",
+    }
+
+
+def _parallelism(plan: Plan) -> Section:
+    chosen = plan.strategy
+    section: Section = {
+        "data_parallel_replicate_degree": 1 if chosen.zero else chosen.dp,
+        "data_parallel_shard_degree": chosen.dp if chosen.zero else 1,
+        "tensor_parallel_degree": chosen.tp,
+        "pipeline_parallel_degree": chosen.pp,
+    }
+    if chosen.zero:
+        section["fsdp_reshard_after_forward"] = "always" if chosen.zero == 3 else "never"
+    if chosen.pp > 1:
+        section["pipeline_parallel_schedule"] = _SCHEDULES[PipelineSchedule(chosen.schedule)]
+        section["pipeline_parallel_microbatch_size"] = chosen.micro_batch_size
+        section["module_fqns_per_model_part"] = _modules(plan)
+    return section
+
+
+def _modules(plan: Plan) -> list[list[str]]:
+    """The modules of each stage, as torchtitan's decoders name them."""
+    counts, first = block_counts(plan, "torchtitan"), 0
+    parts: list[list[str]] = []
+    for count in counts:
+        parts.append([f"layers.{number}" for number in range(first, first + count)])
+        first += count
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def _recompute(plan: Plan) -> Section:
+    """Its selective mode keeps products and makes the rest again, the nearest to the plan's."""
+    mode = strongest_recompute(plan)
+    section: Section = {"mode": mode}
+    if mode == "selective":
+        section["selective_ac_option"] = "op"
+    return section
+
+
+@hookimpl
+def phaze_emitters() -> tuple[Emitter, ...]:
+    """The texts for torchtitan."""
+    return (TorchtitanEmitter(),)

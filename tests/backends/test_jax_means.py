@@ -1,0 +1,75 @@
+"""Losses that microbatches may average are told from those that they may not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from phaze.backends.jax.means import check_mean
+from phaze.backends.jax.micro_batches import Share
+from phaze.backends.jax.traced import Traced, trace
+from phaze.errors import PlanError
+
+Loss = Callable[[Any, Any, Any], Any]
+
+
+def net(w: Any, x: Any) -> Any:
+    return jax.nn.gelu(x @ w)
+
+
+def with_auxiliary(w: Any, x: Any, y: Any) -> Any:
+    def layer(carried: Any, own: Any) -> Any:
+        hidden = net(own, carried[0])
+        return (hidden, carried[1] + 0.01 * (hidden**2).mean()), None
+
+    (hidden, auxiliary), _ = jax.lax.scan(layer, (x, 0.0), jnp.stack([w, w]))
+    return hidden.mean() + auxiliary
+
+
+MEANS: dict[str, Loss] = {
+    "mean": lambda w, x, y: (net(w, x) ** 2).mean(),
+    "sum over a number": lambda w, x, y: (net(w, x) ** 2).sum() / x.shape[0],
+    "sum over a counted number": lambda w, x, y: net(w, x).mean(-1).sum() / jnp.ones(y.shape).sum(),
+    "regularised": lambda w, x, y: (net(w, x) ** 2).mean() + 0.1 * (w**2).sum(),
+    "mapped": lambda w, x, y: jax.vmap(lambda one: (net(w, one) ** 2).mean())(x).mean(),
+    "one after the other": lambda w, x, y: jax.lax.map(lambda one: (net(w, one) ** 2).mean(), x).mean(),
+    "checkpointed": lambda w, x, y: jax.checkpoint(lambda own: (net(own, x) ** 2).mean())(w),
+    "cross entropy": lambda w, x, y: -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[..., None], -1).mean(),
+    "auxiliary losses of layers": with_auxiliary,
+}
+OTHERS: dict[str, tuple[Loss, str]] = {
+    "sum": (lambda w, x, y: (net(w, x) ** 2).sum(), "it is a sum over the samples"),
+    "masked": (
+        lambda w, x, y: (net(w, x).mean(-1) * (y > 0)).sum() / (y > 0).sum(),
+        "divides by a number that depends",
+    ),
+    "guarded": (lambda w, x, y: net(w, x).sum() / jnp.maximum((y > 0).sum(), 1), "takes max of a sum"),
+    "batch norm": (lambda w, x, y: ((x - x.mean(0)) @ w).mean(), "as batch normalisation does"),
+    "root": (lambda w, x, y: jnp.sqrt(((x @ w) ** 2).mean()), "takes sqrt of a sum"),
+    "contrast": (lambda w, x, y: jax.nn.log_softmax(jnp.einsum("bsd,csd->bc", x @ w, x)).mean(), "compares samples"),
+    "largest": (lambda w, x, y: (x @ w).max(), "takes reduce_max over the samples"),
+    "running": (lambda w, x, y: jnp.cumsum(x @ w, 0).mean(), "cumsum runs along the samples"),
+    "divided regulariser": (lambda w, x, y: ((x @ w).sum() + w.sum()) / len(x), "takes add of a sum"),
+}
+
+
+def traces(loss: Loss) -> tuple[Traced, Traced]:
+    def at(size: int) -> Traced:
+        batch = [jax.ShapeDtypeStruct((size, 5, 8), jnp.float32), jax.ShapeDtypeStruct((size, 5), jnp.int32)]
+        return trace(lambda own, given: loss(own[0], *given), [jax.ShapeDtypeStruct((8, 8), jnp.float32)], batch)
+
+    return at(3), at(6)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_over_samples_are_seen(name: str) -> None:
+    check_mean(*traces(MEANS[name]), (Share.ROWS, Share.ROWS))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_are_refused_with_the_reason(name: str) -> None:
+    loss, reason = OTHERS[name]
+    with pytest.raises(PlanError, match=f"not a mean over samples: .*{reason}.*takes_mean=True"):
+        check_mean(*traces(loss), (Share.ROWS, Share.ROWS))

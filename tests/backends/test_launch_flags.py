@@ -1,0 +1,122 @@
+"""Texts for launchers: golden, with what they cannot express refused."""
+
+from typing import Any
+
+import pytest
+from plans import small_cluster, small_graph
+
+import phaze
+from phaze.errors import PlanError
+from phaze.plan import Plan
+
+FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "tp": 1, "dp": 8, "zero": 0}
+
+
+def plan_of(**strategy: Any) -> Plan:
+    chosen = {**FIXED, "micro_batch_size": 2, **strategy}
+    question = {"global_batch_size": 32, "tensor_widths": (chosen["tp"],), "target": None}
+    return phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=chosen, compares=False, **question).plan
+
+
+def uneven_pipeline(**changes: Any) -> Plan:
+    return plan_of(dp=2, tp=2, pp=2, schedule="1f1b", stages=[2, 4], recompute="full", **changes)
+
+
+TITAN = """\
+# small-gpt on 8 x ideal-a100, by Phaze.
+# For torchtitan; option names checked against torchtitan/config/job_config.py at commit 6404b93, not run by Phaze.
+# torchtitan lays out parameters by rules of its own, and brings its own model: choose it there.
+# The plan splits no sequence between layers; torchtitan's tensor parallelism does.
+
+[training]
+seq_len = 256
+local_batch_size = 16
+global_batch_size = 32
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = 2
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+fsdp_reshard_after_forward = "never"
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_microbatch_size = 2
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+
+[activation_checkpoint]
+mode = "full"
+"""
+
+MEGATRON = """\
+# small-gpt on 8 x ideal-a100, by Phaze.
+# For Megatron-LM; option names checked against megatron/training/arguments.py at commit 000c4ac, not run by Phaze.
+# Megatron-LM lays out parameters by rules of its own, and brings its own model: choose it there.
+# Use: source megatron_lm.sh; torchrun ... pretrain_gpt.py "${PLANNED[@]}" and the model's arguments.
+PLANNED=(
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 2
+  --micro-batch-size 2
+  --global-batch-size 32
+  --seq-length 256
+  --bf16
+  --sequence-parallel
+  --use-distributed-optimizer
+  --pipeline-model-parallel-layout 'Et|t*3L'
+  --recompute-granularity full
+  --recompute-method uniform
+  --recompute-num-layers 1
+)
+"""
+
+
+def test_torchtitan_gets_its_sections() -> None:
+    assert uneven_pipeline(zero=2, sequence_parallel=False).export("torchtitan") == {"torchtitan.toml": TITAN}
+
+
+def test_torchtitan_gets_one_microbatch_at_a_time_without_a_pipeline() -> None:
+    text = plan_of(zero=3, recompute="selective").export("torchtitan")["torchtitan.toml"]
+    for line in (
+        "local_batch_size = 2",
+        "data_parallel_shard_degree = 8",
+        'fsdp_reshard_after_forward = "always"',
+        'mode = "selective"',
+        'selective_ac_option = "op"',
+    ):
+        assert line in text.splitlines()
+    assert "data_parallel_replicate_degree = 8" in plan_of().export("torchtitan")["torchtitan.toml"].splitlines()
+
+
+def test_megatron_gets_its_arguments() -> None:
+    assert uneven_pipeline(zero=1, sequence_parallel=True).export("megatron-lm") == {"megatron_lm.sh": MEGATRON}
+
+
+def test_megatron_shards_parameters_by_its_own_fsdp() -> None:
+    text = plan_of(zero=3, recompute="selective").export("megatron-lm")["megatron_lm.sh"]
+    assert "  --data-parallel-sharding-strategy optim_grads_params" in text.splitlines()
+    assert "  --recompute-modules core_attn" in text.splitlines()
+
+
+def test_chunks_of_a_device_go_round_the_devices() -> None:
+    plan = plan_of(dp=4, pp=2, schedule="interleaved-1f1b", chunks=2, stages=[2, 1, 1, 2])
+    assert "--pipeline-model-parallel-layout 'Et|t|t|tL'" in plan.export("megatron-lm")["megatron_lm.sh"]
+    text = plan_of(dp=1, tp=4, pp=2, schedule="interleaved-1f1b", chunks=2, stages=[2, 1, 1, 2]).export("torchtitan")
+    assert 'pipeline_parallel_schedule = "Interleaved1F1B"' in text["torchtitan.toml"].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("target", "strategy", "message"),
+    [
+        ("torchtitan", {"zero": 1}, r"cannot run this plan: it has ZeRO stage 1. Plan with target='torchtitan'"),
+        ("torchtitan", {"dp": 4, "tp": 2}, r"combines DDP .* with no tensor or pipeline .* plan with strategy zero=2"),
+        ("torchtitan", {"dp": 4, "pp": 2, "schedule": "zero-bubble"}, "a pipeline with schedule zero-bubble"),
+        ("megatron-lm", {"dp": 4, "pp": 2, "schedule": "gpipe"}, "a pipeline with schedule gpipe"),
+        ("megatron-lm", {"dp": 4, "pp": 2, "schedule": "1f1b", "zero": 2}, "1f1b together with ZeRO stage 2"),
+    ],
+)
+def test_what_a_launcher_does_not_run_is_refused_with_what_to_do(
+    target: str, strategy: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(**strategy).export(target)
