@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,9 @@ __all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
 
 FORMAT = "phaze-space"
 VERSION = 1
-MOST_POINTS = 2_000_000
-"""Of the grid before limits: some hundred bytes each while it is built, and a row per cell while it is searched."""
+MOST_POINTS = 500_000
+"""Of the grid before limits. Searching takes rows of some 150 bytes for each point, microbatch size and tensor width:
+about a gigabyte."""
 
 _MIB = 2**20
 _GIB = 2**30
@@ -111,7 +113,7 @@ def grid(
 
     Without ``vector_lanes`` a vector core has as many lanes as an array has rows. Clock and bandwidth are tpuv4-paper's
     unless given. ``where`` takes all points and says which are kept. Raises QuestionError naming an empty field, a
-    limit that leaves nothing, or a grid of more than two million points.
+    limit that leaves nothing, or a grid of more than half a million points.
     """
     fields = {
         "tensor_cores": tensor_cores,
@@ -158,7 +160,7 @@ def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
         given = (given,)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise QuestionError(f"{name} is {shown(given)}; expected whole numbers such as (1, 2, 4).")
-    values = list(given)
+    values = list(islice(given, MOST_POINTS + 1))
     wrong = [one for one in values if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < least]
     if wrong or not values:
         found = shown(wrong[0]) if wrong else "empty"
@@ -241,7 +243,7 @@ def from_description(document: Any, where: str = "the space") -> AcceleratorArra
 
 def _listed(where: str, name: str, value: object) -> list[object]:
     if isinstance(value, dict):
-        return list(_range(f"{where}.{name}", value))
+        return list(islice(_range(f"{where}.{name}", value), MOST_POINTS + 1))
     return list(value) if isinstance(value, list) else [value]
 
 

@@ -137,7 +137,8 @@ def _shown_progress() -> Iterator[Callable[[SearchProgress], None] | None]:
 
 def progress_text(progress: SearchProgress) -> str:
     """One line: left to look at, the best so far, its gap, a guess of the time left, and what was just done."""
-    parts = [f"{progress.points - progress.left:,} of {progress.points:,} settled, {progress.evaluated} evaluated"]
+    settled = f"{progress.points - progress.left:,} of {progress.points:,} settled, {progress.left:,} left"
+    parts = [f"{settled}, {progress.evaluated} evaluated"]
     if progress.best is not None:
         gap = "" if progress.gap is None else f" (gap {progress.gap:.2%})"
         parts.append(f"best {progress.best:,.5g}{gap}")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from phaze.errors import PlanError, QuestionError, shown
@@ -116,7 +118,8 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
 
     def renew() -> Executor:
         # A fresh interpreter each: forking a process that has threads may lock up.
-        return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
 
     workers = Workers(executor=renew(), renew=renew)
     try:
@@ -124,6 +127,18 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
     finally:
         assert workers.executor is not None
         workers.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def end_with_parent() -> None:
+    """Let this process end as soon as the one that started it does, killed or not: nobody else would end it."""
+
+    def watch(parent: BaseProcess) -> None:
+        parent.join()
+        os._exit(1)
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=watch, args=(parent,), daemon=True).start()
 
 
 @contextmanager

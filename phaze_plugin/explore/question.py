@@ -17,7 +17,7 @@ from phaze.explore.goals import Metric
 from phaze.hardware import AcceleratorArray, PrecisionRecipe, parse_cluster
 from phaze.planner.request import Request, read_request
 from phaze.records import from_document, to_document
-from phaze.space import from_description, from_points, load, paper, to_description
+from phaze.space import MOST_POINTS, from_description, from_points, load, paper, to_description
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -217,6 +217,10 @@ def _points(space: object, hbm_bytes: int) -> AcceleratorArray:
         )
     if not len(points):
         raise QuestionError("space has no accelerators; loosen what was asked of its points.")
+    if len(points) > MOST_POINTS:
+        raise QuestionError(
+            f"space has {len(points):,} accelerators; at most {MOST_POINTS:,} fit in memory. Search it in parts."
+        )
     if len(set(points.names)) != len(points):
         raise QuestionError("two accelerators of the space have the same name; give every one a name of its own.")
     return replace(points, hbm_bytes=np.full(len(points), hbm_bytes, dtype=np.int64))

@@ -1,7 +1,9 @@
 """The answer does not depend on where tasks run, nor on workers that die."""
 
+import multiprocessing
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from designs import SMALL, some_points, tiny_model
 import phaze
 from phaze.errors import PlanError, QuestionError
 from phaze.explore.executors import Workers, open_workers
+from phaze.explore.result import SearchProgress
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "gap": 0.0}
 
@@ -48,6 +51,30 @@ def test_a_process_that_dies_loses_no_task(tmp_path: Path) -> None:
         assert workers.replaced >= 1
 
 
+def search_in_processes(journal: str) -> None:
+    """A search with workers of its own, to be killed."""
+    phaze.search(tiny_model(), space=some_points(40), journal=journal, **{**QUESTION, "executor": "processes:2"})
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_workers_end_with_a_search_that_is_killed(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    search = multiprocessing.get_context("spawn").Process(target=search_in_processes, args=(str(journal),))
+    search.start()
+    assert search.pid is not None
+    while search.is_alive() and not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
+        time.sleep(0.05)
+    workers = children(search.pid)
+    assert workers
+    search.kill()
+    search.join()
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        time.sleep(0.05)
+
+
 def die(task: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return task
@@ -75,8 +102,8 @@ def test_a_dask_cluster_gives_the_same_answer_with_a_worker_killed_on_the_way() 
         pids = [worker.pid for worker in cluster.workers.values()]
         killed: list[int] = []
 
-        def kill_one(progress: object) -> None:
-            if not killed:
+        def kill_one(progress: SearchProgress) -> None:
+            if not killed and progress.best is not None:
                 killed.append(pids[0])
                 os.kill(pids[0], signal.SIGKILL)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -84,7 +85,8 @@ def test_a_task_with_another_cutoff_is_refused(tmp_path: Path) -> None:
         journal.find("one", 3.0)
 
 
-def test_a_search_that_was_killed_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_a_search_killed_at_random_moments_goes_on_and_ends_with_the_same_answer(tmp_path: Path, kills: int) -> None:
     script = tmp_path / "killed.py"
     support = Path(__file__).parents[1] / "support"
     script.write_text(
@@ -94,10 +96,13 @@ def test_a_search_that_was_killed_goes_on_and_ends_with_the_same_answer(tmp_path
     whole = phaze.search(tiny_model(), space=some_points(6), journal=tmp_path / "whole", **QUESTION)
     lines = (tmp_path / "whole").read_text().splitlines()
     path = tmp_path / "journal"
-    for wanted in (2, len(lines) // 2):
+    moments = random.Random(0)
+    for _ in range(kills):
         process = subprocess.Popen([sys.executable, str(script), str(path)])
+        wanted = moments.randint(1, len(lines) - 2)
         while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < wanted):
-            time.sleep(0.02)
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0.0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert 1 < len(path.read_text().splitlines()) <= len(lines)

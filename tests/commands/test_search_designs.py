@@ -1,0 +1,72 @@
+"""`phaze search`: from saved models and a space's file to an accelerator, tables and plans."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from designs import tiny_model
+
+from phaze.cli import main
+from phaze.commands.search_designs import progress_text
+from phaze.explore.result import SearchProgress
+
+SPACE = {
+    "format": "phaze-space",
+    "version": 1,
+    "tensor_cores": [1, 4],
+    "tensor_rows": [64, 128],
+    "tensor_cols": 128,
+    "vector_cores": 2,
+    "buffer_mib": 16,
+}
+OPTIONS = ["--devices", "4", "--hbm", "1,2", "--micro-batches", "2", "--tensor-widths", "1", "--global-batch", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model and a space."""
+    tiny_model().save(tmp_path / "model.json")
+    (tmp_path / "space.json").write_text(json.dumps(SPACE))
+    return tmp_path
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    space = str(folder / "space.json")
+    return ["search", str(folder / "model.json"), *OPTIONS, "--space", space, "--executor", "serial", *more]
+
+
+def test_search_prints_the_accelerator_and_saves_answer_table_and_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: str(folder / name) for name in ("out", "csv", "plan", "journal")}
+    assert main(arguments(folder, *(part for name, path in files.items() for part in (f"--{name}", path)))) == 0
+    out = capsys.readouterr().out
+    for words in ("samples/s", "proof", "slices as on tpuv4-paper", "saved to", "accelerators listed in"):
+        assert words in out
+    answer = json.loads(Path(files["out"]).read_text())
+    with Path(files["csv"]).open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4
+    assert answer["best"]["name"] in [row["name"] for row in rows]
+    plan = json.loads(Path(files["plan"]).read_text())
+    assert plan["step_time_s"] == pytest.approx(answer["best"]["models"][0]["step_time_s"])
+
+
+def test_json_is_the_answer_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "phaze-search"
+
+
+def test_a_space_that_cannot_be_is_an_error_with_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "space.json").write_text(json.dumps({**SPACE, "max_area_mm2": 0.1}))
+    assert main(arguments(folder)) == 1
+    assert "max_area_mm2 is 0.1 and leaves nothing" in capsys.readouterr().err
+
+
+def test_progress_says_what_is_settled_and_left_the_best_its_gap_and_the_time_left() -> None:
+    progress = SearchProgress(
+        doing="bound/all", points=100, left=40, evaluated=3, best=10.0, bound=11.0, elapsed_s=6.0, remaining_s=4.0
+    )
+    told = "60 of 100 settled, 40 left, 3 evaluated; best 10 (gap 10.00%); about 4 s left; bound/all"
+    assert progress_text(progress) == told
