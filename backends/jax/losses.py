@@ -32,7 +32,8 @@ class Arrangement:
         mode: what backward computes again.
         is_gathered: whether parameters are gathered over the data axis for each pass (ZeRO-3).
         tensor: devices of the tensor axis.
-        splits_sequence: whether activations between layers are split along the sequence.
+        splits_sequence: whether activations between layers are split along the sequence; one that the tensor axis does
+            not divide stays whole.
     """
 
     traced: Traced
@@ -53,9 +54,7 @@ class Arrangement:
         """Equations with the products of split parameters laid open; `shapes` are those of tensors between layers."""
         if self.tensor == 1:
             return list(equations)
-        sequences = (
-            frozenset(tuple(shape) for shape in shapes if len(shape) > 2) if self.splits_sequence else frozenset()
-        )
+        sequences = frozenset(tuple(shape) for shape in shapes if len(shape) > 2 and self._is_split(shape))
         return with_open_products(equations, split, self.tensor, sequences)
 
     def split_dims(self, *, is_layer: bool = False) -> dict[int, int]:
@@ -76,6 +75,9 @@ class Arrangement:
         is_lookup = str(getattr(equation, "primitive", "")) == "gather"
         return self.at_boundary(result) if is_lookup else result
 
+    def _is_split(self, shape: Sequence[int]) -> bool:
+        return self.splits_sequence and shape[1] % self.tensor == 0
+
     def at_boundary(self, value: Any) -> Any:
         """A tensor between layers, laid out as the plan says."""
         import jax
@@ -84,7 +86,7 @@ class Arrangement:
 
         if self.tensor == 1 or value.ndim < 3 or not jnp.issubdtype(value.dtype, jnp.floating):
             return value
-        spec = PartitionSpec(None, "tp") if self.splits_sequence else PartitionSpec()
+        spec = PartitionSpec(None, "tp") if self._is_split(value.shape) else PartitionSpec()
         return jax.lax.with_sharding_constraint(value, spec)
 
 

@@ -59,6 +59,10 @@ FORCED |= {
     ),
     "scanned dp4 tp2 zero2 mixed": ("scanned", {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 2}),
     "scanned dp8 zero2 clipped": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
+    "odd dp2 tp4 sequence": (
+        "odd",
+        {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "sequence_parallel": True},
+    ),
     "uneven dp2 tp4": ("uneven", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
     "fused dp2 tp4": ("fused", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
 }
@@ -90,6 +94,8 @@ def subject(kind: str) -> Subject:
         )
     words = models.WORDS - 3 if kind == "uneven" else models.WORDS
     batch = models.batch(BATCH, words)
+    if kind == "odd":
+        batch = {name: rows[:, : models.LENGTH - 1] for name, rows in batch.items()}
     if kind == "fused":
         weights, loss = models.weights(models.fused_shapes()), models.fused_loss
     else:
