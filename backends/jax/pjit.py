@@ -64,6 +64,7 @@ def _data(plan: Plan) -> dict[str, Any]:
         "mesh": {"dp": chosen.dp, "tp": chosen.tp},
         "global_batch_size": plan.question.global_batch_size,
         "micro_batch_size": chosen.micro_batch_size,
+        "compute_dtype": plan.question.precision.compute_dtype,
         "zero": chosen.zero,
         "recompute": chosen.recompute[0],
         "splits_sequence": bool(plan.layouts.boundaries),

@@ -308,6 +308,7 @@ def test_pjit_writes_data_and_a_program() -> None:
     assert data["mesh"] == {"dp": 2, "tp": 4}
     assert data["parameters"]["layers.q"] == 2
     assert data["left_whole"] == []
+    assert data["compute_dtype"] == "float32"
     assert "phaze" not in written["train_step.py"].lower()
 
 
