@@ -94,7 +94,7 @@ class Gradients:
 def gradients_of(request: Gradients) -> Answers:
     """The gradient of every operand, None for those that have none."""
     if request.op.function == "fused" and request.op.kind is OpKind.ELEMENTWISE:
-        return _fused(request)
+        return _unnamed(request)
     if request.incoming[0] is None and request.op.kind is not OpKind.VIEW:
         return _opaque(request)
     by_function = _BY_FUNCTION.get(request.op.function)
@@ -116,7 +116,7 @@ def _product(request: Gradients) -> Answers:
 def _elementwise(request: Gradients) -> Answers:
     saved = UNARY_READS.get(request.op.function)
     if saved is None or len(request.op.inputs) != 1:
-        return _opaque(request)
+        return _unnamed(request)
     reads = [request.came_in()]
     if saved is Saved.INPUT:
         reads.append(request.operand(0))
@@ -127,15 +127,16 @@ def _elementwise(request: Gradients) -> Answers:
     return (_summed_to(request, 0, gradient),)
 
 
-def _fused(request: Gradients) -> Answers:
-    """Several elementwise ops in one: one op gives what flows back at full size, sums give it to smaller operands."""
+def _unnamed(request: Gradients) -> Answers:
+    """Elementwise, several ops in one or one without a rule of its own: one op gives what flows back at full size, sums
+    give it to smaller operands."""
     full = request.op.rule.results[0]
     came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
     floats = [request.operand(i) for i, tensor_id in enumerate(request.op.inputs) if request.dtype(tensor_id).is_float]
     whole = [index for index, want in enumerate(request.wanted) if want and request.op.rule.operands[index] == full]
     first = whole or [request.wanted.index(True)]
     writes = [(request.op.inputs[index], full) for index in first]
-    gradients = request.emit("fused_backward", (*came_in, *floats), writes)
+    gradients = request.emit(f"{request.op.function}_backward", (*came_in, *floats), writes)
     answers: list[str | None] = [None] * len(request.wanted)
     for index, want in enumerate(request.wanted):
         if want and index in whole:
@@ -179,6 +180,20 @@ def _divide(request: Gradients) -> Answers:
         reads = (request.came_in(), request.operand(1), request.result())
         (gradient,) = request.emit("divisor_backward", reads, (full,))
         answers[1] = _summed_to(request, 1, gradient)
+    return answers
+
+
+def _where(request: Gradients) -> Answers:
+    """Each branch gets the gradient where the condition chose it; `gradients_of` lists the branch's index."""
+    if request.dtype(request.op.inputs[0]).is_float:
+        return _unnamed(request)
+    answers: list[str | None] = [None] * len(request.wanted)
+    for index, want in enumerate(request.wanted):
+        if want:
+            full = (request.op.inputs[index], request.op.rule.results[0])
+            reads, branch = (request.came_in(), request.operand(0)), {"gradients_of": (index,)}
+            (gradient,) = request.emit("where_backward", reads, (full,), attributes=branch)
+            answers[index] = _summed_to(request, index, gradient)
     return answers
 
 
@@ -366,6 +381,7 @@ _BY_FUNCTION: dict[str, Callable[[Gradients], Answers]] = {
     "subtract": _subtract,
     "multiply": _multiply,
     "divide": _divide,
+    "where": _where,
     "cast": _cast,
     "rotary": _rotary,
     "biased_softmax": _biased_softmax,

@@ -121,6 +121,9 @@ CASES: dict[str, Case] = {
     "slice": Case(OpKind.VIEW, "slice", slice_rule((5, 3), (2, 3)), (("start", 1),)),
     "split": Case(OpKind.VIEW, "split", Rule.parse("b (c h) -> b h, b h | b=2 c=2! h=3"), result_count=2),
     "stack": Case(OpKind.COPY, "stack", Rule.parse("b h, b h -> b c h | b=2 c=2! h=3")),
+    "where with a broadcast branch": Case(
+        OpKind.ELEMENTWISE, "where", elementwise_rule((2, 3, 4), (2, 1, 4), (3, 4), (2, 3, 1)), ids=(0,)
+    ),
     "transpose": Case(OpKind.VIEW, "transpose", transpose_rule((2, 3, 4), (2, 0, 1))),
 }
 
@@ -155,6 +158,16 @@ def test_a_function_without_a_known_gradient_gets_one_op_that_reads_its_float_in
     (backward,) = [op for op in graph.ops if op.function == "strange_backward"]
     assert backward.inputs == ("y.gradient", "x")
     assert backward.kind is OpKind.OPAQUE
+
+
+def test_an_elementwise_function_without_a_known_gradient_sums_it_over_what_was_broadcast() -> None:
+    builder = GraphBuilder("opaque")
+    x, y = (builder.argument(name, shape, Role.PARAMETER) for name, shape in (("x", (2, 3)), ("y", (3,))))
+    (z,) = builder.add("z", OpKind.ELEMENTWISE, "strange", elementwise_rule((2, 3), (2, 3), (3,)), (x, y))
+    (loss,) = builder.add("loss", OpKind.REDUCTION, "sum", reduction_rule((2, 3), (0, 1)), (z,))
+    graph = builder.build((loss,)).with_backward()
+    assert [op.function for op in graph.ops_of(Phase.BACKWARD)] == ["expand", "strange_backward", "sum"]
+    assert {name: graph.tensors[gradient].shape for name, gradient in graph.gradients} == {"x": (2, 3), "y": (3,)}
 
 
 def test_a_wanted_gradient_that_nobody_can_give_is_said() -> None:

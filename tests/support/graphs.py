@@ -80,7 +80,7 @@ def rules(draw: st.DrawFn) -> Rule:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """A random training graph: linear maps, functions, norms, dropout, residuals; a mean as loss."""
+    """A random training graph: linear maps, functions, norms, dropout, masks, residuals; a mean as loss."""
     batch, length, width = (draw(st.integers(1, 4)) for _ in range(3))
     sizes = {"b": batch, "s": length, "i": width, "o": width}
     builder = GraphBuilder(
@@ -103,7 +103,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 def _random_op(
     draw: st.DrawFn, builder: GraphBuilder, name: str, module: str, x: str, other: str, sizes: dict[str, int]
 ) -> str:
-    choice = draw(st.integers(0, 8))
+    choice = draw(st.integers(0, 9))
     same = builder.rule("b s i -> b s i", sizes)
     if choice == 0:
         weight = builder.parameter(f"{name}.weight", sizes["o"], sizes["i"])
@@ -150,5 +150,10 @@ def _random_op(
         (part,) = builder.add(name, OpKind.VIEW, "slice", cut, (x,), module=module, attributes={"start": 0})
         pad = Rule((cut.results[0],), (cut.operands[0],), cut.factors)
         return builder.add(f"{name}.pad", OpKind.COPY, "pad", pad, (part,), module=module, attributes={"start": 0})[0]
+    if choice == 8:
+        mask = builder.argument(f"{name}.mask", (sizes["s"], 1), Role.OTHER, DType.BOOL)
+        weight = builder.parameter(f"{name}.weight", sizes["i"])
+        rule = builder.rule("s 1, b s i, i -> b s i", sizes)
+        return builder.add(name, OpKind.ELEMENTWISE, "where", rule, (mask, x, weight), module=module)[0]
     rule = builder.rule("b s i -> b s i", sizes, normalized="i")
     return builder.add(name, OpKind.SOFTMAX, "softmax", rule, (x,), module=module)[0]

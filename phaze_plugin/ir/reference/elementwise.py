@@ -100,6 +100,11 @@ def _mean_backward(op: Op, gradient: Array) -> Array:
     return np.asarray(gradient / repeats)
 
 
+def _where_backward(op: Op, gradient: Array, condition: Array) -> Array:
+    is_first = op.attribute("gradients_of") == (1,)
+    return np.where(condition, gradient, 0.0) if is_first else np.where(condition, 0.0, gradient)
+
+
 def _number(op: Op, name: str) -> float:
     value = op.attribute(name)
     assert isinstance(value, int | float)
@@ -141,6 +146,8 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Array, ...]]] = {
     "scale": _apply(lambda op, x: np.asarray(x * _number(op, "factor"))),
     "scale_backward": _apply(lambda op, gradient: np.asarray(gradient * _number(op, "factor"))),
     "subtract": _apply(_plain(np.subtract)),
+    "where": _apply(_plain(np.where)),
+    "where_backward": _apply(_where_backward),
 }
 
 

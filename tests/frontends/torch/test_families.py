@@ -11,6 +11,7 @@ import phaze
 from phaze.frontends.families import FAMILIES as CONFIG_FAMILIES
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.ir import Graph, OpKind
+from phaze.ir.backward import DERIVED_BACKWARD, derive_backward
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ def test_layers_are_the_model_s_blocks_and_equal_blocks_are_one(imported: Import
     assert [layer.name for layer in blocks] == names
     assert len(imported.graph.layers) == len(names) + 2 * len(stacks)
     assert len({layer.key for layer in blocks}) == imported.family.kinds
+
+
+def test_a_backward_by_rule_has_the_products_and_gradients_of_the_captured_one(imported: Imported) -> None:
+    derived = derive_backward(imported.graph)
+    assert DERIVED_BACKWARD in derived.notes
+    assert derived.matmul_flops("backward") == imported.graph.matmul_flops("backward")
+    assert {name for name, _ in derived.gradients} >= {name for name, _ in imported.graph.gradients}
 
 
 def test_the_microbatch_can_be_changed(imported: Imported) -> None:
