@@ -31,7 +31,7 @@ from phaze.explore.engine import Engine
 from phaze.explore.executors import Workers
 from phaze.explore.front import answer
 from phaze.explore.journal import Journal
-from phaze.explore.question import PROVABLE_SCHEDULES, read_question
+from phaze.explore.question import read_question
 from phaze.explore.sampled import sample_designs
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
@@ -122,21 +122,9 @@ def _question(network: str, space: object, hbm_gib: Sequence[float], gap: float)
         "space": space,
         "hbm_gib": hbm_gib,
         "micro_batch_sizes": SIZES,
-        "tensor_widths": None,
         "global_batch_size": BATCH,
         "network": network,
-        "optimizer": "adamw",
-        "precision": "bf16",
-        "sequence_length": None,
-        "schedules": PROVABLE_SCHEDULES,
-        "compatibility": None,
-        "objective": "throughput",
-        "combine": "average",
-        "weights": None,
-        "front": False,
-        "calibration": None,
         "gap": gap,
-        "seed": 0,
         "plugins": PluginManager.load(),
     }
 

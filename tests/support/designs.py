@@ -48,22 +48,7 @@ def some_points(count: int, seed: int = 0) -> AcceleratorArray:
 
 def small_question(models: object, points: AcceleratorArray, **changes: Any) -> SearchQuestion:
     """The question of a small search, to be asked by hand."""
-    rest: dict[str, Any] = {
-        "network": "paper",
-        "optimizer": "adamw",
-        "precision": "bf16",
-        "sequence_length": None,
-        "schedules": ("1f1b", "zero-bubble"),
-        "compatibility": None,
-        "objective": "throughput",
-        "combine": "average",
-        "weights": None,
-        "front": False,
-        "calibration": None,
-        "gap": 0.0,
-        "seed": 0,
-    }
-    return read_question(models, None, space=points, plugins=PluginManager.load(), **{**SMALL, **rest, **changes})
+    return read_question(models, None, space=points, plugins=PluginManager.load(), **{**SMALL, "gap": 0.0, **changes})
 
 
 def searched(question: SearchQuestion) -> Engine:
