@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ import numpy as np
 from published_rows import Row, read_rows
 from validation import price
 
-from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
+from phaze.cost import LIBRARY_STACK, Calibration, Stack
+from phaze.cost.calibration import TERMS
 from phaze.fitting import Fit, PreparedRun, Run, fit_terms, prepare
 from phaze.fitting.least_squares import point_of, slopes_at
 from phaze.hooks import PluginManager
@@ -47,21 +49,21 @@ FAMILIES = {
     "a100": Family(
         chips=("a100-40gb", "a100-80gb"),
         datasets=("sc21", "korthikanti", "bigscience"),
-        terms=("matrix", "memory", "link", "network", "overhead_s"),
+        terms=("matrix", "memory", "link", "overhead_s"),
         start=Calibration(
-            matrix=0.812, memory=0.829, link=0.852, network=0.832, overhead_s=1.1e-5, overlap=0.0, stack=LIBRARY_STACK
+            matrix=0.8, memory=0.8, link=0.8, network=1.0, overhead_s=1e-5, overlap=0.0, stack=LIBRARY_STACK
         ),
         origin="arXiv:2104.04473 table 1; arXiv:2205.05198 table 5; BigScience's topology sweep of February 2022",
     ),
     "h100": Family(
         chips=("h100",),
         datasets=("torchtitan",),
-        terms=("matrix", "memory"),
+        terms=("matrix",),
         start=Calibration(
-            matrix=0.84, memory=0.3, link=0.8, network=0.8, overhead_s=3e-6, overlap=0.8, stack=LIBRARY_STACK
+            matrix=0.6, memory=0.8, link=0.8, network=0.8, overhead_s=1e-5, overlap=0.8, stack=LIBRARY_STACK
         ),
         origin="torchtitan's Llama 3.1 tables (a part with 2.4 TB/s HBM2e and 500 W; a stock one may do better); "
-        "links, overhead and overlap are assumed: five rows do not show them",
+        "all but matrix is assumed: five rows do not separate memory from matrix and do not show the rest",
     ),
     "tpuv4": Family(
         chips=("tpuv4",),
@@ -73,8 +75,8 @@ FAMILIES = {
 }
 
 
-def run_of(row: Row, weight: float = 1.0) -> Run:
-    """A row as a run."""
+def run_of(row: Row, stack: Stack, weight: float = 1.0) -> Run:
+    """A row as a run on a family's stack."""
     assert row.seconds is not None
     assert row.cluster is not None
     return Run(
@@ -86,7 +88,7 @@ def run_of(row: Row, weight: float = 1.0) -> Run:
         seconds=row.seconds,
         precision=row.recipe or "bf16",
         sequence_length=row.sequence_length,
-        stack=EAGER_STACK if row.is_eager else None,
+        stack=replace(stack, **row.stack),
         fuses_attention=row.fuses_attention,
         weight=weight,
     )
@@ -110,7 +112,7 @@ def left_out(
     """The error of every run when the others are fitted without the group that it belongs to.
 
     log seconds are linear enough around the optimum that the others' refit runs on their derivatives; what was left out
-    is then predicted exactly.
+    is then predicted exactly. A term that the others do not show is as it was before any fit.
     """
     point, now, slopes = slopes_at(predictor(runs), best, family.terms)
     errors = [0.0] * len(runs)
@@ -123,20 +125,31 @@ def left_out(
 
         measured = [run.run.seconds for run, kept in zip(runs, keep, strict=True) if kept]
         weights = [run.run.weight for run, kept in zip(runs, keep, strict=True) if kept]
-        refit = fit_terms(predict, measured, best, family.terms, weights=weights).calibration
+        fit = fit_terms(predict, measured, best, family.terms, weights=weights)
+        refit = replace(fit.calibration, **{term: getattr(family.start, term) for term in fit.unseen})
         for index in group:
             errors[index] = float(runs[index].seconds([refit])[0]) / runs[index].run.seconds - 1
     return errors
 
 
-def reserve_of(rows: Sequence[Row], calibration: Calibration) -> float:
-    """What devices hold beyond the need that we predict: the median over rows with a measured figure."""
-    shares = []
-    for row in rows:
-        if row.memory_bytes is not None and not row.fuses_attention:
-            plan = price(row, replace(calibration, reserve=0.0))
-            shares.append(row.memory_bytes / max(stage.memory_bytes["total"] for stage in plan.stages) - 1)
-    return max(0.0, statistics.median(shares)) if shares else 0.0
+def memory_terms(rows: Sequence[Row], calibration: Calibration) -> dict[str, float]:
+    """What devices hold beyond the need that we predict, and the margin that tells runs which ran out of memory.
+
+    The reserve is the median over rows with a measured figure, the margin the least (in percent, at least the usual
+    five) that leaves no run out of memory among those that fit.
+    """
+    bare = replace(calibration, reserve=0.0)
+    shares, fullest = [], []
+    for row in {row.question: row for row in rows if row.memory_bytes or row.is_out_of_memory}.values():
+        plan = price(row, replace(bare, stack=replace(bare.stack, **row.stack)))
+        need = max(stage.memory_bytes["total"] for stage in plan.stages)
+        if row.is_out_of_memory:
+            fullest.append(need / plan.stages[0].memory_bytes["capacity"])
+        elif row.memory_bytes and not row.fuses_attention:
+            shares.append(row.memory_bytes / need - 1)
+    reserve = round(max(0.0, statistics.median(shares)), 3) if shares else 0.0
+    least = min((share * (1 + reserve) for share in fullest), default=1.0)
+    return {"reserve": reserve, "margin": max(0.05, math.ceil((1 - least) * 100) / 100)}
 
 
 def weight(row: Row, counts: dict[str, int]) -> float:
@@ -150,62 +163,72 @@ def mape(errors: Sequence[float]) -> float:
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
-    """Rows that can be fitted; repeats of a question are averaged."""
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        if row.reason is None and row.seconds is not None:
-            found.setdefault(row.question, []).append(row)
-    return [row for repeats in found.values() for row in repeats]
+    """Rows that can be fitted; one that repeats another in everything, time included, counts once."""
+    usable = [row for row in rows if row.reason is None and row.seconds]
+    return list({(*row.question, row.seconds): row for row in usable}.values())
+
+
+def same(values: Sequence[object]) -> list[list[int]]:
+    """Indices of equal values."""
+    groups: dict[object, list[int]] = {}
+    for index, value in enumerate(values):
+        groups.setdefault(value, []).append(index)
+    return list(groups.values())
+
+
+Errors = dict[str, dict[str, float | int | None]]
+
+
+def fit_family(name: str, rows: Sequence[Row], plugins: PluginManager) -> tuple[Calibration, Errors]:
+    """Fit one family, print and return what was found."""
+    family = FAMILIES[name]
+    counts = {dataset: sum(row.dataset == dataset for row in rows) for dataset in family.datasets}
+    stack = family.start.stack
+    runs = [prepare(run_of(row, stack, weight(row, counts)), stack, plugins) for row in rows]
+    fit = fitted(runs, family, family.start)
+    print(f"{name}: " + ", ".join(f"{term} {getattr(fit.calibration, term):.4g}" for term in family.terms))
+    print("  unseen:", fit.unseen, "inseparable:", fit.inseparable)
+    print(f"  in sample {mape(fit.errors):.2%}", flush=True)
+    alone = left_out(runs, family, fit.calibration, same([row.question for row in rows]))
+    sets = same([row.dataset for row in rows])
+    outside = left_out(runs, family, fit.calibration, sets) if len(sets) > 1 else None
+    errors: Errors = {}
+    for own in sets:
+        dataset = rows[own[0]].dataset
+        errors[dataset] = {
+            "rows": len(own),
+            "in_sample": round(mape([fit.errors[i] for i in own]), 4),
+            "row_left_out": round(mape([alone[i] for i in own]), 4),
+            "dataset_left_out": round(mape([outside[i] for i in own]), 4) if outside else None,
+        }
+        print(f"  {dataset}: {errors[dataset]}")
+        for i in own:
+            print(f"    {rows[i].name:60} {fit.errors[i]:+.1%} in sample, {alone[i]:+.1%} left out")
+    return fit.calibration, errors
 
 
 def main() -> None:
     """Fit, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--family", choices=FAMILIES, action="append")
-    parser.add_argument("--times-only", action="store_true", help="keep the reserve of memory as it is in the file")
     parser.add_argument("--write", action="store_true", help=f"into {TARGET.name}")
     arguments = parser.parse_args()
     plugins = PluginManager.load()
     document = json.loads(TARGET.read_text(encoding="utf-8"))
     for name in arguments.family or FAMILIES:
         family = FAMILIES[name]
-        rows = [row for row in distinct(read_rows(arguments.data, list(family.datasets))) if row.seconds]
-        counts = {dataset: sum(row.dataset == dataset for row in rows) for dataset in family.datasets}
-        runs = [prepare(run_of(row, weight(row, counts)), family.start.stack, plugins) for row in rows]
-        fit = fitted(runs, family, family.start)
-        print(f"{name}: " + ", ".join(f"{term} {getattr(fit.calibration, term):.4g}" for term in family.terms))
-        print("  unseen:", fit.unseen, "inseparable:", fit.inseparable)
-        print(f"  in sample {mape(fit.errors):.2%}", flush=True)
-        alone = left_out(runs, family, fit.calibration, [[index] for index in range(len(runs))])
-        sets = [[index for index, row in enumerate(rows) if row.dataset == dataset] for dataset in family.datasets]
-        outside = left_out(runs, family, fit.calibration, sets) if len(sets) > 1 else []
-        errors: dict[str, dict[str, float | int | None]] = {}
-        for dataset in family.datasets:
-            own = [index for index, row in enumerate(rows) if row.dataset == dataset]
-            errors[dataset] = {
-                "rows": len(own),
-                "in_sample": round(mape([fit.errors[i] for i in own]), 4),
-                "row_left_out": round(mape([alone[i] for i in own]), 4),
-                "dataset_left_out": round(mape([outside[i] for i in own]), 4) if outside else None,
-            }
-            print(f"  {dataset}: {errors[dataset]}")
-            for i in own:
-                if dataset != "bigscience" or abs(alone[i]) > 0.08:
-                    print(f"    {rows[i].name:60} {fit.errors[i]:+.1%} in sample, {alone[i]:+.1%} left out")
-        known = document["families"].get(name, {}).get("terms", {}).get("reserve")
-        reserve = known if arguments.times_only and known is not None else reserve_of(rows, fit.calibration)
-        print(f"  reserve {reserve:.3f}", flush=True)
+        rows = read_rows(arguments.data, list(family.datasets))
+        calibration, errors = fit_family(name, distinct(rows), plugins)
+        memory = memory_terms([row for row in rows if row.reason is None], calibration)
+        print(f"  {memory}", flush=True)
+        seen = [term for term, least in (("reserve", 0.0), ("margin", 0.05)) if memory[term] > least]
         document["families"][name] = {
             "name": f"{name}, fitted to published runs",
             "chips": list(family.chips),
-            "terms": {
-                term: float(f"{getattr(fit.calibration, term):.4g}")
-                for term in ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
-            }
-            | {"reserve": round(reserve, 3)},
-            "fitted": [*family.terms, "reserve"] if reserve else list(family.terms),
-            "stack": to_document(fit.calibration.stack),
+            "terms": {term: float(f"{getattr(calibration, term):.4g}") for term in TERMS} | memory,
+            "fitted": [*family.terms, *seen],
+            "stack": to_document(calibration.stack),
             "origin": family.origin,
             "errors": errors,
         }

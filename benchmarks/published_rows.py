@@ -7,21 +7,24 @@ What a file does not say is said here, with its source:
 - BigScience: nodes of 8 A100 joined by 4 NVLinks each and 4 Omni-Path links of 100 Gb/s (arXiv:2211.05100, section
   3.4). The authors' log of the sweep (train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience) says
   that up to its section "Rebalancing layers" gradients are summed in fp16, and from there on in fp32 on top, with
-  embeddings counted as layers when stages are cut; so also for the rows of 106 layers before it. Else the stages are
-  filled one after the other with as many blocks as the fullest needs. ZeRO-1.
+  embeddings counted as layers when stages are cut; so also before it where only that makes stages equal. Else they are
+  filled one after the other with as many blocks as the fullest needs. ZeRO-1. Every launch of a kernel waited for its
+  end (CUDA_LAUNCH_BLOCKING=1 in train/tr11-176B-ml/tr11-176B-ml.slurm of the same repository, "do not remove").
 - torchtitan: ZeRO-3 (FSDP2) over the data axis, fp32 masters and fp32 reductions, bf16 all-gathers.
-- MaxText: fully sharded data parallel inside a slice, plain data parallel between slices, full remat.
+- MaxText: fully sharded data parallel inside a slice, plain data parallel between slices, full remat. Attention as one
+  kernel: scores of whole batches would not have fitted.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from phaze.errors import PhazeError
 from phaze.hardware import Cluster, InterconnectLevel, PrecisionRecipe, find_accelerator
 
 __all__ = ["DATASETS", "Row", "read_rows"]
@@ -33,7 +36,8 @@ GIB = 2**30
 class Row:
     """One measured run: its model and strategy, seconds (None: it did not run or nobody wrote it down) and memory.
 
-    ``reason`` says why it is not scored. Rows of equal ``group`` differ in strategy only.
+    ``reason`` says why it is not scored. Rows of equal ``group`` differ in strategy only. ``stack`` holds what is known
+    to differ from the stack of the chip's calibration.
     """
 
     dataset: str
@@ -44,7 +48,7 @@ class Row:
     global_batch_size: int = 0
     strategy: dict[str, Any] = field(default_factory=dict)
     recipe: PrecisionRecipe | None = None
-    is_eager: bool = False
+    stack: dict[str, Any] = field(default_factory=dict)
     fuses_attention: bool = False
     tokens: int = 0
     seconds: float | None = None
@@ -56,7 +60,8 @@ class Row:
     @property
     def question(self) -> tuple[Any, ...]:
         """What makes two rows repeats of each other."""
-        return (self.dataset, str(self.model), self.global_batch_size, str(sorted(self.strategy.items())), self.recipe)
+        texts = [str(sorted(values.items())) for values in (self.strategy, self.stack)]
+        return (self.dataset, str(self.model), self.sequence_length, self.global_batch_size, *texts, self.recipe)
 
 
 def _recipe(name: str, compute: str, reduction: str, gradient: float) -> PrecisionRecipe:
@@ -117,7 +122,7 @@ def _schedule(pipeline: int, chunks: int) -> dict[str, Any]:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    sizes = [layers // stages] * stages
+    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     sizes[0] += 1
     sizes[-1] += 1
     return tuple(sizes)
@@ -166,7 +171,8 @@ def _sc21(path: Path) -> Iterator[Row]:
     for values in _lines(path):
         strategy = {"recompute": "full", "sequence_parallel": False}
         seconds = _number(values["iter_time_s_from_agg"])
-        yield _megatron_row(values, "sc21", values["model"], strategy=strategy, seconds=seconds)
+        name, facts = values["model"], {"strategy": strategy, "seconds": seconds}
+        yield _read("sc21", name, _megatron_row, values, "sc21", name, **facts)
 
 
 def _korthikanti(path: Path) -> Iterator[Row]:
@@ -176,7 +182,8 @@ def _korthikanti(path: Path) -> Iterator[Row]:
             strategy = {"recompute": recompute, "sequence_parallel": is_split}
             name = f"{values['model']} {recompute}"
             seconds = _number(values[column])
-            yield _megatron_row(values, "korthikanti", name, strategy=strategy, seconds=seconds)
+            facts = {"strategy": strategy, "seconds": seconds}
+            yield _read("korthikanti", name, _megatron_row, values, "korthikanti", name, **facts)
 
 
 def _bigscience(path: Path) -> Iterator[Row]:
@@ -186,14 +193,14 @@ def _bigscience(path: Path) -> Iterator[Row]:
         if missing:
             yield Row(dataset="bigscience", name=name, reason=f"incomplete: {', '.join(missing)}")
             continue
-        yield _bigscience_row(name, values)
+        yield _read("bigscience", name, _bigscience_row, name, values)
 
 
 def _bigscience_row(name: str, values: dict[str, str]) -> Row:
     keys = ("hidden", "layers", "heads", "dp", "tp", "pp", "mbs", "gbs", "gpus")
     hidden, layers, heads, dp, tp, pp, size, batch, devices = (int(values[key]) for key in keys)
     is_rebalanced = values["section"] == "Rebalancing layers"
-    if is_rebalanced or layers == 106:
+    if is_rebalanced or (layers % pp and (layers + 2) % pp == 0):
         stages = _filled(layers + 2, pp)
     else:
         stages = _filled(layers, pp)
@@ -220,6 +227,7 @@ def _bigscience_row(name: str, values: dict[str, str]) -> Row:
         global_batch_size=batch,
         strategy=strategy,
         recipe=_BF16_SUMMED if is_rebalanced else _FP16,
+        stack={"launches_ahead": False},
         tokens=batch * 2048,
         seconds=seconds,
         memory_bytes=float(memory[1]) * GIB if memory else None,
@@ -235,13 +243,16 @@ def _torchtitan(path: Path) -> Iterator[Row]:
         if values["extra"] == "vanilla TP":
             name += f", tp {values['tp']}"
         reason = None
-        if values["cp"] != "1":
+        if values["cp"] not in ("", "1"):
             reason = "context parallelism is not priced"
         elif "async" in values["extra"]:
             reason = "asynchronous tensor parallelism is not priced"
         elif values["precision"] != "bf16":
             reason = f"{values['precision']}: casts and scales of float8 are not priced"
-        yield _torchtitan_row(name, values) if reason is None else Row(dataset="torchtitan", name=name, reason=reason)
+        if reason is not None:
+            yield Row(dataset="torchtitan", name=name, reason=reason)
+        else:
+            yield _read("torchtitan", name, _torchtitan_row, name, values)
 
 
 _TITAN_MODELS = {"8B": "llama3-8b", "70B": "llama3-70b"}
@@ -278,7 +289,7 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         global_batch_size=batch,
         strategy=strategy,
         recipe=_FSDP,
-        is_eager=values["compile"] == "no",
+        stack={"fusion": "none"} if values["compile"] == "no" else {},
         fuses_attention=True,
         tokens=batch * length,
         seconds=batch * length / (float(values["tokens_per_s_per_gpu"]) * devices),
@@ -298,9 +309,8 @@ def _maxtext(path: Path) -> Iterator[Row]:
         if values["hw"] != "TPUv4" or model is None or config is None:
             yield Row(dataset="maxtext", name=name, reason="the row does not say the model and its sharding")
             continue
-        yield _maxtext_row(
-            name, values, [int(text) for text in model.groups()], [int(text) for text in config.groups()]
-        )
+        sizes, shards = ([int(text) for text in match.groups()] for match in (model, config))
+        yield _read("maxtext", name, _maxtext_row, name, values, sizes, shards)
 
 
 def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: list[int]) -> Row:
@@ -332,6 +342,7 @@ def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: li
         strategy=strategy,
         recipe=_FSDP,
         tokens=tokens,
+        fuses_attention=True,
         seconds=flops * tokens / (float(values["tflops_per_chip"]) * 1e12 * devices),
     )
 
@@ -353,6 +364,17 @@ def read_rows(folder: Path, datasets: list[str] | None = None) -> list[Row]:
         if (folder / file).is_file() and (not datasets or name in datasets):
             rows += reader(folder / file)
     return rows
+
+
+def _read(dataset: str, name: str, build: Callable[..., Row], *values: Any, **facts: Any) -> Row:
+    """The row that ``build`` makes of its values, or the reason why there is none."""
+    try:
+        row = build(*values, **facts)
+    except (KeyError, ValueError, TypeError, IndexError, PhazeError) as error:
+        return Row(dataset=dataset, name=name, reason=f"incomplete: {type(error).__name__} {error}")
+    if row.seconds is None and not row.is_out_of_memory and row.reason is None:
+        return replace(row, reason="no time was written down")
+    return row
 
 
 def _lines(path: Path) -> list[dict[str, str]]:

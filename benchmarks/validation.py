@@ -1,12 +1,12 @@
 """Predicted against measured training runs.
 
-    python benchmarks/validation.py --data DIR [--dataset NAME] [--ideal] [--without TERM] [--rows]
+    python benchmarks/validation.py --data DIR [--dataset NAME] [--ideal] [--rows]
 
 Every row of the published tables (formats as `published_rows.py` reads them) is built from its numbers and priced with
 `phaze.evaluate` under exactly its strategy. Printed per dataset: how many rows are scored and why others are not, mean
 and largest error and bias of the step time; beside it the best single constant (TFLOP/s per chip), each row predicted
 from the others. Then rankings (groups of rows that differ in strategy only), memory and out-of-memory rows.
-`--ablation` prices everything again with one term of the model off in turn.
+`ablation.py` does the same with one term of the model off in turn.
 """
 
 from __future__ import annotations
@@ -22,24 +22,15 @@ from pathlib import Path
 from published_rows import DATASETS, Row, read_rows
 
 import phaze
-from phaze.cost import EAGER_STACK, IDEAL, PERFECT_STACK, Calibration
+from phaze.cost import IDEAL, Calibration
 from phaze.cost.fitted import calibration_of as preset_calibration
 from phaze.cost.fitted import fitted_families
+from phaze.errors import PhazeError
 from phaze.hardware import find_accelerator
 from phaze.plan import Plan
 
 FAMILY_OF = {"sc21": "a100-80gb", "korthikanti": "a100-80gb", "bigscience": "a100-80gb"}
 FAMILY_OF |= {"torchtitan": "h100", "maxtext": "tpuv4"}
-ABLATIONS = {
-    "memory": {"memory": 1.0, "hides_memory": True},
-    "fusion": {"fusion": "epilogues"},
-    "collectives": {"link": 1.0, "network": 1.0},
-    "exposed links": {"hides_links": True, "overlap": 1.0},
-    "accumulation": {"accumulates_in_products": True},
-    "recompute of ends": {"recomputes_ends": True},
-    "alignment": {"alignment_bytes": 1},
-    "overhead": {"overhead_s": 0.0},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +63,12 @@ class Scored:
         return max((stage.fit for stage in self.plan.stages), key=("fits", "marginal", "over").index)
 
 
-def calibration_for(row: Row, changes: dict[str, object] | None, is_ideal: bool) -> Calibration:
-    """The calibration of the row's family of chips, changed for an ablation."""
+def calibration_for(row: Row, is_ideal: bool = False) -> Calibration:
+    """The calibration of the row's family of chips, on the row's own stack."""
     if is_ideal:
         return IDEAL
     found = preset_calibration(find_accelerator(FAMILY_OF[row.dataset]))
-    stack = EAGER_STACK if row.is_eager and found.stack != PERFECT_STACK else found.stack
-    for name, value in (changes or {}).items():
-        if hasattr(stack, name):
-            stack = replace(stack, **{name: value})
-        else:
-            found = replace(found, **{name: value})
-    return replace(found, stack=stack)
+    return replace(found, stack=replace(found.stack, **row.stack))
 
 
 def price(row: Row, calibration: Calibration) -> Plan:
@@ -111,18 +96,23 @@ def price(row: Row, calibration: Calibration) -> Plan:
     ).plan
 
 
-def score(rows: Sequence[Row], changes: dict[str, object] | None = None, is_ideal: bool = False) -> list[Scored]:
-    """All rows that can be; equal questions are priced once."""
-    known: dict[tuple[object, ...], Plan] = {}
-    found = []
+def score(rows: Sequence[Row], is_ideal: bool = False) -> tuple[list[Scored], list[Row]]:
+    """All rows that can be, equal questions priced once; and all rows, with a reason where they could not be."""
+    known: dict[tuple[object, ...], Plan | str] = {}
+    found, told = [], []
     for row in rows:
-        if row.reason is not None:
-            continue
-        key = (*row.question, row.is_eager)
-        if key not in known:
-            known[key] = price(row, calibration_for(row, changes, is_ideal))
-        found.append(Scored(row=row, plan=known[key]))
-    return found
+        answer: Plan | str = row.reason or ""
+        if row.reason is None:
+            if (key := row.question) not in known:
+                try:
+                    known[key] = price(row, calibration_for(row, is_ideal))
+                except PhazeError as error:
+                    known[key] = f"refused: {error}"
+            answer = known[key]
+        told.append(replace(row, reason=answer) if isinstance(answer, str) else row)
+        if not isinstance(answer, str):
+            found.append(Scored(row=row, plan=answer))
+    return found, told
 
 
 def timed(scored: Iterable[Scored]) -> list[Scored]:
@@ -130,7 +120,7 @@ def timed(scored: Iterable[Scored]) -> list[Scored]:
     found: dict[tuple[object, ...], Scored] = {}
     for one in scored:
         if one.row.seconds is not None:
-            found.setdefault((*one.row.question, one.row.is_eager, one.row.seconds), one)
+            found.setdefault((*one.row.question, one.row.seconds), one)
     return list(found.values())
 
 
@@ -141,8 +131,15 @@ def print_times(name: str, rows: Sequence[Row], scored: Sequence[Scored], shows_
     if not total:
         return
     print(f"\n{name}: scored {len(own)} of {len(total)} rows")
+    repeated = sum(one.row.dataset == name and one.row.seconds is not None for one in scored) - len(own)
+    if repeated:
+        print(f"  {repeated} rows repeat another one, time included: counted once")
+    untimed = [one.row.name for one in scored if one.row.dataset == name and one.row.seconds is None]
+    if untimed:
+        print(f"  {len(untimed)} rows ran out of memory and have no time: {', '.join(untimed)}")
     for reason in sorted({row.reason for row in total if row.reason}):
-        print(f"  {sum(row.reason == reason for row in total)} rows: {reason}")
+        names = [row.name for row in total if row.reason == reason]
+        print(f"  {len(names)} rows, {reason}: {', '.join(names)}")
     if shows_rows:
         for one in own:
             print(
@@ -152,7 +149,8 @@ def print_times(name: str, rows: Sequence[Row], scored: Sequence[Scored], shows_
     if own:
         errors = [one.error for one in own]
         print(f"  step time: {summary(errors)}")
-        print(f"  best constant, each row from the others: {summary(constant_errors(own))}")
+        best = best_rate(rates(own)) / 1e12
+        print(f"  best constant {best:.1f} TFLOP/s per chip, each row from the others: {summary(constant_errors(own))}")
     fitted = [family["errors"][name] for family in fitted_families().values() if name in family["errors"]]
     for known in fitted:
         print(f"  when fitted: {dict(known)}")
@@ -164,15 +162,22 @@ def summary(errors: Sequence[float]) -> str:
     return f"MAPE {statistics.mean(sizes):.2%}, largest {max(sizes):.1%}, bias {statistics.mean(errors):+.2%}"
 
 
+def rates(scored: Sequence[Scored]) -> list[float]:
+    """Flops per second and chip of each row."""
+    return [one.flops / float(one.row.seconds or 1) for one in scored]
+
+
+def best_rate(measured: Sequence[float]) -> float:
+    """The single rate with the least mean error over all rows that were measured at these."""
+    return min(measured, key=lambda rate: sum(abs(one / rate - 1) for one in measured))
+
+
 def constant_errors(scored: Sequence[Scored]) -> list[float]:
-    """With a single TFLOP/s per chip, the median of the other rows."""
-    rates = [one.flops / float(one.row.seconds or 1) for one in scored]
-    errors = []
-    for index, one in enumerate(scored):
-        others = rates[:index] + rates[index + 1 :]
-        rate = statistics.median(others or rates)
-        errors.append(one.flops / rate / float(one.row.seconds or 1) - 1)
-    return errors
+    """With a single rate per chip, the best of the other rows."""
+    measured = rates(scored)
+    return [
+        one / best_rate(measured[:index] + measured[index + 1 :] or measured) - 1 for index, one in enumerate(measured)
+    ]
 
 
 def print_gains(scored: Sequence[Scored]) -> None:
@@ -180,7 +185,7 @@ def print_gains(scored: Sequence[Scored]) -> None:
     pairs: dict[str, dict[str, Scored]] = defaultdict(dict)
     for one in timed(scored):
         if one.row.dataset == "korthikanti":
-            model, recompute = one.row.name.split()
+            model, _, recompute = one.row.name.rpartition(" ")
             pairs[model][recompute] = one
     for model, kinds in pairs.items():
         if len(kinds) == 2:
@@ -205,13 +210,16 @@ def print_rankings(scored: Sequence[Scored]) -> None:
         if len(strategies) < 3:
             continue
         points = [
-            (statistics.mean(float(one.row.seconds or 0) for one in same), same[0].plan.step_time_s)
+            (
+                statistics.mean(float(one.row.seconds or 0) for one in same),
+                statistics.mean(one.plan.step_time_s for one in same),
+            )
             for same in strategies.values()
         ]
         regret = min(points, key=lambda point: point[1])[0] / min(point[0] for point in points) - 1
         regrets.append(regret)
         for first, second in combinations(points, 2):
-            pairs += 1
+            pairs += first[0] != second[0]
             agreed += (first[0] - second[0]) * (first[1] - second[1]) > 0
         lines.append(f"  {group}: {len(points)} strategies, Spearman {spearman(points):+.2f}, regret {regret:.1%}")
     if pairs:
@@ -222,15 +230,12 @@ def print_rankings(scored: Sequence[Scored]) -> None:
 
 
 def spearman(points: Sequence[tuple[float, float]]) -> float:
-    """Correlation of ranks."""
+    """Correlation of ranks; equal values share theirs."""
     ranks = []
     for side in (0, 1):
-        order = sorted(range(len(points)), key=lambda index: points[index][side])
-        rank = [0.0] * len(points)
-        for place, index in enumerate(order):
-            rank[index] = float(place)
-        ranks.append(rank)
-    return statistics.correlation(*ranks)
+        values = [point[side] for point in points]
+        ranks.append([sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values])
+    return statistics.correlation(*ranks) if all(len(set(rank)) > 1 for rank in ranks) else 0.0
 
 
 def print_memory(scored: Sequence[Scored], shows_rows: bool) -> None:
@@ -256,20 +261,6 @@ def print_memory(scored: Sequence[Scored], shows_rows: bool) -> None:
             print(f"  {name}: rows that ran and are called over: {len(wrong)} of {len(fitting)} {wrong}")
 
 
-def print_ablation(rows: Sequence[Row]) -> None:
-    """The error that each term leaves when it is off."""
-    print("\nablation: MAPE of the step time with one term off, nothing refitted")
-    names = [name for name in DATASETS if any(row.dataset == name and row.reason is None for row in rows)]
-    print(f"  {'':20}" + "".join(f"{name:>14}" for name in names))
-    for label, changes in {"everything on": {}, **ABLATIONS}.items():
-        scored = timed(score(rows, changes))
-        cells = []
-        for name in names:
-            errors = [abs(one.error) for one in scored if one.row.dataset == name]
-            cells.append(f"{statistics.mean(errors):>13.2%} " if errors else " " * 14)
-        print(f"  {label:20}" + "".join(cells), flush=True)
-
-
 def main() -> None:
     """Read, price, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,13 +268,9 @@ def main() -> None:
     parser.add_argument("--dataset", action="append", choices=DATASETS)
     parser.add_argument("--ideal", action="store_true", help="without calibrations")
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument("--ablation", action="store_true")
     arguments = parser.parse_args()
     rows = read_rows(arguments.data, arguments.dataset)
-    if arguments.ablation:
-        print_ablation(rows)
-        return
-    scored = score(rows, is_ideal=arguments.ideal)
+    scored, rows = score(rows, is_ideal=arguments.ideal)
     for name in DATASETS:
         print_times(name, rows, scored, arguments.rows)
         if name == "korthikanti":

@@ -93,7 +93,7 @@ def _terms(text: str | None, prepared: Sequence[PreparedRun]) -> tuple[str, ...]
     terms = ("matrix", "memory")
     if any(one.degrees.width * one.degrees.pipelines * one.degrees.devices > 1 for one in prepared):
         terms = (*terms, "link")
-    return terms
+    return (*terms, "overhead_s") if len(prepared) > len(terms) else terms
 
 
 def _show_fit(arguments: Namespace, console: Console, runs: Sequence[Run], fit: Fit) -> None:
@@ -151,28 +151,35 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
     )
     trace = read_trace(arguments.trace)
     start = _start(traced, arguments.stack or "eager", "traced")
+    prepared = prepare(traced, start.stack, PluginManager.load())
     found = fit_trace(
         trace,
-        prepare(traced, start.stack, PluginManager.load()).passes(),
+        prepared.passes(),
         start,
         name=f"traced in {arguments.trace}",
+        update_bytes_s=prepared.update_bytes_s,
     )
     rows = [
         (kind, f"{measured:.4g} s", f"{predicted:.4g} s", f"{predicted / measured - 1:+.1%}" if measured else "")
         for kind, (measured, predicted) in found.residuals.items()
     ]
     calibration = found.calibration
-    terms = ("matrix", "memory", "overhead_s")
+    terms = ("matrix", "vector", "memory", "overhead_s")
     document = {
         "calibration": to_document(calibration),
         "terms": list(terms),
         "residuals": {kind: list(pair) for kind, pair in found.residuals.items()},
         "steps": trace.steps,
         "kernels": trace.kernels,
+        "unseen": list(found.unseen),
     }
     texts: list[Any] = [
         plain_table(("class", ">traced", ">predicted", ">residual"), rows, title=f"{trace.kernels} kernels a step"),
         plain_table(("term", ">value"), [(term, f"{getattr(calibration, term):.4g}") for term in terms]),
+    ]
+    texts += [
+        f"warning: {term}: the device hardly waits, so the trace does not show it; it keeps its start"
+        for term in found.unseen
     ]
     full = [term for term in ("matrix", "memory") if getattr(calibration, term) >= 1.0]
     texts += [

@@ -5,10 +5,14 @@ Fitted numbers, at most six of them per family of chips:
     tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
                   matrix products, the longer of tensor + memory time and vector time
+    pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
+                  the device, overhead is no part of an op
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead;  the efficiency is `link` on a cluster's
                   innermost links and `network` on all others
     overlap     = the part of a data-parallel collective that passes behind layers are able to hide and do
     reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
+    margin      = the part of a device's memory that must stay free, or a stage is called marginal: how far runs went
+                  beyond prediction
 
 Facts about the stack (`Stack`) are not fitted: which ops it fuses, and what it hides. Until a chip was fitted its
 numbers are all 1.0, its stack is perfect and results say "ideal".
@@ -46,6 +50,10 @@ class Stack:
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
         recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
         alignment_bytes: batched products with a side of no multiple of this run at the rate of float32.
+        launches_ahead: whether the host queues ops while the device works, so that its time per op shows only in passes
+            with too little work; else ops run one after the other, each after its launch.
+        fuses_update: whether the update reads gradients once; else they are first copied to the master's type, checked
+            for their norm and scaled, each in a pass of its own.
     """
 
     fusion: Fusion = Fusion.EPILOGUES
@@ -54,6 +62,8 @@ class Stack:
     accumulates_in_products: bool = True
     recomputes_ends: bool = True
     alignment_bytes: int = 1
+    launches_ahead: bool = True
+    fuses_update: bool = True
 
     def __post_init__(self) -> None:
         """Settle types."""
@@ -69,6 +79,7 @@ LIBRARY_STACK = Stack(
     accumulates_in_products=False,
     recomputes_ends=False,
     alignment_bytes=16,
+    fuses_update=False,
 )
 """Library products between fused elementwise kernels, as in Megatron-LM and torch.compile."""
 EAGER_STACK = Stack(
@@ -99,6 +110,7 @@ class Calibration:
     overhead_s: float = 0.0
     overlap: float = 1.0
     reserve: float = 0.0
+    margin: float = 0.05
     stack: Stack = field(default=PERFECT_STACK)
 
     def __post_init__(self) -> None:
@@ -108,8 +120,15 @@ class Calibration:
             fraction(owner, name, getattr(self, name))
         non_negative(owner, "overhead_s", self.overhead_s)
         non_negative(owner, "reserve", self.reserve)
+        if self.margin:
+            fraction(owner, "margin", self.margin)
         if self.overlap:
             fraction(owner, "overlap", self.overlap)
+
+    @property
+    def op_overhead_s(self) -> float:
+        """Seconds that every op takes beyond its work."""
+        return 0.0 if self.stack.launches_ahead else self.overhead_s
 
     @property
     def is_ideal(self) -> bool:

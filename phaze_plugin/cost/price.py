@@ -174,9 +174,9 @@ def _time(
         vector_s = np.ceil(work.vector_operations / lanes) / (setting.chips.clock_hz * setting.calibration.vector)
         binding[vector_s >= seconds] = _CODE[Binding.COMPUTE]
         np.maximum(seconds, vector_s, out=seconds)
-    if setting.calibration.overhead_s:
-        np.copyto(binding, _CODE[Binding.OVERHEAD], where=seconds < setting.calibration.overhead_s)
-        seconds += setting.calibration.overhead_s
+    if setting.calibration.op_overhead_s:
+        np.copyto(binding, _CODE[Binding.OVERHEAD], where=seconds < setting.calibration.op_overhead_s)
+        seconds += setting.calibration.op_overhead_s
 
 
 def _tensor_time(work: Work, setting: _Setting, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]) -> None:

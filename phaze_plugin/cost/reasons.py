@@ -30,13 +30,13 @@ def explain(work: Work, accelerator: Accelerator, *, calibration: Calibration | 
     estimate = price_works([work], accelerator, calibration=chosen)
     seconds, moved, binding = float(estimate.spread_s[0, 0]), float(estimate.spread_bytes[0, 0]), estimate.binding()
     reasons = {
-        Binding.COMPUTE: lambda: _compute_reason(work, accelerator, chosen, seconds - chosen.overhead_s),
+        Binding.COMPUTE: lambda: _compute_reason(work, accelerator, chosen, seconds - chosen.op_overhead_s),
         Binding.MEMORY: lambda: f"{moved:.3g} bytes cross to HBM while the cores wait",
         Binding.FILL: lambda: (
             f"arrays of {accelerator.tensor_rows}x{accelerator.tensor_cols} spend more than half of the time filling "
             "and draining"
         ),
-        Binding.OVERHEAD: lambda: f"{_seconds(chosen.overhead_s)} of overhead per op exceed the work itself",
+        Binding.OVERHEAD: lambda: f"{_seconds(chosen.op_overhead_s)} of overhead per op exceed the work itself",
     }
     reached = f", {least_tensor_s(work, accelerator) / seconds:.1%} of peak" if work.products else ""
     return (

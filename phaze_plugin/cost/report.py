@@ -135,7 +135,7 @@ def _update(
 ) -> CostRow | None:
     if not parameters:
         return None
-    work = update_work(recipe, parameters)
+    work = update_work(recipe, parameters, stack=calibration.stack)
     estimate = price_works([work], accelerator, calibration=calibration)
     return _row("optimizer update", Phase.UPDATE, work_shape(work), work, 1, estimate, accelerator)
 

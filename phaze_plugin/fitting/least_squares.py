@@ -6,7 +6,7 @@ variables are the logarithms of efficiencies and of the overhead, and the overla
 Gauss-Newton steps with Levenberg's damping, derivatives by differences. Deterministic.
 
 Two terms cannot be separated by the runs where changing both leaves the residuals as they are: the columns of the
-derivatives are (nearly) parallel. A term that changes nothing is not seen at all.
+derivatives are (nearly) parallel. A term that changes nothing is not seen at all, and not moved.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _minimise(
         bent = weight**2 / np.sqrt(1 + (weight * now / _BEND) ** 2)
         normal = (slopes.T * bent) @ slopes
         gradient = (slopes.T * bent) @ now
-        is_free = ~((point <= low) & (gradient > 0) | (point >= high) & (gradient < 0))
+        is_free = (np.abs(slopes).max(axis=0) >= _UNSEEN) & ~(
+            (point <= low) & (gradient > 0) | (point >= high) & (gradient < 0)
+        )
         trials = [
             np.clip(point - _solved(normal, gradient, is_free, damping * factor), low, high) for factor in _FACTORS
         ]

@@ -5,6 +5,8 @@ and memory seconds of an op, and a collective's latency A, inner seconds B and o
 
     op          max(T/matrix + M/memory, V/vector) + overhead     (max(T/matrix, M/memory, ..) where memory is hidden)
     collective  A + B/link + C/network + overhead
+
+Where the host launches ahead, overhead is no part of an op. A pass takes at least overhead * (ops and collectives).
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ class PassParts:
         """The pass under a calibration of the same stack."""
         tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
         run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
-        ops = np.maximum(run, self.vector_s / calibration.vector).sum() + len(run) * calibration.overhead_s
+        ops = np.maximum(run, self.vector_s / calibration.vector).sum()
         moved = self.latency_s + self.inner_s / calibration.link + self.outer_s / calibration.network
-        return float(ops + moved + self.links * calibration.overhead_s)
+        launched = len(run) + self.links
+        return float(max(ops + moved + launched * calibration.op_overhead_s, launched * calibration.overhead_s))
 
 
 def work_parts(works: Sequence[Work], accelerator: Accelerator, stack: Stack) -> tuple[_Floats, _Floats, _Floats]:

@@ -125,6 +125,13 @@ class PreparedRun:
             found += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
         return found
 
+    @property
+    def update_bytes_s(self) -> float:
+        """What the traffic of updating all parameters takes at full bandwidth, on one device."""
+        parameters = sum(self.layers[layer.key].profile.parameters for layer in self.problem.graph.layers)
+        moved = self.problem.recipe.update_bytes * parameters
+        return moved / self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s
+
     def _times(self, calibration: Calibration) -> StageTimes:
         bandwidth, width = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.degrees.width
         profiles = {(key, width, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}

@@ -4,12 +4,18 @@ Kernels (on a device that has none, the innermost operators of the host) are sor
 and all else by their names. With the model's own ops taken apart as `pass_parts` does, and all of them run once per
 step and microbatch:
 
-    else       sum of max(V, M/memory)                   = measured seconds of all else      gives memory
+    update     max(V, M/memory)                          = measured seconds of the update    gives memory
+    else       sum of max(V/vector, M/memory)            = measured seconds of all else      gives vector
     products   sum of T/matrix + M/memory (or the max)   = measured seconds of products      gives matrix
     rest       step - all kernels                        = overhead * ops                    gives overhead
 
-Each left side falls with its unknown, so each is found by bisection. Where even full efficiency is too slow the chip is
-described too small: the efficiency is 1 and the residual says so.
+A device with kernels of its own works while its host launches the next ones: there the last line is the sum over passes
+of what overhead * ops exceeds the pass's kernels by, and a device that hardly waits tells nothing about the overhead.
+
+The update streams through memory and does little else. A trace without one gets memory from all else, and vector is 1.
+
+Each left side falls with its unknown (the last rises), so each is found by bisection. Where even full efficiency is too
+slow the chip is described too small: the efficiency is 1 and the residual says so.
 """
 
 from __future__ import annotations
@@ -36,14 +42,17 @@ _MATRIX = re.compile(
 )
 _LINK = re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|c10d|gloo", re.I)
 _UPDATE = re.compile(
-    r"^(Optimizer|_foreach|_fused|adam|aten::_foreach|aten::_fused|aten::(lerp_|addcmul_|addcdiv_))", re.I
+    r"^(Optimizer|_foreach|_fused|adam|.*multi_tensor_apply|aten::_foreach|aten::_fused|aten::(lerp_|addcmul_|addcdiv_))",
+    re.I,
 )
 _LEAST = 0.005
+_LEAST_IDLE = 0.02
+_MOST_OVERHEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """Seconds of one step by class, the kernels in it, and the step itself."""
+    """Seconds of one step by class, the kernels in it, the step itself, and whether a host launched them ahead."""
 
     matrix_s: float
     vector_s: float
@@ -52,14 +61,16 @@ class StepTrace:
     step_s: float
     kernels: int
     steps: int
+    launches_ahead: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFit:
-    """A calibration, and per class the measured and the predicted seconds."""
+    """A calibration, per class the measured and the predicted seconds, and terms that the trace does not show."""
 
     calibration: Calibration
     residuals: dict[str, tuple[float, float]]
+    unseen: tuple[str, ...] = ()
 
 
 def read_trace(path: str | os.PathLike[str]) -> StepTrace:
@@ -80,6 +91,7 @@ def read_trace(path: str | os.PathLike[str]) -> StepTrace:
     kernels = [
         event for event in spans if str(event.get("cat", "")).casefold() in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
+    launches_ahead = bool(kernels)
     if not kernels:
         kernels = _innermost([event for event in spans if event.get("cat") == "cpu_op"])
     if not kernels:
@@ -87,7 +99,7 @@ def read_trace(path: str | os.PathLike[str]) -> StepTrace:
             f"{where} holds no kernels and no operators; record a training step with torch.profiler (activities CPU "
             "and, where there is one, CUDA) and export_chrome_trace."
         )
-    return _summed(kernels, spans)
+    return _summed(kernels, spans, launches_ahead)
 
 
 def _is_span(event: object) -> bool:
@@ -111,7 +123,7 @@ def _innermost(operators: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in found if event["dur"] > 0]
 
 
-def _summed(kernels: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]]) -> StepTrace:
+def _summed(kernels: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]], launches_ahead: bool) -> StepTrace:
     marks = [event for event in spans if str(event.get("name", "")).startswith("ProfilerStep")]
     marks = list({str(event["name"]): event for event in marks}.values())
     steps = max(1, len(marks))
@@ -130,6 +142,7 @@ def _summed(kernels: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]]) 
         step_s=whole * 1e-6 / steps,
         kernels=len(kernels) // steps,
         steps=steps,
+        launches_ahead=launches_ahead,
     )
 
 
@@ -141,32 +154,68 @@ def _class(name: str, above: str) -> str:
     return "matrix" if _MATRIX.search(name) else "vector"
 
 
-def fit_trace(trace: StepTrace, passes: Sequence[PassParts], start: Calibration, *, name: str) -> TraceFit:
-    """The calibration that explains a trace of a step made of ``passes``; raises FormatError where a class is empty."""
+def fit_trace(
+    trace: StepTrace,
+    passes: Sequence[PassParts],
+    start: Calibration,
+    *,
+    name: str,
+    update_bytes_s: float = 0.0,
+) -> TraceFit:
+    """The calibration that explains a trace of a step made of ``passes``; raises FormatError where a class is empty.
+
+    ``update_bytes_s`` is what the update's traffic takes at full bandwidth.
+    """
     if trace.matrix_s <= 0 or trace.vector_s <= 0:
         lacking = "matrix products" if trace.matrix_s <= 0 else "elementwise kernels"
         raise FormatError(
             f"the trace has no {lacking} among its {trace.kernels} kernels; matrix and memory efficiency cannot be "
             "separated. Record a whole training step of a model with both."
         )
-    memory = _solve(lambda share: _vector_s(passes, share), trace.vector_s)
+    if trace.update_s > 0 and update_bytes_s > 0:
+        memory = min(1.0, max(_LEAST, update_bytes_s / trace.update_s))
+        vector = _solve(lambda share: _vector_s(passes, memory, share), trace.vector_s)
+    else:
+        memory, vector = _solve(lambda share: _vector_s(passes, share, 1.0), trace.vector_s), 1.0
     matrix = _solve(lambda share: _matrix_s(passes, share, memory), trace.matrix_s)
-    ops = sum(len(one.tensor_s) for one in passes)
-    idle_s = trace.step_s - trace.matrix_s - trace.vector_s - trace.link_s - trace.update_s
-    overhead = max(0.0, idle_s) / max(1, ops)
-    found = replace(start, name=name, matrix=matrix, memory=memory, overhead_s=overhead)
+    stack = replace(start.stack, launches_ahead=trace.launches_ahead)
+    found = replace(start, name=name, matrix=matrix, vector=vector, memory=memory, overhead_s=0.0, stack=stack)
+    idle_s = max(0.0, trace.step_s - trace.matrix_s - trace.vector_s - trace.link_s - trace.update_s)
+    is_seen = not trace.launches_ahead or idle_s > _LEAST_IDLE * trace.step_s
+    if is_seen:
+        found = replace(found, overhead_s=_overhead_s(passes, found, idle_s))
+    waited_s = _idle_s(passes, found, found.overhead_s)
     return TraceFit(
-        calibration=found,
+        calibration=found if is_seen else replace(found, overhead_s=start.overhead_s),
         residuals={
             "products": (trace.matrix_s, _matrix_s(passes, matrix, memory)),
-            "all else": (trace.vector_s, _vector_s(passes, memory)),
-            "between kernels": (max(0.0, idle_s), overhead * ops),
+            "all else": (trace.vector_s, _vector_s(passes, memory, vector)),
+            "update": (trace.update_s, update_bytes_s / memory),
+            "between kernels": (idle_s, waited_s),
         },
+        unseen=() if is_seen else ("overhead_s",),
     )
 
 
-def _vector_s(passes: Sequence[PassParts], memory: float) -> float:
-    return float(sum(np.maximum(one.vector_s, one.memory_s / memory)[one.tensor_s == 0].sum() for one in passes))
+def _idle_s(passes: Sequence[PassParts], calibration: Calibration, overhead_s: float) -> float:
+    """Seconds that passes take beyond their kernels at some overhead per op."""
+    some = replace(calibration, overhead_s=overhead_s)
+    none = replace(calibration, overhead_s=0.0)
+    return sum(one.seconds(some) - one.seconds(none) for one in passes)
+
+
+def _overhead_s(passes: Sequence[PassParts], calibration: Calibration, idle_s: float) -> float:
+    """The overhead per op at which passes wait as long as measured, by bisection."""
+    low, high = 0.0, _MOST_OVERHEAD_S
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _idle_s(passes, calibration, middle) < idle_s else (low, middle)
+    return high
+
+
+def _vector_s(passes: Sequence[PassParts], memory: float, vector: float) -> float:
+    times = (np.maximum(one.vector_s / vector, one.memory_s / memory)[one.tensor_s == 0].sum() for one in passes)
+    return float(sum(times))
 
 
 def _matrix_s(passes: Sequence[PassParts], matrix: float, memory: float) -> float:

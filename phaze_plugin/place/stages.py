@@ -69,7 +69,7 @@ class StageTable:
 def update_s_per_parameter(problem: PlacementProblem) -> float:
     """Seconds that updating one parameter takes on one device."""
     probe = 1 << 30
-    works = [update_work(problem.recipe, probe)]
+    works = [update_work(problem.recipe, probe, stack=problem.calibration.stack)]
     estimate = price_works(works, problem.cluster.accelerator, calibration=problem.calibration)
     return float(estimate.spread_s[0, 0]) / probe
 

@@ -212,6 +212,7 @@ def placement_problem(request: Request, slices: Slices, cluster: Cluster | None 
         micro_batches=request.global_batch_size // slices.micro_batch_size,
         recipe=request.recipe,
         capabilities=request.capabilities,
+        memory_margin=request.calibration.margin,
         calibration=request.calibration,
     )
 

@@ -58,7 +58,9 @@ def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]
 
 def _update_j_per_parameter(request: Request) -> float:
     probe = 1 << 30
-    estimate = price_works([update_work(request.recipe, probe)], request.cluster.accelerator)
+    estimate = price_works(
+        [update_work(request.recipe, probe, stack=request.calibration.stack)], request.cluster.accelerator
+    )
     return float(estimate.spread_energy_j[0, 0]) / probe
 
 

@@ -307,7 +307,7 @@ class PlainCosts:
 
     def _update_s(self) -> float:
         if ("update",) not in self.known:
-            works = [update_work(self.problem.recipe, 1 << 30)]
+            works = [update_work(self.problem.recipe, 1 << 30, stack=self.problem.calibration.stack)]
             calibration = self.problem.calibration
             estimate = price_works(works, self.problem.cluster.accelerator, calibration=calibration, energy=self.energy)
             self.known["update",] = float(estimate.spread_s[0, 0]) / (1 << 30)

@@ -4,7 +4,7 @@ Each group of ops (one op, or a matrix op with its fused epilogue) becomes one o
 latencies come from the cost model, views hold nothing and take no time, collectives are links (on a stack that hides
 none of them they hold all cores). One group precedes another if it makes a tensor that the other reads. The memory
 floor counts every group's traffic with the whole buffer at its service, which is the least it can be, over the
-bandwidth.
+bandwidth; what the host needs to launch all groups is a floor as well.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def price_pass(
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
     links = {
-        at: _seconds(group.head, link_s) + calibration.overhead_s
+        at: _seconds(group.head, link_s) + calibration.op_overhead_s
         for at, group in enumerate(groups)
         if _is_link(group.head)
     }
@@ -111,6 +111,7 @@ def price_pass(
     for at, kind in zip(placed, estimate.kinds, strict=True):
         kinds[at] = OpKind(kind.value)
     bandwidth = chips.hbm_bandwidth_bytes_per_s * calibration.memory
+    moved_s = np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth
     return PricedPass(
         name=name,
         names=tuple(group.head.id for group in groups),
@@ -120,7 +121,7 @@ def price_pass(
         spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
         energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
         spread_energy_j=_columns(estimate.spread_energy_j, placed, {}, len(groups)),
-        memory_s=np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth,
+        memory_s=np.maximum(moved_s, _launch_floor_s(links, estimate, calibration)),
         tensor_cores=chips.tensor_cores,
         vector_cores=chips.vector_cores,
         intra_op_exclusive=intra_op_exclusive,
@@ -133,6 +134,14 @@ def group_edges(groups: Sequence[OpGroup]) -> tuple[tuple[int, int], ...]:
     maker = {tensor: at for at, group in enumerate(groups) for op in group.ops for tensor in op.outputs}
     edges = {(maker[tensor], at) for at, group in enumerate(groups) for tensor in group.reads if tensor in maker}
     return tuple(sorted((before, after) for before, after in edges if before != after))
+
+
+def _launch_floor_s(links: Mapping[int, float], estimate: Estimate, calibration: Calibration) -> FloatArray | float:
+    """The host's time for launching all ops but views; all ops one after the other where it launches none ahead."""
+    if not calibration.stack.launches_ahead:
+        return np.minimum(estimate.core_s, estimate.spread_s).sum(axis=0) + sum(links.values())
+    launched = len(links) + sum(kind is not CoreKind.NONE for kind in estimate.kinds)
+    return calibration.overhead_s * launched
 
 
 def _is_link(op: GraphOp) -> bool:

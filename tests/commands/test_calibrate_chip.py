@@ -18,6 +18,7 @@ STRATEGIES = [
     {"dp": 8, "tp": 1, "pp": 1, "micro_batch_size": 1, "zero": 0},
     {"dp": 8, "tp": 1, "pp": 1, "micro_batch_size": 4, "zero": 0},
     {"dp": 2, "tp": 4, "pp": 1, "micro_batch_size": 2, "zero": 0},
+    {"dp": 4, "tp": 2, "pp": 1, "micro_batch_size": 8, "zero": 0},
 ]
 
 
@@ -76,7 +77,7 @@ def test_a_calibration_reproduces_the_steps_it_was_fitted_to_and_planning_takes_
 def test_an_unknown_term_and_too_few_steps_are_refused_kindly(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--measured", str(steps), "--terms", "matrx"]) == 1
     assert "Did you mean matrix" in capsys.readouterr().err
-    assert main(["calibrate", "--measured", str(steps), "--terms", "matrix,memory,link,overhead_s"]) == 1
+    assert main(["calibrate", "--measured", str(steps), "--terms", "matrix,memory,link,overhead_s,overlap"]) == 1
     assert "They cannot separate" in capsys.readouterr().err
 
 

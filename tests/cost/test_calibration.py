@@ -25,7 +25,7 @@ def test_chips_that_were_fitted_say_so_and_all_others_are_ideal() -> None:
 def test_a_family_has_at_most_six_fitted_terms_their_origin_and_their_errors(name: str) -> None:
     family = fitted_families()[name]
     assert 1 <= len(family["fitted"]) <= 6
-    assert set(family["fitted"]) <= {*TERMS, "reserve"}
+    assert set(family["fitted"]) <= {*TERMS, "reserve", "margin"}
     assert family["origin"]
     for errors in family["errors"].values():
         assert errors["rows"] > 0
@@ -45,7 +45,7 @@ def test_a_fitted_chip_with_another_memory_keeps_its_calibration() -> None:
     assert calibration_of(replace(chip, hbm_bytes=chip.hbm_bytes // 4)) == calibration_of(chip) != IDEAL
 
 
-@pytest.mark.parametrize("field", ["matrix", "vector", "memory", "link", "network", "overlap"])
+@pytest.mark.parametrize("field", ["matrix", "vector", "memory", "link", "network", "overlap", "margin"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_an_efficiency_outside_zero_to_one_is_refused(field: str, value: float) -> None:
     with pytest.raises(HardwareError, match=field):

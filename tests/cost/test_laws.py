@@ -213,5 +213,5 @@ def test_a_real_chip_is_never_faster_than_the_ideal_one(
     work = op_work(sample.op, sample.tensors)
     real = price_works([work], chip, calibration=calibration)
     core_s, spread_s = priced(work, chip)
-    assert real.core_s[0, 0] * EXACT >= core_s + calibration.overhead_s
+    assert real.core_s[0, 0] * EXACT >= core_s + calibration.op_overhead_s
     assert real.spread_s[0, 0] * EXACT >= spread_s + calibration.overhead_s

@@ -2,7 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from phaze.cost import IDEAL, VIEW, Binding, Calibration, CoreKind, explain, matmul_work, price_works, vector_work
+from phaze.cost import (
+    IDEAL,
+    VIEW,
+    Binding,
+    Calibration,
+    CoreKind,
+    Stack,
+    explain,
+    matmul_work,
+    price_works,
+    vector_work,
+)
 from phaze.cost.price import distinct_accelerators
 from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
@@ -52,7 +63,7 @@ def test_a_view_has_nothing_to_explain() -> None:
 
 
 def test_overhead_binds_when_it_exceeds_the_work() -> None:
-    calibration = Calibration(name="fitted", overhead_s=1e-3)
+    calibration = Calibration(name="fitted", overhead_s=1e-3, stack=Stack(launches_ahead=False))
     estimate = price_works([vector_work(10, 40)], TPU, calibration=calibration)
     assert estimate.binding() is Binding.OVERHEAD
     assert estimate.spread_s[0, 0] == pytest.approx(1e-3)

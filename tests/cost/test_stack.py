@@ -19,7 +19,9 @@ from phaze.cost import (
     price_works,
 )
 from phaze.hardware import parse_cluster, preset
-from phaze.ir import OpKind
+from phaze.ir import OpKind, Phase
+from phaze.schedule.from_layer import price_pass
+from phaze.schedule.problem import OpKind as ScheduledKind
 
 CHIP = preset("a100-80gb").accelerator
 GRAPH = tiny_graph("megatron-gpt", 2).with_backward()
@@ -61,6 +63,21 @@ def test_unaligned_batched_products_run_at_the_rate_of_float32(batch: int, side:
     aligned, real = (seconds(work, Calibration(stack=stack)) for stack in stacks)
     assert (real > 4 * aligned) == is_slow
     assert is_slow or real == aligned
+
+
+def test_a_host_that_launches_ahead_is_a_floor_under_a_pass_and_no_part_of_an_op() -> None:
+    work = matmul_work(1, 64, 64, 64)
+    blocking, ahead = (
+        Calibration(overhead_s=1e-3, stack=replace(LIBRARY_STACK, launches_ahead=is_ahead))
+        for is_ahead in (False, True)
+    )
+    assert seconds(work, blocking) == pytest.approx(seconds(work, ahead) + 1e-3)
+    assert seconds(work, ahead) == seconds(work, replace(ahead, overhead_s=0.0))
+    ops = [op for op in GRAPH.ops if op.phase is Phase.FORWARD]
+    waiting = price_pass(GRAPH, ops, CHIP, calibration=ahead)
+    launched = sum(kind is not ScheduledKind.NONE for kind in waiting.kinds)
+    assert waiting.memory_s.tolist() == [pytest.approx(launched * 1e-3)]
+    assert waiting.lower_bounds().tolist() == waiting.memory_s.tolist()
 
 
 def test_the_network_efficiency_belongs_to_all_but_the_innermost_links() -> None:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from phaze.cost import Binding, gathered_bytes, price_works, update_work
+from phaze.cost import LIBRARY_STACK, Binding, gathered_bytes, price_works, update_work
 from phaze.errors import CostError
 from phaze.hardware import precision_recipe, preset
 
@@ -38,3 +38,8 @@ def test_an_update_of_nothing_is_refused(parameters: int, shards: int) -> None:
 def test_an_unknown_stage_or_size_is_refused(stage: int, shards: int, parameters: int) -> None:
     with pytest.raises(CostError, match="all-gather after the update"):
         gathered_bytes(RECIPE, parameters, zero_stage=stage, zero_shards=shards)
+
+
+def test_a_stack_that_does_not_fuse_the_update_passes_over_gradients_before_it() -> None:
+    fused, apart = (update_work(RECIPE, 1000, **how).streamed_bytes for how in ({}, {"stack": LIBRARY_STACK}))
+    assert apart - fused == 1000 * (RECIPE.gradient_bytes + 4 * RECIPE.master_bytes)

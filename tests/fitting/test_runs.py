@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "three ways": {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "zero": 1, "recompute": "full"},
 }
 FITTED = {"matrix": 0.6, "memory": 0.7, "link": 0.5, "network": 0.4, "overhead_s": 4e-6, "overlap": 0.3}
+BLOCKING = replace(LIBRARY_STACK, launches_ahead=False)
 
 
 def strategy(name: str) -> dict[str, Any]:
@@ -34,11 +36,11 @@ def run(name: str, **changes: Any) -> Run:
     )
 
 
-@pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK], ids=["library", "eager"])
+@pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK, BLOCKING], ids=["library", "eager", "blocking"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) -> None:
     prepared = prepare(run(name), stack, PluginManager.load())
-    for terms in (FITTED, {**FITTED, "matrix": 0.9, "overlap": 0.0}):
+    for terms in (FITTED, {**FITTED, "matrix": 0.9, "overlap": 0.0, "overhead_s": 5e-5}):
         calibration = Calibration(name="fitted", stack=stack, **terms)
         plan = phaze.evaluate(
             small_graph(),

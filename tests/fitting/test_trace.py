@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +64,22 @@ def test_a_trace_without_kernels_is_refused(tmp_path: Path, events: object, word
         read_trace(written(tmp_path, events))
 
 
-def test_a_fit_explains_the_trace_that_a_calibration_made() -> None:
-    trace = StepTrace(
-        matrix_s=0.4 / 0.5 + 0.1 / 0.8,
-        vector_s=0.2 / 0.8,
+def traced(idle_s: float, *, launches_ahead: bool) -> StepTrace:
+    matrix_s, vector_s = 0.4 / 0.5 + 0.1 / 0.8, 0.2 / 0.8
+    return StepTrace(
+        matrix_s=matrix_s,
+        vector_s=vector_s,
         link_s=0.0,
         update_s=0.0,
-        step_s=0.4 / 0.5 + 0.1 / 0.8 + 0.2 / 0.8 + 3 * 1e-3,
+        step_s=matrix_s + vector_s + idle_s,
         kernels=3,
         steps=1,
+        launches_ahead=launches_ahead,
     )
+
+
+def test_a_fit_explains_the_trace_that_a_calibration_made() -> None:
+    trace = traced(3 * 1e-3, launches_ahead=False)
     found = fit_trace(trace, [PASS], START, name="traced")
     calibration = found.calibration
     assert (calibration.matrix, calibration.memory, calibration.overhead_s) == pytest.approx((0.5, 0.8, 1e-3))
@@ -80,8 +87,30 @@ def test_a_fit_explains_the_trace_that_a_calibration_made() -> None:
         assert predicted == pytest.approx(measured)
 
 
+def test_the_update_gives_memory_and_all_else_the_rate_of_vector_work() -> None:
+    trace = replace(traced(0.0, launches_ahead=False), update_s=0.5, vector_s=0.4)
+    found = fit_trace(trace, [PASS], START, name="traced", update_bytes_s=0.4)
+    assert (found.calibration.memory, found.calibration.vector) == pytest.approx((0.8, 0.01 / 0.4))
+    assert found.residuals["update"] == pytest.approx((0.5, 0.5))
+
+
+def test_a_device_that_waits_for_its_host_shows_the_overhead_per_launch() -> None:
+    passes = [PASS, replace(PASS, **{name: getattr(PASS, name) / 1e4 for name in ("tensor_s", "vector_s", "memory_s")})]
+    found = fit_trace(traced(0.3, launches_ahead=True), passes, START, name="traced")
+    assert found.unseen == ()
+    assert found.calibration.stack.launches_ahead
+    assert found.calibration.overhead_s == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_device_that_hardly_waits_does_not_show_it() -> None:
+    start = replace(START, overhead_s=7e-6)
+    found = fit_trace(traced(1e-3, launches_ahead=True), [PASS], start, name="traced")
+    assert found.unseen == ("overhead_s",)
+    assert found.calibration.overhead_s == 7e-6
+
+
 def test_a_trace_with_products_only_cannot_separate_matrix_from_memory() -> None:
-    trace = StepTrace(matrix_s=1.0, vector_s=0.0, link_s=0.0, update_s=0.0, step_s=1.0, kernels=1, steps=1)
+    trace = replace(traced(0.0, launches_ahead=False), vector_s=0.0)
     with pytest.raises(FormatError, match="cannot be separated"):
         fit_trace(trace, [PASS], START, name="traced")
 

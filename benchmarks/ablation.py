@@ -1,0 +1,163 @@
+"""What each term of the model is worth: the error on published runs with one term off in turn.
+
+    python benchmarks/ablation.py --data DIR [--dataset NAME]
+
+Off means that the term's seconds are none: arrays that fill in no time, free memory traffic, free collectives,
+pipelines without bubbles, free updates, nothing that hides collectives behind passes, launches that cost nothing. Then
+facts about the stack, one by one as on a perfect one. Everything else stays as it is shipped; nothing is refitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from fit_published import FAMILIES, distinct, mape, run_of
+from published_rows import DATASETS, Row, read_rows
+
+from phaze.cost import PERFECT_STACK, Calibration, calibration_of
+from phaze.cost.systolic import Cycles, product_cycles
+from phaze.fitting import PreparedRun, prepare
+from phaze.fitting.pass_parts import PassParts
+from phaze.hardware import find_accelerator
+from phaze.hooks import PluginManager
+from phaze.place.simulate import StageTimes
+
+NO_LINKS = {"latency_s": 0.0, "inner_s": 0.0, "outer_s": 0.0}
+STACK_FACTS = (
+    "fusion",
+    "hides_memory",
+    "accumulates_in_products",
+    "recomputes_ends",
+    "alignment_bytes",
+    "launches_ahead",
+    "fuses_update",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, prepared, and the calibration that is shipped for it."""
+
+    row: Row
+    run: PreparedRun
+    calibration: Calibration
+
+
+def cases_of(rows: Sequence[Row], plugins: PluginManager, fact: str | None = None) -> list[Case]:
+    """Every row that has a time; with a ``fact`` its stack is as perfect in that as can be."""
+    found = []
+    for family in FAMILIES.values():
+        shipped = calibration_of(find_accelerator(family.chips[-1]))
+        stack = shipped.stack if fact is None else replace(shipped.stack, **{fact: getattr(PERFECT_STACK, fact)})
+        for row in distinct(rows):
+            if row.dataset in family.datasets:
+                own = row if fact is None else replace(row, stack={k: v for k, v in row.stack.items() if k != fact})
+                found.append(Case(row, prepare(run_of(own, stack), stack, plugins), shipped))
+    return found
+
+
+def without_parts(case: Case, change: Callable[[PassParts], PassParts], summed: float = 1.0) -> PreparedRun:
+    """The run with its passes changed, and gradients summed at ``summed`` times their traffic."""
+    layers = {
+        key: replace(
+            layer,
+            forward=change(layer.forward),
+            backward=change(layer.backward),
+            again=change(layer.again),
+            accumulated_bytes=layer.accumulated_bytes * summed,
+        )
+        for key, layer in case.run.layers.items()
+    }
+    return replace(case.run, layers=layers)
+
+
+def without_memory(case: Case) -> float:
+    """No memory traffic."""
+    run = without_parts(case, lambda part: replace(part, memory_s=np.zeros_like(part.memory_s)), summed=0.0)
+    return float(run.seconds([case.calibration])[0])
+
+
+def without_collectives(case: Case) -> float:
+    """Links that take no time."""
+    run = without_parts(case, lambda part: replace(part, **NO_LINKS))  # type: ignore[arg-type]
+    cluster = run.problem.cluster
+    quick = tuple(
+        replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * 1e9, latency_s=0.0)
+        for level in cluster.levels
+    )
+    run = replace(run, problem=replace(run.problem, cluster=replace(cluster, levels=quick)))
+    return float(run.seconds([case.calibration])[0])
+
+
+def without_bubble(case: Case) -> float:
+    """The busiest device, as if it never waited."""
+    times: StageTimes = case.run._times(replace(case.calibration, stack=case.run.stack))
+    rounds = case.run.program.order.micro_batches
+    busy = rounds * (times.forward_s + times.backward_s + times.weight_s) + times.exposed_s + times.tie_s
+    return float((busy + times.finish_s).sum(axis=2).max())
+
+
+def without_update(case: Case) -> float:
+    """Parameters that are updated in no time."""
+    with patch("phaze.fitting.runs.update_s_per_parameter", lambda problem: 0.0):
+        return float(case.run.seconds([case.calibration])[0])
+
+
+def with_terms(**terms: float) -> Callable[[Case], float]:
+    """Another calibration."""
+    return lambda case: float(case.run.seconds([replace(case.calibration, **terms)])[0])  # type: ignore[arg-type]
+
+
+TERMS: dict[str, Callable[[Case], float]] = {
+    "everything on": with_terms(),
+    "memory": without_memory,
+    "collectives": without_collectives,
+    "bubble": without_bubble,
+    "update": without_update,
+    "overlap": with_terms(overlap=0.0),
+    "overhead": with_terms(overhead_s=0.0),
+}
+
+
+def line(label: str, names: Sequence[str], cases: Sequence[Case], seconds: Callable[[Case], float]) -> str:
+    """A row of the table."""
+    errors: dict[str, list[float]] = {name: [] for name in names}
+    for case in cases:
+        assert case.row.seconds is not None
+        errors[case.row.dataset].append(seconds(case) / case.row.seconds - 1)
+    cells = [f"{mape(errors[name]):>8.2%} {np.mean(errors[name]):+8.2%}" for name in names]
+    return f"{label:26}" + "".join(f"{cell:>20}" for cell in cells)
+
+
+def without_fill(grid: object, *sizes: int) -> Cycles:
+    """Cycles of arrays that fill and drain in no time."""
+    cycles = product_cycles(grid, *sizes)  # type: ignore[arg-type]
+    return Cycles(cycles.without_fill, cycles.without_fill)
+
+
+def main() -> None:
+    """Prepare, switch terms off, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--dataset", action="append", choices=DATASETS)
+    arguments = parser.parse_args()
+    plugins = PluginManager.load()
+    rows = read_rows(arguments.data, arguments.dataset)
+    cases = cases_of(rows, plugins)
+    names = [name for name in DATASETS if any(case.row.dataset == name for case in cases)]
+    print(f"{'off: MAPE and bias':26}" + "".join(f"{name:>20}" for name in names))
+    for label, seconds in TERMS.items():
+        print(line(label, names, cases, seconds), flush=True)
+    with patch("phaze.cost.price.product_cycles", without_fill):
+        print(line("fill", names, cases_of(rows, plugins), with_terms()), flush=True)
+    for fact in STACK_FACTS:
+        print(line(f"perfect in {fact}", names, cases_of(rows, plugins, fact), with_terms()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
