@@ -1,10 +1,11 @@
 """What each term of the model is worth: the error on published runs with one term off in turn.
 
-    python benchmarks/ablation.py --data DIR [--dataset NAME]
+    python benchmarks/ablation.py --data DIR [--dataset NAME] [--facts]
 
 Off means that the term's seconds are none: arrays that fill in no time, free memory traffic, free collectives,
-pipelines without bubbles, free updates, nothing that hides collectives behind passes, launches that cost nothing. Then
-facts about the stack, one by one as on a perfect one. Everything else stays as it is shipped; nothing is refitted.
+pipelines without bubbles, free updates, nothing that hides collectives behind passes, launches that cost nothing. With
+`--facts` also what is known about the stack, one by one as on a perfect one. Everything else stays as it is shipped;
+nothing is refitted.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--dataset", action="append", choices=DATASETS)
+    parser.add_argument("--facts", action="store_true", help="also facts about the stack")
     arguments = parser.parse_args()
     plugins = PluginManager.load()
     rows = read_rows(arguments.data, arguments.dataset)
@@ -155,7 +157,7 @@ def main() -> None:
         print(line(label, names, cases, seconds), flush=True)
     with patch("phaze.cost.price.product_cycles", without_fill):
         print(line("fill", names, cases_of(rows, plugins), with_terms()), flush=True)
-    for fact in STACK_FACTS:
+    for fact in STACK_FACTS if arguments.facts else ():
         print(line(f"perfect in {fact}", names, cases_of(rows, plugins, fact), with_terms()), flush=True)
 
 

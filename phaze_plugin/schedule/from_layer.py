@@ -139,7 +139,8 @@ def group_edges(groups: Sequence[OpGroup]) -> tuple[tuple[int, int], ...]:
 def _launch_floor_s(links: Mapping[int, float], estimate: Estimate, calibration: Calibration) -> FloatArray | float:
     """The host's time for launching all ops but views; all ops one after the other where it launches none ahead."""
     if not calibration.stack.launches_ahead:
-        return np.minimum(estimate.core_s, estimate.spread_s).sum(axis=0) + sum(links.values())
+        one_by_one: FloatArray = estimate.spread_s.sum(axis=0)
+        return one_by_one + sum(links.values())
     launched = len(links) + sum(kind is not CoreKind.NONE for kind in estimate.kinds)
     return calibration.overhead_s * launched
 

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     small_graph().save(folder / "model.json")
     (folder / "model.py").write_text("from plans import small_graph\nmodel = small_graph()\n")
-    for name, hbm_bytes in (("roomy", 81 * 2**30), ("tight", 80 * 2**20), ("tiny", 20 * 2**20)):
+    for name, hbm_bytes in (("roomy", 80 * 2**30), ("tight", 80 * 2**20), ("tiny", 20 * 2**20)):
         save_cluster(small_cluster(hbm_bytes, 2 if name == "tiny" else 8), folder / f"{name}-cluster.json")
     for name in ("roomy", "tight"):
         assert main(optimize(folder, name, "--out", str(folder / f"{name}.json"))) == 0
