@@ -88,7 +88,7 @@ def without_collectives(case: Case) -> float:
     run = without_parts(case, lambda part: replace(part, **NO_LINKS))  # type: ignore[arg-type]
     cluster = run.problem.cluster
     quick = tuple(
-        replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * 1e9, latency_s=0.0)
+        replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * 1e6, latency_s=0.0)
         for level in cluster.levels
     )
     run = replace(run, problem=replace(run.problem, cluster=replace(cluster, levels=quick)))
