@@ -1,7 +1,7 @@
 import pytest
 from graphs import tiny_graph
 
-from phaze.cost import CoreKind, Estimate, calibration_of, cost_report, price_ops
+from phaze.cost import CoreKind, Estimate, calibration_of, cost_report, price_ops, update_work
 from phaze.hardware import AcceleratorArray, precision_recipe, preset
 from phaze.ir import Graph, GraphBuilder, Op, OpKind, Phase, Role
 
@@ -31,9 +31,11 @@ def test_fusing_gives_fewer_rows_and_less_time() -> None:
 
 def test_the_update_is_priced_from_the_recipe_once() -> None:
     graph = tiny_graph("gpt2")
-    report = cost_report(graph, CHIP, recipe=precision_recipe("fp32-sgd"), prices={})
+    recipe = precision_recipe("fp32-sgd")
+    report = cost_report(graph, CHIP, recipe=recipe, prices={})
+    work = update_work(recipe, graph.parameter_count, stack=calibration_of(CHIP).stack)
     assert report.update is not None
-    assert report.update.off_chip_bytes == 12 * graph.parameter_count
+    assert report.update.off_chip_bytes == work.streamed_bytes
 
 
 def test_captured_update_ops_are_left_out_and_counted() -> None:
