@@ -1,0 +1,144 @@
+"""A tensor of which every device of an axis holds a part, seen by the model's own code as if it were whole.
+
+The model runs as it was written: shapes are those of the whole tensor, and every function of torch that meets a split
+tensor is answered here. A function with a rule works on the parts; every other one gets whole tensors, gathered first,
+so that an unknown function costs time and never a wrong number. Whole tensors are plain ones. Rules work above
+autograd: gradients follow from what they call.
+
+This file needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from phaze.backends.torch.collectives import Axis, copied, gathered, parted
+
+__all__ = ["RULES", "NoRule", "SplitTensor", "rule_for"]
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+"""By the name of torch's function or method; filled by `split_rules`."""
+
+
+class NoRule(Exception):  # noqa: N818 - a signal between rules, never seen by users
+    """A rule does not know this form of its function: it runs on whole tensors."""
+
+
+class SplitTensor(torch.Tensor):
+    """A part of a tensor: dimension `dim` is cut, inside each of `outer` equal runs, into a chunk per device."""
+
+    local: torch.Tensor
+    axis: Axis
+    dim_: int
+    outer: int
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, axis: Axis, shape: Any, dim: int, outer: int = 1) -> SplitTensor:
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        made.local, made.axis, made.dim_, made.outer = local, axis, dim, outer
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SplitTensor(shape={list(self.shape)}, dim={self.dim_}, outer={self.outer}, local={self.local})"
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole dimension that is cut."""
+        return self.shape[self.dim_]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all devices hold as much."""
+        return self.length % (self.outer * self.axis.size) == 0
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the part does."""
+        return self.local.requires_grad
+
+    def whole(self, *, sums: bool = False) -> torch.Tensor:
+        """The whole tensor, on every device."""
+        return gathered(self.local, self.axis, self.dim_, self.outer, self.length, sums=sums)
+
+    def like(self, local: torch.Tensor, shape: Any = None, dim: int | None = None, outer: int | None = None) -> Any:
+        """Another tensor on the same axis, cut likewise unless said otherwise."""
+        return SplitTensor(
+            local,
+            self.axis,
+            self.shape if shape is None else shape,
+            self.dim_ if dim is None else dim,
+            self.outer if outer is None else outer,
+        )
+
+    def part(self, value: Any, dim: int) -> torch.Tensor:
+        """The part of another tensor that belongs to this one, where `dim` of it stands beside the cut dimension.
+
+        A tensor that does not have that dimension, or has it once, is whole.
+        """
+        if isinstance(value, SplitTensor):
+            if (value.dim_, value.outer, value.length) == (dim, self.outer, self.length):
+                return value.local
+            value = value.whole()
+        if dim < 0 or value.shape[dim] == 1:
+            return copied(value, self.axis)
+        if value.shape[dim] != self.length:
+            raise NoRule
+        return parted(value, self.axis, dim, self.outer)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in (torch.Tensor.T.__get__, torch.Tensor.mT.__get__):  # type: ignore[attr-defined]
+            return args[0].transpose(-1, -2)
+        if name == "__get__" or name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = RULES.get(name)
+        if rule is not None:
+            try:
+                return rule(func, *args, **kwargs)
+            except NoRule:
+                pass
+        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], SplitTensor):
+            raise NotImplementedError(
+                f"{name} changes a tensor that is split over devices in place, which tensor parallelism cannot follow; "
+                f"use {name[:-1]} instead, or plan with tensor_widths=1."
+            )
+        whole_args, whole_kwargs = tree_map(_whole, (args, kwargs))
+        return func(*whole_args, **whole_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} met a tensor that is split over devices below the level where it is known")
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, SplitTensor) else value
+
+
+_METADATA = frozenset(
+    "size dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex stride storage_offset "
+    "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference".split()
+)
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Mark the rule of some functions, by name."""
+
+    def mark(rule: Rule) -> Rule:
+        for name in names:
+            RULES[name] = rule
+        return rule
+
+    return mark
