@@ -74,9 +74,10 @@ def _show_parts(module: Any, cuts: Mapping[str, Cut | None], axis: Axis) -> None
 
     module.register_forward_pre_hook(entering)
     module.register_forward_hook(leaving, always_call=True)
-    strided = {key: cut for key, cut in cuts.items() if cut is not None and cut[1] > 1}
+    strided = {key: (cut, axis.size) for key, cut in cuts.items() if cut is not None and cut[1] > 1}
     if strided:
-        _restore_order(module, strided, axis.size)
+        module._phaze_strided = strided
+        _restore_order(module, strided)
 
 
 def to_device_order(value: torch.Tensor, cut: Cut, ways: int) -> torch.Tensor:
@@ -90,15 +91,15 @@ def to_model_order(value: torch.Tensor, cut: Cut, ways: int) -> torch.Tensor:
     return to_device_order(value, (cut[0], ways), cut[1])
 
 
-def _restore_order(module: Any, cuts: Mapping[str, Cut], ways: int) -> None:
+def _restore_order(module: Any, cuts: Mapping[str, tuple[Cut, int]]) -> None:
     def saving(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for key, cut in cuts.items():
+        for key, (cut, ways) in cuts.items():
             stored = state.get(prefix + key)
             if isinstance(stored, DTensor):
                 state[prefix + key] = to_model_order(stored.detach().full_tensor(), cut, ways)
 
     def loading(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for key, cut in cuts.items():
+        for key, (cut, ways) in cuts.items():
             given, own = state.get(prefix + key), module._parameters[key]
             if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and isinstance(own, DTensor):
                 from torch.distributed.tensor import distribute_tensor

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phaze.backends.torch.collectives import copied, summed
-from phaze.backends.torch.split_tensor import NoRule, SplitTensor, rule_for
+from phaze.backends.torch.split_tensor import NoRule, SplitTensor, is_split, rule_for
 
 __all__ = ["reshaped"]
 
@@ -37,7 +37,7 @@ _IN_PLACE = "add_ sub_ mul_ div_ masked_fill_ clamp_ relu_ __iadd__ __isub__ __i
 @rule_for(*_ELEMENTWISE, *_OPERATORS)
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Element by element, operands stretched to a common shape: the first cut that is met is the result's."""
-    leaves, tree = tree_flatten((args, kwargs))
+    leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
     first = _leader(tensors, shape)
@@ -75,10 +75,10 @@ def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     return target
 
 
-@rule_for("requires_grad_", "retain_grad", "register_hook")
-def refused(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What reaches into autograd."""
-    raise NotImplementedError(f"{func.__name__} on a tensor that is split over devices")
+@rule_for("register_hook")
+def register_hook(func: Any, value: Any, hook: Any) -> Any:
+    """On the gradient of the part."""
+    return value.local.register_hook(hook)
 
 
 # ---------------------------------------------------------------------------------------------------------- views

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.collectives import Axis, copied, gathered, parted
 
-__all__ = ["RULES", "NoRule", "SplitTensor", "rule_for"]
+__all__ = ["RULES", "NoRule", "SplitTensor", "is_split", "rule_for"]
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
@@ -115,12 +115,17 @@ class SplitTensor(torch.Tensor):
                 f"{name} changes a tensor that is split over devices in place, which tensor parallelism cannot follow; "
                 f"use {name[:-1]} instead, or plan with tensor_widths=1."
             )
-        whole_args, whole_kwargs = tree_map(_whole, (args, kwargs))
+        whole_args, whole_kwargs = tree_map(_whole, (args, kwargs), is_leaf=is_split)
         return func(*whole_args, **whole_kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} met a tensor that is split over devices below the level where it is known")
+
+
+def is_split(value: Any) -> bool:
+    """Whether something is a split tensor."""
+    return isinstance(value, SplitTensor)
 
 
 def _whole(value: Any) -> Any:

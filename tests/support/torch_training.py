@@ -1,0 +1,119 @@
+"""Small models for training in torch: real weights, equal in every process that builds them."""
+
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+
+LENGTH = 16
+BATCH = 8
+_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+class HandWritten(torch.nn.Module):
+    """A language model as people write it: fused projections, a list of blocks, its own loss."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.heads = heads
+            self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+            self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+            self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, width = x.shape
+            q, k, v = self.qkv(self.norm1(x)).split(width, dim=2)
+            q, k, v = (one.view(batch, length, self.heads, -1).transpose(1, 2) for one in (q, k, v))
+            found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(found.transpose(1, 2).reshape(batch, length, width))
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
+
+    def __init__(self, width: int = 32, heads: int = 4, layers: int = 4, words: int = 96) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(words, width)
+        self.places = torch.nn.Embedding(LENGTH, width)
+        self.blocks = torch.nn.ModuleList(HandWritten.Block(width, heads) for _ in range(layers))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_model(kind: str) -> torch.nn.Module:
+    """A model by its kind, always with the same weights."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _BUILDERS[kind]()
+
+
+def _gpt2() -> torch.nn.Module:
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=False, **drops, **_IDS
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        use_cache=False,
+        **_IDS,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _t5() -> torch.nn.Module:
+    config = transformers.T5Config(
+        num_layers=2,
+        num_decoder_layers=2,
+        d_model=32,
+        d_ff=64,
+        num_heads=4,
+        d_kv=8,
+        vocab_size=96,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=2,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert() -> torch.nn.Module:
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(
+        num_hidden_layers=4, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=96, **drops
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+_BUILDERS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bert": _bert, "hand-written": HandWritten}
+
+
+def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Tensor]:
+    """A global batch of a model, as keyword arguments."""
+    torch.manual_seed(seed)
+    tokens, labels = torch.randint(3, 96, (2, size, LENGTH))
+    names = ("tokens", "targets") if kind == "hand-written" else ("input_ids", "labels")
+    return dict(zip(names, (tokens, labels), strict=True))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+    return loss
