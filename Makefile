@@ -50,12 +50,12 @@ clean:
 
 $(CORE_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze into $(VENV)'
-	@rm -rf build && $(PIP) --editable .
+	@rm -rf build *.egg-info && $(PIP) --editable .
 	@rm -f $(VENV)/installed-* && touch $@
 
 $(TEST_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze and what its tests need into $(VENV)'
-	@rm -rf build && $(PIP) --editable '.[dev,gurobi,torch,jax,dask,optuna]'
+	@rm -rf build *.egg-info && $(PIP) --editable '.[dev,gurobi,torch,jax,dask,optuna]'
 	@rm -f $(VENV)/installed-* && touch $@
 
 # Candidates are started, not only looked up: a version manager may list a Python that it cannot start.

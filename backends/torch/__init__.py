@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phaze.backends.torch.fsdp import FsdpEmitter
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Emitter, StageBuilder
+from phaze.ir import Graph
 
 if TYPE_CHECKING:
     from phaze.plan import Plan
+
+_NUMBERED = re.compile(r"\w\.\d+$")
 
 __all__ = ["ModuleStages", "TorchEmitter", "phaze_emitters", "phaze_stage_builders"]
 
@@ -23,7 +28,8 @@ class TorchEmitter:
     """Arranges a module on a device mesh.
 
     Options of `apply`: `inputs` as `optimize` took them (needed for stages: they say what crosses the cuts) and
-    `optimizer` (a function from parameters to a torch optimizer; AdamW or SGD by default, as the plan's precision says).
+    `optimizer` (a function from parameters to a torch optimizer; by default AdamW or SGD, as the plan's precision
+    says).
     """
 
     name: str = "torch"
@@ -33,9 +39,7 @@ class TorchEmitter:
     def capabilities(self) -> Capabilities:
         """Copies are whole or fully sharded; zero-bubble schedules give wrong gradients with FSDP2 and are left out."""
         return Capabilities(
-            schedules=frozenset(
-                {PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}
-            ),
+            schedules=frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}),
             zero_stages=frozenset({0, 3}),
             allows_uneven_stages=True,
             allows_strided_parameters=True,
@@ -60,8 +64,11 @@ class ModuleStages:
     target: str = "torch"
 
     def accepts(self, model: object) -> bool:
-        """Whether a module holds a list of at least two blocks of one class."""
+        """Whether a module holds a list of at least two blocks of one class, or a graph has layers of such a list."""
         torch = sys.modules.get("torch")
+        if isinstance(model, Graph):
+            lists = [layer.name.rpartition(".")[0] for layer in model.layers if _NUMBERED.search(layer.name)]
+            return len(lists) > len(set(lists))
         if torch is None or not isinstance(model, torch.nn.Module):
             return False
         lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList | torch.nn.Sequential)]
@@ -76,8 +83,8 @@ class ModuleStages:
 
 @hookimpl
 def phaze_emitters() -> tuple[Emitter, ...]:
-    """torch itself."""
-    return (TorchEmitter(),)
+    """torch itself, and texts."""
+    return (TorchEmitter(), FsdpEmitter())
 
 
 @hookimpl

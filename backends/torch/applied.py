@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.arrange import arrange, repeated
-from phaze.backends.torch.collectives import sharing
+from phaze.backends.torch.arrange import arrange
+from phaze.backends.torch.layouts import blocks_of, cut_of
 from phaze.backends.torch.meshes import mesh_of
-from phaze.backends.torch.parameters import Cut
 from phaze.backends.torch.pipeline import Pipeline, build_pipeline
+from phaze.backends.torch.split_collectives import sharing
 from phaze.backends.torch.split_tensor import SplitTensor
 from phaze.errors import PlanError, shown
-from phaze.plan import Plan, SplitDim
+from phaze.plan import Plan
 
 __all__ = ["Applied", "apply_plan_to", "loss_of"]
 
@@ -31,7 +31,7 @@ class Applied:
 
     Attributes:
         module: the model itself, arranged; None where it is cut into stages.
-        stages: this process's stages, in order, with the model's own names; the module alone where there is no pipeline.
+        stages: this process's stages, in order, with the model's own names; the module alone without a pipeline.
         schedule: a ready schedule of torch.distributed.pipelining; None without a pipeline.
         mesh: axes pp, replicate, shard, tp.
         optimizer: the optimizer of this process's parameters.
@@ -87,8 +87,8 @@ class Applied:
         sizes = {leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)}
         if sizes != {self._share_size}:
             raise PlanError(
-                f"the batch has tensors of {sorted(sizes)} samples; expected {self._share_size} in each, this process's "
-                "share (`run.share(batch)` takes it from a global batch)."
+                f"the batch has tensors of {sorted(sizes)} samples; expected {self._share_size} in each: this "
+                "process's share (`run.share(batch)` takes it from a global batch)."
             )
         return self._share_size // self._micro_batch_size
 
@@ -121,16 +121,18 @@ def apply_plan_to(
     chosen = plan.strategy
     placed = mesh_of(plan, mesh)
     forward = _forward_of(loss_fn)
-    arrange_part = _arranger(plan, placed)
+    arrange_part = _arranger(plan, model, placed)
     pipeline = None
     if chosen.pp > 1:
         inputs = options.get("inputs")
         if inputs is None:
-            raise PlanError("a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts.")
+            raise PlanError(
+                "a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts."
+            )
         pipeline = build_pipeline(plan, model, placed, inputs, forward, arrange_part)
         stages = pipeline.modules
     else:
-        modes = dict.fromkeys(repeated(plan.stages[0].layers, model), plan.stages[0].recompute)
+        modes = dict.fromkeys(blocks_of(plan.stages[0].layers, model), plan.stages[0].recompute)
         arrange_part(model, modes)
         stages = (model,)
     return Applied(
@@ -164,8 +166,14 @@ def _check_model(plan: Plan, model: Any) -> None:
         raise PlanError(f"the model is not the one that was planned ({plan.model.name}):\n  {listed}\nPlan this one.")
 
 
-def _arranger(plan: Plan, mesh: DeviceMesh) -> Callable[[Any, Mapping[str, str]], Any]:
-    cuts = {name: cut for name, splits in plan.layouts.parameters.items() if (cut := cut_of(splits, plan.strategy.tp))}
+def _arranger(plan: Plan, model: Any, mesh: DeviceMesh) -> Callable[[Any, Mapping[str, str]], Any]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    layouts = plan.layouts.parameters
+    cuts = {
+        name: cut_of(layouts[first[id(parameter)]])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if layouts.get(first[id(parameter)])
+    }
     dtype = getattr(torch, plan.question.precision.compute_dtype)
 
     def arranged(module: Any, blocks: Mapping[str, str]) -> Any:
@@ -180,14 +188,6 @@ def _arranger(plan: Plan, mesh: DeviceMesh) -> Callable[[Any, Mapping[str, str]]
         )
 
     return arranged
-
-
-def cut_of(splits: Sequence[SplitDim], ways: int) -> Cut | None:
-    """A layout as one cut of one dimension; several cuts of one dimension that lie side by side are one."""
-    if not splits:
-        return None
-    first = min(splits, key=lambda split: (split.dim, split.outer))
-    return (first.dim, first.outer)
 
 
 def _forward_of(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from phaze.backends.torch.collectives import Axis
-from phaze.backends.torch.parameters import Cut, split_parameters
+from phaze.backends.torch.split_collectives import Axis
+from phaze.backends.torch.split_parameters import Cut, split_parameters
 from phaze.backends.torch.split_tensor import SplitTensor, is_split
 
 __all__ = ["arrange", "recompute"]
@@ -104,10 +104,3 @@ def _let_parts_through(module: Any) -> None:
     """Around FSDP2's own hook, which runs first of those there are."""
     module.register_forward_pre_hook(_open_parts, prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(_close_parts, with_kwargs=True)
-
-
-def repeated(layers: Sequence[str], module: Any) -> list[str]:
-    """Those of a stage's layers (`number:path`) that are modules of their own: its blocks."""
-    known = {name for name, _ in module.named_modules()}
-    paths = [layer.partition(":")[2] for layer in layers]
-    return [path for path in paths if path in known]

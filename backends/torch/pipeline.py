@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, 
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.arrange import repeated
-from phaze.backends.torch.collectives import Axis, parted
+from phaze.backends.torch.layouts import blocks_of
+from phaze.backends.torch.split_collectives import Axis, parted
 from phaze.backends.torch.split_tensor import SplitTensor
 from phaze.backends.torch.stages import Rehearsal, StageCut, StagePart, build_stage, cut_paths, rehearse
 from phaze.capabilities import PipelineSchedule
@@ -104,7 +104,7 @@ def build_pipeline(
     parts, stages = [], []
     for index in own:
         part = build_stage(model, paths, seen, index)
-        modes = dict.fromkeys(repeated(plan.stages[index].layers, part.module), plan.stages[index].recompute)
+        modes = dict.fromkeys(blocks_of(plan.stages[index].layers, part.module), plan.stages[index].recompute)
         run = types.MethodType(_stage_forward(part, type(part.module).forward, forward), part.module)
         axis = arranged(part.module, modes)
         part.axis = axis
@@ -117,7 +117,9 @@ def build_pipeline(
                 len(plan.stages),
                 mesh.device_type if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device()),
                 input_args=_wire_shapes(part.relay_in, axis, plan) if index else (),
-                output_args=_wire_shapes(part.relay_out, axis, plan) if part.relay_out else (torch.empty(1, device="meta", requires_grad=True),),
+                output_args=_wire_shapes(part.relay_out, axis, plan)
+                if part.relay_out
+                else (torch.empty(1, device="meta", requires_grad=True),),
                 group=pipeline_group,
             )
         )
@@ -166,7 +168,7 @@ def _stage_forward(part: StagePart, whole: Callable[..., Any], forward: Callable
             loss = forward(call, **batch)
         except StageCut as cut:
             return tuple(_to_wire(value, part.axis) for value in cut.values)
-        return loss.reshape(1)
+        return loss.reshape(1).clone()
 
     return run
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from phaze.backends.torch.collectives import Axis, chunks, copied, parted, scattered_sum, summed
+from phaze.backends.torch.split_collectives import Axis, chunks, copied, parted, scattered_sum, summed
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor, rule_for
 
 __all__ = ["settled"]

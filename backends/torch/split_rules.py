@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from phaze.backends.torch.collectives import copied, summed
+from phaze.backends.torch.split_collectives import copied, summed
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor, is_split, rule_for
 
 __all__ = ["reshaped"]
@@ -25,16 +25,14 @@ _ELEMENTWISE = (
     "div double dropout eq erf exp expm1 float floor_divide ge gelu gt half bfloat16 int le leaky_relu lerp log log1p "
     "logical_and logical_not logical_or long lt masked_fill maximum minimum mish mul multiply ne neg negative pow "
     "reciprocal relu relu6 remainder rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tanh to "
-    "true_divide type_as where zeros_like ones_like full_like empty_like elu celu selu hardtanh isinf isnan isfinite"
-).split()
-_OPERATORS = (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __pow__ __rpow__ __neg__ __eq__ "
-    "__ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __floordiv__ __mod__"
-).split()
-_IN_PLACE = "add_ sub_ mul_ div_ masked_fill_ clamp_ relu_ __iadd__ __isub__ __imul__ __itruediv__".split()
+    "true_divide type_as where zeros_like ones_like full_like empty_like elu celu selu hardtanh isinf isnan isfinite "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __pow__ __rpow__ __neg__ "
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __floordiv__ __mod__"
+)
+_IN_PLACE = "add_ sub_ mul_ div_ masked_fill_ clamp_ relu_ __iadd__ __isub__ __imul__ __itruediv__"
 
 
-@rule_for(*_ELEMENTWISE, *_OPERATORS)
+@rule_for(*_ELEMENTWISE.split())
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Element by element, operands stretched to a common shape: the first cut that is met is the result's."""
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
@@ -61,7 +59,7 @@ def _leader(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> SplitTenso
     raise NoRule
 
 
-@rule_for(*_IN_PLACE)
+@rule_for(*_IN_PLACE.split())
 def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """As out of place; the target then holds the result."""
     name = func.__name__.replace("__i", "__") if func.__name__.startswith("__") else func.__name__[:-1]
@@ -84,7 +82,7 @@ def register_hook(func: Any, value: Any, hook: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- views
 
 
-def reshaped(value: SplitTensor, shape: Sequence[int]) -> SplitTensor:
+def reshaped(value: SplitTensor, shape: Sequence[int]) -> Any:
     """The same elements in another shape, where the cut falls on chunks of one dimension of it."""
     if tuple(shape) == tuple(value.shape):
         return value
@@ -193,7 +191,7 @@ def t(func: Any, value: Any) -> Any:
     return _permuted(value, [1, 0] if len(value.shape) == 2 else [0])
 
 
-def _permuted(value: SplitTensor, order: Sequence[int]) -> SplitTensor:
+def _permuted(value: SplitTensor, order: Sequence[int]) -> Any:
     shape = tuple(value.shape[dim] for dim in order)
     return value.like(value.local.permute(*order), shape, list(order).index(value.dim_))
 
@@ -295,6 +293,7 @@ def norm(func: Any, value: Any, normalized_shape: Any, *args: Any, **kwargs: Any
     """Over the last dimensions, none of them cut; scale and shift are whole."""
     if not isinstance(value, SplitTensor) or value.dim_ >= len(value.shape) - len(normalized_shape):
         raise NoRule
+
     def whole(item: Any) -> Any:
         return copied(_plain(item), value.axis) if isinstance(item, torch.Tensor) else item
 
@@ -314,7 +313,9 @@ def reduce(func: Any, value: Any, dim: Any = None, keepdim: bool = False, **kwar
     if value.dim_ in gone:
         if not value.is_even:
             raise NoRule
-        total = summed(func(value.local, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs), value.axis)
+        total = summed(
+            func(value.local, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs), value.axis
+        )
         return total / value.axis.size if func.__name__ == "mean" else total
     made = func(value.local, dim, keepdim, **kwargs)
     place = value.dim_ - (0 if keepdim else sum(1 for one in gone if one < value.dim_))

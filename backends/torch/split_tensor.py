@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.collectives import Axis, copied, gathered, parted
+from phaze.backends.torch.split_collectives import Axis, copied, gathered, parted
 
 __all__ = ["RULES", "NoRule", "SplitTensor", "is_split", "rule_for"]
 
@@ -39,7 +39,8 @@ class SplitTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, axis: Axis, shape: Any, dim: int, outer: int = 1) -> SplitTensor:
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        """A wrapper of the whole tensor's shape around the part."""
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
         made.local, made.axis, made.dim_, made.outer = local, axis, dim, outer
@@ -48,13 +49,13 @@ class SplitTensor(torch.Tensor):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"SplitTensor(shape={list(self.shape)}, dim={self.dim_}, outer={self.outer}, local={self.local})"
 
     @property
     def length(self) -> int:
         """Elements of the whole dimension that is cut."""
-        return self.shape[self.dim_]
+        return int(self.shape[self.dim_])
 
     @property
     def is_even(self) -> bool:
@@ -62,9 +63,9 @@ class SplitTensor(torch.Tensor):
         return self.length % (self.outer * self.axis.size) == 0
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the part does."""
-        return self.local.requires_grad
+        return bool(self.local.requires_grad)
 
     def whole(self, *, sums: bool = False) -> torch.Tensor:
         """The whole tensor, on every device."""
@@ -99,7 +100,7 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in (torch.Tensor.T.__get__, torch.Tensor.mT.__get__):  # type: ignore[attr-defined]
+        if func in (torch.Tensor.T.__get__, torch.Tensor.mT.__get__):
             return args[0].transpose(-1, -2)
         if name == "__get__" or name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -132,10 +133,11 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, SplitTensor) else value
 
 
-_METADATA = frozenset(
+_METADATA_NAMES = (
     "size dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex stride storage_offset "
-    "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference".split()
+    "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference"
 )
+_METADATA = frozenset(_METADATA_NAMES.split())
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:

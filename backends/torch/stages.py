@@ -1,10 +1,10 @@
 """Stages of a pipeline: the model's own code, run with holes.
 
-A stage runs the whole forward of the model, in which only its own modules are there. Modules of other stages are absent:
-they return tensors of the right shapes full of NaN, which cost nothing and must never reach a result. A cut stands
-before the call of a module. The stage before it runs up to that call and hands over those of its arguments that depend
-on parameters; the stage behind it runs up to the same call, puts what it received in their place, and goes on. What is
-made of the batch alone (masks, positions) every stage makes for itself.
+A stage runs the whole forward of the model, in which only its own modules are there. Modules of other stages are
+absent: they return tensors of the right shapes full of NaN, which cost nothing and must never reach a result. A cut
+stands before the call of a module. The stage before it runs up to that call and hands over those of its arguments that
+depend on parameters; the stage behind it runs up to the same call, puts what it received in their place, and goes on.
+What is made of the batch alone (masks, positions) every stage makes for itself.
 
 Which modules belong to which stage, what absent ones return and what crosses each cut are found by one run on fake
 tensors.
@@ -59,9 +59,11 @@ def cut_paths(stages: Sequence[Sequence[str]], module: Any) -> list[str]:
 
     Raises PlanError where a stage begins with something that is no module.
     """
-    known = {name for name, _ in module.named_modules()}
+    modules = dict(module.named_modules())
+    known = {name for name, part in modules.items() if type(part).forward is not torch.nn.Module.forward}
     firsts = [_module_of(layer, known) for layers in stages for layer in layers]
-    found, position = [], 0
+    found: list[str] = []
+    position = 0
     for layers in stages[:-1]:
         position += len(layers)
         before = [path for path in firsts[:position] if path]
@@ -74,6 +76,7 @@ def cut_paths(stages: Sequence[Sequence[str]], module: Any) -> list[str]:
             )
         words = path.split(".")
         outer = [".".join(words[: count + 1]) for count in range(len(words))]
+        outer = [one for one in outer if one in known]
         found.append(next(one for one in outer if not any(_is_inside(other, one) for other in before)))
     return found
 
@@ -239,9 +242,7 @@ def build_stage(module: Any, paths: Sequence[str], seen: Rehearsal, stage: int) 
     return built
 
 
-def _put_holes(
-    part: Any, path: str, live: set[str], exit_path: str | None, seen: Rehearsal, built: StagePart
-) -> None:
+def _put_holes(part: Any, path: str, live: set[str], exit_path: str | None, seen: Rehearsal, built: StagePart) -> None:
     for key, child in list(part._modules.items()):
         if child is None:
             continue

@@ -60,7 +60,12 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     numbers = {key: max(one[key] for one in found) for key in found[0] if isinstance(found[0][key], float)}
     worst = max(found, key=lambda one: one["gradient"])
     names = sorted({name for one in found for name in one["names"]})
-    listed = {"names": names, "worst": worst["worst"], "curve": found[0]["curve"], "live": [one["live"] for one in found]}
+    listed = {
+        "names": names,
+        "worst": worst["worst"],
+        "curve": found[0]["curve"],
+        "live": [one["live"] for one in found],
+    }
     return numbers | listed
 
 
@@ -88,7 +93,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             if error >= errors:
                 worst, errors = name, error
     answer = {
-        "loss": abs(float(found) - float(loss)) / abs(float(loss)),
+        "loss": abs(float(found) - float(loss.detach())) / abs(float(loss.detach())),
         "gradient": errors,
         "worst": worst,
         "names": names,
@@ -110,7 +115,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def in_order(stage: torch.nn.Module, name: str, parameter: torch.nn.Parameter, value: Any) -> torch.Tensor:
     """A parameter or its gradient as the model has it: whole, in the model's own order."""
-    from phaze.backends.torch.parameters import to_model_order
+    from phaze.backends.torch.split_parameters import to_model_order
 
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     path, _, key = name.rpartition(".")
@@ -156,7 +161,7 @@ def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
         loss = loss_of(alone(**batch))
         loss.backward()
         optimizer.step()
-        error = max(error, abs(found[-1] - float(loss)) / abs(float(loss)))
+        error = max(error, abs(found[-1] - float(loss.detach())) / abs(float(loss.detach())))
     return {"curve": found, "curve_error": error}
 
 

@@ -48,6 +48,19 @@ class HandWritten(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Uncut(HandWritten):
+    """The same without a list of blocks: nothing tells where to cut it into stages."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        del self.blocks
+        self.early, self.late = HandWritten.Block(32, 4), HandWritten.Block(32, 4)
+
+    @property
+    def blocks(self) -> tuple[torch.nn.Module, ...]:  # type: ignore[override]
+        return (self.early, self.late)
+
+
 def build_model(kind: str) -> torch.nn.Module:
     """A model by its kind, always with the same weights."""
     torch.manual_seed(0)
@@ -103,14 +116,14 @@ def _bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-_BUILDERS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bert": _bert, "hand-written": HandWritten}
+_BUILDERS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bert": _bert, "hand-written": HandWritten, "uncut": Uncut}
 
 
 def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Tensor]:
     """A global batch of a model, as keyword arguments."""
     torch.manual_seed(seed)
     tokens, labels = torch.randint(3, 96, (2, size, LENGTH))
-    names = ("tokens", "targets") if kind == "hand-written" else ("input_ids", "labels")
+    names = ("tokens", "targets") if kind in ("hand-written", "uncut") else ("input_ids", "labels")
     return dict(zip(names, (tokens, labels), strict=True))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from phaze.backends.torch import split_products, split_rules
-from phaze.backends.torch.collectives import Axis, part_of
+from phaze.backends.torch.split_collectives import Axis, part_of
 from phaze.backends.torch.split_tensor import SplitTensor
 
 __all__ = ["Cut", "split_parameters", "to_device_order", "to_model_order"]
@@ -28,18 +28,16 @@ _RULES = (split_products, split_rules)
 
 
 def split_parameters(module: Any, cuts: Mapping[str, Cut], mesh: Any, axis: Axis) -> None:
-    """Replace every parameter by its DTensor on the tensor axis; `cuts` by name, others are whole on every device."""
+    """Replace every parameter by its DTensor on the tensor axis; `cuts` by any of its names, others are whole."""
     made: dict[int, Any] = {}
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if names.setdefault(id(parameter), name) != name and name in cuts:
-            cuts = {**cuts, names[id(parameter)]: cuts[name]}
-    for path, part in module.named_modules():
+    found = {id(own): cuts.get(name) for name, own in module.named_parameters(remove_duplicate=False)}
+    found |= {id(own): cuts[name] for name, own in module.named_parameters(remove_duplicate=False) if name in cuts}
+    for part in module.modules():
         own = {}
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            cut = cuts.get(names[id(parameter)])
+            cut = found[id(parameter)]
             if id(parameter) not in made:
                 made[id(parameter)] = _distributed(parameter, cut, mesh, axis)
             part._parameters[key] = made[id(parameter)]

@@ -18,7 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Axis", "chunks", "copied", "gathered", "part_of", "parted", "scattered_sum", "sharing", "summed", "whole_of"]
+__all__ = [
+    "Axis",
+    "chunks",
+    "copied",
+    "gathered",
+    "part_of",
+    "parted",
+    "scattered_sum",
+    "sharing",
+    "summed",
+    "whole_of",
+]
 
 _COPIES: ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]] | None] = ContextVar("copies", default=None)
 
@@ -53,7 +64,7 @@ def chunks(length: int, ways: int) -> list[int]:
 
 
 def part_of(value: torch.Tensor, axis: Axis, dim: int, outer: int) -> torch.Tensor:
-    """This device's part of a whole tensor: of each of `outer` runs of a dimension its chunk. No gradient of its own."""
+    """This device's part: its chunk of each of `outer` runs of a dimension. No gradient of its own."""
     run = value.shape[dim] // outer
     sizes = chunks(run, axis.size)
     runs = value.unflatten(dim, (outer, run))

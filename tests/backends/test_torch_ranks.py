@@ -1,0 +1,173 @@
+"""Plans of torch modules run in real processes over gloo and give what one process gives."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+from torch_plans import planned, unforced
+from torch_training import build_model
+
+import phaze
+
+SCRIPT = ROOT / "tests" / "support" / "torch_ranks.py"
+Strategy = Mapping[str, object]
+Answers = Callable[[str], dict[str, Any]]
+
+DEFAULT: dict[int, dict[str, Strategy]] = {
+    2: {
+        "gpt2 dp2": {"dp": 2, "zero": 0},
+        "gpt2 dp2 sharded": {"dp": 2, "zero": 3, "recompute": "selective"},
+        "gpt2 tp2": {"tp": 2, "sequence_parallel": True},
+        "gpt2 pp2": {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+        "llama tp2": {"tp": 2, "recompute": "full"},
+        "llama pp2": {"pp": 2, "schedule": "1f1b"},
+        "t5 tp2": {"tp": 2, "recompute": "full"},
+        "t5 pp2": {"pp": 2, "stages": (4, 4)},
+        "bert tp2": {"tp": 2},
+        "hand-written pp2": {"pp": 2},
+    },
+    8: {
+        "gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"},
+        "llama dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
+        "t5 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "stages": (4, 4), "recompute": "full"},
+    },
+}
+DEGREES: dict[int, list[Strategy]] = {
+    2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
+    4: [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}],
+    8: [{"dp": 2, "pp": 2, "tp": 2}],
+}
+
+
+def full_cases(world: int) -> dict[str, Strategy]:
+    """Every model with all degrees, copies whole and sharded, with and without recompute."""
+    found: dict[str, Strategy] = {}
+    for kind in ("gpt2", "llama", "t5"):
+        for degrees in DEGREES[world]:
+            for zero in (0, 3) if "dp" in degrees else (0,):
+                for mode in ("none", "full"):
+                    stages = {"stages": (4, 4)} if kind == "t5" and "pp" in degrees else {}
+                    words = " ".join(f"{name}{size}" for name, size in degrees.items())
+                    name = f"{kind} {words} zero{zero} {mode}"
+                    found[name] = {**degrees, "zero": zero, "recompute": mode, **stages}
+    if world == 4:
+        found["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
+        found["llama tp4"] = {"tp": 4}
+        found["hand-written pp4"] = {"pp": 4}
+    return found
+
+
+def run_cases(folder: Path, world: int, cases: Mapping[str, tuple[str, phaze.Plan, int]]) -> Answers:
+    """Run plans (of a kind of model, for some steps of training) in one group of processes."""
+    told = []
+    for index, (kind, plan, steps) in enumerate(cases.values()):
+        plan.save(folder / f"{index}.json")
+        told.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps})
+    (folder / "cases.json").write_text(json.dumps(told))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), str(world)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    failures = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("failures-*")))
+    assert done.returncode == 0, failures + done.stderr[-2000:]
+    answers = dict(zip(cases, json.loads((folder / "answers.json").read_text()), strict=True))
+    return lambda name: answers[name]
+
+
+def run_strategies(folder: Path, world: int, strategies: Mapping[str, Strategy]) -> Answers:
+    cases = {}
+    for name, strategy in strategies.items():
+        kind = name.partition(" ")[0]
+        cases[name] = (kind, planned(kind, world, strategy), 0)
+    return run_cases(folder, world, cases)
+
+
+def check_equality(found: dict[str, Any]) -> None:
+    assert "error" not in found, found.get("trace")
+    assert found["loss"] < 1e-5
+    assert found["gradient"] < 1e-5, found["worst"]
+    assert found["parameter"] < 1e-5
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answers]:
+    return {world: run_strategies(tmp_path_factory.mktemp("ranks"), world, cases) for world, cases in DEFAULT.items()}
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in DEFAULT.items() for name in cases])
+def test_a_step_in_processes_equals_one_process(answers: dict[int, Answers], world: int, name: str) -> None:
+    check_equality(answers[world](name))
+
+
+@pytest.mark.parametrize("name", ["gpt2 pp2", "t5 pp2", "gpt2 dp2 pp2 tp2", "hand-written pp2"])
+def test_stages_together_hold_every_parameter_under_its_own_name(answers: dict[int, Answers], name: str) -> None:
+    found = answers[8 if "dp2" in name else 2](name)
+    model = build_model(name.partition(" ")[0])
+    known = {one for one, _ in model.named_parameters(remove_duplicate=False)}
+    first = {
+        one: next(n for n, p in model.named_parameters() if p is own)
+        for one, own in model.named_parameters(remove_duplicate=False)
+    }
+    assert set(found["names"]) <= known
+    assert {first[one] for one in found["names"]} == {one for one, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 sharded", "gpt2 tp2"])
+def test_live_parameters_and_gradients_have_the_planned_bytes(answers: dict[int, Answers], name: str) -> None:
+    found = answers[2](name)
+    plan = planned("gpt2", 2, DEFAULT[2][name])
+    memory = plan.stages[0].memory_bytes
+    for live in found["live"]:
+        assert live["parameters"] == pytest.approx(memory["parameters"], rel=0.01)
+        assert live["gradients"] == pytest.approx(memory["gradients"], rel=0.01)
+
+
+UNFORCED = {"gpt2": 300_000, "uncut": 300_000}
+UNFORCED_IN_FULL = {"gpt2": 500_000, "llama": 600_000, "bert": 700_000, "hand-written": 400_000}
+
+
+def check_unforced(folder: Path, kinds: Mapping[str, int]) -> dict[str, phaze.Plan]:
+    """Twenty steps of plans exactly as they are returned, their losses against those of one process."""
+    plans = {kind: unforced(kind, memory_bytes) for kind, memory_bytes in kinds.items()}
+    answers = run_cases(folder, 8, {kind: (kind, plan, 20) for kind, plan in plans.items()})
+    for kind in kinds:
+        check_equality(answers(kind))
+        assert len(answers(kind)["curve"]) == 20
+        assert answers(kind)["curve_error"] < 1e-4
+    return plans
+
+
+def test_plans_under_limits_of_memory_train_as_one_process_does(tmp_path: Path) -> None:
+    plans = check_unforced(tmp_path, UNFORCED)
+    chosen = [plan.strategy for plan in plans.values()]
+    assert all(plan.provenance.target == "torch" for plan in plans.values())
+    assert any(one.tp > 1 for one in chosen)
+    assert any(one.pp > 1 for one in chosen)
+    assert any(one.zero > 0 for one in chosen)
+    assert any(set(one.recompute) != {"none"} for one in chosen)
+    assert plans["uncut"].strategy.pp == 1
+    assert any("one pipeline stage only" in note for note in plans["uncut"].provenance.notes)
+
+
+@pytest.mark.exhaustive
+def test_plans_of_more_models_train_as_one_process_does(tmp_path: Path) -> None:
+    check_unforced(tmp_path, UNFORCED_IN_FULL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_combination_in_processes_equals_one_process(tmp_path: Path, world: int) -> None:
+    cases = full_cases(world)
+    found = run_strategies(tmp_path, world, cases)
+    for name in cases:
+        check_equality(found(name))
