@@ -63,6 +63,11 @@ def test_blocks_are_read_as_the_steps_they_show() -> None:
     assert [command for _, command, _ in found[1:]] == ["phaze --version", "true"]
 
 
+def test_a_program_that_names_its_file_and_command_is_run_so(tmp_path: Path) -> None:
+    (step,) = steps("x.md", "```python\n# told.py: python told.py again\nimport sys\nprint(sys.argv[1])\n```\n")
+    assert run_step(step, tmp_path) == "again\n"
+
+
 def test_a_drawing_after_a_program_and_a_sentence_is_not_its_output() -> None:
     document = "```python\nprint(1)\n```\nThe flow:\n\n```text\na -> b\n```\n"
     assert [step.expected for step in steps("x.md", document)] == [None]

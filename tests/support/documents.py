@@ -1,6 +1,7 @@
 """Code blocks of a document, and what they print when they are run as written.
 
-    ```python     a program; a ```text block right after it is what it prints
+    ```python     a program; a ```text block right after it is what it prints. One whose first line is
+                  `# NAME.py: COMMAND` is written to that file and run by that command
     ```console    commands after `$ `, each followed by what it prints (nothing there: anything)
     ```text       anywhere else: a drawing
 
@@ -18,17 +19,19 @@ from pathlib import Path
 from repository import ROOT
 
 LANGUAGES = ("python", "console", "text", "bibtex")
+NAMED = re.compile(r"# (\w+\.py): (.+)\n")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to run: a program or a command, and what it is said to print (None: not said)."""
+    """One thing to run: a program or a command, what it is said to print (None: not said), and a file it needs."""
 
     document: str
     line: int
     command: tuple[str, ...] | str
     expected: str | None
+    file: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -55,7 +58,9 @@ def steps(document: str, text: str) -> list[Step]:
     for index, block in enumerate(listed):
         if block.language == "python":
             told = next((after.text for after in listed[index + 1 : index + 2] if is_output(text, block, after)), None)
-            found.append(Step(document, block.line, (sys.executable, "-c", block.text), told))
+            named = NAMED.match(block.text)
+            command = named[2] if named else (sys.executable, "-c", block.text)
+            found.append(Step(document, block.line, command, told, (named[1], block.text) if named else None))
         elif block.language == "console":
             found += console_steps(document, block)
     return found
@@ -82,6 +87,8 @@ def run_step(step: Step, folder: Path) -> str:
     """Run a step in a folder, with this environment's programs first; returns what it printed."""
     is_make = isinstance(step.command, str) and step.command.startswith("make")
     command = f"{step.command} --dry-run" if is_make else step.command
+    if step.file is not None:
+        (folder / step.file[0]).write_text(step.file[1])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command,
