@@ -202,7 +202,7 @@ def _wire_shapes(relay: Any, axis: Axis | None, plan: Plan) -> tuple[Any, ...]:
         shape = list(tensor.shape)
         if axis is not None and _is_sent_in_parts(tensor, axis):
             shape[1] //= axis.size
-        made.append(torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=True))
+        made.append(torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad))
     return tuple(made)
 
 

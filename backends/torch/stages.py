@@ -3,8 +3,8 @@
 A stage runs the whole forward of the model, in which only its own modules are there. Modules of other stages are
 absent: they return tensors of the right shapes full of NaN, which cost nothing and must never reach a result. A cut
 stands before the call of a module. The stage before it runs up to that call and hands over those of its arguments that
-depend on parameters; the stage behind it runs up to the same call, puts what it received in their place, and goes on.
-What is made of the batch alone (masks, positions) every stage makes for itself.
+depend on parameters or that modules with parameters returned; the stage behind it runs up to the same call, puts what
+it received in their place, and goes on. What is made of the batch alone (masks, positions) every stage makes itself.
 
 Which modules belong to which stage, what absent ones return and what crosses each cut are found by one run on fake
 tensors.
@@ -39,11 +39,15 @@ class Relay:
 
 @dataclass(slots=True)
 class Rehearsal:
-    """What a run of the whole model tells: stages of every module with parameters, results of calls, relays."""
+    """What a run of the whole model tells: stages of every module with parameters, results of calls, relays.
+
+    `returned` are the tensors that modules with parameters returned, kept while the run lasts.
+    """
 
     stages: dict[str, set[int]] = field(default_factory=dict)
     results: dict[str, list[Any]] = field(default_factory=dict)
     relays: list[Relay] = field(default_factory=list)
+    returned: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StageCut(Exception):  # noqa: N818 - ends a stage's forward, never seen by users
@@ -120,9 +124,10 @@ def rehearse(module: Any, paths: Sequence[str], args: Sequence[Any], kwargs: Map
     seen, reached = Rehearsal(), [0]
     for name, part in clone.named_modules():
         part.register_forward_pre_hook(_entering(name, part, paths, reached, seen), with_kwargs=True)
-        part.register_forward_hook(_leaving(name, seen))
+        part.register_forward_hook(_leaving(name, any(True for _ in part.parameters()), seen))
     with mode:
         clone(*fake_args, **fake_kwargs)
+    seen.returned.clear()
     if reached[0] < len(paths):
         raise PlanError(f"{paths[reached[0]]!r} is never called, so {type(module).__name__} cannot be cut before it.")
     return seen
@@ -131,7 +136,7 @@ def rehearse(module: Any, paths: Sequence[str], args: Sequence[Any], kwargs: Map
 def _entering(name: str, part: Any, paths: Sequence[str], reached: list[int], seen: Rehearsal) -> Callable[..., None]:
     def hook(_: Any, args: Any, kwargs: Any) -> None:
         if reached[0] < len(paths) and paths[reached[0]] == name:
-            seen.relays.append(_relay((args, kwargs)))
+            seen.relays.append(_relay((args, kwargs), seen))
             reached[0] += 1
         if part._parameters:
             seen.stages.setdefault(name, set()).add(reached[0])
@@ -139,22 +144,25 @@ def _entering(name: str, part: Any, paths: Sequence[str], reached: list[int], se
     return hook
 
 
-def _leaving(name: str, seen: Rehearsal) -> Callable[..., None]:
+def _leaving(name: str, has_parameters: bool, seen: Rehearsal) -> Callable[..., None]:
     def hook(_: Any, __: Any, result: Any) -> None:
+        if has_parameters:
+            seen.returned |= {id(leaf): leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)}
         shapes = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, result)
         seen.results.setdefault(name, []).append(shapes)
 
     return hook
 
 
-def _relay(arguments: Any) -> Relay:
+def _relay(arguments: Any, seen: Rehearsal) -> Relay:
     leaves, _ = tree_flatten(arguments)
     places: dict[int, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or id(leaf) in seen.returned):
             places.setdefault(id(leaf), []).append(place)
     found = tuple(tuple(same) for same in places.values())
-    return Relay(found, tuple(leaves[same[0]].detach().to("meta") for same in found))
+    tensors = [leaves[same[0]] for same in found]
+    return Relay(found, tuple(one.detach().to("meta").requires_grad_(one.requires_grad) for one in tensors))
 
 
 class _Absent(torch.nn.Module):

@@ -28,14 +28,14 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "llama tp2": {"tp": 2, "recompute": "full"},
         "llama pp2": {"pp": 2, "schedule": "1f1b"},
         "t5 tp2": {"tp": 2, "recompute": "full"},
-        "t5 pp2": {"pp": 2, "stages": (4, 4)},
+        "t5 pp2": {"dp": 1, "tp": 1, "pp": 2, "zero": 0, "schedule": "1f1b", "stages": (4, 4)},
         "bert tp2": {"tp": 2},
         "hand-written pp2": {"pp": 2},
     },
     8: {
         "gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "llama dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
-        "t5 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "stages": (4, 4), "recompute": "full"},
+        "t5 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "recompute": "full"},
     },
 }
 DEGREES: dict[int, list[Strategy]] = {
@@ -52,10 +52,9 @@ def full_cases(world: int) -> dict[str, Strategy]:
         for degrees in DEGREES[world]:
             for zero in (0, 3) if "dp" in degrees else (0,):
                 for mode in ("none", "full"):
-                    stages = {"stages": (4, 4)} if kind == "t5" and "pp" in degrees else {}
                     words = " ".join(f"{name}{size}" for name, size in degrees.items())
                     name = f"{kind} {words} zero{zero} {mode}"
-                    found[name] = {**degrees, "zero": zero, "recompute": mode, **stages}
+                    found[name] = {**degrees, "zero": zero, "recompute": mode}
     if world == 4:
         found["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
         found["llama tp4"] = {"tp": 4}

@@ -51,7 +51,9 @@ def test_a_mesh_of_other_names_or_sizes_is_refused(alone: None, data_parallel: p
 
 
 def test_another_model_is_refused_with_what_differs(data_parallel: phaze.Plan) -> None:
-    with pytest.raises(PlanError, match=r"not the one that was planned .*\n.*32,128 parameters in the plan, 57,536 here"):
+    with pytest.raises(
+        PlanError, match=r"not the one that was planned .*\n.*32,128 parameters in the plan, 57,536 here"
+    ):
         data_parallel.apply(build_model("hand-written"))
     with pytest.raises(PlanError, match=r"arranges a torch\.nn\.Module"):
         data_parallel.apply("gpt2-xl")
