@@ -59,12 +59,34 @@ def test_importing_phaze_brings_in_no_framework_no_solver_and_no_numpy() -> None
     assert {"torch", "jax", "ortools", "gurobipy", "numpy", "networkx", "rich", "pluggy"}.isdisjoint(loaded)
 
 
-def test_importing_every_module_brings_in_no_framework_and_no_solver() -> None:
-    program = (
-        f"import importlib, sys\nfor name in {MODULES}: importlib.import_module(name)\nprint(*sorted(sys.modules))"
-    )
-    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+TORCH_MODULES = (
+    "applied arrange meshes pipeline split_collectives split_parameters split_products split_rules split_tensor stages"
+)
+TORCH_CLASSES = frozenset(f"phaze.backends.torch.{name}" for name in TORCH_MODULES.split())
+"""Modules that extend classes of torch, or serve those that do: imported when a plan is applied, and not before."""
+
+
+def loaded_by(program: str) -> set[str]:
+    """The modules that a program has imported in the end."""
+    whole = f"import sys\n{program}\nprint(*sorted(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", whole], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_importing_every_module_but_those_of_torch_classes_brings_in_no_framework_and_no_solver() -> None:
+    names = [name for name in MODULES if name not in TORCH_CLASSES]
+    loaded = loaded_by(f"import importlib\nfor name in {names}: importlib.import_module(name)")
     assert {"torch", "jax", "jaxlib", "transformers", "ortools", "gurobipy"}.isdisjoint(loaded)
+    assert TORCH_CLASSES.isdisjoint(loaded)
+
+
+def test_asking_every_plugin_brings_in_no_framework() -> None:
+    kinds = ["frontends", "emitters", "stage_builders", "accelerators", "named_models", "worlds"]
+    loaded = loaded_by(
+        f"from phaze.hooks import PluginManager\nfound = PluginManager.load()\n"
+        f"for kind in {kinds}: list(getattr(found, kind)())\n"
+        "for offer in found.emitters(): offer.value.capabilities"
+    )
+    assert {"torch", "jax", "jaxlib", "transformers"}.isdisjoint(loaded)
 
 
 def test_what_the_two_commands_install_is_pinned() -> None:
