@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from phaze.backends.torch.layouts import blocks_of
 from phaze.backends.torch.split_collectives import Axis, parted
 from phaze.backends.torch.split_tensor import SplitTensor
-from phaze.backends.torch.stages import Rehearsal, StageCut, StagePart, build_stage, cut_paths, rehearse
+from phaze.backends.torch.stages import Rehearsal, StageCut, StagePart, build_stage, rehearse
 from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlanError
 from phaze.plan import Plan
@@ -95,7 +95,7 @@ def build_pipeline(
     layers = [stage.layers for stage in plan.stages]
     names = tuple(inspect.signature(model.forward).parameters)
     batch = _micro_batch(inputs, names, plan.strategy.micro_batch_size)
-    paths = cut_paths(layers, model)
+    paths = _paths(model, layers)
     seen = rehearse(model, paths, (), batch)
     place, pipeline_group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
     own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
@@ -133,6 +133,26 @@ def build_pipeline(
         group=pipeline_group,
         holds_loss=len(plan.stages) - 1 in own,
     )
+
+
+def _paths(model: Any, layers: Sequence[Sequence[str]]) -> list[str]:
+    """Where the model is cut: what the first stage builder that accepts it says; raises PlanError."""
+    from phaze.hooks import PluginManager
+
+    builders = [offer.value for offer in PluginManager.load().stage_builders() if offer.value.target == "torch"]
+    builder = next((one for one in builders if one.accepts(model)), None)
+    if builder is None:
+        known = ", ".join(sorted(one.name for one in builders))
+        raise PlanError(f"nothing cuts {type(model).__name__} into stages (known: {known}); plan with strategy pp=1.")
+    paths = [str(path) for path in builder.build_stages(model, layers)]
+    modules = {name for name, _ in model.named_modules()}
+    wrong = [path for path in paths if path not in modules]
+    if wrong or len(paths) != len(layers) - 1:
+        raise PlanError(
+            f"stage builder {builder.name!r} named {paths} for {len(layers)} stages; expected the paths of the modules "
+            "before whose calls all but the first begin."
+        )
+    return paths
 
 
 def _given_loss(output: Any, _: Any) -> Any:

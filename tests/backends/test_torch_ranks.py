@@ -121,14 +121,15 @@ def test_stages_together_hold_every_parameter_under_its_own_name(answers: dict[i
     assert {first[one] for one in found["names"]} == {one for one, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 sharded", "gpt2 tp2"])
-def test_live_parameters_and_gradients_have_the_planned_bytes(answers: dict[int, Answers], name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 sharded", "gpt2 tp2", "llama tp2", "t5 tp2", "bert tp2"])
+def test_live_parameters_gradients_and_moments_have_the_planned_bytes(answers: dict[int, Answers], name: str) -> None:
     found = answers[2](name)
-    plan = planned("gpt2", 2, DEFAULT[2][name])
+    plan = planned(name.partition(" ")[0], 2, DEFAULT[2][name])
     memory = plan.stages[0].memory_bytes
     for live in found["live"]:
         assert live["parameters"] == pytest.approx(memory["parameters"], rel=0.01)
         assert live["gradients"] == pytest.approx(memory["gradients"], rel=0.01)
+        assert live["optimizer"] == pytest.approx(memory["optimizer"], rel=0.01)
 
 
 UNFORCED = {"gpt2": 300_000, "uncut": 300_000}

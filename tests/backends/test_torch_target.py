@@ -88,6 +88,13 @@ def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() ->
     assert cut_paths([names[:1], names[1:5], names[5:]], model) == ["transformer.h.0", "transformer.ln_f"]
 
 
+def test_a_model_that_nothing_cuts_is_refused_with_what_is_known() -> None:
+    from phaze.backends.torch.pipeline import _paths
+
+    with pytest.raises(PlanError, match=r"nothing cuts Uncut into stages \(known: list of blocks"):
+        _paths(build_model("uncut"), [["0:early"], ["1:late"]])
+
+
 def test_orders_of_devices_and_of_the_model_undo_each_other() -> None:
     value = torch.arange(24).reshape(2, 12)
     ordered = to_device_order(value, (1, 3), 2)

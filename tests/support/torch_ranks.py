@@ -110,6 +110,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for stage in run.stages
         for name, own in stage.named_parameters()
     )
+    live["optimizer"] = adam_bytes(run)
     return {**answer, "live": live, **curve(case, plan)}
 
 
@@ -143,6 +144,14 @@ def live_bytes(run: Any) -> dict[str, int]:
         "parameters": sum(size(own) for own in parameters),
         "gradients": sum(size(own.grad) for own in parameters if own.grad is not None),
     }
+
+
+def adam_bytes(run: Any) -> int:
+    """Bytes of Adam's two moments of this process's parameters, after a step."""
+    adam = torch.optim.Adam([own for stage in run.stages for own in stage.parameters()])
+    adam.step()
+    moments = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return sum(int(one.to_local().numel() if isinstance(one, DTensor) else one.numel()) * 4 for one in moments)
 
 
 def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
