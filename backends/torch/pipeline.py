@@ -56,9 +56,14 @@ class Pipeline:
         batch = {**dict(zip(self.names, args, strict=False)), **kwargs}
         losses: list[Any] = []
         target = {"target": torch.zeros(count)} if self.holds_loss else {}
+        held = [(own, own.grad) for module in self.modules for own in module.parameters() if own.grad is not None]
+        for own, _ in held:
+            own.grad = None
         self.schedule.step(**batch, **target, losses=losses, return_outputs=False)
         for tie in self.ties:
             _sum_gradients(tie)
+        for own, before in held:
+            own.grad = before if own.grad is None else own.grad + before
         loss = torch.stack([one.detach() for one in losses]).mean() if losses else torch.zeros(())
         if losses and not bool(torch.isfinite(loss)):
             raise PlanError(
@@ -66,12 +71,15 @@ class Pipeline:
                 "made and that is no argument of the module where it begins; plan with strategy pp=1 to find out."
             )
         device = next(iter(batch.values())).device
-        loss = loss.to(device)
+        loss = loss.to(device, torch.float32)
         dist.all_reduce(loss, group=self.group)
         return loss
 
 
 def _sum_gradients(tie: Tie) -> None:
+    for parameter in tie.parameters:  # a stage may hold a parameter that it does not use
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in tie.parameters if parameter.grad is not None]
     local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
     if not local:
@@ -96,7 +104,7 @@ def build_pipeline(
     names = tuple(inspect.signature(model.forward).parameters)
     batch = _micro_batch(inputs, names, plan.strategy.micro_batch_size)
     paths = _paths(model, layers)
-    seen = rehearse(model, paths, (), batch)
+    seen = rehearse(model, paths, batch, getattr(torch, plan.question.precision.compute_dtype))
     place, pipeline_group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
     own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
     count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
@@ -187,7 +195,9 @@ def _stage_forward(part: StagePart, whole: Callable[..., Any], forward: Callable
         try:
             loss = forward(call, **batch)
         except StageCut as cut:
-            return tuple(_to_wire(value, part.axis) for value in cut.values)
+            assert part.relay_out is not None
+            pairs = zip(cut.values, part.relay_out.tensors, strict=True)
+            return tuple(_to_wire(value, part.axis).to(like.dtype) for value, like in pairs)
         return loss.reshape(1).clone()
 
     return run

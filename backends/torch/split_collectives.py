@@ -31,7 +31,9 @@ __all__ = [
     "whole_of",
 ]
 
-_COPIES: ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]] | None] = ContextVar("copies", default=None)
+_COPIES: ContextVar[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] | None] = ContextVar(
+    "copies", default=None
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class _Parted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, axis: Axis, dim: int, outer: int) -> torch.Tensor:
         ctx.how = (axis, dim, outer, value.shape[dim])
-        return part_of(value, axis, dim, outer).contiguous()
+        return part_of(value, axis, dim, outer).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -150,7 +152,7 @@ class _ScatteredSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.how = (axis, dim, 1, value.shape[dim])
-        return _part_of_sum(value, axis, dim, 1)
+        return _part_of_sum(value, axis, dim, 1).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -161,12 +163,12 @@ def copied(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A whole tensor for an operator that works on parts: its gradient is summed over devices."""
     if not value.requires_grad or not torch.is_grad_enabled():
         return value
-    known = _COPIES.get()
-    if known is not None and id(value) in known:
-        return known[id(value)][1]
+    known, key = _COPIES.get(), (id(value), value._version)
+    if known is not None and key in known:
+        return known[key][1]
     made: torch.Tensor = _Copied.apply(value, axis)
     if known is not None:
-        known[id(value)] = (value, made)
+        known[key] = (value, made)
     return made
 
 

@@ -76,7 +76,7 @@ def matmul(func: Any, left: Any, right: Any) -> Any:
     """Products of the last two dimensions, for every element of equal leading ones."""
     if len(right.shape) == 2:
         return linear(F.linear, left, right.t())
-    if len(left.shape) != len(right.shape):
+    if len(left.shape) != len(right.shape) or len(left.shape) < 2:
         raise NoRule
     first = left if isinstance(left, SplitTensor) else right
     rank = len(left.shape)
@@ -130,7 +130,7 @@ def _heads(value: Any, first: SplitTensor) -> torch.Tensor:
 @rule_for("embedding")
 def embedding(func: Any, ids: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Rows looked up: of a table split by rows every device finds its own, and the rest is a sum."""
-    if not isinstance(weight, SplitTensor) or isinstance(ids, SplitTensor):
+    if not isinstance(weight, SplitTensor) or isinstance(ids, SplitTensor) or (weight.dim_ == 0 and weight.outer > 1):
         raise NoRule
     if any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")) or any(args[1:]):
         raise NoRule
@@ -174,7 +174,7 @@ def cross_entropy(
         raise NoRule
     if logits.outer != 1 or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
         raise NoRule
-    axis, local = logits.axis, logits.local
+    axis, local = logits.axis, logits.local.float()
     largest = local.detach().amax(-1)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=axis.group)
     shifted = local - largest.unsqueeze(-1)
@@ -183,6 +183,6 @@ def cross_entropy(
     own, is_own = _own_rows(torch.where(is_counted, target, 0), logits)
     picked = summed(shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1) * is_own, axis)
     losses = torch.where(is_counted, total.log() - picked, 0.0)
-    if reduction == "none":
-        return losses
-    return losses.sum() / is_counted.sum() if reduction == "mean" else losses.sum()
+    if reduction == "mean":
+        losses = losses.sum() / is_counted.sum()
+    return (losses.sum() if reduction == "sum" else losses).to(logits.dtype)

@@ -24,8 +24,8 @@ _ELEMENTWISE = (
     "abs add addcmul addcdiv bernoulli bitwise_and bitwise_not bitwise_or bool clamp clip clone contiguous cos detach "
     "div double dropout eq erf exp expm1 float floor_divide ge gelu gt half bfloat16 int le leaky_relu lerp log log1p "
     "logical_and logical_not logical_or long lt masked_fill maximum minimum mish mul multiply ne neg negative pow "
-    "reciprocal relu relu6 remainder rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tanh to "
-    "true_divide type_as where zeros_like ones_like full_like empty_like elu celu selu hardtanh isinf isnan isfinite "
+    "reciprocal relu relu6 remainder rsqrt rsub sigmoid sign silu sin softplus sqrt square sub subtract tanh "
+    "true_divide where zeros_like ones_like full_like empty_like elu celu selu hardtanh isinf isnan isfinite "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __pow__ __rpow__ __neg__ "
     "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __floordiv__ __mod__"
 )
@@ -61,16 +61,33 @@ def _leader(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> SplitTenso
 
 @rule_for(*_IN_PLACE.split())
 def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """As out of place; the target then holds the result."""
-    name = func.__name__.replace("__i", "__") if func.__name__.startswith("__") else func.__name__[:-1]
-    plain = getattr(torch.Tensor, name)
+    """On the part itself, so that views of it see the change."""
     if not isinstance(target, SplitTensor):
         raise NotImplementedError(
             f"{func.__name__} puts a tensor that is split over devices into a whole one; write it out of place."
         )
-    made = elementwise(plain, target, *args, **kwargs)
-    target.local, target.dim_, target.outer = made.local, made.dim_, made.outer
+    leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
+    from_right = target.dim_ - len(target.shape)
+    local = [
+        target.part(leaf, len(leaf.shape) + from_right if len(leaf.shape) >= -from_right else -1)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    local_args, local_kwargs = tree_unflatten(local, tree)
+    func(target.local, *local_args, **local_kwargs)
     return target
+
+
+@rule_for("to", "type_as")
+def converted(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another type; a tensor among the arguments is read for its type and device only."""
+
+    def local(one: Any) -> Any:
+        return one.local if isinstance(one, SplitTensor) else one
+
+    made = func(local(value), *map(local, args), **{name: local(one) for name, one in kwargs.items()})
+    return value.like(made) if isinstance(value, SplitTensor) else made
 
 
 @rule_for("register_hook")
@@ -100,7 +117,8 @@ def reshaped(value: SplitTensor, shape: Sequence[int]) -> Any:
         raise NoRule
     dim, outer = found
     local = list(shape)
-    local[dim] = value.local.shape[value.dim_] if not value.is_even else shape[dim] // value.axis.size
+    held = value.local.shape[value.dim_] // value.outer
+    local[dim] = shape[dim] // value.axis.size if value.is_even else outer * held
     return value.like(value.local.reshape(local), shape, dim, outer)
 
 
@@ -215,7 +233,10 @@ def getitem(func: Any, value: Any, index: Any) -> Any:
     if not isinstance(value, SplitTensor):
         raise NoRule
     given = index if isinstance(index, tuple) else (index,)
-    if any(not (item is None or item is Ellipsis or isinstance(item, int | slice)) for item in given):
+    if any(
+        isinstance(item, bool) or not (item is None or item is Ellipsis or isinstance(item, int | slice))
+        for item in given
+    ):
         raise NoRule
     taken = sum(1 for item in given if item is not None and item is not Ellipsis)
     rest = (slice(None),) * (len(value.shape) - taken)
@@ -349,7 +370,11 @@ def stack(func: Any, tensors: Any, dim: int = 0) -> Any:
 @rule_for("repeat_interleave")
 def repeat_interleave(func: Any, value: Any, repeats: Any, dim: Any = None, **kwargs: Any) -> Any:
     """Elements repeated: along the cut dimension too, for what is repeated stays together."""
-    if not isinstance(repeats, int) or dim is None or (_dim(value, dim) == value.dim_ and value.outer > 1):
+    if (
+        not isinstance(repeats, int)
+        or dim is None
+        or (_dim(value, dim) == value.dim_ and (value.outer > 1 or not value.is_even))
+    ):
         raise NoRule
     made = func(value.local, repeats, dim=dim)
     shape = [size * repeats if i == _dim(value, dim) else size for i, size in enumerate(value.shape)]

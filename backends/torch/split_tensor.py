@@ -100,28 +100,37 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in (torch.Tensor.T.__get__, torch.Tensor.mT.__get__):
+        if func == torch.Tensor.T.__get__:
+            return args[0].permute(*range(len(args[0].shape) - 1, -1, -1))
+        if func == torch.Tensor.mT.__get__:
             return args[0].transpose(-1, -2)
         if name == "__get__" or name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if isinstance(kwargs.get("out"), SplitTensor) or (name == "__setitem__" and isinstance(args[0], SplitTensor)):
+            raise _in_place(name)
         rule = RULES.get(name)
         if rule is not None:
             try:
-                return rule(func, *args, **kwargs)
+                return rule(func, *args, **{_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()})
             except NoRule:
                 pass
-        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], SplitTensor):
-            raise NotImplementedError(
-                f"{name} changes a tensor that is split over devices in place, which tensor parallelism cannot follow; "
-                f"use {name[:-1]} instead, or plan with tensor_widths=1."
-            )
+        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        if changes and isinstance(args[0], SplitTensor):
+            raise _in_place(name)
         whole_args, whole_kwargs = tree_map(_whole, (args, kwargs), is_leaf=is_split)
         return func(*whole_args, **whole_kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} met a tensor that is split over devices below the level where it is known")
+
+
+def _in_place(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} changes a tensor that is split over devices in place, which tensor parallelism cannot follow; write "
+        "it out of place, or plan with tensor_widths=1."
+    )
 
 
 def is_split(value: Any) -> bool:
@@ -133,6 +142,8 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, SplitTensor) else value
 
 
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_CHANGES = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 _METADATA_NAMES = (
     "size dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex stride storage_offset "
     "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference"

@@ -3,8 +3,8 @@
 A stage runs the whole forward of the model, in which only its own modules are there. Modules of other stages are
 absent: they return tensors of the right shapes full of NaN, which cost nothing and must never reach a result. A cut
 stands before the call of a module. The stage before it runs up to that call and hands over those of its arguments that
-depend on parameters or that modules with parameters returned; the stage behind it runs up to the same call, puts what
-it received in their place, and goes on. What is made of the batch alone (masks, positions) every stage makes itself.
+depend on parameters; the stage behind it runs up to the same call, puts what it received in their place, and goes on.
+What is made of the batch alone (masks, positions) every stage makes itself.
 
 Which modules belong to which stage, what absent ones return and what crosses each cut are found by one run on fake
 tensors.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from phaze.backends.torch.split_tensor import is_split
@@ -37,17 +38,28 @@ class Relay:
     tensors: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that depends on parameters, the stage that has it, and whether NaN would not show in it."""
+
+    tensor: torch.Tensor
+    stage: int
+    hides: bool
+
+
 @dataclass(slots=True)
 class Rehearsal:
     """What a run of the whole model tells: stages of every module with parameters, results of calls, relays.
 
-    `returned` are the tensors that modules with parameters returned, kept while the run lasts.
+    `made` are tensors that depend on parameters, by their ids, and `received` those that crossed a cut, by the ids of
+    the tensors that they stand for; both are kept while the run lasts.
     """
 
     stages: dict[str, set[int]] = field(default_factory=dict)
     results: dict[str, list[Any]] = field(default_factory=dict)
     relays: list[Relay] = field(default_factory=list)
-    returned: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StageCut(Exception):  # noqa: N818 - ends a stage's forward, never seen by users
@@ -110,59 +122,126 @@ def skeleton_of(module: Any, make: Callable[[Any], Any]) -> Any:
     return copy.deepcopy(module, memo)
 
 
-def rehearse(module: Any, paths: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rehearsal:
-    """Run the whole model once on fake tensors and write down what stages need to know; raises PlanError."""
+def rehearse(module: Any, paths: Sequence[str], batch: Mapping[str, Any], dtype: Any) -> Rehearsal:
+    """Run the whole model once on fake tensors and write down what stages need; numbers cross cuts in `dtype`.
+
+    Raises PlanError where the model cannot be cut so.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fake(tensor: Any) -> Any:
+        return torch.empty_like(tensor, device="cpu")
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        clone = skeleton_of(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
-        fake_args, fake_kwargs = tree_map(
-            lambda leaf: torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf,
-            (tuple(args), dict(kwargs)),
-        )
+        clone = skeleton_of(module, fake)
+        inputs = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(batch))
     seen, reached = Rehearsal(), [0]
     for name, part in clone.named_modules():
-        part.register_forward_pre_hook(_entering(name, part, paths, reached, seen), with_kwargs=True)
-        part.register_forward_hook(_leaving(name, any(True for _ in part.parameters()), seen))
-    with mode:
-        clone(*fake_args, **fake_kwargs)
-    seen.returned.clear()
+        part.register_forward_pre_hook(_entering(name, part, _Cuts(paths, reached, dtype), seen), with_kwargs=True)
+        part.register_forward_hook(_leaving(name, part, reached, seen))
+    with mode, _Dependence(seen, reached):
+        clone(**inputs)
+    seen.made.clear()
+    seen.received.clear()
     if reached[0] < len(paths):
         raise PlanError(f"{paths[reached[0]]!r} is never called, so {type(module).__name__} cannot be cut before it.")
     return seen
 
 
-def _entering(name: str, part: Any, paths: Sequence[str], reached: list[int], seen: Rehearsal) -> Callable[..., None]:
-    def hook(_: Any, args: Any, kwargs: Any) -> None:
-        if reached[0] < len(paths) and paths[reached[0]] == name:
-            seen.relays.append(_relay((args, kwargs), seen))
+class _Dependence(TorchFunctionMode):
+    """Follows what depends on parameters although it has no gradient: comparisons, indices, what is detached.
+
+    Absent modules give NaN for numbers, which shows where it leaks; of such values it would not show.
+    """
+
+    def __init__(self, seen: Rehearsal, reached: list[int]) -> None:
+        super().__init__()
+        self.seen, self.reached = seen, reached
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        read = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
+        if not made or not any(leaf.requires_grad or id(leaf) in self.seen.made for leaf in read):
+            return result
+        known = [self.seen.made[id(leaf)] for leaf in read if id(leaf) in self.seen.made]
+        if any(one.hides and one.stage < self.reached[0] for one in known):
+            raise PlanError(
+                f"{getattr(func, '__name__', func)} reads what an earlier stage compared or counted and what is no "
+                "argument of the module where this stage begins; cut elsewhere, or plan with strategy pp=1."
+            )
+        for leaf in made:
+            if not leaf.requires_grad:
+                hides = not leaf.is_floating_point() or any(one.hides for one in known)
+                self.seen.made.setdefault(id(leaf), Made(leaf, self.reached[0], hides))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Where stages begin, how many were reached, and the type in which numbers cross."""
+
+    paths: Sequence[str]
+    reached: list[int]
+    dtype: Any
+
+
+def _entering(name: str, part: Any, cuts: _Cuts, seen: Rehearsal) -> Callable[..., Any]:
+    def hook(_: Any, args: Any, kwargs: Any) -> Any:
+        reached = cuts.reached
+        if reached[0] < len(cuts.paths) and cuts.paths[reached[0]] == name:
+            seen.relays.append(_relay((args, kwargs), seen, cuts.dtype))
+            _hand_over((args, kwargs), seen, reached[0] + 1)
             reached[0] += 1
         if part._parameters:
             seen.stages.setdefault(name, set()).add(reached[0])
+        leaves, tree = tree_flatten((args, kwargs))
+        return tree_unflatten([seen.received.get(id(leaf), leaf) for leaf in leaves], tree)
 
     return hook
 
 
-def _leaving(name: str, has_parameters: bool, seen: Rehearsal) -> Callable[..., None]:
+def _hand_over(arguments: Any, seen: Rehearsal, stage: int) -> None:
+    """Put other tensors in the place of those that cross, as the stage behind the cut will see them."""
+    leaves, _ = tree_flatten(arguments)
+    for same in seen.relays[-1].places:
+        leaf = leaves[same[0]]
+        other = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        hides = id(leaf) in seen.made and seen.made[id(leaf)].hides
+        seen.made.setdefault(id(leaf), Made(leaf, stage - 1, hides))
+        seen.made[id(other)] = Made(other, stage, hides)
+        seen.received[id(leaf)] = other
+
+
+def _leaving(name: str, part: Any, reached: list[int], seen: Rehearsal) -> Callable[..., None]:
+    has_parameters = any(True for _ in part.parameters())
+
     def hook(_: Any, __: Any, result: Any) -> None:
-        if has_parameters:
-            seen.returned |= {id(leaf): leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)}
+        leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)] if has_parameters else []
+        for leaf in leaves:
+            seen.made.setdefault(id(leaf), Made(leaf, reached[0], not leaf.is_floating_point()))
+        if part._parameters:  # a module around a cut may read its own parameters on both sides of it
+            seen.stages[name].update(range(min(seen.stages[name]), reached[0] + 1))
         shapes = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, result)
         seen.results.setdefault(name, []).append(shapes)
 
     return hook
 
 
-def _relay(arguments: Any, seen: Rehearsal) -> Relay:
+def _relay(arguments: Any, seen: Rehearsal, dtype: Any) -> Relay:
     leaves, _ = tree_flatten(arguments)
     places: dict[int, list[int]] = {}
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or id(leaf) in seen.returned):
+        if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or id(leaf) in seen.made):
             places.setdefault(id(leaf), []).append(place)
     found = tuple(tuple(same) for same in places.values())
-    tensors = [leaves[same[0]] for same in found]
-    return Relay(found, tuple(one.detach().to("meta").requires_grad_(one.requires_grad) for one in tensors))
+    tensors = []
+    for same in found:
+        leaf = leaves[same[0]]
+        made = leaf.detach().to("meta", dtype if leaf.is_floating_point() else leaf.dtype)
+        tensors.append(made.requires_grad_(leaf.requires_grad))
+    return Relay(found, tuple(tensors))
 
 
 class _Absent(torch.nn.Module):

@@ -19,7 +19,7 @@ from phaze.backends.torch.split_collectives import Axis
 from phaze.backends.torch.split_parameters import to_device_order, to_model_order
 from phaze.backends.torch.split_rules import reshaped
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor
-from phaze.backends.torch.stages import cut_paths
+from phaze.backends.torch.stages import cut_paths, rehearse
 from phaze.errors import PlanError
 
 
@@ -117,6 +117,52 @@ def test_changes_in_place_that_cannot_be_followed_are_refused() -> None:
     value = SplitTensor(torch.zeros(2, 2), Axis(None, 2, 0), (2, 4), 1)
     with pytest.raises(NotImplementedError, match="fill_ changes a tensor that is split over devices in place"):
         value.fill_(1.0)
+
+
+class Gated(torch.nn.Module):
+    """Blocks that take flags made of the embedding; `late` flags are read again behind the blocks."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(8, 4)
+        self.blocks = torch.nn.ModuleList(torch.nn.Bilinear(4, 4, 4) for _ in range(2))
+        self.bias = torch.nn.Parameter(torch.ones(4))
+        self.late = late
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        keep = (x > 0).float()
+        for block in self.blocks:
+            x = block(x, keep)
+        return ((x + self.bias) * keep if self.late else x + self.bias).sum()
+
+
+def test_what_has_no_gradient_but_depends_on_parameters_crosses_a_cut_or_is_refused() -> None:
+    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64)}
+    seen = rehearse(Gated(late=False), ["blocks.1"], batch, torch.bfloat16)
+    (relay,) = seen.relays
+    assert [(one.dtype, one.requires_grad) for one in relay.tensors] == [
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+    ]
+    assert seen.stages[""] == {0, 1}
+    with pytest.raises(PlanError, match="reads what an earlier stage compared or counted"):
+        rehearse(Gated(late=True), ["blocks.1"], batch, torch.float32)
+
+
+def test_a_view_of_a_part_sees_changes_in_place() -> None:
+    value = SplitTensor(torch.zeros(4, 3), Axis(None, 2, 0), (4, 6), 1)
+    value.view(2, 2, 6).add_(1.0)
+    assert value.local.sum() == 12
+    with pytest.raises(NotImplementedError, match="__setitem__ changes a tensor"):
+        value[0] = 0.0
+
+
+def test_names_of_numpy_mean_the_same_dimensions() -> None:
+    value = SplitTensor(torch.ones(4, 3), Axis(None, 2, 0), (4, 6), 1)
+    assert (tuple(value.sum(axis=0).shape), tuple(value.sum(axis=0).local.shape)) == ((6,), (3,))
+    assert [tuple(one.shape) for one in value.tensor_split(2, axis=0)] == [(2, 6), (2, 6)]
+    assert tuple(SplitTensor(torch.ones(4, 3, 2), Axis(None, 2, 0), (4, 6, 2), 1).T.shape) == (2, 6, 4)
 
 
 @pytest.mark.parametrize(

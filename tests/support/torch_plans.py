@@ -16,13 +16,19 @@ def imported(kind: str) -> Graph:
     return phaze.import_graph(build_model(kind), batch_of(kind))
 
 
-def planned(kind: str, world: int, strategy: Mapping[str, object], target: str | None = "torch") -> phaze.Plan:
+def planned(
+    kind: str,
+    world: int,
+    strategy: Mapping[str, object],
+    target: str | None = "torch",
+    precision: str = "fp32",
+) -> phaze.Plan:
     """The plan of a strategy."""
     return phaze.evaluate(
         imported(kind),
         cluster=f"cpu:{world}",
         global_batch_size=8,
-        precision="fp32",
+        precision=precision,
         target=target,
         strategy={"micro_batch_size": 2, **strategy},
         compares=False,

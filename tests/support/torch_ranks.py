@@ -99,6 +99,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "names": names,
     }
     live = live_bytes(run)
+    answer["again"] = second_backward(run, batch, gradients, largest)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter -= LEARNING_RATE * parameter.grad
@@ -112,6 +113,16 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     live["optimizer"] = adam_bytes(run)
     return {**answer, "live": live, **curve(case, plan)}
+
+
+def second_backward(run: Any, batch: Any, gradients: dict[str, Any], largest: float) -> float:
+    """The error of gradients that a second backward adds to."""
+    run.backward(**run.share(batch))
+    return max(
+        difference(in_order(stage, name, own, own.grad), 2 * gradients[name], largest)
+        for stage in run.stages
+        for name, own in stage.named_parameters()
+    )
 
 
 def in_order(stage: torch.nn.Module, name: str, parameter: torch.nn.Parameter, value: Any) -> torch.Tensor:
