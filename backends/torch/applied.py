@@ -29,6 +29,9 @@ OPTIONS = ("inputs", "optimizer")
 class Applied:
     """A model arranged on a mesh, as this process sees it.
 
+    Weights must be equal in all processes when the plan is applied, and with dropout the seeds of processes that share
+    parameters on the tensor axis too.
+
     Attributes:
         module: the model itself, arranged; None where it is cut into stages.
         stages: this process's stages, in order, with the model's own names; the module alone without a pipeline.
