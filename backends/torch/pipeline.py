@@ -65,14 +65,14 @@ class Pipeline:
         for own, before in held:
             own.grad = before if own.grad is None else own.grad + before
         loss = torch.stack([one.detach() for one in losses]).mean() if losses else torch.zeros(())
-        if losses and not bool(torch.isfinite(loss)):
+        device = next(iter(batch.values())).device
+        loss = loss.to(device, torch.float32)
+        dist.all_reduce(loss, group=self.group)
+        if not bool(torch.isfinite(loss)):
             raise PlanError(
                 "the loss is not finite. Either training diverged, or a stage reads something that an earlier stage "
                 "made and that is no argument of the module where it begins; plan with strategy pp=1 to find out."
             )
-        device = next(iter(batch.values())).device
-        loss = loss.to(device, torch.float32)
-        dist.all_reduce(loss, group=self.group)
         return loss
 
 
@@ -108,7 +108,7 @@ def build_pipeline(
     place, pipeline_group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
     own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
     count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
-    holders = _holders(model, seen, [stage.place for stage in plan.stages])
+    holders = _holders(model, seen)
     parts, stages = [], []
     for index in own:
         part = build_stage(model, paths, seen, index)
@@ -124,8 +124,8 @@ def build_pipeline(
                 index,
                 len(plan.stages),
                 mesh.device_type if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device()),
-                input_args=_wire_shapes(part.relay_in, axis, plan) if index else (),
-                output_args=_wire_shapes(part.relay_out, axis, plan)
+                input_args=_wire_shapes(part.relay_in, axis) if index else (),
+                output_args=_wire_shapes(part.relay_out, axis)
                 if part.relay_out
                 else (torch.empty(1, device="meta", requires_grad=True),),
                 group=pipeline_group,
@@ -226,7 +226,7 @@ def _from_wire(value: Any, like: Any, axis: Axis | None) -> Any:
     return SplitTensor(value, axis, like.shape, 1)
 
 
-def _wire_shapes(relay: Any, axis: Axis | None, plan: Plan) -> tuple[Any, ...]:
+def _wire_shapes(relay: Any, axis: Axis | None) -> tuple[Any, ...]:
     made = []
     for tensor in relay.tensors:
         shape = list(tensor.shape)
@@ -236,7 +236,7 @@ def _wire_shapes(relay: Any, axis: Axis | None, plan: Plan) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def _holders(model: Any, seen: Rehearsal, places: Sequence[int]) -> dict[str, list[int]]:
+def _holders(model: Any, seen: Rehearsal) -> dict[str, list[int]]:
     """The stages that hold each parameter which several hold, by its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, set[int]] = {}
@@ -254,7 +254,7 @@ def _ties(
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(first[id(parameter)], []).append(name)
-    groups = _groups(mesh, holders, len(parts))
+    groups = _groups(mesh, holders)
     ties = []
     for name, stages in holders.items():
         if not set(stages) & set(own):
@@ -270,7 +270,7 @@ def _ties(
     return tuple(ties)
 
 
-def _groups(mesh: Any, holders: Mapping[str, Sequence[int]], _: int) -> dict[tuple[int, ...], Any]:
+def _groups(mesh: Any, holders: Mapping[str, Sequence[int]]) -> dict[tuple[int, ...], Any]:
     """This process's group among the pipeline places that share a parameter; made by all processes in one order."""
     size = mesh["pp"].size()
     wanted = sorted({tuple(sorted({stage % size for stage in stages})) for stages in holders.values()})

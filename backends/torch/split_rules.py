@@ -39,16 +39,21 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
     first = _leader(tensors, shape)
-    from_right = len(shape) - len(first.shape) + first.dim_ - len(shape)
-    local = [
-        first.part(leaf, len(leaf.shape) + from_right if len(leaf.shape) >= -from_right else -1)
+    local = _parts(first, leaves)
+    local_args, local_kwargs = tree_unflatten(local, tree)
+    made = func(*local_args, **local_kwargs)
+    return first.like(made, shape, len(shape) - len(first.shape) + first.dim_)
+
+
+def _parts(leader: SplitTensor, leaves: Sequence[Any]) -> list[Any]:
+    """What belongs to the leader's part of every tensor among some operands, dimensions counted from the right."""
+    at = leader.dim_ - len(leader.shape)
+    return [
+        leader.part(leaf, len(leaf.shape) + at if len(leaf.shape) >= -at else -1)
         if isinstance(leaf, torch.Tensor)
         else leaf
         for leaf in leaves
     ]
-    local_args, local_kwargs = tree_unflatten(local, tree)
-    made = func(*local_args, **local_kwargs)
-    return first.like(made, shape, len(shape) + from_right)
 
 
 def _leader(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> SplitTensor:
@@ -67,13 +72,7 @@ def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             f"{func.__name__} puts a tensor that is split over devices into a whole one; write it out of place."
         )
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
-    from_right = target.dim_ - len(target.shape)
-    local = [
-        target.part(leaf, len(leaf.shape) + from_right if len(leaf.shape) >= -from_right else -1)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
+    local = _parts(target, leaves)
     local_args, local_kwargs = tree_unflatten(local, tree)
     func(target.local, *local_args, **local_kwargs)
     return target
