@@ -32,7 +32,9 @@ class Capabilities:
 
     `schedules` is empty for a target without pipelines: then only plans of one stage run. `excluded_pairs` are
     combinations that the target runs wrongly or not at all although it has both halves. `can_cut_stages` says whether
-    the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
+    the target cuts any model into stages by itself; otherwise a stage builder must accept the model. `spreads_ends`:
+    one program runs on all stages, which hold equal parts of what lies outside of their equal layers (embedding, head),
+    gather all of it for a batch and scatter its gradients behind.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -44,6 +46,7 @@ class Capabilities:
     allows_uneven_micro_batches: bool = False
     allows_strided_parameters: bool = False
     can_cut_stages: bool = False
+    spreads_ends: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
@@ -55,6 +58,15 @@ class Capabilities:
             raise ValueError(f"ZeRO stage {unknown[0]!r}; expected some of {ZERO_STAGES}")
         if not self.zero_stages:
             raise ValueError("zero_stages is empty; expected at least one of 0, 1, 2, 3 (0 shards nothing)")
+        if self.spreads_ends:
+            self._check_spreading()
+
+    def _check_spreading(self) -> None:
+        is_uneven = self.allows_uneven_stages or self.allows_mixed_widths
+        if is_uneven or PipelineSchedule.INTERLEAVED in self.schedules:
+            raise ValueError("spreads_ends goes with even stages of one width, one on each device")
+        if any(self.supports(schedule, zero) for schedule in self.schedules for zero in (2, 3)):
+            raise ValueError("spreads_ends goes with ZeRO-0 and 1 in pipelines; expected the others as excluded_pairs")
 
     @classmethod
     def everything(cls) -> Capabilities:

@@ -39,12 +39,14 @@ class JaxEmitter:
     def capabilities(self) -> Capabilities:
         """One program for all devices: equal stages in GPipe's order, no idle devices.
 
-        A pipeline scatters gradients once, after all microbatches, and gathers no parameters.
+        A pipeline scatters gradients once, after all microbatches, and gathers no parameters but those outside of its
+        layers, of which all stages hold equal parts.
         """
         return Capabilities(
             schedules=frozenset({_GPIPE}),
             zero_stages=frozenset({0, 1, 2, 3}),
             excluded_pairs=frozenset({(_GPIPE, 2), (_GPIPE, 3)}),
+            spreads_ends=True,
         )
 
     def emit(self, plan: Plan, model: object) -> object:

@@ -135,7 +135,7 @@ def _floors(ground: Ground, choices: Choices) -> FloatArray:
         each = held[chosen]
         stash, working = table.stashed_bytes.min(axis=0), table.working_bytes.min(axis=0)
         mean = each * table.parameters[whole].max() + stash[whole].max()
-        single = np.multiply.outer(each, table.parameters[alone]) + (stash + working)[alone]
+        single = np.multiply.outer(each, table.own_parameters[alone]) + (stash + working)[alone]
         floors[chosen] = np.maximum(mean / choices.devices[chosen], _largest_layer(ground, single, alone))
     return floors * (1 - 1e-9)
 
@@ -195,7 +195,7 @@ def _stages_within(ground: Ground, degrees: Degrees, limit_bytes: float) -> IntA
     table, recipe = ground.widths[degrees.width], ground.problem.recipe
     shards = [degrees.pipelines if degrees.zero_stage >= least else 1 for least in (1, 2, 3)]
     each = recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
-    needs = each * table.parameters + table.stashed_bytes.min(axis=0) + table.working_bytes.min(axis=0)
+    needs = each * table.own_parameters + table.stashed_bytes.min(axis=0) + table.working_bytes.min(axis=0)
     keep = needs <= limit_bytes * (1 + 1e-9)
     if not ground.problem.capabilities.allows_uneven_stages:
         keep &= table.body_layers * degrees.stages == table.body_layers.max()

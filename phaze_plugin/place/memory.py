@@ -8,7 +8,8 @@ With p trained parameters on the device, d pipelines and n microbatches in fligh
     activations  n * what the stage stashes, relayed tensors included
     working set  the largest of its layers while it runs
     buffers      what is received at both ends; with ZeRO-3 two gathered layers (one in use, one on its way), from
-                 ZeRO-2 on the unreduced gradient of one layer, of the largest layer each
+                 ZeRO-2 on the unreduced gradient of one layer, of the largest layer each; what is spread over stages,
+                 whole, and its gradient
 
 A device with several chunks adds up the first four and takes the largest of the last two.
 """
@@ -108,11 +109,14 @@ class MemoryTable:
         )
 
 
-def build_memory_table(problem: PlacementProblem, table: WidthTable, pipelines: int, zero_stage: int) -> MemoryTable:
-    """The items of all stages at one width."""
+def build_memory_table(
+    problem: PlacementProblem, table: WidthTable, pipelines: int, zero_stage: int, whole_parameters: float
+) -> MemoryTable:
+    """The items of all stages at one width; `whole_parameters` are held in parts, and whole during a batch."""
     recipe = problem.recipe
     shards = [float(pipelines) if zero_stage >= least else 1.0 for least in (1, 2, 3)]
     buffers = table.received_bytes + table.sent_bytes
+    buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
     if pipelines > 1 and zero_stage >= 2:
         buffers = buffers + recipe.gradient_bytes * table.largest_parameters
     if pipelines > 1 and zero_stage == 3:

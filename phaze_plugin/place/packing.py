@@ -233,6 +233,7 @@ def build_packing(
 
     stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
     parameters = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
+    parameters[..., problem.spread_layers[list(layers)]] = 0.0
     kind = "bound" if use_bounds else "value"
     prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
     return Packing(

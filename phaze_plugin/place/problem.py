@@ -105,6 +105,11 @@ class PlacementProblem:
         """Whether every pipeline must get equally many microbatches."""
         return self.pipelines_divide_batch or not self.capabilities.allows_uneven_micro_batches
 
+    @property
+    def spread_layers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Whether several stages would spread the parameters of each layer over all of them."""
+        return ~np.array(self.graph.body) & self.capabilities.spreads_ends
+
     def profile(self, layer: int, width: int, mode: RecomputeMode) -> LayerProfile:
         """The profile of one layer of the graph."""
         return self.profiles[self.graph.layers[layer].key, width, mode]

@@ -8,6 +8,7 @@ is one flow with all its readers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -123,10 +124,15 @@ def _is_trained(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlacementLayer:
-    """One layer: its name, and the key that equal layers share."""
+    """One layer: its name, and the key that equal layers share; behind a # it may tell how they are sliced."""
 
     name: str
     key: str
+
+    @property
+    def kind(self) -> str:
+        """What equal layers share however they are sliced."""
+        return self.key.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,13 @@ class PlacementGraph:
         for name, layers in self.ties.items():
             if len(set(layers)) < 2 or not all(0 <= layer < len(self.layers) for layer in layers):
                 raise GraphError(f"tie {name!r} joins layers {layers}; expected two or more of {len(self.layers)}.")
+
+    @property
+    def body(self) -> tuple[bool, ...]:
+        """Whether each layer is of the most frequent kind."""
+        kinds = [layer.kind for layer in self.layers]
+        most = Counter(kinds).most_common(1)[0][0]
+        return tuple(kind == most for kind in kinds)
 
     @classmethod
     def chain(cls, keys: tuple[str, ...], ties: Mapping[str, tuple[int, ...]] | None = None) -> PlacementGraph:

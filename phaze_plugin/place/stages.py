@@ -16,6 +16,9 @@ section 4.1), where that is quicker than sending all of it t times.
 After the last backward: reduction over pipelines (ZeRO-0: all-reduce, ZeRO-1: reduce-scatter, per layer and hidden
 behind the last backward as in `StageSpace.exposed`; tied parameters come after the others), then, with ties, the
 reduction between stages, the update (over d from ZeRO-1 on) and the gather of updated parameters (ZeRO-1 and 2).
+
+Parameters that are spread over stages are gathered before and their gradients scattered behind all passes, where stages
+wait for each other as with ties; then each stage has its part of them to reduce and to update.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class StageTable:
         weight_s: W, or 0.
         exposed_s: reduction beyond the last B, or beyond the last W where that is split off.
         reduction_s: all of the reduction, per stage.
-        tie_s: reduction between stages that share parameters, per stage.
+        tie_s: reduction between stages that share parameters, gather and scatter of spread ones, per stage.
         finish_s: update and gather, per stage.
         devices: how many devices one copy of the stage takes, per stage.
         memory: the items of memory.
@@ -89,6 +92,9 @@ def build_stage_table(
 ) -> StageTable:
     """The stages of one choice, priced for pipelines of ``stages`` devices: these decide which links are used."""
     used = pipelines * table.width * stages
+    spread_s = _spread_s(problem, table, network, pipelines, stages, used)
+    whole_parameters = table.all_spread_parameters if stages > 1 else 0.0
+    table = table.spread_over(stages)
     transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, pipelines * table.width, used)
     gather = network.collective(Collective.ALL_GATHER, table.width, 1, used)
     received = _send_parts(transfer, gather, table.width, table.received_bytes, table.received_whole_bytes)
@@ -116,10 +122,10 @@ def build_stage_table(
         weight_s=_together(table.backward_weight_s, scattered, overlap) if splits_backward else np.zeros_like(start),
         exposed_s=exposed,
         reduction_s=reduction,
-        tie_s=_tie_s(problem, table, network, pipelines, stages, used),
+        tie_s=_tie_s(problem, table, network, pipelines, stages, used) + spread_s,
         finish_s=finish,
         devices=devices,
-        memory=build_memory_table(problem, table, pipelines, zero_stage),
+        memory=build_memory_table(problem, table, pipelines, zero_stage, whole_parameters),
     )
 
 
@@ -149,6 +155,21 @@ def _tie_s(
         price = network.between_stages(Collective.ALL_REDUCE, holders, stages, pipelines * table.width, used)
         seconds += _send(price, size * parameters)
     return seconds
+
+
+def _spread_s(
+    problem: PlacementProblem, table: WidthTable, network: Network, pipelines: int, stages: int, used: int
+) -> float:
+    """Seconds of gathering what is spread over stages, and of scattering its gradients."""
+    recipe, stride = problem.recipe, pipelines * table.width
+    if stages == 1 or not table.all_spread_parameters:
+        return 0.0
+    gather, scatter = (
+        network.between_stages(kind, stages, stages, stride, used)
+        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    sizes = np.array([recipe.parameter_bytes, dtype_bytes(recipe.reduction_dtype)]) * table.all_spread_parameters
+    return float(_send(gather, sizes[:1])[0] + _send(scatter, sizes[1:])[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +43,9 @@ class WidthTable:
         is_sliced: whether some layer of the stage is tensor-parallel.
         unsliced_layers: how many layers of the graph are not.
         body_layers: how many layers of the most frequent kind the stage has.
+        spread_layers: whether several stages spread a layer's parameters over all of them, per layer.
+        spread_parameters: those of such layers and tied ones, per stage.
+        all_spread_parameters: those of the whole model.
     """
 
     width: int
@@ -71,6 +73,9 @@ class WidthTable:
     is_sliced: BoolArray
     unsliced_layers: int
     body_layers: IntArray
+    spread_layers: BoolArray
+    spread_parameters: FloatArray
+    all_spread_parameters: float
 
     @property
     def least_s(self) -> FloatArray:
@@ -89,10 +94,30 @@ class WidthTable:
                 prices.append(spent / saved)
         return tuple(prices)
 
+    @property
+    def own_parameters(self) -> FloatArray:
+        """Parameters per stage without those that are spread."""
+        return np.asarray(np.maximum(self.parameters - self.spread_parameters, 0.0))
+
     def take(self, stages: IntArray) -> WidthTable:
         """The same table with only some of the stages."""
-        kept = ("width", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters")
+        kept = {"width", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters"}
+        kept |= {"spread_layers", "all_spread_parameters"}
         return replace(self, **{name: getattr(self, name)[..., stages] for name in self.__slots__ if name not in kept})
+
+    def spread_over(self, stages: int) -> WidthTable:
+        """The table of so many stages: each has an equal part of what is spread, reduced behind all others."""
+        if stages == 1 or not self.all_spread_parameters:
+            return self
+        part = self.all_spread_parameters / stages
+        return replace(
+            self,
+            parameters=self.own_parameters + part,
+            layer_parameters=np.where(self.spread_layers, 0.0, self.layer_parameters),
+            tied_parameters=np.full_like(self.parameters, part),
+            tied_groups=np.ones_like(self.tied_groups),
+            split_ties=np.zeros_like(self.split_ties),
+        )
 
 
 def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, use_bounds: bool) -> WidthTable:
@@ -114,6 +139,8 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
     cut, whole = cut_bytes(problem, space, first), cut_bytes(problem, space, first, only_whole=True)
     summed = space.sums(parameters)
     sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
+    is_spread = problem.spread_layers
+    spread = space.sums(np.where(is_spread, parameters - tied, 0.0)) + ties.held * is_spread.any()
     return WidthTable(
         width=width,
         **{name: space.sums(values) for name, values in seconds.items()},
@@ -136,7 +163,10 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
         sent_whole_bytes=whole[space.target],
         is_sliced=space.sums(sliced) > 0.5,
         unsliced_layers=int((sliced == 0).sum()),
-        body_layers=_body_layers(problem, space),
+        body_layers=np.rint(space.sums(np.array(problem.graph.body, dtype=float))).astype(np.int64),
+        spread_layers=is_spread,
+        spread_parameters=spread,
+        all_spread_parameters=float(spread.max()),
     )
 
 
@@ -192,10 +222,3 @@ def _relayed_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[
         size = profiles[flow.producer].outputs[flow.output].size_bytes
         relayed += np.where(made & later & unread, size, 0.0)
     return relayed
-
-
-def _body_layers(problem: PlacementProblem, space: StageSpace) -> IntArray:
-    keys = [layer.key for layer in problem.graph.layers]
-    body = Counter(keys).most_common(1)[0][0]
-    count = np.rint(space.sums(np.array([float(key == body) for key in keys])))
-    return count.astype(np.int64)

@@ -37,6 +37,7 @@ def step_energy(request: Request, answer: Answer, tokens: float) -> dict[str, fl
         update += stage.width * copies / shards * parameters * _update_j_per_parameter(request)
         sent += stage.width * _sent_over_copies(request, answer, parameters)
         sent += stage.width * batches * 2 * _received_bytes(answer, stage)
+    sent += _sent_of_spread(request, answer)
     power = float(model.static_power_w(AcceleratorArray.of([request.cluster.accelerator]))[0])
     items = {
         "compute_j": compute,
@@ -79,6 +80,21 @@ def _sent_over_copies(request: Request, answer: Answer, parameters: float) -> fl
             return once * (batches / copies * gradient + weight)
         case _:
             return once * batches / copies * (gradient + 2 * weight)
+
+
+def _sent_of_spread(request: Request, answer: Answer) -> float:
+    """Bytes that all devices send for parameters which stages hold in parts, gathered and scattered once."""
+    problem, degrees = answer.candidate.problem, answer.placement.degrees
+    if degrees.devices == 1:
+        return 0.0
+    profiles = [
+        problem.profile(layer, degrees.width, problem.recompute_modes[0]) for layer in range(len(problem.graph.layers))
+    ]
+    parameters = sum(
+        one.parameters for one, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
+    )
+    each = (request.recipe.parameter_bytes + request.recipe.reduction_bytes) * parameters
+    return degrees.width * degrees.pipelines * (degrees.devices - 1) * each
 
 
 def _received_bytes(answer: Answer, stage: PlacedStage) -> float:

@@ -269,12 +269,14 @@ class PlainCosts:
 
     def _after(self, result: PlainStage, order: Sequence[int], profiles: dict[int, LayerProfile], devices: int) -> None:
         """Reductions, ties and the update."""
-        recipe, ties = self.problem.recipe, self._ties(order)
+        recipe, ties, spread = self.problem.recipe, self._ties(order), self._spread()
         size = dtype_bytes(recipe.reduction_dtype)
         if self.zero < 2:
             self._reduction(result, order, profiles, devices)
+        result.tie += self._between(Collective.ALL_GATHER, spread * recipe.parameter_bytes, self.devices)
+        result.tie += self._between(Collective.REDUCE_SCATTER, spread * size, self.devices)
         for parameters, _, here, members in ties.values():
-            if here < members:
+            if here < members and not spread:
                 result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
         result.finish = parameters * self._update_s() / (self.pipelines if self.zero >= 1 else 1)
@@ -293,14 +295,15 @@ class PlainCosts:
             ready += float(profile.backward_weight_s.value[at])
             if not self.split:
                 ready += float(profile.backward_input_s.value[at])
-            own = profile.parameters - sum(profile.tied_parameters.values())
+            own = self._untied(layer) if not (self._spread() and self.problem.spread_layers[layer]) else 0.0
             takes = self._price(kind, own * size, devices)
             result.reduction += takes
             free = max(free, ready) + takes
         result.exposed = free - ready if self.problem.overlaps_reduction else result.reduction
         part = self.problem.calibration.overlap
         result.exposed = part * result.exposed + (1 - part) * result.reduction
-        for parameters, _, _, _ in self._ties(order).values():
+        late = [parameters for parameters, _, _, _ in self._ties(order).values()]
+        for parameters in [self._spread() / self.devices] if self._spread() else late:
             takes = self._price(kind, parameters * size, devices)
             result.exposed += takes
             result.reduction += takes
@@ -313,7 +316,23 @@ class PlainCosts:
             self.known["update",] = float(estimate.spread_s[0, 0]) / (1 << 30)
         return self.known["update",]
 
+    def _untied(self, layer: int) -> float:
+        profile = self._profile(layer)
+        return profile.parameters - sum(profile.tied_parameters.values())
+
+    def _spread(self) -> float:
+        """Parameters that all stages hold in equal parts: of layers unlike most, and tied ones, each once."""
+        spread = self.problem.spread_layers
+        if self.devices == 1 or not spread.any():
+            return 0.0
+        layers = range(len(spread))
+        shared = sum(held for held, _, _, _ in self._ties(layers).values())
+        return sum(self._untied(layer) for layer in layers if spread[layer]) + shared
+
     def _parameters(self, order: Sequence[int]) -> float:
+        if spread := self._spread():
+            own = [layer for layer in order if not self.problem.spread_layers[layer]]
+            return sum(self._untied(layer) for layer in own) + spread / self.devices
         repeats = sum(together - held for held, together, _, _ in self._ties(order).values())
         return sum(self._profile(layer).parameters for layer in order) - repeats
 
@@ -335,7 +354,7 @@ class PlainCosts:
         }
         largest = max(profile.parameters for profile in profiles.values())
         result.working = max(profile.peak_working_bytes for profile in profiles.values())
-        result.buffers = received
+        result.buffers = received + self._spread() * (recipe.parameter_bytes + recipe.gradient_bytes)
         if d > 1 and self.zero >= 2:
             result.buffers += largest * recipe.gradient_bytes
         if d > 1 and self.zero == 3:

@@ -17,6 +17,8 @@ from phaze.plan import Plan
 from phaze.planner.belongs import request_of
 from phaze.planner.choose import graph_at
 from phaze.planner.limits import limits_of
+from phaze.planner.profiles import placement_graph
+from phaze.planner.request import Request
 from phaze.planner.slices import slice_model
 from phaze.shard import WHOLE, ShardedModel, slice_layer
 
@@ -25,7 +27,10 @@ __all__ = ["StageTraffic", "planned_traffic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTraffic:
-    """Bytes of one step on one device of a stage: between tensor-parallel devices, copies, and with the next stage."""
+    """Bytes of one step on one device of a stage: between tensor-parallel devices, copies, and stages.
+
+    To the last belong what is sent to the next stage and comes back, and what is spread over all of them.
+    """
 
     tp_bytes: float
     dp_bytes: float
@@ -41,6 +46,9 @@ def planned_traffic(
     limits = limits_of(chosen, [len(stage.layers) for stage in plan.stages])
     sharded = slice_model(request, graph_at(request, chosen.micro_batch_size), chosen.tp, limits.sequence)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+    spread = _spread_names(request, sharded) if len(plan.stages) > 1 else frozenset()
+    parameters = _parameters(sharded, range(len(sharded.layers)))
+    ends_bytes = sum(_end_bytes(plan, parameters[name], least_bytes) for name in spread)
     found, first = [], 0
     for number, stage in enumerate(plan.stages):
         layers = range(first, first + len(stage.layers))
@@ -48,11 +56,13 @@ def planned_traffic(
         mode = RecomputeMode(stage.recompute)
         width_bytes = sum(_layer_bytes(sharded, layer, mode, least_bytes) for layer in layers)
         sent = _sent_bytes(sharded, first) if number + 1 < len(plan.stages) else 0.0
+        held = {name: size for name, size in _parameters(sharded, layers).items() if name not in spread}
+        held |= {name: parameters[name] / len(plan.stages) for name in spread}
         found.append(
             StageTraffic(
                 tp_bytes=batches * width_bytes,
-                dp_bytes=sum(_copy_bytes(plan, size, batches, least_bytes) for size in _parameters(sharded, layers)),
-                pp_bytes=2 * batches * sent,
+                dp_bytes=sum(_copy_bytes(plan, size, batches, least_bytes) for size in held.values()),
+                pp_bytes=2 * batches * sent + ends_bytes,
             )
         )
     return tuple(found)
@@ -77,19 +87,35 @@ def _weighed(op: Op, width: int) -> float:
             return size
 
 
-def _parameters(sharded: ShardedModel, layers: Iterable[int]) -> list[int]:
+def _spread_names(request: Request, sharded: ShardedModel) -> frozenset[str]:
+    """Parameters of which the target's stages hold equal parts: of layers unlike most, and tied ones."""
+    if not request.capabilities.spreads_ends:
+        return frozenset()
+    body = placement_graph(sharded.graph).body
+    ends = [layer for layer in range(len(body)) if not body[layer]]
+    return frozenset({*_parameters(sharded, ends), *sharded.graph.layer_graph.tied_parameters}) if ends else frozenset()
+
+
+def _end_bytes(plan: Plan, parameters: float, least_bytes: int) -> float:
+    """What stages gather and scatter of a parameter that they share."""
+    recipe = plan.question.precision
+    moved = (recipe.parameter_bytes * parameters, recipe.reduction_bytes * parameters)
+    return sum(size for size in moved if size >= least_bytes)
+
+
+def _parameters(sharded: ShardedModel, layers: Iterable[int]) -> dict[str, float]:
     """Elements of every trained parameter on one device, tied ones once."""
-    found: dict[str, int] = {}
+    found: dict[str, float] = {}
     trained = {name for name, _ in sharded.graph.gradients}
     for layer in layers:
         for name in sharded.graph.layers[layer].parameters:
             shape = sharded.graph.tensors[name].shape
             if name in trained:
                 found[name] = math.prod(sharded.parameters.get(name, WHOLE).local_shape(shape))
-    return list(found.values())
+    return found
 
 
-def _copy_bytes(plan: Plan, parameters: int, batches: int, least_bytes: int) -> float:
+def _copy_bytes(plan: Plan, parameters: float, batches: int, least_bytes: int) -> float:
     """The gradient of a parameter that copies reduce, and what of it they gather."""
     chosen, recipe = plan.strategy, plan.question.precision
     gradients, gathered = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters

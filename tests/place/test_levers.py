@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import examples, random_problem
+from placement_problems import examples, random_problem, spread_problem
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
@@ -33,9 +33,9 @@ def shrunk(problem: PlacementProblem, hbm_bytes: int) -> PlacementProblem:
 
 
 @examples(40)
-@given(seeds)
-def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int) -> None:
-    problem = replace(random_problem(seed), memory_margin=0.0)
+@given(seeds, st.booleans())
+def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int, is_spread: bool) -> None:
+    problem = replace(spread_problem(seed) if is_spread else random_problem(seed), memory_margin=0.0)
     least = least_memory(Ground.of(problem))
     if least is None:
         assert not brute_force(shrunk(problem, 10**12))

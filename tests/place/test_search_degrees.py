@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import examples, random_problem
+from placement_problems import examples, random_problem, spread_problem
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
@@ -36,6 +36,12 @@ def compare_with_brute_force(problem: PlacementProblem) -> None:
 @given(seeds)
 def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
     compare_with_brute_force(random_problem(seed))
+
+
+@examples(40)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_where_ends_are_spread(seed: int) -> None:
+    compare_with_brute_force(spread_problem(seed))
 
 
 @pytest.mark.exhaustive

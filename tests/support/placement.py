@@ -31,9 +31,9 @@ def splits(
 
 
 def _is_even(problem: PlacementProblem, stages: tuple[frozenset[int], ...]) -> bool:
-    keys = [layer.key for layer in problem.graph.layers]
-    body = max(dict.fromkeys(keys), key=keys.count)
-    counts = [sum(keys[layer] == body for layer in stage) for stage in stages]
+    kinds = [layer.key.split("#")[0] for layer in problem.graph.layers]
+    body = max(dict.fromkeys(kinds), key=kinds.count)
+    counts = [sum(kinds[layer] == body for layer in stage) for stage in stages]
     return len(set(counts)) == 1
 
 

@@ -133,3 +133,25 @@ def random_problem(
         calibration=random.choice([IDEAL, replace(IDEAL, link=0.5, memory=0.7)]),
         accelerator=1,
     )
+
+
+def spread_problem(seed: int, *, largest: int = 5, most_devices: int = 6) -> PlacementProblem:
+    """A problem whose inner layers are equal, for a target that spreads the first and the last over all stages."""
+    problem = random_problem(seed, largest=largest, most_devices=most_devices)
+    first, *inner, last = problem.graph.layers if len(problem.graph.layers) > 2 else (*problem.graph.layers, None)
+    free = [layer.key for layer in inner if layer and not layer.key.startswith("tied")]
+    graph = problem.graph
+    if last is not None and free:
+        layers = (first, *(replace(layer, key=free[0]) for layer in inner), last)
+        ties = {name: (0, len(layers) - 1) for name in graph.ties}
+        graph = replace(graph, layers=layers, ties=ties)
+    pipelines = frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B})
+    capabilities = Capabilities(
+        schedules=pipelines,
+        zero_stages=frozenset(range(4)),
+        excluded_pairs=frozenset((schedule, zero) for schedule in pipelines for zero in (2, 3)),
+        allows_idle_devices=True,
+        allows_uneven_micro_batches=True,
+        spreads_ends=True,
+    )
+    return replace(problem, graph=graph, capabilities=capabilities, schedules=tuple(PipelineSchedule))
