@@ -8,7 +8,7 @@ of its dimension) is allowed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 __all__ = ["ZERO_STAGES", "Capabilities", "PipelineSchedule"]
@@ -31,14 +31,16 @@ class Capabilities:
     """What one target can run. The defaults are the modest ones; `Capabilities.everything()` restricts nothing.
 
     `schedules` is empty for a target without pipelines: then only plans of one stage run. `excluded_pairs` are
-    combinations that the target runs wrongly or not at all although it has both halves. `can_cut_stages` says whether
-    the target cuts any model into stages by itself; otherwise a stage builder must accept the model. `spreads_ends`:
-    one program runs on all stages, which hold equal parts of what lies outside of their equal layers (embedding, head),
-    gather all of it for a batch and scatter its gradients behind.
+    combinations that the target runs wrongly or not at all although it has both halves. `master_zero_stages` are ZeRO
+    stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
+    says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
+    `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their equal layers
+    (embedding, head), gather all of it for a batch and scatter its gradients behind.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
     zero_stages: frozenset[int] = frozenset({0})
+    master_zero_stages: frozenset[int] = frozenset()
     excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
     allows_uneven_stages: bool = False
     allows_mixed_widths: bool = False
@@ -50,10 +52,12 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
-        object.__setattr__(self, "zero_stages", frozenset(self.zero_stages))
+        for name in ("zero_stages", "master_zero_stages"):
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
         pairs = frozenset((PipelineSchedule(schedule), zero_stage) for schedule, zero_stage in self.excluded_pairs)
         object.__setattr__(self, "excluded_pairs", pairs)
-        unknown = sorted(({stage for _, stage in pairs} | self.zero_stages) - set(ZERO_STAGES))
+        known = {stage for _, stage in pairs} | self.zero_stages | self.master_zero_stages
+        unknown = sorted(known - set(ZERO_STAGES))
         if unknown:
             raise ValueError(f"ZeRO stage {unknown[0]!r}; expected some of {ZERO_STAGES}")
         if not self.zero_stages:
@@ -81,6 +85,11 @@ class Capabilities:
             allows_strided_parameters=True,
             can_cut_stages=True,
         )
+
+    def with_master(self, master_bytes: float) -> Capabilities:
+        """What it runs for a precision whose optimizer keeps a master copy of so many bytes per parameter, or none."""
+        also = self.master_zero_stages if master_bytes else frozenset()
+        return replace(self, zero_stages=self.zero_stages | also, master_zero_stages=frozenset())
 
     def supports(self, schedule: PipelineSchedule, zero_stage: int) -> bool:
         """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""

@@ -53,10 +53,11 @@ def export_plan(plan: Plan, plugins: PluginManager, target: str, model: object) 
 
 def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     """What a plan has that a target does not run, in words; empty where the target runs all of it."""
-    chosen = plan.strategy
+    chosen, recipe = plan.strategy, plan.question.precision
     found = []
-    if chosen.zero not in capabilities.zero_stages:
-        found.append(f"ZeRO stage {chosen.zero}")
+    if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
+        needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
+        found.append(f"ZeRO stage {chosen.zero}{needs}")
     if len(plan.stages) > 1:
         schedule = PipelineSchedule(chosen.schedule)
         if schedule not in capabilities.schedules:

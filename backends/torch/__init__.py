@@ -37,10 +37,14 @@ class TorchEmitter:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Copies are whole or fully sharded; zero-bubble schedules give wrong gradients with FSDP2 and are left out."""
+        """FSDP2 keeps shards beside gathered parameters: under ZeRO 1 and 2 these are the master copy, or too much.
+
+        Zero-bubble schedules give wrong gradients with FSDP2 and are left out.
+        """
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}),
             zero_stages=frozenset({0, 3}),
+            master_zero_stages=frozenset({1, 2}),
             allows_uneven_stages=True,
             allows_strided_parameters=True,
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.arrange import arrange
+from phaze.backends.torch.arrange import arrange, synchronise
 from phaze.backends.torch.layouts import blocks_of, cut_of
 from phaze.backends.torch.meshes import mesh_of
 from phaze.backends.torch.pipeline import Pipeline, build_pipeline
@@ -102,8 +102,7 @@ class Applied:
                 lambda leaf, at=index * size: leaf[at : at + size] if isinstance(leaf, torch.Tensor) else leaf,
                 (args, kwargs),
             )
-            is_synced = self._zero >= 2 or index == count - 1
-            self.module.set_requires_gradient_sync(is_synced)
+            synchronise(self.module, self._zero, is_last=index == count - 1)
             loss = self._forward(self.module, *part[0], **part[1]) / count
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
@@ -177,7 +176,7 @@ def _arranger(plan: Plan, model: Any, mesh: DeviceMesh) -> Callable[[Any, Mappin
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if layouts.get(first[id(parameter)])
     }
-    dtype = getattr(torch, plan.question.precision.compute_dtype)
+    recipe = plan.question.precision
 
     def arranged(module: Any, blocks: Mapping[str, str]) -> Any:
         return arrange(
@@ -187,7 +186,8 @@ def _arranger(plan: Plan, model: Any, mesh: DeviceMesh) -> Callable[[Any, Mappin
             splits_sequences=plan.strategy.sequence_parallel and plan.strategy.tp > 1,
             blocks=blocks,
             zero=plan.strategy.zero,
-            compute_dtype=dtype,
+            compute_dtype=getattr(torch, recipe.compute_dtype),
+            reduction_dtype=getattr(torch, recipe.reduction_dtype),
         )
 
     return arranged

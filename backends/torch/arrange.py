@@ -17,7 +17,7 @@ from phaze.backends.torch.split_collectives import Axis
 from phaze.backends.torch.split_parameters import Cut, split_parameters
 from phaze.backends.torch.split_tensor import SplitTensor, is_split
 
-__all__ = ["arrange", "recompute"]
+__all__ = ["arrange", "recompute", "synchronise"]
 
 
 def arrange(
@@ -29,6 +29,7 @@ def arrange(
     blocks: Mapping[str, str],
     zero: int,
     compute_dtype: Any,
+    reduction_dtype: Any,
 ) -> Axis | None:
     """Arrange a module in place; `blocks` are its repeated layers, each with its recompute mode.
 
@@ -42,13 +43,22 @@ def arrange(
     for path, mode in blocks.items():
         recompute(module.get_submodule(path), mode)
     copies = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for path in blocks:
-        fully_shard(module.get_submodule(path), mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(module, mesh=copies, mp_policy=policy, reshard_after_forward=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduction_dtype)
+    for part in (*(module.get_submodule(path) for path in blocks), module):
+        fully_shard(part, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
     for path in blocks if axis is not None else ():
         _let_parts_through(module.get_submodule(path))
     return axis
+
+
+def synchronise(module: Any, zero: int, *, is_last: bool) -> None:
+    """What the backward of a microbatch does between copies.
+
+    From ZeRO 2 on gradients are reduced after every one, below after the last; parameters stay gathered until then
+    below ZeRO 3.
+    """
+    module.set_requires_gradient_sync(zero >= 2 or is_last)
+    module.set_reshard_after_backward(zero == 3 or is_last)
 
 
 def recompute(block: Any, mode: str) -> None:

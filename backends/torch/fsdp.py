@@ -35,8 +35,10 @@ class FsdpEmitter:
 
     @property
     def capabilities(self) -> Capabilities:
-        """One stage; copies that are whole or fully sharded."""
-        return Capabilities(zero_stages=frozenset({0, 3}), allows_strided_parameters=True)
+        """One stage; ZeRO as under target 'torch'."""
+        return Capabilities(
+            zero_stages=frozenset({0, 3}), master_zero_stages=frozenset({1, 2}), allows_strided_parameters=True
+        )
 
     def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
         """All files."""
@@ -66,6 +68,7 @@ def _data(plan: Plan) -> dict[str, Any]:
         "micro_batch_size": chosen.micro_batch_size,
         "zero": chosen.zero,
         "compute_dtype": recipe.compute_dtype,
+        "reduction_dtype": recipe.reduction_dtype,
         "splits_sequences": chosen.sequence_parallel and chosen.tp > 1,
         "layers": [layer.partition(":")[2] for layer in plan.stages[0].layers],
         "recompute": chosen.recompute[0],

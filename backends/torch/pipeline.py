@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from phaze.backends.torch.arrange import synchronise
 from phaze.backends.torch.layouts import blocks_of
 from phaze.backends.torch.split_collectives import Axis, parted
 from phaze.backends.torch.split_tensor import SplitTensor
@@ -30,6 +32,21 @@ _SCHEDULES = {
     PipelineSchedule.ONE_F_ONE_B: Schedule1F1B,
     PipelineSchedule.INTERLEAVED: ScheduleInterleaved1F1B,
 }
+
+
+class _Stage(PipelineStage):
+    """A stage whose copies reduce gradients as often as its ZeRO stage says; torch's own does so once a step."""
+
+    zero = 0
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """A backward of a microbatch."""
+        if self.zero < 2 or backward_type != "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(last_backward)
+        synchronise(self.submod, self.zero, is_last=last_backward)
+        names = ("stage_output", "output_grads", "input_values")
+        return stage_backward(*(bwd_kwargs[name] for name in names)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,7 @@ def build_pipeline(
         part.module.forward = run
         parts.append(part)
         stages.append(
-            PipelineStage(
+            _Stage(
                 part.module,
                 index,
                 len(plan.stages),
@@ -131,6 +148,7 @@ def build_pipeline(
                 group=pipeline_group,
             )
         )
+        stages[-1].zero = plan.strategy.zero
     kind = PipelineSchedule(plan.strategy.schedule)
     made = _SCHEDULES[kind](stages if kind is PipelineSchedule.INTERLEAVED else stages[0], count, loss_fn=_given_loss)
     return Pipeline(

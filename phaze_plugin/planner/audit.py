@@ -20,7 +20,8 @@ from phaze.ir import RecomputeMode
 from phaze.plan import UNEXPLAINED, Plan, PlanStatus
 from phaze.planner.belongs import differences, request_of
 from phaze.planner.build_plan import MEMORY_ITEMS, build_plan
-from phaze.planner.choose import Answer, priced
+from phaze.planner.choose import Answer
+from phaze.planner.given_stages import priced
 from phaze.planner.limits import Limits, degrees_of, limits_of, read_limits
 from phaze.planner.plain import PlainCosts, PlainStage, plain_in_flight, plain_simulation
 from phaze.planner.request import Request

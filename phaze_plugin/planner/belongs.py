@@ -86,7 +86,7 @@ def _changed(where: str, before: object, now: object) -> Iterator[str]:
 def priced_anew(plan: Plan, model: object, inputs: object, cluster: object) -> Plan:
     """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
     from phaze.planner.build_plan import build_plan
-    from phaze.planner.choose import priced
+    from phaze.planner.given_stages import priced
     from phaze.planner.what_if import binding
 
     request = request_of(plan, model, inputs, cluster)

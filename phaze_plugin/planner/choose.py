@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from phaze.cost import cast_graph
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster
-from phaze.ir import Graph, Phase, RecomputeMode
+from phaze.ir import Graph, Phase
 from phaze.place import (
     Effort,
     Ground,
@@ -25,13 +25,11 @@ from phaze.place import (
     PlacementProblem,
     PlacementResult,
     PlacementStatus,
-    evaluate_placement,
     find_placement,
 )
 from phaze.place.assemble import assemble
-from phaze.place.levers import explain_infeasibility
 from phaze.place.search_degrees import search_degrees
-from phaze.planner.limits import Limits, degrees_of
+from phaze.planner.limits import Limits
 from phaze.planner.profiles import ProfileOptions
 from phaze.planner.request import Request
 from phaze.planner.slices import Slices, least_step_s, profile_options, schedule_slices, slice_model
@@ -45,8 +43,8 @@ __all__ = [
     "choose",
     "graph_at",
     "least_time_s",
+    "nearest_width",
     "placement_problem",
-    "priced",
     "step_flops",
 ]
 
@@ -176,7 +174,7 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
             ) from error
         is_interrupted = True
     if not search.candidates:
-        offer = _nearest_width(request, sizes[0], max(widths), limits.sequence)
+        offer = nearest_width(request, sizes[0], max(widths), limits.sequence)
         raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
     answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
     bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
@@ -185,7 +183,7 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
 
 
-def _nearest_width(request: Request, size: int, width: int, sequence: SequenceParallel) -> str:
+def nearest_width(request: Request, size: int, width: int, sequence: SequenceParallel) -> str:
     """The largest smaller tensor width that slices the model and divides the devices, as an offer."""
     for smaller in range(width - 1, 0, -1):
         if request.cluster.device_count % smaller:
@@ -242,52 +240,6 @@ def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement
         raise PlanError(f"no plan is possible: {reasons or candidates[0].result.status}")
     _, best, placement = min(found, key=lambda row: row[0])
     return best, placement
-
-
-def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
-    """Exactly the strategy of limits that leave nothing open, whether it fits or not."""
-    assert limits.micro_batch_size is not None
-    assert limits.tp is not None
-    watch.expect(1)
-    watch.report("pricing the strategy")
-    try:
-        model = slice_model(request, graph_at(request, limits.micro_batch_size), limits.tp, limits.sequence)
-    except ShardError as error:
-        offer = _nearest_width(request, limits.micro_batch_size, limits.tp, limits.sequence)
-        raise PlanError(f"the model cannot be sliced as asked. {error}{offer}") from error
-    slices = schedule_slices(model, profile_options(request))
-    problem = placement_problem(request, slices)
-    ground = Ground.of(problem)
-    placement = evaluate_placement(ground, degrees_of(limits), _cut(slices.graph, limits))
-    watch.step()
-    is_fitting = all(memory.total_bytes <= problem.usable_bytes for memory in placement.memory)
-    result = PlacementResult(
-        status=PlacementStatus.WITHIN if is_fitting else PlacementStatus.INFEASIBLE,
-        best=placement if is_fitting else None,
-        alternatives=(),
-        bound_s=placement.time_s,
-        infeasibility=None if is_fitting else explain_infeasibility(ground),
-        choices=1,
-        nodes=0,
-        simulated=1,
-    )
-    candidate = Candidate(slices=slices, problem=problem, result=result)
-    return Answer(placement=placement, candidate=candidate, candidates=(candidate,), bound_s=placement.time_s)
-
-
-def _cut(graph: Graph, limits: Limits) -> list[tuple[tuple[int, ...], RecomputeMode]]:
-    """Stages of so many layers each, in order."""
-    assert limits.stages is not None
-    layers = len(graph.layers)
-    if sum(limits.stages) != layers:
-        raise PlanError(f"strategy has stages of {sum(limits.stages)} layers; the model has {layers}.")
-    modes = limits.recompute or (RecomputeMode.NONE,)
-    cut, first = [], 0
-    for index, count in enumerate(limits.stages):
-        mode = modes[index] if len(modes) > 1 else modes[0]
-        cut.append((tuple(range(first, first + count)), mode))
-        first += count
-    return cut
 
 
 def step_flops(request: Request) -> float:

@@ -15,8 +15,9 @@ from phaze.plan import UNEXPLAINED, Plan, RunFacts, Strategy
 from phaze.plan_text import seconds_text, strategy_text, summary
 from phaze.planner import what_if
 from phaze.planner.build_plan import build_plan
-from phaze.planner.choose import Answer, choose, priced
-from phaze.planner.limits import Limits, read_limits
+from phaze.planner.choose import Answer, choose
+from phaze.planner.given_stages import priced
+from phaze.planner.limits import NO_SCHEDULE, Limits, read_limits
 from phaze.planner.ranks import active_world, plan_together
 from phaze.planner.request import Request, read_request
 from phaze.planner.watch import Progress, TimeLimitError, Watch
@@ -221,8 +222,8 @@ def _explained(request: Request, answer: Answer, plan: Plan, watch: Watch) -> Pl
 
 def _priced_plan(request: Request, limits: Limits, asked: Mapping[str, object], watch: Watch) -> Plan:
     """The plan of a user's strategy, whether it fits or not; its bound is that of the strategy itself."""
-    is_whole = limits.stages is not None and None not in (limits.dp, limits.tp, limits.zero, limits.schedule)
-    if is_whole and limits.micro_batch_size is not None and limits.pp is not None and limits.chunks is not None:
+    _check_target(request, limits)
+    if limits.stages is not None:
         answer = priced(request, limits, watch)
     else:
         answer = choose(request, limits, watch)
@@ -230,6 +231,22 @@ def _priced_plan(request: Request, limits: Limits, asked: Mapping[str, object], 
             answer = _without_memory_limit(answer)
     plan = build_plan(request, answer, asked)
     return replace(plan, binds=what_if.binding(plan), run=RunFacts(seconds=watch.elapsed_s))
+
+
+def _check_target(request: Request, limits: Limits) -> None:
+    """Raises QuestionError where what is fixed is nothing that the target runs."""
+    runs, wrong = request.capabilities, []
+    if limits.zero is not None and limits.dp != 1 and limits.zero not in runs.zero_stages:
+        known = ", ".join(map(str, sorted(runs.zero_stages)))
+        wrong.append(f"zero {limits.zero} (it runs {known} in {request.recipe.name})")
+    if limits.schedule not in (None, NO_SCHEDULE, *runs.schedules) or ((limits.pp or 1) > 1 and not runs.schedules):
+        known = ", ".join(sorted(runs.schedules)) or "one stage only"
+        wrong.append(f"a pipeline with schedule {limits.schedule or 'of any kind'} (it runs {known})")
+    if wrong:
+        raise QuestionError(
+            f"strategy has {' and '.join(wrong)}, which target {request.target} does not run. Change it, or price it "
+            "with target=None."
+        )
 
 
 def _without_memory_limit(answer: Answer) -> Answer:

@@ -68,8 +68,8 @@ class Request:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the target can run."""
-        return self.target.capabilities
+        """What the target can run in this precision."""
+        return self.target.capabilities.with_master(self.recipe.master_bytes)
 
     @property
     def graph_hash(self) -> str:

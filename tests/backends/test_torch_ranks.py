@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from repository import ROOT
-from torch_plans import planned, unforced
+from torch_plans import imported, planned, unforced
 from torch_training import build_model
 
 import phaze
+from phaze.planner.traffic import planned_traffic
 
 SCRIPT = ROOT / "tests" / "support" / "torch_ranks.py"
 Strategy = Mapping[str, object]
@@ -22,17 +23,33 @@ Answers = Callable[[str], dict[str, Any]]
 DEFAULT: dict[int, dict[str, Strategy]] = {
     2: {
         "gpt2 dp2": {"dp": 2, "zero": 0},
-        "gpt2 dp2 sharded": {"dp": 2, "zero": 3, "recompute": "selective"},
+        "gpt2 dp2 zero1": {"dp": 2, "zero": 1},
+        "gpt2 dp2 zero2": {"dp": 2, "zero": 2, "recompute": "full"},
+        "gpt2 dp2 zero3": {"dp": 2, "zero": 3, "recompute": "selective"},
         "gpt2 tp2": {"tp": 2, "sequence_parallel": True},
         "gpt2 pp2": {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+        "llama dp2": {"dp": 2, "zero": 0, "recompute": "full"},
         "llama tp2": {"tp": 2, "recompute": "full"},
         "llama pp2": {"pp": 2, "schedule": "1f1b"},
+        "t5 dp2": {"dp": 2, "zero": 3},
         "t5 tp2": {"tp": 2, "recompute": "full"},
         "t5 pp2": {"dp": 1, "tp": 1, "pp": 2, "zero": 0, "schedule": "1f1b", "stages": (4, 4)},
         "bert tp2": {"tp": 2},
         "hand-written pp2": {"pp": 2},
         "llama pp2 bf16": {"pp": 2},
         "gpt2 tp2 bf16": {"tp": 2},
+    },
+    4: {
+        "gpt2 dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
+        "gpt2 pp2 tp2": {"pp": 2, "tp": 2, "recompute": "selective"},
+        "llama dp2 tp2": {"dp": 2, "tp": 2, "zero": 0},
+        "llama pp2 tp2": {"pp": 2, "tp": 2, "recompute": "full"},
+        "llama dp2 pp2 zero1": {"dp": 2, "pp": 2, "zero": 1, "schedule": "1f1b"},
+        "llama dp2 pp2 zero2": {"dp": 2, "pp": 2, "zero": 2, "schedule": "gpipe"},
+        "llama dp2 pp2 zero3": {"dp": 2, "pp": 2, "zero": 3, "schedule": "1f1b"},
+        "gpt2 dp2 pp2 interleaved zero2": {"dp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 2},
+        "t5 dp2 tp2": {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
+        "t5 pp2 tp2": {"pp": 2, "tp": 2},
     },
     8: {
         "gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"},
@@ -125,7 +142,7 @@ def test_stages_together_hold_every_parameter_under_its_own_name(answers: dict[i
     assert {first[one] for one in found["names"]} == {one for one, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 sharded", "gpt2 tp2", "llama tp2", "t5 tp2", "bert tp2"])
+@pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 zero3", "gpt2 tp2", "llama tp2", "t5 tp2", "bert tp2"])
 def test_live_parameters_gradients_and_moments_have_the_planned_bytes(answers: dict[int, Answers], name: str) -> None:
     found = answers[2](name)
     plan = planned(name.partition(" ")[0], 2, DEFAULT[2][name])
@@ -134,6 +151,34 @@ def test_live_parameters_gradients_and_moments_have_the_planned_bytes(answers: d
         assert live["parameters"] == pytest.approx(memory["parameters"], rel=0.01)
         assert live["gradients"] == pytest.approx(memory["gradients"], rel=0.01)
         assert live["optimizer"] == pytest.approx(memory["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt2 dp2 zero1", "gpt2 dp2 zero2"])
+def test_gathered_parameters_and_their_master_shards_have_the_planned_bytes(
+    answers: dict[int, Answers], name: str
+) -> None:
+    plan = planned("gpt2", 2, DEFAULT[2][name])
+    memory, recipe = plan.stages[0].memory_bytes, plan.question.precision
+    for live in answers[2](name)["live"]:
+        assert live["gathered"] == pytest.approx(memory["parameters"], rel=0.01)
+        master = memory["optimizer"] * recipe.master_bytes / recipe.optimizer_bytes
+        assert live["parameters"] == pytest.approx(master, rel=0.01)
+        assert live["parameters"] + live["optimizer"] == pytest.approx(memory["optimizer"], rel=0.01)
+        if plan.strategy.zero == 2:
+            assert live["gradients"] == pytest.approx(memory["gradients"], rel=0.01)
+
+
+COPIED = [(2, name) for name in DEFAULT[2] if "dp2" in name] + [(4, name) for name in DEFAULT[4] if "pp2 zero" in name]
+
+
+@pytest.mark.parametrize(("world", "name"), COPIED)
+def test_copies_send_the_planned_bytes(answers: dict[int, Answers], world: int, name: str) -> None:
+    kind = name.partition(" ")[0]
+    plan = planned(kind, world, DEFAULT[world][name])
+    stages = planned_traffic(plan, imported(kind), least_bytes=1024)
+    copies = plan.strategy.dp
+    for rank, live in enumerate(answers[world](name)["live"]):
+        assert live["copies"] == pytest.approx(stages[rank // copies].dp_bytes, rel=0.05)
 
 
 UNFORCED = {"gpt2": 300_000, "uncut": 300_000}

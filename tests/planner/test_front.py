@@ -145,6 +145,63 @@ def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
         assert again.step_time_s == plan.step_time_s
 
 
+def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> None:
+    question = {**QUESTION, "compares": False, "micro_batch_sizes": (2,), "tensor_widths": (1,)}
+    layers = len(small_graph().layers)
+    stages = (1, layers - 1)
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages}, **question)
+    assert [len(stage.layers) for stage in found.plan.stages] == list(stages)
+    rest = {"tp": 1, "micro_batch_size": 2, "stages": stages}
+    every = [
+        {"pp": 2, "chunks": 1, "dp": dp, "schedule": schedule, "zero": zero, "recompute": mode, **rest}
+        for dp in (1, 2, 4)
+        for schedule in ("gpipe", "1f1b", "zero-bubble")
+        for zero in ((0, 1, 2, 3) if dp > 1 else (0,))
+        for mode in ("none", "selective", "full")
+    ]
+    times = [
+        phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=one, **question).step_time_s for one in every
+    ]
+    assert found.step_time_s == min(times)
+
+
+def test_given_stages_that_no_strategy_has_are_refused() -> None:
+    question = {**QUESTION, "compares": False}
+    with pytest.raises(PlanError, match="leave out stages, or what is fixed beside them"):
+        phaze.evaluate(
+            small_graph(),
+            cluster=small_cluster(),
+            strategy={"stages": (1, 5), "schedule": "interleaved-1f1b"},
+            **question,
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"dp": 2, "zero": 1}, r"zero 1 \(it runs 0, 3 in fp32-adam\), which target fsdp does not run"),
+        ({"pp": 2}, r"schedule of any kind \(it runs one stage only\)"),
+        ({"schedule": "1f1b"}, r"schedule 1f1b \(it runs one stage only\)"),
+    ],
+)
+def test_a_strategy_that_the_target_does_not_run_is_refused(strategy: dict[str, object], message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        phaze.evaluate(
+            small_graph(),
+            cluster=small_cluster(),
+            strategy=strategy,
+            **{**QUESTION, "target": "fsdp", "precision": "fp32"},
+        )
+
+
+def test_a_target_may_run_zero_stages_for_precisions_with_a_master_copy_only() -> None:
+    question = {**QUESTION, "compares": False, "target": "fsdp"}
+    found = phaze.evaluate(
+        small_graph(), cluster=small_cluster(), strategy={"dp": 2, "zero": 1}, **{**question, "precision": "bf16"}
+    )
+    assert found.plan.strategy.zero == 1
+
+
 def test_a_strategy_that_does_not_fit_is_priced_and_says_so() -> None:
     question = {**QUESTION, "compares": False}
     asked = {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", "micro_batch_size": 2}

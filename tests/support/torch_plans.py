@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch_training import batch_of, build_model
 
 import phaze
-from phaze.hardware import Cluster, parse_cluster
+from phaze.hardware import Cluster, parse_cluster, precision_recipe
 from phaze.ir import Graph
 
 
@@ -23,12 +23,23 @@ def planned(
     target: str | None = "torch",
     precision: str = "fp32",
 ) -> phaze.Plan:
-    """The plan of a strategy."""
+    """The plan of a strategy; for ZeRO 1 and 2 in a precision with a master copy."""
+    return _planned(kind, world, tuple(strategy.items()), target, precision)
+
+
+@functools.cache
+def _planned(
+    kind: str, world: int, items: tuple[tuple[str, object], ...], target: str | None, precision: str
+) -> phaze.Plan:
+    strategy = dict(items)
+    recipe = precision_recipe(f"{precision}-adam")
+    if strategy.get("zero") in (1, 2) and not recipe.master_bytes:
+        recipe = replace(recipe, name=f"{precision}-adam-master", master_bytes=4)
     return phaze.evaluate(
         imported(kind),
         cluster=f"cpu:{world}",
         global_batch_size=8,
-        precision=precision,
+        precision=recipe,
         target=target,
         strategy={"micro_batch_size": 2, **strategy},
         compares=False,

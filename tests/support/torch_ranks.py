@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch_training import batch_of, build_model, loss_of
 
 import phaze
@@ -80,7 +83,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     loss.backward()
     model = build_model(kind)
     run = plan.apply(model, inputs=batch, optimizer=lambda own: torch.optim.SGD(own, lr=LEARNING_RATE))
-    found = run.backward(**run.share(batch))
+    gathered = {}
+    for stage in run.stages:
+        stage.register_forward_hook(lambda own, *_: gathered.update({id(own): stored_bytes(own.parameters())}))
+    with CopyTraffic() as traffic:
+        found = run.backward(**run.share(batch))
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters(remove_duplicate=False)}
     worst, errors, names = "", 0.0, []
     largest = max(float(one.abs().max()) for one in gradients.values())
@@ -98,7 +105,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "worst": worst,
         "names": names,
     }
-    live = live_bytes(run)
+    live = live_bytes(run) | {"gathered": sum(gathered.values()), "copies": traffic.total_bytes}
     answer["again"] = second_backward(run, batch, gradients, largest)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -143,18 +150,38 @@ def difference(found: torch.Tensor, expected: torch.Tensor, largest: float) -> f
     return float((found - expected).abs().max()) / scale
 
 
+class CopyTraffic(TorchDispatchMode):
+    """Counts what copies of a model send: a gather or a scatter its whole tensor, an all-reduce twice.
+
+    FSDP2 gathers and scatters one flat buffer per layer; tensors under 1 KiB do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total_bytes = 0
+        self._times = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func.name().split("::")
+        times = self._times.get(name.partition(".")[0], 0) if namespace == "c10d" else 0
+        tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)] if times else []
+        size = max((one.numel() * one.element_size() for one in tensors), default=0)
+        self.total_bytes += times * size if size >= 1024 else 0
+        return func(*args, **(kwargs or {}))
+
+
 def live_bytes(run: Any) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state that this process holds between steps."""
+    """Bytes of parameters and gradients that this process holds between steps."""
     parameters = [own for stage in run.stages for own in stage.parameters()]
-
-    def size(value: Any) -> int:
-        local = value.to_local() if isinstance(value, DTensor) else value
-        return int(local.numel() * local.element_size())
-
     return {
-        "parameters": sum(size(own) for own in parameters),
-        "gradients": sum(size(own.grad) for own in parameters if own.grad is not None),
+        "parameters": stored_bytes(parameters),
+        "gradients": stored_bytes(own.grad for own in parameters if own.grad is not None),
     }
+
+
+def stored_bytes(tensors: Iterable[Any]) -> int:
+    parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return sum(int(one.numel() * one.element_size()) for one in parts)
 
 
 def adam_bytes(run: Any) -> int:
