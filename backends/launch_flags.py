@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["block_counts", "head_lines", "micro_batches", "strongest_recompute"]
 
-_STRENGTH = ("none", "selective", "full")
+_STRENGTH = ("none", "selective", "products", "full")
 
 
 def head_lines(plan: Plan, tool: str, source: str) -> list[str]:

@@ -46,6 +46,7 @@ class TorchtitanEmitter:
         return Capabilities(
             schedules=frozenset(_SCHEDULES),
             zero_stages=frozenset({0, 2, 3}),
+            recompute_modes=frozenset({"none", "selective", "products", "full"}),
             allows_uneven_stages=True,
             allows_strided_parameters=True,
             can_cut_stages=True,
@@ -116,12 +117,11 @@ def _modules(plan: Plan) -> list[list[str]]:
 
 
 def _recompute(plan: Plan) -> Section:
-    """Its selective mode keeps products and makes the rest again, the nearest to the plan's."""
+    """Its selective mode by op is `products`, and the nearest to the plan's `selective`."""
     mode = strongest_recompute(plan)
-    section: Section = {"mode": mode}
-    if mode == "selective":
-        section["selective_ac_option"] = "op"
-    return section
+    if mode in ("selective", "products"):
+        return {"mode": "selective", "selective_ac_option": "op"}
+    return {"mode": mode}
 
 
 @hookimpl

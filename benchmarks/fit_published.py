@@ -145,7 +145,7 @@ def memory_terms(rows: Sequence[Row], calibration: Calibration) -> dict[str, flo
         need = max(stage.memory_bytes["total"] for stage in plan.stages)
         if row.is_out_of_memory:
             fullest.append(need / plan.stages[0].memory_bytes["capacity"])
-        elif row.memory_bytes and not row.fuses_attention:
+        elif row.memory_bytes:
             shares.append(row.memory_bytes / need - 1)
     reserve = round(max(0.0, statistics.median(shares)), 3) if shares else 0.0
     least = min((share * (1 + reserve) for share in fullest), default=1.0)

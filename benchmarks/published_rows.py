@@ -10,15 +10,18 @@ What a file does not say is said here, with its source:
   embeddings counted as layers when stages are cut; so also before it where only that makes stages equal. Else they are
   filled one after the other with as many blocks as the fullest needs. ZeRO-1. Every launch of a kernel waited for its
   end (CUDA_LAUNCH_BLOCKING=1 in train/tr11-176B-ml/tr11-176B-ml.slurm of the same repository, "do not remove").
-- torchtitan: ZeRO-3 (FSDP2) over the data axis, fp32 masters and fp32 reductions, bf16 all-gathers.
-- MaxText: fully sharded data parallel inside a slice, plain data parallel between slices, full remat. Attention as one
-  kernel: scores of whole batches would not have fitted.
+- torchtitan: ZeRO-3 (FSDP2) over the data axis, fp32 masters and fp32 reductions, bf16 all-gathers. Its selective
+  checkpointing is the one by op, the default of its Llama 3 8B job (train_configs/llama3_8b.toml): mode `products`.
+- MaxText: fully sharded data parallel inside a slice, plain data parallel between slices (here sharded over all of
+  them: there is no such strategy), full remat. Gradients are summed in the type that products compute in, that of the
+  cast weights. Attention as one kernel: scores of whole batches would not have fitted.
 """
 
 from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,7 +64,8 @@ class Row:
     def question(self) -> tuple[Any, ...]:
         """What makes two rows repeats of each other."""
         texts = [str(sorted(values.items())) for values in (self.strategy, self.stack)]
-        return (self.dataset, str(self.model), self.sequence_length, self.global_batch_size, *texts, self.recipe)
+        asked = (self.sequence_length, self.global_batch_size, self.recipe, self.cluster)
+        return (self.dataset, str(self.model), *asked, *texts)
 
 
 def _recipe(name: str, compute: str, reduction: str, gradient: float) -> PrecisionRecipe:
@@ -78,15 +82,8 @@ def _recipe(name: str, compute: str, reduction: str, gradient: float) -> Precisi
 
 _FP16 = _recipe("fp16, fp16 gradients", "float16", "float16", 2)
 _BF16_SUMMED = _recipe("bf16, bf16 and fp32 gradients", "bfloat16", "float32", 6)
-_FSDP = PrecisionRecipe(
-    name="fp32 masters, bf16 compute",
-    compute_dtype="bfloat16",
-    reduction_dtype="float32",
-    parameter_bytes=2,
-    gradient_bytes=4,
-    master_bytes=4,
-    state_bytes=8,
-)
+_FSDP = _recipe("fp32 masters, bf16 compute", "bfloat16", "float32", 4)
+_XLA = _recipe("fp32 masters, bf16 compute and sums", "bfloat16", "bfloat16", 4)
 
 
 def _gpt(hidden: int, layers: int, heads: int, vocabulary: int, length: int, **others: Any) -> dict[str, Any]:
@@ -138,17 +135,16 @@ def _filled(layers: int, stages: int) -> list[int]:
 
 
 def _megatron_row(values: dict[str, str], dataset: str, name: str, **others: Any) -> Row:
-    number = {key: int(values[key]) for key in ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "dp", "gpus")}
-    chunks = int(values.get("interleave_chunks") or values.get("interleave") or 1)
-    batch, size = int(values["global_batch"]), int(values["micro_batch"])
-    stages = number["pp"] * chunks
+    keys = ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "dp", "gpus", "global_batch", "micro_batch")
+    number = {key: _whole(values, key) for key in keys}
+    chunks = int(values["interleave_chunks"] or values["interleave"] or 1)
     strategy = {
         "dp": number["dp"],
         "tp": number["tp"],
         "pp": number["pp"],
-        "micro_batch_size": size,
+        "micro_batch_size": number["micro_batch"],
         "zero": 0,
-        "stages": _even(number["layers"], stages),
+        "stages": _even(number["layers"], number["pp"] * chunks),
         **_schedule(number["pp"], chunks),
         **others.pop("strategy"),
     }
@@ -159,19 +155,19 @@ def _megatron_row(values: dict[str, str], dataset: str, name: str, **others: Any
         name=name,
         model=_gpt(number["hidden"], number["layers"], number["heads"], number["vocab"], number["seq"]),
         cluster=_dgx(number["gpus"]),
-        global_batch_size=batch,
+        global_batch_size=number["global_batch"],
         strategy=strategy,
         recipe=_FP16,
-        tokens=batch * number["seq"],
+        tokens=number["global_batch"] * number["seq"],
         **others,
     )
 
 
 def _sc21(path: Path) -> Iterator[Row]:
     for values in _lines(path):
-        strategy = {"recompute": "full", "sequence_parallel": False}
-        seconds = _number(values["iter_time_s_from_agg"])
-        name, facts = values["model"], {"strategy": strategy, "seconds": seconds}
+        name = values["model"]
+        strategy = {"recompute": values["recompute"] or "full", "sequence_parallel": False}
+        facts = {"strategy": strategy, "seconds": _seconds(values["iter_time_s_from_agg"])}
         yield _read("sc21", name, _megatron_row, values, "sc21", name, **facts)
 
 
@@ -181,8 +177,7 @@ def _korthikanti(path: Path) -> Iterator[Row]:
         for recompute, is_split, column in kinds:
             strategy = {"recompute": recompute, "sequence_parallel": is_split}
             name = f"{values['model']} {recompute}"
-            seconds = _number(values[column])
-            facts = {"strategy": strategy, "seconds": seconds}
+            facts = {"strategy": strategy, "seconds": _seconds(values[column])}
             yield _read("korthikanti", name, _megatron_row, values, "korthikanti", name, **facts)
 
 
@@ -192,31 +187,34 @@ def _bigscience(path: Path) -> Iterator[Row]:
         missing = [key for key in ("hidden", "layers", "heads") if not values[key].isdigit()]
         if missing:
             yield Row(dataset="bigscience", name=name, reason=f"incomplete: {', '.join(missing)}")
-            continue
-        yield _read("bigscience", name, _bigscience_row, name, values)
+        else:
+            yield _read("bigscience", name, _bigscience_row, name, values)
+
+
+def _bigscience_stages(layers: int, stages: int, is_rebalanced: bool) -> tuple[int, ...]:
+    """Layers a stage: with the embedding and the head counted as layers, or on top of the first and the last."""
+    if is_rebalanced or (layers % stages and (layers + 2) % stages == 0):
+        return tuple(_filled(layers + 2, stages))
+    sizes = _filled(layers, stages)
+    sizes[0] += 1
+    sizes[-1] += 1
+    return tuple(sizes)
 
 
 def _bigscience_row(name: str, values: dict[str, str]) -> Row:
     keys = ("hidden", "layers", "heads", "dp", "tp", "pp", "mbs", "gbs", "gpus")
-    hidden, layers, heads, dp, tp, pp, size, batch, devices = (int(values[key]) for key in keys)
+    hidden, layers, heads, dp, tp, pp, size, batch, devices = (_whole(values, key) for key in keys)
     is_rebalanced = values["section"] == "Rebalancing layers"
-    if is_rebalanced or (layers % pp and (layers + 2) % pp == 0):
-        stages = _filled(layers + 2, pp)
-    else:
-        stages = _filled(layers, pp)
-        stages[0] += 1
-        stages[-1] += 1
-    memory = re.fullmatch(r"([\d.]+)GB", values["mem"])
-    seconds, is_over = _number(values["sec_per_it"]), values["mem"] == "OOM"
+    memory = re.fullmatch(r"([\d.]+) ?Gi?B", values["mem"])
     strategy = {
         "dp": dp,
         "tp": tp,
         "pp": pp,
         "micro_batch_size": size,
-        "zero": 1,
+        "zero": int(values["zero"] or 1),
         "recompute": "full",
         "sequence_parallel": False,
-        "stages": tuple(stages),
+        "stages": _bigscience_stages(layers, pp, is_rebalanced),
         **_schedule(pp, 1),
     }
     return Row(
@@ -229,23 +227,22 @@ def _bigscience_row(name: str, values: dict[str, str]) -> Row:
         recipe=_BF16_SUMMED if is_rebalanced else _FP16,
         stack={"launches_ahead": False},
         tokens=batch * 2048,
-        seconds=seconds,
+        seconds=_seconds(values["sec_per_it"]),
         memory_bytes=float(memory[1]) * GIB if memory else None,
-        is_out_of_memory=is_over,
+        is_out_of_memory=values["mem"].upper() == "OOM",
         group=(hidden, layers, heads, devices, batch),
-        reason=None if seconds or is_over else "no time was written down",
     )
 
 
 def _torchtitan(path: Path) -> Iterator[Row]:
     for number, values in enumerate(_lines(path), start=2):
         name = f"line {number}: {values['model']} {values['gpus']} {values['precision']} compile {values['compile']}"
-        if values["extra"] == "vanilla TP":
+        if values["tp"] not in ("", "1"):
             name += f", tp {values['tp']}"
         reason = None
         if values["cp"] not in ("", "1"):
             reason = "context parallelism is not priced"
-        elif "async" in values["extra"]:
+        elif "async" in values["extra"].lower():
             reason = "asynchronous tensor parallelism is not priced"
         elif values["precision"] != "bf16":
             reason = f"{values['precision']}: casts and scales of float8 are not priced"
@@ -256,15 +253,19 @@ def _torchtitan(path: Path) -> Iterator[Row]:
 
 
 _TITAN_MODELS = {"8B": "llama3-8b", "70B": "llama3-70b"}
+_TITAN_MODES = {"none": "none", "selective": "products", "selective-op": "products", "full": "full"}
 
 
 def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
-    devices, fsdp, tp, pp, size, length = (
-        int(values[key]) for key in ("gpus", "fsdp", "tp", "pp", "local_batch", "seq")
-    )
-    model = next((known for text, known in _TITAN_MODELS.items() if text in values["model"]), None)
+    keys = ("gpus", "fsdp", "tp", "pp", "local_batch", "seq")
+    devices, fsdp, tp, pp, size, length = (_whole(values, key) for key in keys)
+    model = next((known for text, known in _TITAN_MODELS.items() if values["model"].endswith(f"-{text}")), None)
     if model is None or pp != 1:
-        return Row(dataset="torchtitan", name=name, reason=f"model {values['model']} with pp {pp} is not read")
+        raise ValueError(f"model {values['model']} with pp {pp} is not read")
+    if values["act_ckpt"] not in _TITAN_MODES:
+        raise ValueError(f"activation checkpointing {values['act_ckpt']!r} is not priced")
+    if fsdp * tp != devices:
+        raise ValueError(f"fsdp {fsdp} x tp {tp} are not {devices} devices; shards inside replicas are not priced")
     batch = int(values["global_batch"] or size * fsdp)
     chip = replace(find_accelerator("h100"), hbm_bytes=96 * GIB, hbm_bandwidth_bytes_per_s=2.4e12)
     base = _cluster("h100", devices, (8, 450e9, 1e-6), (0, 50e9, 5e-6))
@@ -274,12 +275,13 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         "pp": 1,
         "micro_batch_size": size,
         "zero": 3,
-        "recompute": "selective" if values["act_ckpt"].startswith("selective") else values["act_ckpt"],
+        "recompute": _TITAN_MODES[values["act_ckpt"]],
         "stages": None,
         **_schedule(1, 1),
     }
     if tp > 1:
         strategy["sequence_parallel"] = True
+    rate = _seconds(values["tokens_per_s_per_gpu"])
     return Row(
         dataset="torchtitan",
         name=name,
@@ -292,7 +294,7 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         stack={"fusion": "none"} if values["compile"] == "no" else {},
         fuses_attention=True,
         tokens=batch * length,
-        seconds=batch * length / (float(values["tokens_per_s_per_gpu"]) * devices),
+        seconds=None if rate is None else batch * length / (rate * devices),
         memory_bytes=float(values["mem_GiB"]) * GIB if values["mem_GiB"] else None,
     )
 
@@ -315,7 +317,9 @@ def _maxtext(path: Path) -> Iterator[Row]:
 
 def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: list[int]) -> Row:
     (layers, hidden, wide, heads), (fsdp, slices, size, length) = model, config
-    devices = int(values["chips"])
+    devices = _whole(values, "chips")
+    if fsdp * slices != devices:
+        raise ValueError(f"fsdp {fsdp} x {slices} slices are not {devices} chips")
     batch = devices * size
     described = _gpt(hidden, layers, heads, 32768, length, kv_channels=256, ffn_hidden_size=wide)
     described |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -332,18 +336,18 @@ def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: li
         "stages": None,
         **_schedule(1, 1),
     }
-    del fsdp
+    rate = _seconds(values["tflops_per_chip"])
     return Row(
         dataset="maxtext",
         name=name,
         model=described,
-        cluster=_cluster("tpuv4", devices, (devices // slices, 90e9, 1e-6), (0, 6.25e9, 1e-5)),
+        cluster=_cluster("tpuv4", devices, (fsdp, 90e9, 1e-6), (0, 6.25e9, 1e-5)),
         global_batch_size=batch,
         strategy=strategy,
-        recipe=_FSDP,
+        recipe=_XLA,
         tokens=tokens,
         fuses_attention=True,
-        seconds=flops * tokens / (float(values["tflops_per_chip"]) * 1e12 * devices),
+        seconds=None if rate is None else flops * tokens / (rate * 1e12 * devices),
     )
 
 
@@ -370,20 +374,30 @@ def _read(dataset: str, name: str, build: Callable[..., Row], *values: Any, **fa
     """The row that ``build`` makes of its values, or the reason why there is none."""
     try:
         row = build(*values, **facts)
-    except (KeyError, ValueError, TypeError, IndexError, PhazeError) as error:
-        return Row(dataset=dataset, name=name, reason=f"incomplete: {type(error).__name__} {error}")
-    if row.seconds is None and not row.is_out_of_memory and row.reason is None:
+    except (ValueError, ArithmeticError, PhazeError) as error:
+        return Row(dataset=dataset, name=name, reason=f"incomplete: {error}")
+    if row.seconds is None and not row.is_out_of_memory:
         return replace(row, reason="no time was written down")
     return row
 
 
 def _lines(path: Path) -> list[dict[str, str]]:
+    """The rows of a file; a column or value that is not there is empty."""
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = [{key: text for key, text in row.items() if isinstance(text, str)} for row in csv.DictReader(file)]
+    return [defaultdict(str, {key: text.strip() for key, text in row.items()}) for row in rows]
 
 
-def _number(text: str) -> float | None:
+def _whole(values: dict[str, str], key: str) -> int:
+    if not values[key].isdecimal() or int(values[key]) < 1:
+        raise ValueError(f"{key} is {values[key]!r}")
+    return int(values[key])
+
+
+def _seconds(text: str) -> float | None:
+    """A measured number above 0, or None."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if 0 < value < float("inf") else None

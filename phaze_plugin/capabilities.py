@@ -1,9 +1,9 @@
 """What a target can run: the part of the plan space in which a search for that target stays.
 
-A placement is executable on a target if all of these hold: its pipeline schedule and ZeRO stage are listed and not an
-excluded pair, and each freedom that it takes (stages of unequal layers, tensor widths that differ between stages, idle
-devices, a microbatch count that the pipelines do not divide, parameters split along a factor that is not the major one
-of its dimension) is allowed.
+A placement is executable on a target if all of these hold: its pipeline schedule, ZeRO stage and recompute modes are
+listed, the first two no excluded pair, and each freedom that it takes (stages of unequal layers, tensor widths that
+differ between stages, idle devices, a microbatch count that the pipelines do not divide, parameters split along a
+factor that is not the major one of its dimension) is allowed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Capabilities:
     zero_stages: frozenset[int] = frozenset({0})
     master_zero_stages: frozenset[int] = frozenset()
     excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
+    recompute_modes: frozenset[str] = frozenset({"none", "selective", "full"})
     allows_uneven_stages: bool = False
     allows_mixed_widths: bool = False
     allows_idle_devices: bool = False
@@ -78,6 +79,7 @@ class Capabilities:
         return cls(
             schedules=frozenset(PipelineSchedule),
             zero_stages=frozenset(ZERO_STAGES),
+            recompute_modes=frozenset({"none", "selective", "products", "full"}),
             allows_uneven_stages=True,
             allows_mixed_widths=True,
             allows_idle_devices=True,

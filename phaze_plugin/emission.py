@@ -58,6 +58,9 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
         found.append(f"ZeRO stage {chosen.zero}{needs}")
+    unknown = sorted(set(chosen.recompute) - capabilities.recompute_modes)
+    if unknown:
+        found.append(f"recompute mode {unknown[0]}")
     if len(plan.stages) > 1:
         schedule = PipelineSchedule(chosen.schedule)
         if schedule not in capabilities.schedules:

@@ -117,12 +117,14 @@ def test_obstacles_name_everything_that_a_target_does_not_run() -> None:
     stages = tuple(replace(plan.stages[0], tensor_width=width, devices=(width,)) for width in (1, 2))
     split = SplitDim(dim=0, outer=3, chunk=1, ways=2, stride=1)
     strategy = replace(plan.strategy, pp=2, dp=2, zero=2, schedule="zero-bubble", micro_batch_size=3)
+    strategy = replace(strategy, recompute=("none", "products"))
     layouts = replace(plan.layouts, parameters={"attention.weight": (split,)})
     odd = replace(plan, strategy=strategy, stages=stages, layouts=layouts)
     assert obstacles(odd, EVERYTHING) == []
     found = obstacles(odd, Capabilities())
     for words in (
         "ZeRO stage 2",
+        "recompute mode products",
         "schedule zero-bubble",
         "different tensor widths",
         "4 idle devices",

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from phaze.capabilities import PipelineSchedule
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.ir import Graph, Op, RecomputeMode, recomputed_ops
+from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.problem import ProfileKey
@@ -174,7 +174,7 @@ def _bound_layer(bounded: _Bounding, is_recomputed: bool) -> _LayerBounds:
         inputs_s, weights_s = backward.least_s, np.zeros(len(bounded.points))
     again = {
         mode.value: bounded.of(recomputed_ops(local, whole, mode) if is_recomputed else ()).least_s
-        for mode in RecomputeMode
+        for mode in SEARCHED_MODES
     }
     return _LayerBounds(
         {"forward": forward.least_s, "to_inputs": inputs_s, "to_weights": weights_s, **again},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from phaze.explore.bounds import Cell
 from phaze.hardware import Accelerator
-from phaze.ir import RecomputeMode, recomputed_ops
+from phaze.ir import SEARCHED_MODES, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.place import (
     Bounded,
@@ -219,7 +219,7 @@ def _paper_profiles(
         local = slice_layer(layer)
         whole = single_layer(local)
         passes = {"forward": whole.forward, "backward": whole.backward}
-        passes |= {mode.value: recomputed_ops(local, whole, mode) for mode in RecomputeMode}
+        passes |= {mode.value: recomputed_ops(local, whole, mode) for mode in SEARCHED_MODES}
         for name, ops in passes.items():
             times[key, name] = (0.0, 0.0)
             if ops:

@@ -6,11 +6,12 @@ from phaze.ir.dtype import DType
 from phaze.ir.graph import Graph, Role, Tensor
 from phaze.ir.layers import Boundary, Layer, LayerGraph
 from phaze.ir.op import Attribute, Gemm, Op, OpKind, Phase
-from phaze.ir.recompute import RecomputeMode, kept_bytes, kept_tensors, recomputed_ops
+from phaze.ir.recompute import SEARCHED_MODES, RecomputeMode, kept_bytes, kept_tensors, recomputed_ops
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 from phaze.ir.stash import stashed_bytes, stashed_tensors
 
 __all__ = [
+    "SEARCHED_MODES",
     "Attribute",
     "Boundary",
     "Coverage",

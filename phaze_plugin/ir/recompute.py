@@ -3,6 +3,9 @@
 none       everything that backward reads
 selective  what backward reads, less what lies inside attention: results of products of two activations, and of the
            softmax and dropout between them, that nothing else needs (Korthikanti et al., arXiv:2205.05198, section 5)
+products   what enters the layer, and the results of attention, of reduce-scatters and of every other product with a
+           parameter, the first one included, as far as backward or what runs again reads them (torchtitan's selective
+           checkpointing by op, torchtitan/distributed/activation_checkpoint.py)
 full       only what enters the layer; the whole forward runs again
 """
 
@@ -15,7 +18,7 @@ from phaze.ir.layers import Layer
 from phaze.ir.op import Op, OpKind
 from phaze.ir.stash import stashed_tensors
 
-__all__ = ["RecomputeMode", "kept_bytes", "kept_tensors", "recomputed_ops"]
+__all__ = ["SEARCHED_MODES", "RecomputeMode", "kept_bytes", "kept_tensors", "recomputed_ops"]
 
 
 class RecomputeMode(StrEnum):
@@ -23,25 +26,22 @@ class RecomputeMode(StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"
+    PRODUCTS = "products"
     FULL = "full"
+
+
+SEARCHED_MODES = (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)
+"""What is searched unless a strategy says otherwise; few targets run the others."""
 
 
 def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, ...]:
     """Ids of the tensors that a layer keeps between forward and backward."""
-    kept = stashed_tensors(graph, layer)
+    stash = stashed_tensors(graph, layer)
     if mode is RecomputeMode.NONE:
-        return kept
-    if mode is RecomputeMode.SELECTIVE:
-        dropped = _inside_attention(graph, layer)
-        return tuple(tensor_id for tensor_id in kept if tensor_id not in dropped)
-    made = {tensor_id for op in layer.forward for tensor_id in op.outputs}
-    entering = dict.fromkeys(
-        graph.storage(tensor_id)
-        for op in layer.forward
-        for tensor_id in op.inputs
-        if tensor_id not in made and graph.tensors[graph.storage(tensor_id)].role in (None, Role.BATCH)
-    )
-    return tuple(entering) if kept else ()
+        return stash
+    if mode is RecomputeMode.FULL:
+        return tuple(_entering(graph, layer)) if stash else ()
+    return _kept_and_again(graph, layer, mode)[0]
 
 
 def kept_bytes(graph: Graph, layer: Layer, mode: RecomputeMode) -> int:
@@ -55,8 +55,53 @@ def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[Op,
         return ()
     if mode is RecomputeMode.FULL:
         return layer.forward
-    dropped = _inside_attention(graph, layer)
-    return tuple(op for op in layer.forward if dropped.intersection(op.outputs))
+    return _kept_and_again(graph, layer, mode)[1]
+
+
+def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
+    """Activations and batch tensors that a layer reads and does not make."""
+    made = {tensor_id for op in layer.forward for tensor_id in op.outputs}
+    return dict.fromkeys(
+        graph.storage(tensor_id)
+        for op in layer.forward
+        for tensor_id in op.inputs
+        if tensor_id not in made and graph.tensors[graph.storage(tensor_id)].role in (None, Role.BATCH)
+    )
+
+
+def _kept_and_again(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tuple[str, ...], tuple[Op, ...]]:
+    """What a layer keeps of what its mode may keep, and what it runs again: all that backward asks for besides."""
+    may_keep = {*_entering(graph, layer)}
+    if mode is RecomputeMode.PRODUCTS:
+        may_keep |= _saved_results(graph, layer)
+    else:
+        may_keep |= {graph.storage(tensor_id) for op in layer.forward for tensor_id in op.outputs}
+        may_keep -= _inside_attention(graph, layer)
+    stash = stashed_tensors(graph, layer)
+    kept = dict.fromkeys(tensor_id for tensor_id in stash if tensor_id in may_keep)
+    wanted = set(stash) - may_keep
+    again: list[Op] = []
+    for op in reversed(layer.forward):
+        if wanted.isdisjoint(op.outputs):
+            continue
+        again.append(op)
+        for tensor_id in op.inputs:
+            if (storage := graph.storage(tensor_id)) in may_keep:
+                kept[storage] = None
+            else:
+                wanted.add(tensor_id)
+    return tuple(kept), tuple(reversed(again))
+
+
+def _saved_results(graph: Graph, layer: Layer) -> set[str]:
+    """Results of attention, of reduce-scatters and of every other product with a parameter."""
+    inside = _inside_attention(graph, layer)
+    products = [op for op in layer.forward if op.kind is OpKind.CONTRACTION]
+    saved = [op for op in products if not _is_activation_product(graph, op)][::2]
+    saved += [op for op in products if _is_activation_product(graph, op) and inside.isdisjoint(op.outputs)]
+    saved += [op for op in layer.forward if op.kind is OpKind.ATTENTION]
+    saved += [op for op in layer.forward if op.kind is OpKind.COLLECTIVE and op.function == "reduce_scatter"]
+    return {graph.storage(tensor_id) for op in saved for tensor_id in op.outputs}
 
 
 def _inside_attention(graph: Graph, layer: Layer) -> frozenset[str]:

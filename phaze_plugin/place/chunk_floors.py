@@ -7,9 +7,9 @@ p a price per byte, that module's bound is at least
     sum over layers of min over k of (min over modes of (a_k t_l + p w_k (f_k stash_l + working_l / (v (n+1))))
                                       + p w_k held_l) - p usable
 
-(a device's largest working set is at least the mean over its chunks of the mean over their layers), and a_k times the
-least transfer for each stage but the first. Without seconds, with equal weights, the same sum says whether the mean
-device can hold what it must.
+(a device's largest working set is at least the mean over its chunks of that of their last layers; working_l is the
+least of layer l and all behind it), and a_k times the least transfer for each stage but the first. Without seconds,
+with equal weights, the same sum says whether the mean device can hold what it must.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
     mean = choices.chunks * -(-layers // stages)
     again, stash, working = (
         table[:, width].transpose(0, 2, 1)[:, :, None]
-        for table in (packing.recompute_s, packing.stash_bytes, packing.peak_bytes)
+        for table in (packing.recompute_s, packing.stash_bytes, _least_behind(packing.peak_bytes))
     )
     device, returned, flight = _weights(choices, stages)
     place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
@@ -77,6 +77,11 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
         spent = (seconds + price * device_at * kept).min(axis=0) + price * device_at * held
         bounds = np.maximum(bounds, received + spent.min(axis=1).sum(axis=0) - price * usable)
     return np.asarray(bounds * (1 - _SLACK))
+
+
+def _least_behind(per_layer: FloatArray) -> FloatArray:
+    """The least of each layer and all behind it, per (..., layer)."""
+    return np.asarray(np.minimum.accumulate(per_layer[..., ::-1], axis=-1)[..., ::-1])
 
 
 def _weights(choices: Choices, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:

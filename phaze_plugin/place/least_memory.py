@@ -108,16 +108,16 @@ def _packed_floors(ground: Ground, choices: Choices) -> FloatArray:
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         used = np.ones(len(choices), dtype=np.int64)
-        full, stashed, scratch, buffer = np.zeros((4, len(choices)))
+        full, stashed, peak, buffer = np.zeros((4, len(choices)))
         for own, own_stash, own_working, own_buffer in zip(held, stash, working, buffers, strict=True):
             left = np.where(split, choices.devices, np.maximum(choices.devices - used + 1, 1))
             flight = np.where(gpipe, choices.rounds, np.minimum(choices.rounds, left))
             full, stashed = full + own, stashed + own_stash
-            scratch, buffer = np.maximum(scratch, own_working), np.maximum(buffer, own_buffer)
-            over = full + flight * stashed + scratch + buffer > middle
+            peak, buffer = np.maximum(peak, stashed + own_working), np.maximum(buffer, own_buffer)
+            over = full + (flight - 1) * stashed + peak + buffer > middle
             used += over
             full, stashed = np.where(over, own, full), np.where(over, own_stash, stashed)
-            scratch, buffer = np.where(over, own_working, scratch), np.where(over, own_buffer, buffer)
+            peak, buffer = np.where(over, own_stash + own_working, peak), np.where(over, own_buffer, buffer)
         alone = (held + stash + working + buffers).max(axis=0) > middle
         fails = (used > choices.devices) | alone
         low, high = np.where(fails, middle, low), np.where(fails, high, middle)

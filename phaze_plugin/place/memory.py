@@ -6,10 +6,11 @@ With p trained parameters on the device, d pipelines and n microbatches in fligh
     gradients    p * gradient bytes (over d from ZeRO-2 on)
     optimizer    p * (master + state bytes) (over d from ZeRO-1 on)
     activations  n * what the stage stashes, relayed tensors included
-    working set  the largest of its layers while it runs
+    working set  the largest of its layers while it runs, less what layers behind it stash (not yet in forward, no more
+                 in backward)
     buffers      what is received at both ends; with ZeRO-3 two gathered layers (one in use, one on its way), from
-                 ZeRO-2 on the unreduced gradient of one layer, of the largest layer each; what is spread over stages,
-                 whole, and its gradient
+                 ZeRO-2 on the unreduced gradient of one layer as it is sent, of the largest layer each; what is spread
+                 over stages, whole, and its gradient
 
 A device with several chunks adds up the first four and takes the largest of the last two.
 """
@@ -118,7 +119,7 @@ def build_memory_table(
     buffers = table.received_bytes + table.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
     if pipelines > 1 and zero_stage >= 2:
-        buffers = buffers + recipe.gradient_bytes * table.largest_parameters
+        buffers = buffers + recipe.reduction_bytes * table.largest_parameters
     if pipelines > 1 and zero_stage == 3:
         buffers = buffers + 2 * recipe.parameter_bytes * table.largest_parameters
     return MemoryTable(

@@ -7,15 +7,16 @@ that takes at most U, starting at layer p, satisfies
     m t + D <= U - lead_(F+B)(p)            D = max(0, m-1-s) W_s for zero-bubble, else 0
     (m-1) t + D - n E <= U - W              E = F or B (zero-bubble: F); gpipe: n = 0
     (m-n-2) t <= U - 2 W + lead_(F+B)(p)    if m > n + 1, and not for gpipe
-    held bytes + in flight * least stash + largest working set and buffers <= usable bytes
+    held bytes + (in flight - 1) * least stash + peak and buffers <= usable bytes
     m (g + p (held - usable) / in flight) + tail <= U - lead_F(p)    for any price p >= 0 of a byte of stash
 
-where g is the least t' + p * stash over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at
-least the update, the gather, and reduction minus the backward that may hide it. Every stage but the first receives at
-least what crosses the cheapest cut, which belongs to its F. All other terms are sums over the stage's layers (of two
-sums of which a pass takes the longer, the one that is longer over the whole model is used). A stage that starts later
-gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets farthest with each number
-of stages. If more than S are needed, nothing with these degrees beats U. Interleaved schedules are let through.
+where peak is the largest over layers of the least stash up to one and its working set, g is the least t' + p * stash
+over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at least the update, the gather, and
+reduction minus the backward that may hide it. Every stage but the first receives at least what crosses the cheapest
+cut, which belongs to its F. All other terms are sums over the stage's layers (of two sums of which a pass takes the
+longer, the one that is longer over the whole model is used). A stage that starts later gives up at least as much as its
+allowance shrinks: filling every stage as far as it goes gets farthest with each number of stages. If more than S are
+needed, nothing with these degrees beats U. Interleaved schedules are let through.
 """
 
 from __future__ import annotations
@@ -125,17 +126,19 @@ class Packing:
             for priced, price in zip(stage[_PRICED:], prices, strict=True):
                 stretched = choices.rounds * (priced + price * (stage[HELD] - usable) / flight)
                 is_slow |= stretched + tail > caps[0]
-            return np.asarray(is_slow | (stage[HELD] + flight * stage[_STASH] + scratch.sum(axis=0) > usable))
+            return np.asarray(is_slow | (stage[HELD] + (flight - 1) * stage[_STASH] + scratch.sum(axis=0) > usable))
 
         usable = self.problem.usable_bytes * (1 + _SLACK)
         for layer in range(terms.shape[1]):
             stage += terms[:rows, layer]
-            np.maximum(scratch, scratches[:, layer], out=scratch)
+            np.maximum(scratch[0], stage[_STASH] + scratches[0, layer], out=scratch[0])
+            np.maximum(scratch[1], scratches[1, layer], out=scratch[1])
             over = is_over()
             if over.any():
                 used += over
                 np.copyto(stage, terms[:rows, layer] + received, where=over)
-                np.copyto(scratch, scratches[:, layer], where=over)
+                np.copyto(scratch[0], terms[_STASH, layer] + scratches[0, layer], where=over)
+                np.copyto(scratch[1], scratches[1, layer], where=over)
                 np.copyto(caps, target_s - lead, where=over)
                 lead += over * cut
                 dead |= over & is_over()
@@ -158,7 +161,7 @@ class Packing:
     def buffered_bytes(self, choices: Choices) -> FloatArray:
         """Bytes of buffers per parameter of the largest layer."""
         recipe, copied = self.problem.recipe, choices.pipelines > 1
-        reduced = np.where(copied & (choices.zero_stage >= 2), recipe.gradient_bytes, 0.0)
+        reduced = np.where(copied & (choices.zero_stage >= 2), recipe.reduction_bytes, 0.0)
         return np.asarray(reduced + np.where(copied & (choices.zero_stage == 3), 2 * recipe.parameter_bytes, 0.0))
 
     def _rates(self, choices: Choices) -> FloatArray:

@@ -11,6 +11,7 @@ from phaze.capabilities import ZERO_STAGES, Capabilities, PipelineSchedule
 from phaze.cost import IDEAL, Calibration
 from phaze.errors import PlacementError
 from phaze.hardware import Cluster, PrecisionRecipe
+from phaze.ir import SEARCHED_MODES
 from phaze.place.profile import LayerProfile, PlacementGraph, RecomputeMode
 
 __all__ = ["PlacementProblem", "ProfileKey"]
@@ -58,7 +59,7 @@ class PlacementProblem:
     capabilities: Capabilities = field(default_factory=Capabilities.everything)
     schedules: tuple[PipelineSchedule, ...] = tuple(PipelineSchedule)
     zero_stages: tuple[int, ...] = ZERO_STAGES
-    recompute_modes: tuple[RecomputeMode, ...] = tuple(RecomputeMode)
+    recompute_modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     chunk_counts: tuple[int, ...] = (2, 3, 4)
     tensor_widths: tuple[int, ...] | None = None
     pipelines: tuple[int, ...] | None = None

@@ -86,6 +86,21 @@ class StageSpace:
             np.maximum(largest, per_layer[..., layer, None], out=largest, where=held)
         return largest
 
+    def largest_above(self, per_layer: FloatArray, later: FloatArray) -> FloatArray:
+        """Largest over each stage of a layer's number less the sum of ``later`` over the layers behind it.
+
+        Both are per (..., layer) and at least 0.
+        """
+        if self.is_chain:
+            before = np.concatenate([np.zeros((*later.shape[:-1], 1)), np.cumsum(later, axis=-1)], axis=-1)
+            return np.asarray(self.maxima(per_layer + before[..., 1:]) - before[..., self.target])
+        largest = np.zeros((*per_layer.shape[:-1], len(self.source)))
+        for layer in range(self.layers):
+            held = self.inside[self.target, layer] & ~self.inside[self.source, layer]
+            above = np.maximum(largest - later[..., layer, None], per_layer[..., layer, None])
+            np.copyto(largest, above, where=held)
+        return largest
+
     def exposed(self, reduction_s: FloatArray, overlap_s: FloatArray) -> FloatArray:
         """What a stage's reductions take beyond its backward, per (..., stage).
 

@@ -35,7 +35,7 @@ class WidthTable:
         split_ties: per (tie, stage), the shared parameters if other stages hold them too, else 0.
         frozen_bytes: parameters that are not trained, per stage.
         stashed_bytes: per microbatch in flight, relayed tensors included, per (mode, stage).
-        working_bytes: per (mode, stage).
+        working_bytes: what the stage needs at its fullest beyond one microbatch's stash, per (mode, stage).
         received_bytes: what crosses the cut before the stage, per stage.
         sent_bytes: what crosses the cut after it.
         received_whole_bytes: the part of it that every device of the stage holds whole.
@@ -156,7 +156,7 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
         split_ties=ties.split,
         frozen_bytes=space.sums(np.array([profile.frozen_bytes for profile in first])),
         stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, first),
-        working_bytes=space.maxima(working),
+        working_bytes=space.largest_above(working, stash),
         received_bytes=cut[space.source],
         sent_bytes=cut[space.target],
         received_whole_bytes=whole[space.source],

@@ -155,7 +155,7 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
     widths = [width for width in request.tensor_widths if limits.tp in (None, width)]
     watch.best_step_time_s = None
     watch.expect(len(sizes) * len(widths))
-    search = _Search(request=request, limits=limits, watch=watch, options=profile_options(request))
+    search = _Search(request=request, limits=limits, watch=watch, options=profile_options(request, limits.modes))
     is_interrupted = False
     try:
         for graph in (graph_at(request, size) for size in sizes):
@@ -210,6 +210,7 @@ def placement_problem(request: Request, slices: Slices, cluster: Cluster | None 
         micro_batches=request.global_batch_size // slices.micro_batch_size,
         recipe=request.recipe,
         capabilities=request.capabilities,
+        recompute_modes=slices.modes,
         memory_margin=request.calibration.margin,
         calibration=request.calibration,
     )

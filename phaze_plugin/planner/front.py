@@ -242,6 +242,10 @@ def _check_target(request: Request, limits: Limits) -> None:
     if limits.schedule not in (None, NO_SCHEDULE, *runs.schedules) or ((limits.pp or 1) > 1 and not runs.schedules):
         known = ", ".join(sorted(runs.schedules)) or "one stage only"
         wrong.append(f"a pipeline with schedule {limits.schedule or 'of any kind'} (it runs {known})")
+    unknown = sorted(set(limits.recompute or ()) - runs.recompute_modes)
+    if unknown:
+        known = ", ".join(sorted(runs.recompute_modes))
+        wrong.append(f"recompute {unknown[0]} (it runs {known})")
     if wrong:
         raise QuestionError(
             f"strategy has {' and '.join(wrong)}, which target {request.target} does not run. Change it, or price it "

@@ -37,7 +37,7 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
         except ShardError as error:
             refused[width] = str(error)
             continue
-        slices = schedule_slices(model, profile_options(request))
+        slices = schedule_slices(model, profile_options(request, limits.modes))
         problem, cut = placement_problem(request, slices), _cut(slices.graph, limits)
         ground = Ground.of(problem)
         for filled in _filled(limits, problem, width):

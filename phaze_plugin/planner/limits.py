@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from phaze.capabilities import ZERO_STAGES, PipelineSchedule
 from phaze.errors import QuestionError, near_names, shown
-from phaze.ir import RecomputeMode
+from phaze.ir import SEARCHED_MODES, RecomputeMode
 from phaze.place import Degrees, PlacementProblem
 from phaze.plan import Strategy
 from phaze.shard import SequenceParallel
@@ -42,6 +42,11 @@ class Limits:
         if self.sequence_parallel is None:
             return SequenceParallel.FREE
         return SequenceParallel.ON if self.sequence_parallel else SequenceParallel.OFF
+
+    @property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """Recompute modes to profile: what is searched anyway, and what is asked for."""
+        return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in (self.recompute or ()))
 
     def narrow(self, problem: PlacementProblem) -> PlacementProblem:
         """The problem within these limits. A fixed tensor width is that of every stage, and devices may idle."""

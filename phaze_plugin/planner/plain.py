@@ -353,13 +353,17 @@ class PlainCosts:
             "optimizer": parameters * recipe.optimizer_bytes / (d if self.zero >= 1 else 1),
         }
         largest = max(profile.parameters for profile in profiles.values())
-        result.working = max(profile.peak_working_bytes for profile in profiles.values())
+        stashed = peak = 0.0
+        for layer in order:
+            stashed += profiles[layer].stashed_bytes
+            peak = max(peak, stashed + profiles[layer].peak_working_bytes)
+        result.working = peak - stashed
         result.buffers = received + self._spread() * (recipe.parameter_bytes + recipe.gradient_bytes)
         if d > 1 and self.zero >= 2:
-            result.buffers += largest * recipe.gradient_bytes
+            result.buffers += largest * recipe.reduction_bytes
         if d > 1 and self.zero == 3:
             result.buffers += 2 * largest * recipe.parameter_bytes
-        result.stash = sum(profile.stashed_bytes for profile in profiles.values())
+        result.stash = stashed
         placed = before | set(order)
         for flow in self.problem.graph.flows:
             readers = set(flow.consumers)

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING
 
 from phaze.cost import Collective
 from phaze.hardware import AcceleratorArray
-from phaze.ir import Graph, Layer, Op, OpKind, Phase, RecomputeMode, kept_tensors, recomputed_ops, stashed_tensors
+from phaze.ir import (
+    SEARCHED_MODES,
+    Graph,
+    Layer,
+    Op,
+    OpKind,
+    Phase,
+    RecomputeMode,
+    Role,
+    kept_tensors,
+    recomputed_ops,
+)
 from phaze.ir.layers import single_layer
 from phaze.place.profile import (
     BoundaryTensor,
@@ -53,7 +64,8 @@ class ProfileOptions:
     """How passes are priced and scheduled.
 
     Epilogues fused or not, the gap to prove, the work (see `schedule_layer`) after which a pass keeps the gap that it
-    has, plugins' prices, schedules so far, and the bytes per parameter in which microbatches' gradients are summed.
+    has, plugins' prices, schedules so far, the bytes per parameter in which microbatches' gradients are summed, and the
+    recompute modes to profile (none first).
     """
 
     is_fused: bool = True
@@ -62,6 +74,7 @@ class ProfileOptions:
     prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
     gradient_bytes: float = 0.0
+    modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,26 +285,43 @@ def _bytes(local: Graph, names: Sequence[str]) -> float:
 
 
 def _peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float:
-    """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward."""
+    """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward.
+
+    In backward, what is kept or made again is there until it was read for the last time; what other layers keep too
+    (what enters this one) stays.
+    """
     kept = set(kept_tensors(local, layer, mode))
-    again = [name for name in stashed_tensors(local, layer) if name not in kept]
-    kept.update(gradient for _, gradient in local.gradients)
-    forward = _peak_alive_bytes(local, layer.forward, kept)
-    return max(forward, _bytes(local, again) + _peak_alive_bytes(local, layer.backward, kept))
+    gradients = {gradient for _, gradient in local.gradients}
+    forward = _peak_alive_bytes(local, layer.forward, kept | gradients)
+    own = {name for op in layer.forward for name in op.outputs if name in kept}
+    read = {name for op in layer.forward for name in op.inputs}
+    entering = [
+        name
+        for op in layer.backward
+        for name in op.inputs
+        if local.tensors[name].role is Role.OTHER and name not in read
+    ]
+    again = (*recomputed_ops(local, layer, mode), *layer.backward)
+    backward = _peak_alive_bytes(local, again, (kept - own) | gradients, (*own, *entering))
+    return max(forward, backward - _bytes(local, tuple(own)), 0.0)
 
 
-def _peak_alive_bytes(local: Graph, ops: Sequence[Op], kept: set[str]) -> float:
-    """The most bytes of results alive at once when ops run in order; views and kept tensors take no room."""
+def _peak_alive_bytes(local: Graph, ops: Sequence[Op], stays: set[str], start: Sequence[str] = ()) -> float:
+    """The most bytes alive at once when ops run in order and ``start`` is there before them.
+
+    Views take no room, nor does what stays.
+    """
     last_use = {local.storage(name): at for at, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
-    alive, peak, now = dict[str, int](), 0, 0
+    alive = {name: local.tensors[name].size_bytes for name in start}
+    now = peak = sum(alive.values())
     for at, op in enumerate(ops):
         if op.kind is not OpKind.VIEW:
             for name in op.outputs:
-                if name not in kept:
+                if name not in stays and name not in alive:
                     alive[name] = local.tensors[name].size_bytes
                     now += alive[name]
         peak = max(peak, now)
-        for name in [name for name in alive if last_use[name] <= at]:
+        for name in [name for name in alive if last_use.get(name, -1) <= at]:
             now -= alive.pop(name)
     return float(peak)
 

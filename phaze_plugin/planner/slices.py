@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phaze.hardware import Cluster
-from phaze.ir import Graph, RecomputeMode
+from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
 from phaze.place import LayerProfile, PlacementGraph
 from phaze.place.problem import ProfileKey
 from phaze.planner.profiles import (
@@ -59,6 +59,7 @@ class Slices:
         graph: in the types of the precision recipe, at this microbatch.
         sharded: the layouts of every layer.
         placement: its layers as placement sees them.
+        modes: recompute modes that were profiled.
         profiles: by layer, width and recompute mode.
         reports: the passes behind the profiles.
     """
@@ -66,6 +67,7 @@ class Slices:
     graph: Graph
     sharded: ShardedModel
     placement: PlacementGraph
+    modes: tuple[RecomputeMode, ...]
     profiles: Mapping[ProfileKey, LayerProfile]
     reports: Mapping[ProfileKey, LayerReport]
 
@@ -84,13 +86,14 @@ class Slices:
         return self.reports[self.placement.layers[layer].key, self.width, mode]
 
 
-def profile_options(request: Request) -> ProfileOptions:
+def profile_options(request: Request, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
     """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
     return ProfileOptions(
         gap=request.gap,
         work=None if request.gap == 0.0 else _WORK,
         prices=request.prices,
         gradient_bytes=request.recipe.gradient_bytes,
+        modes=modes,
     )
 
 
@@ -134,9 +137,9 @@ def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
     reports: dict[ProfileKey, LayerReport] = {}
     repeated = repeated_layers(model)
     for key, layer in layer_variants(model).items():
-        modes = tuple(RecomputeMode) if layer.task.layer.key in repeated else (RecomputeMode.NONE,)
+        modes = options.modes if layer.task.layer.key in repeated else (RecomputeMode.NONE,)
         found = profile_and_report(layer, modes, options)
-        for mode in RecomputeMode:
+        for mode in options.modes:
             profile, report = found.get(mode, found[RecomputeMode.NONE])
             profiles[key, model.axis.width, mode] = profile
             reports[key, model.axis.width, mode] = report
@@ -144,6 +147,7 @@ def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
         graph=model.graph,
         sharded=model,
         placement=placement_graph(model.graph, layer_keys(model)),
+        modes=options.modes,
         profiles=profiles,
         reports=reports,
     )

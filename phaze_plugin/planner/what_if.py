@@ -263,7 +263,7 @@ def _faster_links(request: Request, answer: Answer) -> Change:
     slices = answer.candidate.slices
     sequence = SequenceParallel.ON if any(slices.sharded.is_sequence_split) else SequenceParallel.FREE
     model = slice_model(request, slices.graph, slices.width, sequence, faster)
-    problem = placement_problem(request, schedule_slices(model, profile_options(request)), faster)
+    problem = placement_problem(request, schedule_slices(model, profile_options(request, slices.modes)), faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 

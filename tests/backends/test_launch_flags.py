@@ -88,6 +88,13 @@ def test_torchtitan_gets_one_microbatch_at_a_time_without_a_pipeline() -> None:
     assert "data_parallel_replicate_degree = 8" in plan_of().export("torchtitan")["torchtitan.toml"].splitlines()
 
 
+def test_every_other_product_kept_is_torchtitans_selective_mode_and_none_of_megatrons() -> None:
+    plan = plan_of(zero=3, recompute="products")
+    assert 'selective_ac_option = "op"' in plan.export("torchtitan")["torchtitan.toml"].splitlines()
+    with pytest.raises(PlanError, match="cannot run this plan: it has recompute mode products"):
+        plan.export("megatron-lm")
+
+
 def test_megatron_gets_its_arguments() -> None:
     assert uneven_pipeline(zero=1, sequence_parallel=True).export("megatron-lm") == {"megatron_lm.sh": MEGATRON}
 

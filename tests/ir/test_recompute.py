@@ -3,8 +3,9 @@
 import pytest
 from graphs import tiny_graph
 
+from phaze.cost import fuse_attention
 from phaze.frontends.transformer_config import graph_from_config
-from phaze.ir import RecomputeMode, kept_bytes, kept_tensors, recomputed_ops, stashed_tensors
+from phaze.ir import OpKind, RecomputeMode, kept_bytes, kept_tensors, recomputed_ops, stashed_tensors
 
 
 @pytest.mark.parametrize("family", ["gpt2", "megatron-gpt"])
@@ -24,6 +25,31 @@ def test_selective_recomputation_runs_scores_softmax_and_dropout_again(family: s
     again = [op.id.rsplit(".", 1)[-1] for op in recomputed_ops(graph, block, RecomputeMode.SELECTIVE)]
     assert again[:2] == ["scores", "softmax"]
     assert set(again) <= {"scores", "softmax", "dropout"}
+
+
+def test_every_other_product_of_a_llama_block_is_kept_and_the_rest_runs_again() -> None:
+    """Of q, k, v, o, gate, up and down the results of k, o and up are made again; that of down nobody reads."""
+    graph = fuse_attention(tiny_graph("llama"))
+    block = next(layer for layer in graph.layers if layer.name.endswith(".0"))
+    kept = kept_tensors(graph, block, RecomputeMode.PRODUCTS)
+    again = recomputed_ops(graph, block, RecomputeMode.PRODUCTS)
+    products = [op.id.rsplit(".", 2)[-2] for op in again if op.kind is OpKind.CONTRACTION]
+    assert products == ["k_proj", "o_proj", "up_proj"]
+    assert [name.rsplit(".", 2)[-2] for name in kept if name.endswith("matmul")] == ["gate_proj", "v_proj", "q_proj"]
+    assert "attention" not in {op.function for op in again}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize("mode", RecomputeMode)
+def test_what_is_kept_and_what_runs_again_give_backward_all_that_it_reads(family: str, mode: RecomputeMode) -> None:
+    graph = tiny_graph(family)
+    for layer in graph.layers:
+        there = set(kept_tensors(graph, layer, mode))
+        made = {name for op in layer.forward for name in op.outputs}
+        for op in recomputed_ops(graph, layer, mode):
+            assert all(graph.storage(name) in there or name in there for name in op.inputs if name in made)
+            there.update(op.outputs)
+        assert {name for name in stashed_tensors(graph, layer) if name in made} <= there
 
 
 def test_full_recomputation_runs_the_forward_again() -> None:

@@ -22,6 +22,7 @@ def test_quantities_of_stages_equal_loops_over_their_layers(seed: int) -> None:
     values, overlap = generator.uniform(0, 1, (2, 3, space.layers))
     reduction = generator.uniform(0, 1, space.layers)
     sums, maxima, exposed = space.sums(values), space.maxima(values), space.exposed(reduction, overlap)
+    above = space.largest_above(values, overlap)
     for stage in range(len(space.source)):
         members = list(space.members(stage))
         assert space.sizes[stage] == len(members)
@@ -33,6 +34,8 @@ def test_quantities_of_stages_equal_loops_over_their_layers(seed: int) -> None:
                 ready += overlap[mode, layer]
                 free = max(free, ready) + reduction[layer]
             assert exposed[mode, stage] == pytest.approx(free - ready)
+            later = [overlap[mode, members[place + 1 :]].sum() for place in range(len(members))]
+            assert above[mode, stage] == pytest.approx(max(values[mode, members] - later))
 
 
 def test_the_states_of_a_chain_are_its_prefixes() -> None:

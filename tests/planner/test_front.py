@@ -182,6 +182,7 @@ def test_given_stages_that_no_strategy_has_are_refused() -> None:
         ({"dp": 2, "zero": 1}, r"zero 1 \(it runs 0, 3 in fp32-adam\), which target fsdp does not run"),
         ({"pp": 2}, r"schedule of any kind \(it runs one stage only\)"),
         ({"schedule": "1f1b"}, r"schedule 1f1b \(it runs one stage only\)"),
+        ({"recompute": "products"}, r"recompute products \(it runs full, none, selective\)"),
     ],
 )
 def test_a_strategy_that_the_target_does_not_run_is_refused(strategy: dict[str, object], message: str) -> None:
@@ -200,6 +201,23 @@ def test_a_target_may_run_zero_stages_for_precisions_with_a_master_copy_only() -
         small_graph(), cluster=small_cluster(), strategy={"dp": 2, "zero": 1}, **{**question, "precision": "bf16"}
     )
     assert found.plan.strategy.zero == 1
+
+
+def test_a_recompute_mode_that_is_not_searched_is_priced_and_verified_where_it_is_asked_for() -> None:
+    asked = {"dp": 4, "tp": 1, "pp": 2, "schedule": "1f1b", "zero": 1, "micro_batch_size": 2}
+    question = {**QUESTION, "compares": False}
+    plans = {}
+    for mode in ("none", "products", "full"):
+        strategy = {**asked, "recompute": mode}
+        found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=strategy, **question)
+        plans[mode] = checked(found.plan)
+    assert plans["products"].strategy.recompute == ("products", "products")
+    times, sizes = (
+        [read(plan) for plan in plans.values()]
+        for read in (lambda plan: plan.step_time_s, lambda plan: -plan.stages[0].memory_bytes["activations"])
+    )
+    assert times == sorted(times)
+    assert sizes == sorted(sizes)
 
 
 def test_a_strategy_that_does_not_fit_is_priced_and_says_so() -> None:
@@ -301,7 +319,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(wrong: dict[str, object]
         ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
         ({"zero": 4}, "zero 4; expected one of"),
         ({"sequence_parallel": 1}, "sequence_parallel 1; expected True or False"),
-        ({"recompute": "some"}, "recompute 'some'; expected one of none, selective, full"),
+        ({"recompute": "some"}, "recompute 'some'; expected one of none, selective, products, full"),
         ({"recompute": ["none", "full"]}, "say with `stages`"),
         ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
         ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),

@@ -8,6 +8,7 @@ from hypothesis import settings
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+from phaze.ir import SEARCHED_MODES
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import (
     BoundaryTensor,
@@ -71,7 +72,7 @@ def random_profiles(
                     recompute_s=Bounded.exact([others, again * seconds[0] / cut]),
                     parameter_bytes={"bfloat16": 2 * parameters / cut, "int8": 100.0},
                     stashed_bytes=stash / cut * (1 - 0.8 * again),
-                    peak_working_bytes=stash / 4 / cut,
+                    peak_working_bytes=stash * (others - 0.5) / cut,
                     outputs=(BoundaryTensor(output), BoundaryTensor(output / 3)),
                     is_tensor_parallel=sliced,
                     tied_parameters={"tie": parameters / 2 / cut} if key.startswith("tied") else {},
@@ -109,7 +110,7 @@ def random_problem(
     random = Random(seed)
     graph = random_graph(random, random.randrange(1, largest + 1))
     widths = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
-    modes = tuple(mode for mode in RecomputeMode if random.random() < 0.7) or (RecomputeMode.NONE,)
+    modes = tuple(mode for mode in SEARCHED_MODES if random.random() < 0.7) or (RecomputeMode.NONE,)
     modes = modes if len(graph.layers) < 5 else tuple(random.sample(modes, min(len(modes), 2)))
     bandwidth = random.choice([1e5, 1e6, 1e8])
     nodes = (InterconnectLevel(2, 4 * bandwidth, 1e-3), InterconnectLevel(8, bandwidth, 1e-2))
