@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from phaze.backends.torch.split_collectives import Axis
-from phaze.backends.torch.split_parameters import Cut, split_parameters
+from phaze.backends.torch.split_parameters import Cut, showing, split_parameters, take_whole_states
 from phaze.backends.torch.split_tensor import SplitTensor, is_split
 
 __all__ = ["arrange", "recompute", "synchronise"]
@@ -46,9 +46,28 @@ def arrange(
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduction_dtype)
     for part in (*(module.get_submodule(path) for path in blocks), module):
         fully_shard(part, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
-    for path in blocks if axis is not None else ():
-        _let_parts_through(module.get_submodule(path))
+    take_whole_states(module)
+    if axis is not None:
+        for path in blocks:
+            _let_parts_through(module.get_submodule(path))
+        _show_while_running(module)
     return axis
+
+
+def _show_while_running(module: Any) -> None:
+    """Behind FSDP2's own hook, which wants to see what is stored."""
+    runs: list[Any] = []
+
+    def entering(*_: Any) -> None:
+        runs.append(showing())
+        runs[-1].__enter__()
+
+    def leaving(*_: Any) -> None:
+        if runs:  # none where an earlier hook failed
+            runs.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(entering)
+    module.register_forward_hook(leaving, always_call=True)
 
 
 def synchronise(module: Any, zero: int, *, is_last: bool) -> None:
@@ -67,7 +86,7 @@ def recompute(block: Any, mode: str) -> None:
     Attention that a model writes out as products and a softmax is kept by the selective mode.
     """
     if mode == "full":
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpoint, showing()(block.forward), use_reentrant=False)
     elif mode == "selective":
         block.forward = functools.partial(_with_attention_again, block.forward)
 

@@ -1,30 +1,43 @@
 """Parameters on the tensor axis: stored as DTensors, seen by their modules as parts.
 
 A split that is not one block of its dimension (a fused projection cut by heads) is stored as a copy whose elements are
-put in the order of devices, so that every part is one block; `state_dict` gives them back in the model's own order, and
-`load_state_dict` takes either.
+put in the order of devices, so that every part is one block; states that are saved or loaded have the model's own
+order. An optimizer sees them, and saves what it knows of them, in the order of devices.
 
 This file needs torch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from phaze.backends.torch import split_products, split_rules
 from phaze.backends.torch.split_collectives import Axis, part_of
 from phaze.backends.torch.split_tensor import SplitTensor
 
-__all__ = ["Cut", "split_parameters", "to_device_order", "to_model_order"]
+__all__ = ["Cut", "showing", "split_parameters", "take_whole_states", "to_device_order", "to_model_order"]
 
 Cut = tuple[int, int]
 """A dimension, and the equal runs of it inside of which it is cut."""
 
 _RULES = (split_products, split_rules)
+_SHOWS: ContextVar[bool] = ContextVar("shows", default=False)
+
+
+@contextmanager
+def showing() -> Iterator[None]:
+    """Inside, parameters that modules have are parts; outside, DTensors."""
+    token = _SHOWS.set(True)
+    try:
+        yield
+    finally:
+        _SHOWS.reset(token)
 
 
 def split_parameters(module: Any, cuts: Mapping[str, Cut], mesh: Any, axis: Axis) -> None:
@@ -56,22 +69,22 @@ def _distributed(parameter: Any, cut: Cut | None, mesh: Any, axis: Axis) -> Any:
     return torch.nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
+class _ShowsParts:
+    """Beside a module's own class: while the model runs, its parameters are parts to whoever reads them."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        cuts, axis = self.__dict__["_phaze_cuts"]
+        if name not in cuts or not _SHOWS.get():
+            return value
+        local, cut = value.to_local() if isinstance(value, DTensor) else value, cuts[name]
+        return local if cut is None else SplitTensor(local, axis, value.shape, *cut)
+
+
 def _show_parts(module: Any, cuts: Mapping[str, Cut | None], axis: Axis) -> None:
-    """Inside the module's forward its parameters are parts; they stand before the real ones in its namespace."""
-
-    def entering(*_: Any) -> None:
-        for key, cut in cuts.items():
-            parameter = module._parameters[key]
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            shown = local if cut is None else SplitTensor(local, axis, parameter.shape, *cut)
-            module.__dict__[key] = shown
-
-    def leaving(*_: Any) -> None:
-        for key in cuts:
-            module.__dict__.pop(key, None)
-
-    module.register_forward_pre_hook(entering)
-    module.register_forward_hook(leaving, always_call=True)
+    module._phaze_cuts = (cuts, axis)
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_ShowsParts, kind), {})
     strided = {key: (cut, axis.size) for key, cut in cuts.items() if cut is not None and cut[1] > 1}
     if strided:
         module._phaze_strided = strided
@@ -90,20 +103,38 @@ def to_model_order(value: torch.Tensor, cut: Cut, ways: int) -> torch.Tensor:
 
 
 def _restore_order(module: Any, cuts: Mapping[str, tuple[Cut, int]]) -> None:
-    def saving(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """States are in the model's own order, whoever saves, loads or distributes them."""
+
+    def reordered(state: dict[str, Any], prefix: str, order: Callable[..., torch.Tensor]) -> None:
         for key, (cut, ways) in cuts.items():
             stored = state.get(prefix + key)
             if isinstance(stored, DTensor):
-                state[prefix + key] = to_model_order(stored.detach().full_tensor(), cut, ways)
+                whole = order(stored.detach().full_tensor(), cut, ways)
+                state[prefix + key] = distributed_as(whole, stored)
+
+    def saving(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        reordered(state, prefix, to_model_order)
 
     def loading(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for key, (cut, ways) in cuts.items():
-            given, own = state.get(prefix + key), module._parameters[key]
-            if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and isinstance(own, DTensor):
-                from torch.distributed.tensor import distribute_tensor
-
-                ordered = to_device_order(given, cut, ways).contiguous()
-                state[prefix + key] = distribute_tensor(ordered, own.device_mesh, own.placements, src_data_rank=None)
+        reordered(state, prefix, to_device_order)
 
     module.register_state_dict_post_hook(saving)
     module.register_load_state_dict_pre_hook(loading)
+
+
+def take_whole_states(module: Any) -> None:
+    """Let `load_state_dict` take whole tensors, equal in all processes, beside the DTensors that `state_dict` gives."""
+
+    def loading(_: Any, state: dict[str, Any], *__: Any) -> None:
+        for name, own in module.named_parameters(remove_duplicate=False):
+            given = state.get(name)
+            if isinstance(own, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+                state[name] = distributed_as(given, own)
+
+    module.register_load_state_dict_pre_hook(loading)
+
+
+def distributed_as(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A whole tensor, equal in all processes, distributed as another one is."""
+    moved = whole.detach().to(like.device, like.dtype).contiguous()
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)

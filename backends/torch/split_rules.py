@@ -91,8 +91,13 @@ def converted(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule_for("register_hook")
 def register_hook(func: Any, value: Any, hook: Any) -> Any:
-    """On the gradient of the part."""
-    return value.local.register_hook(hook)
+    """On the gradient of the part, which the hook sees split as the tensor is."""
+
+    def shown(gradient: Any) -> Any:
+        changed = hook(value.like(gradient))
+        return changed if changed is None else value.part(changed, value.dim_)
+
+    return value.local.register_hook(shown)
 
 
 # ---------------------------------------------------------------------------------------------------------- views

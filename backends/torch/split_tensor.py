@@ -3,7 +3,8 @@
 The model runs as it was written: shapes are those of the whole tensor, and every function of torch that meets a split
 tensor is answered here. A function with a rule works on the parts; every other one gets whole tensors, gathered first,
 so that an unknown function costs time and never a wrong number. Whole tensors are plain ones. Rules work above
-autograd: gradients follow from what they call.
+autograd: gradients follow from what they call. An `autograd.Function` is asked nothing of that kind and would lose the
+gradient: the wrapper requires one where its part does, so that such a function is seen and refused.
 
 This file needs torch alone.
 """
@@ -41,9 +42,12 @@ class SplitTensor(torch.Tensor):
     def __new__(cls, local: torch.Tensor, axis: Axis, shape: Any, dim: int, outer: int = 1) -> SplitTensor:
         """A wrapper of the whole tensor's shape around the part."""
         made: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
+            cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.axis, made.dim_, made.outer = local, axis, dim, outer
+        if local.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse)
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -100,6 +104,8 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if any(_is_output(one) for one in args):
+            _refuse()
         if func == torch.Tensor.T.__get__:
             return args[0].permute(*range(len(args[0].shape) - 1, -1, -1))
         if func == torch.Tensor.mT.__get__:
@@ -124,6 +130,21 @@ class SplitTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} met a tensor that is split over devices below the level where it is known")
+
+
+def _is_output(value: Any) -> bool:
+    """Whether autograd itself made a split tensor."""
+    if not isinstance(value, SplitTensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.grad_fn is not None
+
+
+def _refuse(*_: Any) -> None:
+    raise NotImplementedError(
+        "an autograd.Function was applied to a tensor that is split over devices, whose gradient it would lose; write "
+        "it with torch's own functions, or plan with tensor_widths=1."
+    )
 
 
 def _in_place(name: str) -> NotImplementedError:

@@ -48,6 +48,7 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "llama dp2 pp2 zero2": {"dp": 2, "pp": 2, "zero": 2, "schedule": "gpipe"},
         "llama dp2 pp2 zero3": {"dp": 2, "pp": 2, "zero": 3, "schedule": "1f1b"},
         "gpt2 dp2 pp2 interleaved zero2": {"dp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 2},
+        "odd tp4": {"tp": 4, "recompute": "full"},
         "t5 dp2 tp2": {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "t5 pp2 tp2": {"pp": 2, "tp": 2},
     },
@@ -117,6 +118,7 @@ def check_equality(found: dict[str, Any], most: float = 1e-5) -> None:
     assert found["gradient"] < most, found["worst"]
     assert found["again"] < most
     assert found["parameter"] < most
+    assert found["loaded"] == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,38 @@ def test_a_view_of_a_part_sees_changes_in_place() -> None:
     assert value.local.sum() == 12
     with pytest.raises(NotImplementedError, match="__setitem__ changes a tensor"):
         value[0] = 0.0
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_an_autograd_function_on_a_part_is_refused_before_its_gradient_is_lost() -> None:
+    own = torch.ones(4, 3, requires_grad=True)
+    value = SplitTensor(own, Axis(None, 2, 0), (4, 6), 1)
+    with pytest.raises(NotImplementedError, match=r"an autograd.Function was applied to a tensor that is split"):
+        _ = Doubled.apply(value) + 1
+
+
+def test_a_hook_on_a_split_tensor_sees_and_changes_its_gradient() -> None:
+    own, seen = torch.ones(4, 3, requires_grad=True), []
+    value = SplitTensor(own, Axis(None, 2, 0), (4, 6), 1) * 2
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(gradient.shape))
+        return gradient * 3
+
+    value.register_hook(hook)
+    value.local.sum().backward()
+    assert seen == [(4, 6)]
+    assert own.grad is not None
+    assert own.grad.tolist() == [[6.0] * 3] * 4
 
 
 def test_names_of_numpy_mean_the_same_dimensions() -> None:

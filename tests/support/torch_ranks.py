@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -119,7 +120,31 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for name, own in stage.named_parameters()
     )
     live["optimizer"] = adam_bytes(run)
+    answer["loaded"] = loading_error(run, kind)
     return {**answer, "live": live, **curve(case, plan)}
+
+
+def loading_error(run: Any, kind: str) -> float:
+    """The largest difference after other weights are loaded, whole and in parts, and saved again."""
+    other, worst = build_model(kind), 0.0
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(5))
+    state, whole = other.state_dict(), StateDictOptions(full_state_dict=True)
+    for stage in run.stages:
+        given = {name: state[name] for name in stage.state_dict()}
+        for load in (stage.load_state_dict, lambda one, own=stage: set_model_state_dict(own, one, options=whole)):
+            for parameter in stage.parameters():
+                parameter.detach().zero_()
+            load(dict(given))
+            stage.load_state_dict(stage.state_dict())
+            for name, own in stage.named_parameters():
+                found = in_order(stage, name, own, own.detach())
+                worst = max(worst, float((found - state[name]).abs().max()))
+        saved = get_model_state_dict(stage, options=whole)
+        ends = [(whole_tensor(saved[name]), value) for name, value in given.items()]
+        worst = max([worst, *(float((found - value).abs().max()) for found, value in ends)])
+    return worst
 
 
 def second_backward(run: Any, batch: Any, gradients: dict[str, Any], largest: float) -> float:
@@ -136,10 +161,15 @@ def in_order(stage: torch.nn.Module, name: str, parameter: torch.nn.Parameter, v
     """A parameter or its gradient as the model has it: whole, in the model's own order."""
     from phaze.backends.torch.split_parameters import to_model_order
 
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_tensor(value)
     path, _, key = name.rpartition(".")
     cuts = getattr(stage.get_submodule(path), "_phaze_strided", {})
     return to_model_order(whole, *cuts[key]) if key in cuts else whole
+
+
+def whole_tensor(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return found
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor, largest: float) -> float:

@@ -61,6 +61,26 @@ class Uncut(HandWritten):
         return (self.early, self.late)
 
 
+class Odd(HandWritten):
+    """Few words, so that one of four devices holds none; parameters of blocks themselves; a head that is another's."""
+
+    class Scaled(HandWritten.Block):
+        def __init__(self) -> None:
+            super().__init__(32, 4)
+            self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.scale)
+
+    def __init__(self) -> None:
+        super().__init__(words=5)
+        self.blocks = torch.nn.ModuleList(Odd.Scaled() for _ in range(2))
+        del self.head
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.words.weight.T
+
+
 def build_model(kind: str) -> torch.nn.Module:
     """A model by its kind, always with the same weights."""
     torch.manual_seed(0)
@@ -116,14 +136,23 @@ def _bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-_BUILDERS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bert": _bert, "hand-written": HandWritten, "uncut": Uncut}
+_BUILDERS = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "t5": _t5,
+    "bert": _bert,
+    "hand-written": HandWritten,
+    "uncut": Uncut,
+    "odd": Odd,
+}
 
 
 def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Tensor]:
     """A global batch of a model, as keyword arguments."""
     torch.manual_seed(seed)
-    tokens, labels = torch.randint(3, 96, (2, size, LENGTH))
-    names = ("tokens", "targets") if kind in ("hand-written", "uncut") else ("input_ids", "labels")
+    words = (0, 5) if kind == "odd" else (3, 96)
+    tokens, labels = torch.randint(*words, (2, size, LENGTH))
+    names = ("tokens", "targets") if kind in ("hand-written", "uncut", "odd") else ("input_ids", "labels")
     return dict(zip(names, (tokens, labels), strict=True))
 
 
