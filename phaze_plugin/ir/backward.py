@@ -37,7 +37,9 @@ def add_backward(graph: Graph) -> Graph:
 
 
 def derive_backward(graph: Graph) -> Graph:
-    """The graph with a backward by rule instead of one that was captured; itself where no loss is among its outputs.
+    """The graph with a backward by rule instead of one that was captured.
+
+    It is kept, with a note, where it cannot be derived, such as where no loss is among the outputs.
 
     Backward ops by rule speak of the factors of their forward ops, so that both are sliced alike. What was computed
     again and updates are left out as well: these are a plan's to decide.
@@ -56,8 +58,9 @@ def derive_backward(graph: Graph) -> Graph:
     )
     try:
         return add_backward(bare)
-    except GraphError:
-        return graph
+    except GraphError as error:
+        note = f"backward kept as captured, so that few of its ops can be sliced: {error}"
+        return replace(graph, notes=(*graph.notes, note))
 
 
 def _find_loss(graph: Graph) -> str:

@@ -1,5 +1,7 @@
 """A backward by rule in place of one that was captured."""
 
+from dataclasses import replace
+
 import jax_models
 import pytest
 import torch_models
@@ -42,3 +44,11 @@ def test_a_backward_that_was_derived_stays_as_it_is() -> None:
     graph = tiny_graph("gpt2").with_backward()
     assert derive_backward(graph) is graph
     assert derive_backward(tiny_graph("gpt2")) == graph
+
+
+def test_a_captured_backward_that_is_kept_says_why() -> None:
+    graph = captured("torch")
+    lossless = replace(graph, outputs=tuple(name for name in graph.outputs if graph.tensors[name].elements > 1))
+    kept = derive_backward(lossless)
+    assert kept.ops == graph.ops
+    assert any("backward kept as captured" in note and "no scalar float output" in note for note in kept.notes)
