@@ -106,7 +106,7 @@ class _Sampling:
         samples, most = request.global_batch_size, self.best.samples_per_s
         cutoff_s = samples / most if most else math.inf
         chip = replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
-        bounds = self._bounds(point, chip)
+        bounds = self._bounds(point, chip, cutoff_s)
         least_s = min(bound_s for bound_s, _ in bounds)
         if least_s >= cutoff_s:
             return samples / least_s
@@ -120,19 +120,24 @@ class _Sampling:
             self.best = Sampled(evaluations=0, samples_per_s=found, name=chip.name, hbm_bytes=hbm_bytes)
         return found
 
-    def _bounds(self, point: int, chip: Accelerator) -> list[tuple[float, Cell]]:
-        """The cells of a point with bounds under their step times, the quickest cells' by placement."""
+    def _bounds(self, point: int, chip: Accelerator, cutoff_s: float) -> list[tuple[float, Cell]]:
+        """The cells of a point with bounds under their step times, by placement as far as these matter.
+
+        Those of cells that are neither below the cutoff nor the point's quickest do not. Of cells about as quick the
+        smallest microbatches come first: mostly the best, and the others are then done.
+        """
         known = sorted(
             ((float(swept.rows.least_s[point]), swept) for swept in self._cells),
-            key=lambda pair: (pair[0], pair[1].cell.name),
+            key=lambda pair: (round(20 * math.log(pair[0])), pair[1].cell.micro_batch_size, pair[1].cell.name),
         )
         found: list[tuple[float, Cell]] = []
         least_s = math.inf
         for swept_s, swept in known:
             bound_s = swept_s
-            if swept_s < least_s:
+            enough_s = max(least_s, cutoff_s)
+            if swept_s < enough_s:
                 problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
-                bound_s = max(swept_s, bound_placement(problem, cutoff_s=least_s))
+                bound_s = max(swept_s, bound_placement(problem, cutoff_s=enough_s))
             least_s = min(least_s, bound_s)
             found.append((bound_s, swept.cell))
         return found

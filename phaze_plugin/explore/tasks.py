@@ -101,10 +101,8 @@ def bound_corner(task: BoundTask) -> float:
     if task.is_paper:
         found = place_as_paper(task.problem)
         return math.inf if found is None else min(found.time_s, task.cutoff_s)
-    quick_s = bound_placement(task.problem, cutoff_s=task.cutoff_s)
-    if quick_s >= task.cutoff_s or math.isinf(task.cutoff_s):
-        return quick_s
-    return max(quick_s, bound_placement(task.problem, cutoff_s=task.cutoff_s, effort=Effort()))
+    effort = None if math.isinf(task.cutoff_s) else Effort()
+    return bound_placement(task.problem, cutoff_s=task.cutoff_s, effort=effort)
 
 
 def schedule_rows(task: ScheduleTask) -> list[list[float]]:

@@ -8,8 +8,10 @@ p a price per byte, that module's bound is at least
                                       + p w_k held_l) - p usable
 
 (a device's largest working set is at least the mean over its chunks of that of their last layers; working_l is the
-least of layer l and all behind it), and a_k times the least transfer for each stage but the first. Without seconds,
-with equal weights, the same sum says whether the mean device can hold what it must.
+least of layer l and all behind it), a_k times the least transfer for each stage but the first, and the tail of the
+first layer. Instead of what they recompute, all stages but the last may be charged what they get back, if that is more:
+then no memory is priced. Without seconds, with equal weights, the same sum says whether the mean device can hold what
+it must.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from phaze.capabilities import PipelineSchedule
 from phaze.place.degrees import Choices
 from phaze.place.orders import in_flight
-from phaze.place.packing import HELD, THROUGH, Packing
+from phaze.place.packing import Packing
 from phaze.place.states import FloatArray, IntArray
 
 __all__ = ["chunk_floors"]
@@ -57,11 +59,10 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
     layers = len(first)
     width = np.searchsorted(packing.widths, choices.width)
     terms = packing.terms(choices)
-    held, through = terms[HELD][:, None], terms[THROUGH][:, None]
+    held, through = terms.held_bytes[:, None], terms.through_s[:, None]
     mean = choices.chunks * -(-layers // stages)
     again, stash, working = (
-        table[:, width].transpose(0, 2, 1)[:, :, None]
-        for table in (packing.recompute_s, packing.stash_bytes, _least_behind(packing.peak_bytes))
+        table[:, :, None] for table in (terms.again_s, terms.stash_bytes, _least_behind(terms.working_bytes))
     )
     device, returned, flight = _weights(choices, stages)
     place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
@@ -71,7 +72,10 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
     needed = (kept.min(axis=0) + held).min(axis=1).sum(axis=0)
     bounds = np.where(needed > usable * choices.devices, np.inf, 0.0)
     seconds = returned_at * (through + again)
-    received = packing.least_cut_s[width] * returned[1:].sum(axis=0)
+    tail = terms.finish_s[0] + terms.reduced_s[0]
+    received = tail + terms.cut_s * returned[1:].sum(axis=0)
+    given_back = terms.cut_s * returned[:-1].sum(axis=0)
+    bounds = np.maximum(bounds, received + given_back + (returned_at * through).min(axis=1).sum(axis=0))
     for prices in packing.prices:
         price = prices[width] * choices.rounds / flight.mean(axis=0)
         spent = (seconds + price * device_at * kept).min(axis=0) + price * device_at * held
@@ -80,8 +84,8 @@ def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, la
 
 
 def _least_behind(per_layer: FloatArray) -> FloatArray:
-    """The least of each layer and all behind it, per (..., layer)."""
-    return np.asarray(np.minimum.accumulate(per_layer[..., ::-1], axis=-1)[..., ::-1])
+    """The least of each layer and all behind it, per (mode, layer, choice)."""
+    return np.asarray(np.minimum.accumulate(per_layer[:, ::-1], axis=1)[:, ::-1])
 
 
 def _weights(choices: Choices, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:

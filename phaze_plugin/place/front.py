@@ -118,7 +118,8 @@ def find_placement(
     bound_s = answer.bound_s
     if _is_bounded_loosely(problem) and (answer.found or cutoff_s < math.inf):
         enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
-        bound_s = min(bound_s, search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s).bound_s)
+        proof = search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
+        bound_s = min(bound_s, proof.bound_s)
     placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
     best = placements[0] if placements else None
     if best is not None:
@@ -149,8 +150,8 @@ def bound_placement(problem: PlacementProblem, *, cutoff_s: float = math.inf, ef
     Raises:
         PlacementError: the layer graph branches too much.
     """
-    quick = Effort(choices=0, nodes=0)
-    return search_degrees(Ground.of(problem).with_bounds(), effort=effort or quick, cutoff_s=cutoff_s).bound_s
+    ground, quick = Ground.of(problem, use_bounds=True), Effort(choices=0, nodes=0)
+    return search_degrees(ground, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
 
 
 def _is_bounded_loosely(problem: PlacementProblem) -> bool:

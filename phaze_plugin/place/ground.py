@@ -38,16 +38,16 @@ class Ground:
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: PlacementProblem) -> Ground:
-        """Prepare a problem."""
+    def of(cls, problem: PlacementProblem, *, use_bounds: bool = False) -> Ground:
+        """Prepare a problem, with its profiles' values or with their lower bounds."""
         space = build_stage_space(problem.graph)
         network, update_s = Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
         return cls(
             problem=problem,
             space=space,
-            widths={width: build_width_table(problem, space, width, use_bounds=False) for width in problem.widths},
+            widths={width: build_width_table(problem, space, width, use_bounds) for width in problem.widths},
             network=network,
-            packing=build_packing(problem, space, network, update_s, use_bounds=False),
+            packing=build_packing(problem, space, network, update_s, use_bounds),
             update_s=update_s,
         )
 

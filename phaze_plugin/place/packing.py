@@ -1,22 +1,9 @@
-"""A quick proof that some degrees cannot beat a target, on chains: fill the stages from the front and count them.
+"""The layers of a chain under many degrees at once, ready to be filled into stages (`filling.py`).
 
-With lead(p) the seconds of the layers before p, W the t of all layers and n = min(m, S-s) - 1, the s-th stage of a plan
-that takes at most U, starting at layer p, satisfies
-
-    m t' + tail <= U - lead_F(p)            t' with the weights' part also where it is split off
-    m t + D <= U - lead_(F+B)(p)            D = max(0, m-1-s) W_s for zero-bubble, else 0
-    (m-1) t + D - n E <= U - W              E = F or B (zero-bubble: F); gpipe: n = 0
-    (m-n-2) t <= U - 2 W + lead_(F+B)(p)    if m > n + 1, and not for gpipe
-    held bytes + (in flight - 1) * least stash + peak and buffers <= usable bytes
-    m (g + p (held - usable) / in flight) + tail <= U - lead_F(p)    for any price p >= 0 of a byte of stash
-
-where peak is the largest over layers of the least stash up to one and its working set, g is the least t' + p * stash
-over recompute modes (seconds that a stage saves it stashes as bytes) and tail is at least the update, the gather, and
-reduction minus the backward that may hide it. Every stage but the first receives at least what crosses the cheapest
-cut, which belongs to its F. All other terms are sums over the stage's layers (of two sums of which a pass takes the
-longer, the one that is longer over the whole model is used). A stage that starts later gives up at least as much as its
-allowance shrinks: filling every stage as far as it goes gets farthest with each number of stages. If more than S are
-needed, nothing with these degrees beats U. Interleaved schedules are let through.
+Each term is the least over recompute modes that does not depend on them, at the fastest links, without latencies. Of
+two sums of which a pass takes the longer (its own seconds, and those of the collectives behind it), the one that is
+longer over the whole model is used. A tied parameter counts for the first layer that has it; if the first and the last
+layer share it, for both; what is spread over stages does not count. Interleaved schedules are let through.
 """
 
 from __future__ import annotations
@@ -31,15 +18,15 @@ from phaze.capabilities import PipelineSchedule
 from phaze.cost import Collective
 from phaze.hardware.dtypes import dtype_bytes
 from phaze.place.degrees import SCHEDULES, Choices
+from phaze.place.filling import Filling, LayerTerms
 from phaze.place.network import Network
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import LayerProfile
 from phaze.place.states import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.widths import cut_bytes
 
-__all__ = ["HELD", "THROUGH", "Packing", "build_packing"]
+__all__ = ["Packing", "build_packing"]
 
-_SLACK = 1e-10
 _AT_ONCE = 4_000
 
 
@@ -48,18 +35,20 @@ class Packing:
     """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain.
 
     `recompute_s`, `stash_bytes` and `peak_bytes` (the working set) are per (mode, width, layer), `least_cut_s` is the
-    least time of receiving what crosses a cut, per width.
+    least time of receiving what crosses a cut, per width. Tied parameters are those of `tied`, each at the first layer
+    that has it; `tied_ends` are those that the first and the last layer share, per (first or last, width).
     """
 
     widths: tuple[int, ...]
     forward_s: FloatArray
     input_s: FloatArray
     weight_s: FloatArray
-    parameters: FloatArray
+    untied: FloatArray
+    tied: FloatArray
+    tied_ends: FloatArray
     stashed_bytes: FloatArray
     working_bytes: FloatArray
     prices: FloatArray
-    priced_s: FloatArray
     recompute_s: FloatArray
     stash_bytes: FloatArray
     peak_bytes: FloatArray
@@ -70,93 +59,42 @@ class Packing:
     most_used: int
     update_s: float
 
+    @property
+    def parameters(self) -> FloatArray:
+        """What a stage holds at least of each of its layers, per (width, layer)."""
+        return np.asarray(self.untied + self.tied)
+
     def refuted(self, choices: Choices, target_s: FloatArray) -> BoolArray:
         """Whether nothing with each of these degrees takes less than its target."""
         result = np.zeros(len(choices), dtype=bool)
         for part in self._parts(choices):
             some = choices.take(part)
-            result[part] = self._refuted(some, self.terms(some), target_s[part])
+            result[part] = self._filling(some).refuted(target_s[part])
         return result
 
     def _parts(self, choices: Choices) -> list[IntArray]:
-        """Indices of what can be packed, in portions."""
-        asked = np.flatnonzero(choices.chunks == 1) if self.forward_s.size else np.zeros(0, dtype=np.int64)
-        return [asked[start : start + _AT_ONCE] for start in range(0, len(asked), _AT_ONCE)]
+        """Indices of what can be packed, in portions of one schedule each."""
+        if not self.forward_s.size:
+            return []
+        every = [np.flatnonzero((choices.schedule == one) & (choices.chunks == 1)) for one in range(len(SCHEDULES))]
+        return [one[start : start + _AT_ONCE] for one in every for start in range(0, len(one), _AT_ONCE)]
 
     def tightened(self, choices: Choices, target_s: float, steps: int = 5) -> FloatArray:
         """A bound under each choice, at least its floor, by bisection up to the target."""
         floors = choices.floor_s.copy()
         for part in self._parts(choices):
             some = choices.take(part)
-            terms = self.terms(some)
+            filling = self._filling(some)
             low, high = some.floor_s, np.maximum(some.floor_s, target_s)
             for _ in range(steps):
                 middle = (low + high) / 2
-                out = self._refuted(some, terms, middle)
+                out = filling.refuted(middle)
                 low, high = np.where(out, middle, low), np.where(out, high, middle)
             floors[part] = low
         return floors
 
-    def _refuted(self, choices: Choices, terms: FloatArray, target_s: FloatArray) -> BoolArray:
-        target_s = target_s * (1 + _SLACK)
-        gpipe = choices.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
-        split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
-        used = np.ones(len(choices), dtype=np.int64)
-        dead = np.zeros(len(choices), dtype=bool)
-        rows = len(terms) - 1
-        stage = np.zeros((rows, len(choices)))
-        scratch, scratches = np.zeros((2, len(choices))), self._scratch(choices)
-        lead = np.zeros((2, len(choices)))
-        cut = self.least_cut_s[np.searchsorted(self.widths, choices.width)]
-        received = self._received(choices, terms, cut)
-        spare = target_s - terms[THROUGH].sum(axis=0) - (choices.devices - 1) * cut
-        caps = np.stack([target_s, target_s])
-        prices = self.prices[:, np.searchsorted(self.widths, choices.width)]
-
-        def is_over() -> BoolArray:
-            flight = np.where(split, choices.devices, choices.devices - used + 1)
-            flight = np.where(gpipe, choices.rounds, np.minimum(choices.rounds, np.maximum(flight, 1)))
-            delayed = np.where(split, np.maximum(choices.rounds - used, 0) * stage[_WEIGHT], 0.0)
-            early = np.where(gpipe, 0, np.minimum(choices.rounds, np.maximum(choices.devices - used + 1, 1)) - 1)
-            peak = (choices.rounds - 1) * stage[THROUGH] + delayed - early * stage[_EARLY]
-            is_slow = (stage[_STAY] > caps[0]) | (choices.rounds * stage[THROUGH] + delayed > caps[1]) | (peak > spare)
-            twice = (choices.rounds - early - 2) * stage[THROUGH] > 2 * spare - caps[1]
-            is_slow |= twice & (choices.rounds > early + 1) & ~gpipe
-            tail = stage[_STAY] - choices.rounds * (stage[THROUGH] + stage[_WEIGHT])
-            for priced, price in zip(stage[_PRICED:], prices, strict=True):
-                stretched = choices.rounds * (priced + price * (stage[HELD] - usable) / flight)
-                is_slow |= stretched + tail > caps[0]
-            return np.asarray(is_slow | (stage[HELD] + (flight - 1) * stage[_STASH] + scratch.sum(axis=0) > usable))
-
-        usable = self.problem.usable_bytes * (1 + _SLACK)
-        for layer in range(terms.shape[1]):
-            stage += terms[:rows, layer]
-            np.maximum(scratch[0], stage[_STASH] + scratches[0, layer], out=scratch[0])
-            np.maximum(scratch[1], scratches[1, layer], out=scratch[1])
-            over = is_over()
-            if over.any():
-                used += over
-                np.copyto(stage, terms[:rows, layer] + received, where=over)
-                np.copyto(scratch[0], terms[_STASH, layer] + scratches[0, layer], where=over)
-                np.copyto(scratch[1], scratches[1, layer], where=over)
-                np.copyto(caps, target_s - lead, where=over)
-                lead += over * cut
-                dead |= over & is_over()
-            lead += terms[[rows, THROUGH], layer]
-        return np.asarray(dead | (used > choices.devices))
-
-    def _received(self, choices: Choices, terms: FloatArray, cut_s: FloatArray) -> FloatArray:
-        """Per (term, choice): what the least transfer into a stage adds to it."""
-        received = np.zeros((len(terms) - 1, len(choices)))
-        received[_STAY], received[THROUGH], received[_PRICED:] = choices.rounds * cut_s, cut_s, cut_s
-        is_forward = terms[_EARLY].sum(axis=0) == terms[-1].sum(axis=0)
-        received[_EARLY] = np.where(is_forward, cut_s, 0.0)
-        return received
-
-    def _scratch(self, choices: Choices) -> FloatArray:
-        """Per (working set or buffers, layer, choice): bytes of which a stage needs the largest."""
-        at = np.searchsorted(self.widths, choices.width)
-        return np.stack([self.working_bytes[at].T, self.parameters[at].T * self.buffered_bytes(choices)])
+    def _filling(self, choices: Choices) -> Filling:
+        return Filling(choices, self.terms(choices), self.problem.usable_bytes)
 
     def buffered_bytes(self, choices: Choices) -> FloatArray:
         """Bytes of buffers per parameter of the largest layer."""
@@ -179,37 +117,55 @@ class Packing:
                 rates[row, index] = min(price.s_per_byte for price in prices)
         return rates[:, which.ravel()]
 
-    def terms(self, choices: Choices) -> FloatArray:
-        """Per (term, layer, choice): what a stage and what is before it add up."""
+    def terms(self, choices: Choices) -> LayerTerms:
+        """What each layer adds to a stage under each choice."""
         at = np.searchsorted(self.widths, choices.width)
         forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
-        parameters, stash = self.parameters[at].T, self.stashed_bytes[at].T
-        zero, copies, rounds = choices.zero_stage, choices.pipelines, choices.rounds
+        untied, tied = self.untied[at].T, self._tied(choices)
+        parameters = untied + tied
+        zero, copies = choices.zero_stage, choices.pipelines
         recipe = self.problem.recipe
-        gather, scatter, reduce = (parameters * rate for rate in self._rates(choices))
+        gather, scatter, reduce = self._rates(choices)
         size = dtype_bytes(recipe.reduction_dtype)
-        gathered = np.where(zero == 3, recipe.parameter_bytes, 0.0) * gather
-        scattered = np.where(zero >= 2, size, 0.0) * scatter
+        gathered = parameters * (np.where(zero == 3, recipe.parameter_bytes, 0.0) * gather)
+        scattered = parameters * (np.where(zero >= 2, size, 0.0) * scatter)
         split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         run = _longer(forward, gathered)
         back = _longer(np.where(split, first, first + weight), gathered + np.where(split, 0.0, scattered))
-        later = np.where(split, _longer(weight, scattered), 0.0)
-        reduced = np.where(zero == 0, size * reduce, np.where(zero == 1, size * scatter, 0.0))
-        hidden = np.where(zero < 2, np.where(split, weight, first + weight), 0.0)
-        updated = parameters * (self.update_s / np.where(zero >= 1, copies, 1))
-        tail = reduced - hidden + updated + np.where((zero == 1) | (zero == 2), recipe.parameter_bytes, 0.0) * gather
+        reduction = np.where(zero == 0, size * reduce, np.where(zero == 1, size * scatter, 0.0))
+        settled = self.update_s / np.where(zero >= 1, copies, 1)
+        settled = settled + np.where((zero == 1) | (zero == 2), recipe.parameter_bytes, 0.0) * gather
+        finish = parameters * settled + tied * reduction
+        between = np.where(choices.devices > 1, size * self.network.least_s_per_byte, 0.0)
+        finish[[0, -1]] += between * self.tied_ends[:, at]
         shards = [np.where(zero >= least, copies, 1) for least in (1, 2, 3)]
         held = (
             recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
         )
-        through = run + back
-        stay = rounds * (through + later) + tail
-        early = np.where(split | (run.sum(axis=0) < back.sum(axis=0)), run, back)
-        priced = [table[at].T for table in self.priced_s]
-        return np.stack([stay, through, later, early, parameters * held, stash, *priced, run])
+        again, stash, working = (
+            table[:, at].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
+        )
+        return LayerTerms(
+            run_s=run,
+            through_s=run + back,
+            weight_s=np.where(split, _longer(weight, scattered), 0.0),
+            finish_s=finish,
+            reduced_s=untied * reduction,
+            hidden_s=np.where(zero < 2, np.where(split, weight, first + weight), 0.0),
+            held_bytes=parameters * held,
+            buffer_bytes=parameters * self.buffered_bytes(choices),
+            again_s=again,
+            stash_bytes=stash,
+            working_bytes=working,
+            cut_s=self.least_cut_s[at],
+        )
 
-
-_STAY, THROUGH, _WEIGHT, _EARLY, HELD, _STASH, _PRICED = range(7)
+    def _tied(self, choices: Choices) -> FloatArray:
+        """Per (layer, choice): tied parameters, on the last layer too where it cannot lie beside the first."""
+        at = np.searchsorted(self.widths, choices.width)
+        tied = self.tied[at].T.copy()
+        tied[-1] += np.where(choices.devices > 1, self.tied_ends[1, at], 0.0)
+        return tied
 
 
 def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
@@ -235,16 +191,14 @@ def build_packing(
         return by_mode(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
 
     stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
-    parameters = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
-    parameters[..., problem.spread_layers[list(layers)]] = 0.0
+    untied = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
+    untied[..., problem.spread_layers[list(layers)]] = 0.0
+    tied, tied_ends = _tied(problem, layers)
     kind = "bound" if use_bounds else "value"
     prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
     return Packing(
         widths=problem.widths,
         prices=prices,
-        priced_s=np.array([_priced_s(problem, row, layers, use_bounds) for row in prices]).reshape(
-            len(prices), len(problem.widths), len(layers)
-        ),
         recompute_s=seconds("recompute_s"),
         stash_bytes=stash,
         peak_bytes=peak,
@@ -253,7 +207,9 @@ def build_packing(
         forward_s=seconds("forward_s").min(axis=0),
         input_s=seconds("backward_input_s").min(axis=0),
         weight_s=seconds("backward_weight_s").min(axis=0),
-        parameters=parameters.min(axis=0),
+        untied=untied.min(axis=0),
+        tied=tied,
+        tied_ends=tied_ends,
         stashed_bytes=stash.min(axis=0),
         working_bytes=peak.min(axis=0),
         problem=problem,
@@ -269,6 +225,23 @@ def build_packing(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
+
+
+def _tied(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
+    """Per (width, layer) and per (first or last, width): as `Packing` counts tied parameters."""
+    tied, ends = np.zeros((len(problem.widths), len(layers))), np.zeros((2, len(problem.widths)))
+    if not layers or problem.spread_layers.any():
+        return tied, ends
+    for name, members in problem.graph.ties.items():
+        for row, width in enumerate(problem.widths):
+            sizes = {
+                layer: problem.profile(layer, width, problem.recompute_modes[0]).tied_parameters.get(name, 0.0)
+                for layer in members
+            }
+            tied[row, min(members)] += sizes[min(members)]
+            if {0, layers[-1]} <= set(members) and len(layers) > 1:
+                ends[:, row] += sizes[0], sizes[layers[-1]]
+    return tied, ends
 
 
 def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, width: int) -> float:
@@ -288,18 +261,3 @@ def _prices(problem: PlacementProblem, width: int, layers: range) -> list[float]
             saved += one.stashed_bytes - other.stashed_bytes
         prices.append(spent / saved if spent > 0 and saved > 0 else 0.0)
     return prices
-
-
-def _priced_s(problem: PlacementProblem, prices: FloatArray, layers: range, use_bounds: bool) -> list[list[float]]:
-    """Per (width, layer): the least seconds of all passes plus the price of what is stashed."""
-    kind = "bound" if use_bounds else "value"
-    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
-
-    def cost(profile: LayerProfile, price: float) -> float:
-        passes = sum(float(getattr(getattr(profile, name), kind)[problem.accelerator]) for name in names)
-        return passes + price * profile.stashed_bytes
-
-    return [
-        [min(cost(problem.profile(layer, width, mode), price) for mode in problem.recompute_modes) for layer in layers]
-        for width, price in zip(problem.widths, prices.tolist(), strict=True)
-    ]

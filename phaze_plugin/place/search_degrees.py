@@ -1,7 +1,7 @@
 """The search over all degrees: the lowest bound first, until nothing left can be faster than what was simulated.
 
 Each choice of degrees passes four gates, each with a higher bound under its time: the closed forms of `degrees.py`, the
-packing of `packing.py`, the tables of `bounds.py` on its own stages, and branch and bound over its pipelines
+filling of `filling.py`, the tables of `bounds.py` on its own stages, and branch and bound over its pipelines
 (`splits.py`), which simulates. A choice is let through a gate only while its bound is below the k-th best simulated
 time, or below a target that rises until it is met. What is left open when the effort is spent lowers the bound that is
 returned, and nothing else.
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from phaze.capabilities import PipelineSchedule
 from phaze.place.chunk_floors import chunk_floors
 from phaze.place.chunks import ChunkBounds
-from phaze.place.degrees import Choices, Degrees, list_choices
+from phaze.place.degrees import SCHEDULES, Choices, Degrees, list_choices
 from phaze.place.ground import Ground
 from phaze.place.seeds import seed_splits
 from phaze.place.splits import TOLERANCE, SplitSearch, best_split
@@ -30,6 +31,8 @@ _HOPELESS = 10
 _FOREVER_S = 1e30
 _GUESSES = (1.1, 1.25, 1.5, 2.0, 4.0, math.inf)
 _REACH = 1.25
+_NEAR = 2.0
+_LOOSE = [SCHEDULES.index(kind) for kind in (PipelineSchedule.GPIPE, PipelineSchedule.INTERLEAVED)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,24 +118,32 @@ class _Progress:
 
 
 def search_degrees(
-    ground: Ground, *, top: int = 1, effort: Effort | None = None, cutoff_s: float = math.inf, gap: float = 0.0
+    ground: Ground,
+    *,
+    top: int = 1,
+    effort: Effort | None = None,
+    cutoff_s: float = math.inf,
+    gap: float = 0.0,
+    proves: bool = False,
 ) -> SearchAnswer:
     """The ``top`` fastest choices of degrees, each with its fastest stages.
 
     Only plans faster than the cutoff are looked for. With a gap, the first is the fastest but for the gap, and the
-    others are the best that the search came across.
+    others are the best that the search came across. One that ``proves`` expects to find nothing below the cutoff, and
+    is quicker if so.
+
+    Schedules whose bounds are loose (gpipe, interleaved) come after all others and must beat what these found: more of
+    them to choose from never give a slower plan, whatever the gap.
     """
     progress = _Progress(top=top, effort=effort or Effort(), slowest_s=cutoff_s, gap=gap)
     choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
-    least = float(choices.floor_s.min(initial=math.inf))
-    for guess in _GUESSES if len(choices) else ():
-        target = min(guess * least, progress.cutoff_s * (1 + TOLERANCE))
-        _search_below(ground, choices, target, progress)
-        is_spent = progress.choices >= progress.effort.choices and float(choices.floor_s.min()) < target
-        if progress.cutoff_s <= target or is_spent:
-            break
+    is_loose = np.isin(choices.schedule, _LOOSE)
+    left = math.inf
+    for some in (choices.take(~is_loose), choices.take(is_loose)):
+        if len(some):
+            left = min(left, _search_some(ground, some, left if proves else math.inf, progress, proves))
+    left = min(left, progress.open_s)
     best = progress.found[0].time_s if progress.found else cutoff_s
-    left = min([float(choices.floor_s.min(initial=progress.open_s)), *(one.bound_s for one in progress.refined)])
     return SearchAnswer(
         found=tuple(progress.found[:top]),
         bound_s=best if left >= best * (1 - TOLERANCE) else left,
@@ -140,6 +151,24 @@ def search_degrees(
         nodes=progress.nodes,
         simulated=progress.simulated,
     )
+
+
+def _search_some(ground: Ground, choices: Choices, enough_s: float, progress: _Progress, proves: bool) -> float:
+    """Look at some choices, up to a target that rises; the least bound of what is left, but for `progress.open_s`."""
+    least = float(choices.floor_s.min())
+    cutoff_s = min(progress.cutoff_s, enough_s)
+    guesses: tuple[float, ...] = _GUESSES[1:] if proves else _GUESSES
+    if proves and cutoff_s <= _NEAR * least:
+        guesses = _GUESSES[-1:]
+    for guess in guesses:
+        target = min(guess * least, min(progress.cutoff_s, enough_s) * (1 + TOLERANCE))
+        _search_below(ground, choices, target, progress)
+        is_spent = progress.choices >= progress.effort.choices and float(choices.floor_s.min()) < target
+        if min(progress.cutoff_s, enough_s) <= target or is_spent:
+            break
+    left = min([float(choices.floor_s.min()), *(one.bound_s for one in progress.refined)])
+    progress.refined.clear()
+    return left
 
 
 def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Progress) -> None:

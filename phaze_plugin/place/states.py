@@ -139,6 +139,9 @@ def build_stage_space(graph: PlacementGraph) -> StageSpace:
     for flow in graph.flows:
         for consumer in flow.consumers:
             needs[consumer] |= 1 << flow.producer
+    if all(needs[layer] >> (layer - 1) & 1 for layer in range(1, layers)):
+        source, target = np.triu_indices(layers + 1, 1)
+        return StageSpace(inside=np.tri(layers + 1, layers, -1, dtype=bool), source=source, target=target)
     found = {0}
     edge = [0]
     while edge:

@@ -122,3 +122,24 @@ def test_no_bound_exceeds_an_evaluation(seed: int) -> None:
         except ShardError:
             return
         assert_bounds_hold(question, cell, rows, draw)
+
+
+@pytest.mark.parametrize(
+    ("name", "time_s"),
+    [
+        ("t2048x2x64-v4096x2-b8m", 0.10472054536807282),
+        ("t64x256x4-v64x256-b64m", 0.12469827787854895),
+        ("t256x64x16-v32x64-b16m", 0.10735388180997757),
+    ],
+)
+def test_an_accelerator_of_the_papers_space_keeps_the_step_time_that_it_had(name: str, time_s: float) -> None:
+    space = phaze.space.paper()
+    points = space.take(np.array([space.names.index(name)]))
+    question = small_question(
+        ["bert-large"], points, devices=1024, hbm_gib=(32,), micro_batch_sizes=(1,), global_batch_size=4096, gap=0.01
+    )
+    cell, _ = sweep_cell(question.requests[0], 0, 1, 1, question.points, question.schedules, is_tight=False)
+    task = EvaluateTask(
+        request=question.requests[0], accelerator=question.points.at(0), cells=((0.0, cell),), cutoff_s=math.inf
+    )
+    assert evaluate_point(task).time_s == pytest.approx(time_s, rel=1e-9)

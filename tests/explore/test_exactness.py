@@ -86,6 +86,20 @@ def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
         assert one.value <= 8 / least_s
 
 
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 30))]
+)
+def test_more_schedules_to_choose_from_never_give_a_slower_accelerator(seed: int) -> None:
+    gap = (0.0, 0.01, 0.2)[seed % 3]
+    values = []
+    for kinds in (("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")):
+        asked: dict[str, Any] = {"schedules": kinds, "gap": gap, "global_batch_size": 16, "micro_batch_sizes": (1,)}
+        engine = searched(small_question([tiny_model(8)], some_points(6, seed=seed), **asked))
+        assert engine.know.best is not None
+        values.append(engine.know.best.value)
+    assert values[1] >= values[0] * (1 - 3e-6)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_front", [False, True])

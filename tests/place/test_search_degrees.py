@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from placement import brute_force
 from placement_problems import examples, random_problem, spread_problem
 
-from phaze.capabilities import Capabilities
+from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.hardware import Cluster
 from phaze.place.degrees import list_choices
 from phaze.place.ground import Ground
 from phaze.place.problem import PlacementProblem
 from phaze.place.search_degrees import Effort, search_degrees
+from phaze.place.splits import best_split
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -76,6 +77,22 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
         assert tightened[index] <= time_s
 
 
+@examples(15)
+@given(seeds)
+def test_no_gate_changes_the_answer(seed: int) -> None:
+    ground = Ground.of(random_problem(seed, largest=9, most_devices=12, most_micro_batches=16))
+    choices = list_choices(
+        ground.problem, ground.space, ground.widths, ground.network, ground.update_s, checks_memory=False
+    )
+    times = [math.inf]
+    for index in range(len(choices)):
+        search = ground.search(choices.degrees(index), math.inf)
+        if search is not None:
+            times.append(best_split(search, min(times), 10**6).time_s)
+    answer = search_degrees(ground)
+    assert (answer.found[0].time_s if answer.found else math.inf) == pytest.approx(min(times), rel=1e-9)
+
+
 def relaxed(seed: int) -> PlacementProblem:
     problem = random_problem(seed, largest=5, most_devices=8)
     return replace(problem, capabilities=Capabilities.everything(), pipelines_divide_batch=False)
@@ -114,6 +131,33 @@ def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> No
     cluster = problem.cluster
     more = replace(problem, cluster=Cluster(cluster.accelerator, cluster.device_count + extra, cluster.levels))
     assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+KINDS = st.sets(st.sampled_from(PipelineSchedule))
+
+
+@examples(60)
+@given(seeds, KINDS, st.sampled_from(PipelineSchedule))
+def test_a_schedule_more_to_choose_from_never_makes_the_optimum_slower(
+    seed: int, kinds: set[PipelineSchedule], other: PipelineSchedule
+) -> None:
+    problem = replace(relaxed(seed), schedules=tuple(kinds))
+    more = replace(problem, schedules=(*kinds, other))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@examples(60)
+@given(seeds, KINDS, st.sampled_from([0.005, 0.05, 0.3]))
+def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_gap(
+    seed: int, kinds: set[PipelineSchedule], gap: float
+) -> None:
+    tight = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
+    few = replace(relaxed(seed), schedules=tight)
+    found, more = (
+        search_degrees(Ground.of(problem), gap=gap).found
+        for problem in (few, replace(few, schedules=(*sorted(kinds), *tight)))
+    )
+    assert not found or more[0].time_s <= found[0].time_s * (1 + 1e-9)
 
 
 @examples(30)
