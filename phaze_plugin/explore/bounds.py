@@ -39,6 +39,7 @@ from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.place import Bounded, LayerProfile, PlacementProblem
+from phaze.place.network import Network
 from phaze.place.problem import ProfileKey
 from phaze.planner.choose import graph_at, placement_problem
 from phaze.planner.profiles import ProfileOptions, leading_to_inputs, priced_pass
@@ -62,6 +63,7 @@ class Cell:
 
     `problem` holds the sizes of every profile; its seconds are those of the reference accelerator and serve for
     nothing. `numbers` says what the numbers of a row are: a distinct layer's key, and a pass or a recompute mode.
+    `network` knows the prices of its links, whatever the accelerator.
     """
 
     model: int
@@ -69,6 +71,7 @@ class Cell:
     problem: PlacementProblem
     numbers: tuple[tuple[str, str], ...]
     is_paper: bool
+    network: Network
 
     @property
     def micro_batch_size(self) -> int:
@@ -145,7 +148,14 @@ def sweep_cell(
         busy_s += counts[key] * devices * found.through_s
         busy_j += counts[key] * devices * found.energy_j
     batches = problem.micro_batches
-    cell = Cell(model=model, sharded=sharded, problem=problem, numbers=tuple(numbers), is_paper=is_paper)
+    cell = Cell(
+        model=model,
+        sharded=sharded,
+        problem=problem,
+        numbers=tuple(numbers),
+        is_paper=is_paper,
+        network=Network(problem.cluster, problem.calibration),
+    )
     rows = Rows(
         seconds=np.stack(columns, axis=1),
         least_s=batches * busy_s / request.cluster.device_count * (1 - 1e-9),

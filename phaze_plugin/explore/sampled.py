@@ -22,7 +22,7 @@ from phaze.explore.question import SearchQuestion
 from phaze.explore.tasks import EvaluateTask, evaluate_point
 from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.place import bound_placement
+from phaze.place import Effort, bound_placement
 
 if TYPE_CHECKING:
     import optuna
@@ -136,8 +136,15 @@ class _Sampling:
             bound_s = swept_s
             enough_s = max(least_s, cutoff_s)
             if swept_s < enough_s:
-                problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
-                bound_s = max(swept_s, bound_placement(problem, cutoff_s=enough_s))
+                bound_s = max(swept_s, self._bound(swept, point, chip, enough_s))
+            if bound_s < cutoff_s < math.inf:
+                bound_s = max(bound_s, self._bound(swept, point, chip, cutoff_s, Effort()))
             least_s = min(least_s, bound_s)
             found.append((bound_s, swept.cell))
         return found
+
+    def _bound(
+        self, swept: Swept, point: int, chip: Accelerator, cutoff_s: float, effort: Effort | None = None
+    ) -> float:
+        problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
+        return bound_placement(problem, cutoff_s=cutoff_s, effort=effort, network=swept.cell.network)

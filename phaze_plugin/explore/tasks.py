@@ -155,7 +155,7 @@ def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
     request = replace(task.request, cluster=replace(task.request.cluster, accelerator=task.accelerator))
     slices = schedule_slices(_moved(cell.sharded, task.accelerator), schedule_options(request))
     problem = replace(cell.problem, profiles=slices.profiles, cluster=request.cluster)
-    result = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=task.request.gap / 2)
+    result = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=task.request.gap / 2, network=cell.network)
     bound_s = None if math.isinf(result.bound_s) else result.bound_s
     if result.best is None:
         return Outcome(time_s=None, bound_s=bound_s, placed=1)

@@ -13,6 +13,7 @@ from phaze.errors import PlacementError
 from phaze.place.assemble import assemble
 from phaze.place.ground import Ground
 from phaze.place.levers import Infeasibility, explain_infeasibility
+from phaze.place.network import Network
 from phaze.place.paper import PaperPlacement, place_paper, reconstruct
 from phaze.place.paper_instance import PaperInstance
 from phaze.place.placement import Placement, TimeParts
@@ -91,6 +92,7 @@ def find_placement(
     smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = (),
     cutoff_s: float = math.inf,
     gap: float = 0.0,
+    network: Network | None = None,
 ) -> PlacementResult:
     """The fastest placement, the ``top`` choices of degrees, and a bound.
 
@@ -102,6 +104,7 @@ def find_placement(
         cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
         gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
             for it, the bound tells what it left open, and alternatives are the best that it came across.
+        network: as `Ground.of` takes it.
 
     Raises:
         ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
@@ -113,7 +116,7 @@ def find_placement(
         raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
     if not 0 <= gap < 1:
         raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
-    ground = Ground.of(problem)
+    ground = Ground.of(problem, network=network)
     answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
     bound_s = answer.bound_s
     if _is_bounded_loosely(problem) and (answer.found or cutoff_s < math.inf):
@@ -141,16 +144,23 @@ def find_placement(
     )
 
 
-def bound_placement(problem: PlacementProblem, *, cutoff_s: float = math.inf, effort: Effort | None = None) -> float:
+def bound_placement(
+    problem: PlacementProblem,
+    *,
+    cutoff_s: float = math.inf,
+    effort: Effort | None = None,
+    network: Network | None = None,
+) -> float:
     """Seconds below which no plan is, at most the cutoff; infinite if nothing fits.
 
     The profiles' lower bounds serve for their values. By default only closed forms and packing are asked, which takes a
-    fraction of a search; with the effort of a search the bound is that of `find_placement`.
+    fraction of a search; with the effort of a search the bound is that of `find_placement`. ``network`` is as
+    `Ground.of` takes it.
 
     Raises:
         PlacementError: the layer graph branches too much.
     """
-    ground, quick = Ground.of(problem, use_bounds=True), Effort(choices=0, nodes=0)
+    ground, quick = Ground.of(problem, use_bounds=True, network=network), Effort(choices=0, nodes=0)
     return search_degrees(ground, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
 
 

@@ -38,10 +38,13 @@ class Ground:
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: PlacementProblem, *, use_bounds: bool = False) -> Ground:
-        """Prepare a problem, with its profiles' values or with their lower bounds."""
+    def of(cls, problem: PlacementProblem, *, use_bounds: bool = False, network: Network | None = None) -> Ground:
+        """Prepare a problem, with its profiles' values or with their lower bounds.
+
+        ``network`` is that of a problem on as many devices with the same links and calibration: its prices serve again.
+        """
         space = build_stage_space(problem.graph)
-        network, update_s = Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
+        network, update_s = network or Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
         return cls(
             problem=problem,
             space=space,

@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.energy import EnergyModel, energy_model
+from phaze.place.states import IntArray
 
 __all__ = ["Network", "Price"]
 
@@ -29,7 +32,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A cluster's prices; each is asked for once."""
+    """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are."""
 
     cluster: Cluster
     calibration: Calibration
@@ -47,6 +50,11 @@ class Network:
         shares = [self.calibration.link, *[self.calibration.network] * len(self.cluster.levels)]
         rates = [share * level.bandwidth_bytes_per_s for share, level in zip(shares, self.cluster.levels, strict=False)]
         return 1.0 / max(rates) if rates else 0.0
+
+    def depths(self, most: int) -> IntArray:
+        """`depth` of 0, 1, .. up to ``most`` devices."""
+        blocks = np.cumprod([1, *(level.size for level in self.cluster.levels)])[1:]
+        return np.asarray((blocks < np.arange(most + 1)[:, None]).sum(axis=1))
 
     def depth(self, used: int) -> int:
         """How many levels are too small for ``used`` devices: plans of equal depth have equal prices."""

@@ -104,7 +104,7 @@ class Packing:
 
     def _rates(self, choices: Choices) -> FloatArray:
         """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
-        levels = np.array([self.network.depth(used) for used in range(self.most_used + 1)])
+        levels = self.network.depths(self.most_used)
         depth = levels[np.minimum(choices.width * choices.pipelines * choices.devices, self.most_used)]
         keys = np.stack([choices.width, choices.pipelines, depth], axis=1)
         distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
