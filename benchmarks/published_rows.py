@@ -118,7 +118,13 @@ def _schedule(pipeline: int, chunks: int) -> dict[str, Any]:
     return {"schedule": name, "chunks": chunks}
 
 
+def _check_stages(layers: int, stages: int) -> None:
+    if stages > layers:
+        raise ValueError(f"{stages} stages for {layers} layers")
+
+
 def _even(layers: int, stages: int) -> tuple[int, ...]:
+    _check_stages(layers, stages)
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     sizes[0] += 1
     sizes[-1] += 1
@@ -127,6 +133,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 def _filled(layers: int, stages: int) -> list[int]:
     """As many layers a stage as the fullest needs, from the front; no stage is empty."""
+    _check_stages(layers, stages)
     most, sizes = -(-layers // stages), list[int]()
     for stage in range(stages):
         left = layers - sum(sizes) - (stages - stage - 1)
@@ -137,7 +144,7 @@ def _filled(layers: int, stages: int) -> list[int]:
 def _megatron_row(values: dict[str, str], dataset: str, name: str, **others: Any) -> Row:
     keys = ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "dp", "gpus", "global_batch", "micro_batch")
     number = {key: _whole(values, key) for key in keys}
-    chunks = int(values["interleave_chunks"] or values["interleave"] or 1)
+    chunks = next((_whole(values, key) for key in ("interleave_chunks", "interleave") if values[key]), 1)
     strategy = {
         "dp": number["dp"],
         "tp": number["tp"],
@@ -211,7 +218,7 @@ def _bigscience_row(name: str, values: dict[str, str]) -> Row:
         "tp": tp,
         "pp": pp,
         "micro_batch_size": size,
-        "zero": int(values["zero"] or 1),
+        "zero": 1 if not values["zero"] else int(values["zero"]),
         "recompute": "full",
         "sequence_parallel": False,
         "stages": _bigscience_stages(layers, pp, is_rebalanced),
@@ -245,7 +252,7 @@ def _torchtitan(path: Path) -> Iterator[Row]:
         elif "async" in values["extra"].lower():
             reason = "asynchronous tensor parallelism is not priced"
         elif values["precision"] != "bf16":
-            reason = f"{values['precision']}: casts and scales of float8 are not priced"
+            reason = f"{values['precision'] or 'no precision'}: only bf16 is priced (not casts and scales of float8)"
         if reason is not None:
             yield Row(dataset="torchtitan", name=name, reason=reason)
         else:
@@ -266,7 +273,7 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         raise ValueError(f"activation checkpointing {values['act_ckpt']!r} is not priced")
     if fsdp * tp != devices:
         raise ValueError(f"fsdp {fsdp} x tp {tp} are not {devices} devices; shards inside replicas are not priced")
-    batch = int(values["global_batch"] or size * fsdp)
+    batch = _whole(values, "global_batch") if values["global_batch"] else size * fsdp
     chip = replace(find_accelerator("h100"), hbm_bytes=96 * GIB, hbm_bandwidth_bytes_per_s=2.4e12)
     base = _cluster("h100", devices, (8, 450e9, 1e-6), (0, 50e9, 5e-6))
     strategy = {
@@ -295,7 +302,7 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         fuses_attention=True,
         tokens=batch * length,
         seconds=None if rate is None else batch * length / (rate * devices),
-        memory_bytes=float(values["mem_GiB"]) * GIB if values["mem_GiB"] else None,
+        memory_bytes=None if (memory := _seconds(values["mem_GiB"])) is None else memory * GIB,
     )
 
 
@@ -388,10 +395,14 @@ def _lines(path: Path) -> list[dict[str, str]]:
     return [defaultdict(str, {key: text.strip() for key, text in row.items()}) for row in rows]
 
 
+_DIGITS = 6
+
+
 def _whole(values: dict[str, str], key: str) -> int:
-    if not values[key].isdecimal() or int(values[key]) < 1:
-        raise ValueError(f"{key} is {values[key]!r}")
-    return int(values[key])
+    text = values[key]
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and int(text) > 0):
+        raise ValueError(f"{key} is {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float | None:

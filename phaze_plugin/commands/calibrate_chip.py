@@ -12,16 +12,26 @@ from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_opt
 from phaze.errors import QuestionError, UnknownNameError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from phaze.cost import Calibration
     from phaze.fitting import Fit, PreparedRun, Run
+    from phaze.fitting.least_squares import Predict
 
 __all__ = ["calibrate_chip"]
 
 _STACKS = ("eager", "library", "perfect")
+_CANDIDATES = ("matrix", "memory", "link", "network", "overhead_s", "overlap")
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.epilog = (
+        "Measured steps are one run a line under a line of column names. model, cluster, global_batch and seconds must "
+        "be there; name, precision, sequence_length, memory_gib, dp, tp, pp, micro_batch_size, schedule, chunks, zero, "
+        "sequence_parallel and recompute may be. Runs that differ in size and strategy tell more terms apart."
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--measured", metavar="FILE", help="CSV of steps: model, cluster, global_batch, seconds, ..")
     source.add_argument("--trace", metavar="FILE", help="Chrome trace of torch.profiler of a training step")
@@ -49,20 +59,19 @@ def _from_steps(arguments: Namespace, console: Console) -> int:
 
     plugins = PluginManager.load()
     runs = read_steps(arguments.measured)
-    start = _start(runs[0], arguments.stack, f"fitted to {arguments.measured}")
+    start = _start(runs, arguments.stack, f"fitted to {arguments.measured}")
     prepared = [prepare(one, start.stack, plugins) for one in runs]
-    terms = _terms(arguments.terms, prepared)
-    fit = fit_terms(
-        lambda calibrations: np.stack([one.seconds(calibrations) for one in prepared], axis=1),
-        [one.seconds for one in runs],
-        start,
-        terms,
-    )
-    _show_fit(arguments, console, runs, fit)
+
+    def predict(calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
+        return np.stack([one.seconds(calibrations) for one in prepared], axis=1)
+
+    terms, left = _terms(arguments.terms, predict, start, len(runs))
+    fit = fit_terms(predict, [one.seconds for one in runs], start, terms)
+    _show_fit(arguments, console, start, _with_reserve(fit, prepared), prepared, left)
     return ExitCode.FINE
 
 
-def _start(first: Run, stack: str | None, name: str) -> Calibration:
+def _start(runs: Sequence[Run], stack: str | None, name: str) -> Calibration:
     """The chip's own calibration, or round numbers where it has none."""
     from dataclasses import replace
 
@@ -70,7 +79,15 @@ def _start(first: Run, stack: str | None, name: str) -> Calibration:
     from phaze.hooks import PluginManager
     from phaze.planner.request import settled_cluster
 
-    own = calibration_of(settled_cluster(first.cluster, PluginManager.load()).accelerator)
+    plugins = PluginManager.load()
+    chips = [settled_cluster(one.cluster, plugins).accelerator for one in runs]
+    other = next((one for one, chip in zip(runs, chips, strict=True) if chip != chips[0]), None)
+    if other is not None:
+        raise QuestionError(
+            f"{other.name} ran on another chip than {runs[0].name}; a calibration belongs to one chip: write the runs "
+            "of each into a file of its own."
+        )
+    own = calibration_of(chips[0])
     if own.is_ideal:
         own = Calibration(
             matrix=0.7, memory=0.7, link=0.7, network=0.7, overhead_s=1e-5, overlap=0.5, stack=LIBRARY_STACK
@@ -79,36 +96,52 @@ def _start(first: Run, stack: str | None, name: str) -> Calibration:
     return replace(own, name=name, stack=stacks[stack])
 
 
-def _terms(text: str | None, prepared: Sequence[PreparedRun]) -> tuple[str, ...]:
+def _terms(text: str | None, predict: Predict, start: Calibration, runs: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What to fit: as asked, or what the runs show; and why not the others."""
     from phaze.cost.calibration import TERMS
+    from phaze.fitting import separable_terms
 
-    if text is not None:
-        terms = tuple(part.strip() for part in text.split(","))
-        for term in terms:
-            if term not in TERMS:
-                raise UnknownNameError("term of a calibration", term, TERMS)
-        if len(set(terms)) < len(terms):
-            raise QuestionError(f"--terms is {text!r}; expected every term once.")
-        return terms
-    terms = ("matrix", "memory")
-    if any(one.degrees.width * one.degrees.pipelines * one.degrees.devices > 1 for one in prepared):
-        terms = (*terms, "link")
-    return (*terms, "overhead_s") if len(prepared) > len(terms) else terms
+    if text is None:
+        return separable_terms(predict, start, _CANDIDATES, max(1, 2 * runs // 3))
+    terms = tuple(part.strip() for part in text.split(","))
+    for term in terms:
+        if term not in TERMS:
+            raise UnknownNameError("term of a calibration", term, TERMS)
+    if len(set(terms)) < len(terms):
+        raise QuestionError(f"--terms is {text!r}; expected every term once.")
+    return terms, {}
 
 
-def _show_fit(arguments: Namespace, console: Console, runs: Sequence[Run], fit: Fit) -> None:
+def _with_reserve(fit: Fit, prepared: Sequence[PreparedRun]) -> Fit:
+    """The fit, with the memory that devices held beyond what they need: the median over runs that say it."""
+    from dataclasses import replace
+    from statistics import median
+
+    shares = [one.run.memory_bytes / one.needed_bytes - 1 for one in prepared if one.run.memory_bytes]
+    if not shares:
+        return fit
+    return replace(fit, calibration=replace(fit.calibration, reserve=round(max(0.0, median(shares)), 4)))
+
+
+def _show_fit(
+    arguments: Namespace,
+    console: Console,
+    start: Calibration,
+    fit: Fit,
+    prepared: Sequence[PreparedRun],
+    left: dict[str, str],
+) -> None:
     from phaze.records import to_document
 
-    rows = [
-        (one.name, f"{one.seconds:.4g} s", f"{one.seconds * (1 + error):.4g} s", f"{error:+.1%}")
-        for one, error in zip(runs, fit.errors, strict=True)
-    ]
-    terms = [
-        (term, f"{getattr(fit.calibration, term):.4g}", f"{fit.slopes[term]:+.2f} % of the step per 1 % of it")
-        for term in fit.terms
+    runs = [one.run for one in prepared]
+    memory = [
+        (one.run.name, one.run.memory_bytes, one.needed_bytes * (1 + fit.calibration.reserve))
+        for one in prepared
+        if one.run.memory_bytes
     ]
     notes = [f"{term}: the runs say nothing about it; it keeps its start" for term in fit.unseen]
     notes += [f"{one} and {other}: the runs cannot separate them" for one, other in fit.inseparable]
+    notes += [f"{term} keeps {getattr(start, term):.4g}: {reason}" for term, reason in left.items()]
     document = {
         "calibration": to_document(fit.calibration),
         "terms": list(fit.terms),
@@ -116,17 +149,51 @@ def _show_fit(arguments: Namespace, console: Console, runs: Sequence[Run], fit: 
             {"name": one.name, "seconds": one.seconds, "error": error}
             for one, error in zip(runs, fit.errors, strict=True)
         ],
+        "memory": [{"name": name, "bytes": held, "error": found / held - 1} for name, held, found in memory],
         "mean_error": fit.mean_error,
+        "start_errors": fit.start_errors,
         "unseen": list(fit.unseen),
         "inseparable": [list(pair) for pair in fit.inseparable],
+        "left": left,
     }
-    texts: list[Any] = [
-        plain_table(("run", ">measured", ">predicted", ">error"), rows, title="measured steps"),
-        plain_table(("term", ">value", "effect"), terms, title="what was fitted"),
-        f"mean error {fit.mean_error:.1%} over {len(runs)} runs, on the runs that it was fitted to",
-        *(f"warning: {note}" for note in notes),
+    _finish(arguments, console, fit.calibration, document, [*_fit_tables(start, fit, runs, memory), *_warnings(notes)])
+
+
+def _fit_tables(
+    start: Calibration, fit: Fit, runs: Sequence[Run], memory: Sequence[tuple[str, float, float]]
+) -> list[Any]:
+    rows = [
+        (one.name, f"{one.seconds:.4g} s", f"{one.seconds * (1 + error):.4g} s", f"{error:+.1%}")
+        for one, error in zip(runs, fit.errors, strict=True)
     ]
-    _finish(arguments, console, fit.calibration, document, texts)
+    terms = [
+        (
+            term,
+            f"{getattr(start, term):.4g}",
+            f"{getattr(fit.calibration, term):.4g}",
+            f"{fit.slopes[term]:+.2f} %",
+            f"{fit.start_errors[term]:.1%}",
+        )
+        for term in fit.terms
+    ]
+    headings = ("term", ">start", ">fitted", ">step per 1 % of it", ">error with its start")
+    tables: list[Any] = [
+        plain_table(("run", ">measured", ">predicted", ">error"), rows, title="measured steps"),
+        plain_table(headings, terms, title="what was fitted"),
+        f"mean error {fit.mean_error:.1%} over {len(runs)} runs, on the runs that it was fitted to",
+    ]
+    if memory:
+        sizes = [
+            (name, f"{held / 2**30:.1f} GiB", f"{found / 2**30:.1f} GiB", f"{found / held - 1:+.1%}")
+            for name, held, found in memory
+        ]
+        title = f"memory, {fit.calibration.reserve:.1%} of it held in reserve"
+        tables.append(plain_table(("run", ">measured", ">predicted", ">error"), sizes, title=title))
+    return tables
+
+
+def _warnings(notes: Sequence[str]) -> list[str]:
+    return [f"warning: {note}" for note in notes]
 
 
 def _from_trace(arguments: Namespace, console: Console) -> int:
@@ -150,7 +217,7 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
         sequence_length=arguments.sequence_length,
     )
     trace = read_trace(arguments.trace)
-    start = _start(traced, arguments.stack or "eager", "traced")
+    start = _start([traced], arguments.stack or "eager", "traced")
     prepared = prepare(traced, start.stack, PluginManager.load())
     found = fit_trace(
         trace,

@@ -1,6 +1,6 @@
 """Calibrations from measured runs and traces."""
 
-from phaze.fitting.least_squares import Fit, fit_terms
+from phaze.fitting.least_squares import Fit, fit_terms, separable_terms
 from phaze.fitting.runs import PreparedRun, Run, prepare
 from phaze.fitting.steps import read_steps
 from phaze.fitting.trace import StepTrace, TraceFit, fit_trace, read_trace
@@ -16,4 +16,5 @@ __all__ = [
     "prepare",
     "read_steps",
     "read_trace",
+    "separable_terms",
 ]

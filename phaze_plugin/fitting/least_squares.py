@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from phaze.cost import Calibration
 from phaze.errors import QuestionError
 
-__all__ = ["Fit", "fit_terms", "point_of", "slopes_at"]
+__all__ = ["Fit", "fit_terms", "point_of", "separable_terms", "slopes_at"]
 
 _Floats = NDArray[np.float64]
 Predict = Callable[[Sequence[Calibration]], _Floats]
@@ -34,6 +34,7 @@ _TOLERANCE = 1e-4
 _FACTORS = (0.1, 1.0, 10.0, 1e3)
 _PARALLEL = 0.995
 _UNSEEN = 1e-3
+_SHOWN = 0.02
 _RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0)}
 _EFFICIENCY_RANGE = (0.02, 1.0)
 
@@ -47,6 +48,7 @@ class Fit:
         terms: the names of what was fitted.
         errors: predicted / measured - 1 of each run.
         slopes: change of log seconds per change of each term (log, or overlap itself), mean over runs.
+        start_errors: the mean error with one term alone back at its start.
         unseen: terms that the runs say nothing about; they keep their start.
         inseparable: pairs of terms that the runs cannot tell apart.
     """
@@ -55,6 +57,7 @@ class Fit:
     terms: tuple[str, ...]
     errors: tuple[float, ...]
     slopes: dict[str, float]
+    start_errors: dict[str, float]
     unseen: tuple[str, ...]
     inseparable: tuple[tuple[str, str], ...]
 
@@ -93,14 +96,43 @@ def fit_terms(
     point, slopes = _minimise(residuals, np.clip(point, low, high), low, high, weight)
     errors = np.exp(residuals([point])[0]) - 1
     unseen = tuple(term for term, column in zip(terms, slopes.T, strict=True) if np.abs(column).max() < _UNSEEN)
+    best = _at(start, terms, point)
+    back = predict([replace(best, **{term: getattr(start, term)}) for term in terms]) / seconds - 1
     return Fit(
-        calibration=_at(start, terms, point),
+        calibration=best,
         terms=tuple(terms),
         errors=tuple(errors.tolist()),
         slopes=dict(zip(terms, slopes.mean(axis=0).tolist(), strict=True)),
+        start_errors=dict(zip(terms, np.abs(back).mean(axis=1).tolist(), strict=True)),
         unseen=unseen,
         inseparable=_parallel(slopes * weight[:, None], terms, unseen),
     )
+
+
+def separable_terms(
+    predict: Predict, start: Calibration, candidates: Sequence[str], most: int
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of some terms those that runs show most, each apart from the ones before it; and why not the others.
+
+    What the runs show is judged at the start, by the derivatives of their seconds.
+    """
+    _, _, slopes = slopes_at(predict, start, candidates)
+    chosen: dict[str, _Floats] = {}
+    left: dict[str, str] = {}
+    columns = dict(zip(candidates, slopes.T, strict=True))
+    for term in sorted(candidates, key=lambda term: -float(np.linalg.norm(columns[term]))):
+        column = columns[term]
+        twin = next((other for other, known in chosen.items() if _cosine(column, known) > _PARALLEL), None)
+        shown = float(np.abs(column).max())
+        if shown < _SHOWN:
+            left[term] = "the runs say nothing about it" if shown < _UNSEEN else "the runs hardly show it"
+        elif twin is not None:
+            left[term] = f"the runs cannot separate it from {twin}"
+        elif len(chosen) == most:
+            left[term] = "there are too few runs for it"
+        else:
+            chosen[term] = column
+    return tuple(term for term in candidates if term in chosen), left
 
 
 def point_of(calibration: Calibration, terms: Sequence[str]) -> _Floats:
@@ -170,15 +202,17 @@ def _loss(residual: _Floats, weight: _Floats) -> float:
     return float((_BEND**2 * (np.sqrt(1 + (weight * residual / _BEND) ** 2) - 1)).sum())
 
 
+def _cosine(one: _Floats, other: _Floats) -> float:
+    return abs(float(one @ other)) / (float(np.linalg.norm(one)) * float(np.linalg.norm(other)) + 1e-30)
+
+
 def _parallel(slopes: _Floats, terms: Sequence[str], unseen: Sequence[str]) -> tuple[tuple[str, str], ...]:
     found = []
     for first in range(len(terms)):
         for second in range(first + 1, len(terms)):
             if terms[first] in unseen or terms[second] in unseen:
                 continue
-            one, other = slopes[:, first], slopes[:, second]
-            cosine = abs(float(one @ other)) / (float(np.linalg.norm(one)) * float(np.linalg.norm(other)) + 1e-30)
-            if cosine > _PARALLEL:
+            if _cosine(slopes[:, first], slopes[:, second]) > _PARALLEL:
                 found.append((terms[first], terms[second]))
     return tuple(found)
 

@@ -24,15 +24,15 @@ from phaze.place import LayerProfile, PlacementProblem
 from phaze.place.assemble import stage_times
 from phaze.place.degrees import Degrees
 from phaze.place.network import Network
-from phaze.place.orders import pipeline_order
+from phaze.place.orders import in_flight, pipeline_order
 from phaze.place.profile import Bounded
 from phaze.place.simulate import Program, StageTimes, compile_order, simulate
-from phaze.place.stages import build_stage_table, update_s_per_parameter
+from phaze.place.stages import StageTable, build_stage_table, update_s_per_parameter
 from phaze.place.states import StageSpace
 from phaze.place.widths import build_width_table
 from phaze.planner.choose import graph_at
 from phaze.planner.limits import Limits, degrees_of, read_limits
-from phaze.planner.profiles import layer_outputs, layer_parameter_bytes, placement_graph
+from phaze.planner.profiles import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
 from phaze.planner.request import Request, read_request
 from phaze.planner.slices import layer_keys, layer_variants, repeated_layers, slice_model
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
@@ -132,11 +132,31 @@ class PreparedRun:
         moved = self.problem.recipe.update_bytes * parameters
         return moved / self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s
 
+    @property
+    def needed_bytes(self) -> float:
+        """What the fullest device needs, without what allocator and libraries hold besides."""
+        memory, degrees = self._table(Calibration(stack=self.stack)).memory, self.degrees
+        schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
+        rounds = degrees.rounds(self.problem.micro_batches)
+        flights = in_flight(schedule, degrees.devices, rounds, degrees.chunks).tolist()
+        places = [
+            [(0, chunk * degrees.devices + place) for chunk in range(degrees.chunks)]
+            for place in range(degrees.devices)
+        ]
+        return max(
+            memory.of_device(self.problem, chunks, flight).total_bytes
+            for chunks, flight in zip(places, flights, strict=True)
+        )
+
     def _times(self, calibration: Calibration) -> StageTimes:
+        table = self._table(calibration)
+        return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.degrees)
+
+    def _table(self, calibration: Calibration) -> StageTable:
         bandwidth, width = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.degrees.width
         profiles = {(key, width, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}
         problem = replace(self.problem, profiles=profiles, calibration=calibration)
-        table = build_stage_table(
+        return build_stage_table(
             problem,
             self.space,
             build_width_table(problem, self.space, width, use_bounds=False),
@@ -148,7 +168,6 @@ class PreparedRun:
             mixes_widths=False,
             splits_backward=self.degrees.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
-        return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.degrees)
 
 
 def prepare(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
@@ -268,7 +287,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             recompute_s=Bounded.exact(0.0),
             parameter_bytes=layer_parameter_bytes(local),
             stashed_bytes=float(sum(local.tensors[name].size_bytes for name in kept_tensors(local, layer, mode))),
-            peak_working_bytes=0.0,
+            peak_working_bytes=peak_working_bytes(local, layer, mode),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=axis.width > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},

@@ -52,6 +52,7 @@ __all__ = [
     "layer_parameter_bytes",
     "leading_to_inputs",
     "least_pass_seconds",
+    "peak_working_bytes",
     "placement_graph",
     "priced_pass",
     "profile_and_report",
@@ -130,7 +131,7 @@ def profile_and_report(
             recompute_s=_timed(again),
             parameter_bytes=layer_parameter_bytes(local),
             stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
-            peak_working_bytes=_peak_working_bytes(local, layer, mode),
+            peak_working_bytes=peak_working_bytes(local, layer, mode),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.task.axis.width > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
@@ -284,7 +285,7 @@ def _bytes(local: Graph, names: Sequence[str]) -> float:
     return float(sum(local.tensors[name].size_bytes for name in names))
 
 
-def _peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float:
+def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float:
     """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward.
 
     In backward, what is kept or made again is there until it was read for the last time; what other layers keep too

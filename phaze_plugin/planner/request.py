@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
 from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
+from phaze.cost.fitted import why_ideal
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
 from phaze.hardware.files import cluster_to_json
@@ -127,6 +128,8 @@ def read_request(
             f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {global_batch_size}, is assumed"
         )
     batch = _positive("global_batch_size", global_batch_size)
+    if calibration is None and (reason := why_ideal(devices.accelerator)):
+        notes.append(reason)
     return Request(
         graph=graph,
         cluster=devices,

@@ -48,7 +48,9 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
             compares=False,
         ).plan
         model, cluster = str(folder / "model.json"), str(folder / "cluster.json")
-        rows.append({"model": model, "cluster": cluster, "global_batch": 32, "seconds": plan.step_time_s, **strategy})
+        held = 1.2 * max(stage.memory_bytes["total"] for stage in plan.stages) / 2**30
+        run = {"global_batch": 32, "seconds": plan.step_time_s, "memory_gib": held if len(rows) < 3 else ""}
+        rows.append({"model": model, "cluster": cluster, **run, **strategy})
     with (folder / "steps.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -62,9 +64,11 @@ def test_a_calibration_reproduces_the_steps_it_was_fitted_to_and_planning_takes_
     out = steps.parent / "mine.json"
     assert main(["calibrate", "--measured", str(steps), "--stack", "library", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    for words in ("what was fitted", "mean error", "written to"):
+    expected = ("what was fitted", "error with its start", "mean error", "warning: ", "held in reserve", "written to")
+    for words in expected:
         assert words in printed
     found = load_calibration(out)
+    assert found.reserve == pytest.approx(0.2, abs=1e-3)
     assert json.loads(out.read_text())["report"]["mean_error"] < 0.02
     strategy = "dp=8,tp=1,pp=1,micro_batch_size=4,zero=0"
     question = ["--cluster", str(steps.parent / "cluster.json"), "--global-batch", "32", "--calibration", str(out)]
@@ -79,6 +83,13 @@ def test_an_unknown_term_and_too_few_steps_are_refused_kindly(steps: Path, capsy
     assert "Did you mean matrix" in capsys.readouterr().err
     assert main(["calibrate", "--measured", str(steps), "--terms", "matrix,memory,link,overhead_s,overlap"]) == 1
     assert "They cannot separate" in capsys.readouterr().err
+
+
+def test_runs_on_two_chips_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "steps.csv"
+    table.write_text("model,cluster,global_batch,seconds\ngpt2,a100-80gb:1,1,1\ngpt2,h100:1,1,1\n")
+    assert main(["calibrate", "--measured", str(table)]) == 1
+    assert "line 3: gpt2 on h100:1 ran on another chip than line 2" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_trace_needs_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from phaze.cost import IDEAL, LIBRARY_STACK, Calibration, Stack, calibration_of
 from phaze.cost.calibration import TERMS
-from phaze.cost.fitted import fitted_families
+from phaze.cost.fitted import fitted_families, why_ideal
 from phaze.errors import HardwareError
 from phaze.hardware import preset, presets
 
@@ -35,7 +35,11 @@ def test_a_family_has_at_most_six_fitted_terms_their_origin_and_their_errors(nam
 def test_another_chip_under_a_fitted_name_is_ideal() -> None:
     from dataclasses import replace
 
-    assert calibration_of(replace(preset("a100-80gb").accelerator, clock_hz=2e9)) == IDEAL
+    chip = preset("a100-80gb").accelerator
+    quicker = replace(chip, clock_hz=2e9, hbm_bandwidth_bytes_per_s=3e12)
+    assert calibration_of(quicker) == IDEAL
+    assert "another hbm_bandwidth_bytes_per_s and clock_hz than the chip of that name" in str(why_ideal(quicker))
+    assert why_ideal(chip) is why_ideal(replace(chip, name="mine")) is None
 
 
 def test_a_fitted_chip_with_another_memory_keeps_its_calibration() -> None:

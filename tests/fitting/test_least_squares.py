@@ -5,7 +5,7 @@ import pytest
 
 from phaze.cost import Calibration
 from phaze.errors import QuestionError
-from phaze.fitting import fit_terms
+from phaze.fitting import fit_terms, separable_terms
 
 PARTS = np.array([[4.0, 1.0, 0.5], [1.0, 3.0, 0.1], [2.0, 2.0, 2.0], [0.5, 0.2, 3.0], [5.0, 0.1, 0.3]])
 """Tensor, memory and link seconds of five imagined runs."""
@@ -45,6 +45,32 @@ def test_terms_that_always_go_together_are_called_inseparable() -> None:
     fit = fit_terms(together, together([TRUTH])[0].tolist(), START, ("matrix", "memory"))
     assert fit.inseparable == (("matrix", "memory"),)
     assert fit.mean_error < 1e-2
+
+
+def test_terms_are_chosen_by_what_runs_show_and_the_others_have_a_reason() -> None:
+    def hardly(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return predict(calibrations) * [[one.vector**-0.5 * one.network**-0.01] for one in calibrations]
+
+    candidates = ("network", "matrix", "overlap", "memory", "link")
+    assert separable_terms(hardly, START, candidates, 2) == (
+        ("matrix", "link"),
+        {
+            "memory": "there are too few runs for it",
+            "network": "the runs hardly show it",
+            "overlap": "the runs say nothing about it",
+        },
+    )
+
+    def together(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([PARTS[:, 0] / one.matrix / one.memory for one in calibrations])
+
+    chosen, left = separable_terms(together, START, ("matrix", "memory"), 2)
+    assert (chosen, left) == (("matrix",), {"memory": "the runs cannot separate it from matrix"})
+
+
+def test_a_term_back_at_its_start_leaves_its_part_of_the_error() -> None:
+    fit = fit_terms(predict, predict([TRUTH])[0].tolist(), START, ("matrix", "memory"))
+    assert fit.start_errors["matrix"] > fit.start_errors["memory"] > fit.mean_error
 
 
 def test_too_few_runs_are_refused_with_the_two_terms_that_they_separate_least() -> None:

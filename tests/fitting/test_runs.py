@@ -52,6 +52,7 @@ def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) 
             compares=False,
         ).plan
         assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
+        assert prepared.needed_bytes == pytest.approx(max(stage.memory_bytes["total"] for stage in plan.stages))
 
 
 def test_what_a_strategy_lacks_is_the_plainest_choice() -> None:

@@ -373,6 +373,14 @@ def test_a_calibrated_plan_says_so_and_is_slower() -> None:
     assert plan.step_time_s == pytest.approx(2 * small_plan().step_time_s, rel=0.05)
 
 
+def test_a_fitted_chip_with_another_clock_says_why_its_prices_are_ideal() -> None:
+    cluster = small_cluster(chip_name=FITTED_CHIP)
+    quicker = replace(cluster, accelerator=replace(cluster.accelerator, clock_hz=2e9))
+    plan = phaze.optimize(small_graph(), cluster=quicker, **QUESTION)
+    assert plan.provenance.prices == "ideal"
+    assert any("another clock_hz than the chip of that name" in note for note in plan.provenance.notes)
+
+
 def test_layout_constraints_are_kept() -> None:
     graph = small_graph()
     name = next(tensor.id for tensor in graph.parameters if len(tensor.shape) == 2 and "mlp" in tensor.id)
