@@ -2,8 +2,9 @@
 
 A placement is executable on a target if all of these hold: its pipeline schedule, ZeRO stage and recompute modes are
 listed, the first two no excluded pair, and each freedom that it takes (stages of unequal layers, tensor widths that
-differ between stages, idle devices, a microbatch count that the pipelines do not divide, parameters split along a
-factor that is not the major one of its dimension) is allowed.
+differ between stages, idle devices, a microbatch count that the pipelines do not divide, a sequence that the tensor
+width does not divide and that is split all the same, parameters split along a factor that is not the major one of its
+dimension) is allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Capabilities:
     stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
     says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
     `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their equal layers
-    (embedding, head), gather all of it for a batch and scatter its gradients behind.
+    (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`: full
+    recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -47,9 +49,11 @@ class Capabilities:
     allows_mixed_widths: bool = False
     allows_idle_devices: bool = False
     allows_uneven_micro_batches: bool = False
+    allows_uneven_sequences: bool = False
     allows_strided_parameters: bool = False
     can_cut_stages: bool = False
     spreads_ends: bool = False
+    trims_recompute: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
@@ -84,6 +88,7 @@ class Capabilities:
             allows_mixed_widths=True,
             allows_idle_devices=True,
             allows_uneven_micro_batches=True,
+            allows_uneven_sequences=True,
             allows_strided_parameters=True,
             can_cut_stages=True,
         )

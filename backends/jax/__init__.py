@@ -40,13 +40,16 @@ class JaxEmitter:
         """One program for all devices: equal stages in GPipe's order, no idle devices.
 
         A pipeline scatters gradients once, after all microbatches, and gathers no parameters but those outside of its
-        layers, of which all stages hold equal parts.
+        layers, of which all stages hold equal parts. What is computed again is compiled, so that nothing is computed
+        for nobody.
         """
         return Capabilities(
             schedules=frozenset({_GPIPE}),
             zero_stages=frozenset({0, 1, 2, 3}),
             excluded_pairs=frozenset({(_GPIPE, 2), (_GPIPE, 3)}),
+            allows_strided_parameters=True,
             spreads_ends=True,
+            trims_recompute=True,
         )
 
     def emit(self, plan: Plan, model: object) -> object:

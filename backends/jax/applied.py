@@ -22,6 +22,7 @@ from phaze.imports import import_graph
 from phaze.ir import Graph, RecomputeMode
 from phaze.plan import Plan, SplitDim
 from phaze.planner.belongs import differences
+from phaze.planner.slices import recomputed_keys
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -123,18 +124,21 @@ def _rules(plan: Plan, model: Model, graph: Graph, *, takes_mean: bool) -> StepR
     if plan.question.global_batch_size > chosen.micro_batch_size and not takes_mean:
         check_mean(traced, _traced(model, compute_dtype, dtypes, shares, 2 * chosen.micro_batch_size), shares)
     _check_stages(plan, traced)
+    keys = recomputed_keys(graph, plan.question.calibration)
     modes = {RecomputeMode(mode) for mode in chosen.recompute}
     how = Arrangement(
         traced=traced,
         stored=_stored(plan, model, traced),
         layers=layer_numbers(model.names, graph),
         mode=next(mode for mode in reversed(RecomputeMode) if mode in modes),
+        again=frozenset(layer.index for layer in graph.layers if layer.key in keys),
+        last_layer=len(graph.layers) - 1,
         is_gathered=chosen.zero == 3 and chosen.dp > 1,
         tensor=chosen.tp,
         splits_sequence=bool(plan.layouts.boundaries),
     )
     return StepRules(
-        how=how,
+        how=how.with_whole_vectors(),
         data=chosen.dp,
         stages=chosen.pp,
         zero=chosen.zero if chosen.dp > 1 else 0,

@@ -7,15 +7,16 @@ left to the compiler, which follows the parameters' layouts; at layer boundaries
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phaze.backends.jax.collectives import gathered
-from phaze.backends.jax.products import with_open_products
+from phaze.backends.jax.products import vectors_of_whole, with_open_products
 from phaze.backends.jax.recompute import again_in_backward, with_attention_again
 from phaze.backends.jax.segments import Segment, segments
 from phaze.backends.jax.stored import Stored
 from phaze.backends.jax.traced import LayerScan, Traced, evaluate
+from phaze.backends.jax.views import View
 from phaze.ir import RecomputeMode
 
 __all__ = ["Arrangement", "after_layers", "before_layers", "micro_batch_loss", "run_layers"]
@@ -30,8 +31,11 @@ class Arrangement:
         stored: how each parameter is stored.
         layers: for each parameter the number of its layer, where it has one.
         mode: what backward computes again.
+        again: the layers to which that applies.
+        last_layer: the number of the one with the loss.
         is_gathered: whether parameters are gathered over the data axis for each pass (ZeRO-3).
         tensor: devices of the tensor axis.
+        whole_vectors: numbers of split vectors that the loss reads whole.
         splits_sequence: whether activations between layers are split along the sequence; one that the tensor axis does
             not divide stays whole.
     """
@@ -40,22 +44,48 @@ class Arrangement:
     stored: tuple[Stored, ...]
     layers: tuple[int | None, ...]
     mode: RecomputeMode
+    again: frozenset[int]
+    last_layer: int
     is_gathered: bool
     tensor: int
     splits_sequence: bool
+    whole_vectors: frozenset[int] = frozenset()
+
+    def with_whole_vectors(self) -> Arrangement:
+        """The same, with the vectors that meet nothing split."""
+        if self.tensor == 1:
+            return self
+        scan, numbers = self.traced.scan, {v: number for number, v in enumerate(self.traced.parameters)}
+        found = {numbers[v] for v in vectors_of_whole(self.traced.equations, self.split_parameters(), self.tensor)}
+        if scan is not None:
+            own, dims = scan.weights, self.split_dims(is_layer=True)
+            split = {v: dims[number] for v, number in own.items() if number in dims}
+            inside = vectors_of_whole(scan.body.jaxpr.eqns, split, self.tensor)
+            found = (found - set(own.values())) | {own[v] for v in inside}
+        return replace(self, whole_vectors=frozenset(found))
+
+    def mode_of(self, layer: int) -> RecomputeMode:
+        """What backward computes again of a layer."""
+        return self.mode if layer in self.again else RecomputeMode.NONE
 
     def seen(self, number: int, value: Any, *, is_layer: bool = False) -> Any:
         """A stored parameter, or one layer of it, as the loss reads it."""
-        how = self.stored[number]
-        whole = gathered(how, value, is_layer=is_layer) if self.is_gathered else value
-        return how.seen(whole, is_layer=is_layer)
+        import jax
+        from jax.sharding import PartitionSpec
 
-    def opened(self, equations: Sequence[Any], split: Mapping[Any, int], shapes: Iterable[Any]) -> list[Any]:
+        how = self.stored[number]
+        own = gathered(how, value, is_layer=is_layer) if self.is_gathered else value
+        seen = how.seen(own, is_layer=is_layer)
+        return jax.lax.with_sharding_constraint(seen, PartitionSpec()) if number in self.whole_vectors else seen
+
+    def opened(
+        self, equations: Sequence[Any], split: Mapping[Any, int], views: Mapping[Any, View], shapes: Iterable[Any]
+    ) -> list[Any]:
         """Equations with the products of split parameters laid open; `shapes` are those of tensors between layers."""
         if self.tensor == 1:
             return list(equations)
         sequences = frozenset(tuple(shape) for shape in shapes if len(shape) > 2 and self._is_split(shape))
-        return with_open_products(equations, split, self.tensor, sequences)
+        return with_open_products(equations, split, self.tensor, sequences, views)
 
     def split_dims(self, *, is_layer: bool = False) -> dict[int, int]:
         """For each parameter that the tensor axis cuts evenly, the dimension as the loss sees it."""
@@ -63,12 +93,28 @@ class Arrangement:
         return {
             number: how.split_dim - shift
             for number, how in enumerate(self.stored)
-            if how.split_dim is not None and not how.merged and how.chunk * how.ways == how.shape[how.split_dim]
+            if how.split_dim is not None
+            and not how.merged
+            and how.parts == 1
+            and how.chunk * how.ways == how.shape[how.split_dim]
         }
 
     def split_parameters(self) -> dict[Any, int]:
         """The same by the variables of the trace."""
         return {self.traced.parameters[number]: dim for number, dim in self.split_dims().items()}
+
+    def views(self, *, is_layer: bool = False) -> dict[int, View]:
+        """The parameters that are stored, and seen by products, as views."""
+        shift = 2 if is_layer else 1
+        return {
+            number: View(how.split_dim - shift, how.parts)
+            for number, how in enumerate(self.stored)
+            if how.split_dim is not None and how.parts > 1
+        }
+
+    def viewed_parameters(self) -> dict[Any, View]:
+        """The same by the variables of the trace."""
+        return {self.traced.parameters[number]: view for number, view in self.views().items()}
 
     def settled(self, equation: Any, result: Any) -> Any:
         """A result where the plan settles it: what is looked up in a parameter leaves as tensors between layers do."""
@@ -111,7 +157,8 @@ def _reader(how: Arrangement, parameters: Sequence[Any]) -> Any:
 
 def _outside(how: Arrangement, scan: LayerScan) -> list[Any]:
     """The equations before and behind the layers."""
-    return how.opened(how.traced.equations, how.split_parameters(), [v.aval.shape for v in scan.carried])
+    shapes = [v.aval.shape for v in scan.carried]
+    return how.opened(how.traced.equations, how.split_parameters(), how.viewed_parameters(), shapes)
 
 
 def before_layers(
@@ -142,9 +189,9 @@ def run_layers(
 
     body, places = scan.body.jaxpr, sorted(scan.stacked)
     first, count = len(scan.constants) + len(scan.carried), len(scan.carried)
-    weights = [body.invars[first + place] for place in places]
+    weights = list(scan.weights)
     free = [body.invars[first + place] for place in range(len(scan.scanned)) if place not in scan.stacked]
-    equations = _inside(how, scan, weights)
+    equations = _inside(how, scan)
 
     def layer(constants: Sequence[Any], carried: Sequence[Any], slices: Any) -> tuple[list[Any], list[Any]]:
         own, rest = slices
@@ -167,15 +214,16 @@ def run_layers(
     return [how.at_boundary(value) for value in leaving], collected
 
 
-def _inside(how: Arrangement, scan: LayerScan, weights: Sequence[Any]) -> list[Any]:
+def _inside(how: Arrangement, scan: LayerScan) -> list[Any]:
     """The equations of one layer."""
     body, dims = scan.body.jaxpr, how.split_dims(is_layer=True)
-    numbers = [scan.stacked[place] for place in sorted(scan.stacked)]
-    split = {v: dims[number] for v, number in zip(weights, numbers, strict=True) if number in dims}
+    split = {v: dims[number] for v, number in scan.weights.items() if number in dims}
     equations = list(body.eqns)
     if how.mode is RecomputeMode.SELECTIVE:
-        equations = with_attention_again(equations, weights, body.outvars)
-    return how.opened(equations, split, [v.aval.shape for v in scan.carried])
+        equations = with_attention_again(equations, list(scan.weights), body.outvars)
+    seen = how.views(is_layer=True)
+    views = {v: seen[number] for v, number in scan.weights.items() if number in seen}
+    return how.opened(equations, split, views, [v.aval.shape for v in scan.carried])
 
 
 def _none(variable: Any) -> Any:
@@ -194,7 +242,8 @@ def after_layers(
         return evaluate(_outside(how, scan), [how.traced.loss], known, _reader(how, parameters), how.settled)[0]
 
     values = [results[variable] for variable in variables]
-    return again_in_backward(behind, how.mode, gathers=how.is_gathered)(list(parameters), list(batch), values)
+    mode = how.mode_of(how.last_layer)
+    return again_in_backward(behind, mode, gathers=how.is_gathered)(list(parameters), list(batch), values)
 
 
 def _unstacked(how: Arrangement, parameters: Sequence[Any], batch: Sequence[Any]) -> Any:
@@ -205,9 +254,10 @@ def _unstacked(how: Arrangement, parameters: Sequence[Any], batch: Sequence[Any]
         leaving = [variable for segment in found for variable in segment.leaves]
         equations = with_attention_again(equations, how.traced.parameters, leaving)
     shapes = [variable.aval.shape for segment in found for variable in segment.leaves]
-    equations = how.opened(equations, how.split_parameters(), shapes)
+    equations = how.opened(equations, how.split_parameters(), how.viewed_parameters(), shapes)
     for segment in found:
-        piece = again_in_backward(_piece(how, equations, segment), how.mode, gathers=how.is_gathered)
+        mode = how.mode_of(segment.number)
+        piece = again_in_backward(_piece(how, equations, segment), mode, gathers=how.is_gathered)
         made = piece(list(parameters), [known[variable] for variable in segment.enters])
         known |= {name: how.at_boundary(value) for name, value in zip(segment.leaves, made, strict=True)}
     return known[how.traced.loss]

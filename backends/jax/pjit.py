@@ -1,8 +1,8 @@
 """A plan as data and as a small Python file that needs nothing but JAX.
 
 The file leaves collectives to the compiler: it states the layout of arguments and results, and of each microbatch. A
-dimension that the tensor axis does not divide cannot be an argument's layout; such a parameter is left whole, and the
-data names it.
+dimension that the tensor axis does not divide, or cuts inside of parts of it, cannot be an argument's layout; such a
+parameter is left whole, and the data names it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _data(plan: Plan) -> dict[str, Any]:
     whole: list[str] = []
     for name, splits in plan.layouts.parameters.items():
         path, is_layer = _path(name)
-        if len(splits) > 1:
+        if len(splits) > 1 or splits[0].outer > 1:
             whole.append(path)
         else:
             split[path] = splits[0].dim + is_layer

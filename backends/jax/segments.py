@@ -2,6 +2,7 @@
 
 An equation belongs to the latest layer among what it reads: activations bring the layer that made them, a parameter the
 first one that reads it. What is made of parameters and constants alone belongs nowhere and is made where it is read.
+What only a later layer reads, and makes of one tensor (a norm, before its scale), belongs to that layer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ __all__ = ["Segment", "layer_numbers", "segments"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What enters a layer from the batch and from other layers, and what others read of it."""
+    """The number of a layer, what enters it from the batch and from other layers, and what others read of it."""
 
+    number: int
     enters: tuple[Any, ...]
     leaves: tuple[Any, ...]
 
@@ -49,7 +51,53 @@ def segments(traced: Traced, layers: Sequence[int | None]) -> list[Segment]:
             level |= dict.fromkeys(equation.outvars, max(active + own))
         elif own or any(v in weights for v in inputs):
             weights |= dict.fromkeys(equation.outvars, max(own, default=None))
-    return _segments(traced, used, level)
+    return _segments(traced, used, _with_late_ones(traced, used, level, set(weights)))
+
+
+def _with_late_ones(traced: Traced, used: Sequence[Any], level: dict[Any, int], weights: set[Any]) -> dict[Any, int]:
+    """Levels with equations moved to the first layer that reads them, where no more crosses to it than before."""
+    readers: dict[Any, list[Any]] = {}
+    for equation in used:
+        for variable in {v for v in equation.invars if not hasattr(v, "val") and v in level}:
+            readers.setdefault(variable, []).append(equation)
+    makers = {v: equation for equation in used for v in equation.outvars if v in level}
+
+    def level_of(equation: Any) -> int | None:
+        return level.get(equation.outvars[0])
+
+    late: dict[int, Any] = {
+        id(one): one for one in used if level_of(one) is not None and not any(_is_one(v, weights) for v in one.invars)
+    }
+
+    def is_later(equation: Any, own: int) -> bool:
+        return (level_of(equation) or 0) > own or id(equation) in late
+
+    def stays(equation: Any) -> bool:
+        own, results = level[equation.outvars[0]], [one for v in equation.outvars for one in readers.get(v, ())]
+        inputs = {v for v in equation.invars if not hasattr(v, "val") and v in level}
+        new = {
+            v
+            for v in inputs
+            if v not in traced.batch
+            and id(makers.get(v)) not in late
+            and not any((level_of(one) or 0) > own for one in readers[v])
+        }
+        crosses = len(new) < 2 and all(is_later(one, own) for v in new for one in readers[v])
+        return not (results and crosses and all(is_later(one, own) for one in results))
+
+    while wrong := [key for key, equation in late.items() if stays(equation)]:
+        for key in wrong:
+            del late[key]
+    moved = dict(level)
+    for equation in reversed(used):
+        if id(equation) in late:
+            first = min(moved[one.outvars[0]] for v in equation.outvars for one in readers.get(v, ()))
+            moved |= dict.fromkeys(equation.outvars, first)
+    return moved
+
+
+def _is_one(variable: Any, among: set[Any]) -> bool:
+    return not hasattr(variable, "val") and variable in among
 
 
 def _segments(traced: Traced, used: Sequence[Any], level: dict[Any, int]) -> list[Segment]:
@@ -69,5 +117,5 @@ def _segments(traced: Traced, used: Sequence[Any], level: dict[Any, int]) -> lis
     for number in sorted(made):
         later = {v for other in read if other != number for v in read[other]} | {traced.loss}
         enters = tuple(v for v in read[number] if v not in made[number] or v in batch)
-        found.append(Segment(enters=enters, leaves=tuple(v for v in made[number] if v in later)))
+        found.append(Segment(number=number, enters=enters, leaves=tuple(v for v in made[number] if v in later)))
     return found

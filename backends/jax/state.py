@@ -144,7 +144,7 @@ class StateLayout:
         import jax
 
         leaves = jax.tree.leaves(tree)
-        return self.tree([how.seen(value) for how, value in zip(self.stored, leaves, strict=True)])
+        return self.tree([how.unviewed(how.seen(value)) for how, value in zip(self.stored, leaves, strict=True)])
 
     def updated(self, state: TrainState, gradients: Sequence[Any]) -> TrainState:
         """The next state: each device updates what it owns, and parameters are gathered where they are whole.

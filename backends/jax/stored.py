@@ -1,9 +1,10 @@
 """How one parameter is stored on the mesh: what of it the tensor, data and pipeline axes cut.
 
-A parameter keeps its own shape wherever a mesh can cut that shape. A dimension that the tensor axis does not divide is
-padded, and one that both the tensor and the data axis cut is seen as two, (ways, chunk): then the stored shape differs
-from the user's, and `seen` and `stored` lead from one to the other. Data-parallel shards (ZeRO) take the longest
-dimension that they divide; a parameter without one stays whole.
+A parameter keeps its own shape wherever a mesh can cut that shape. A dimension of which the tensor axis cuts every one
+of several parts (query, key and value side by side) is seen as two, (parts, part). One that the tensor axis does not
+divide is padded, and one that both the tensor and the data axis cut is seen as two, (ways, chunk): then the stored
+shape differs from the user's, and `seen` and `stored` lead from one to the other. Data-parallel shards (ZeRO) take the
+longest dimension that they divide; a parameter without one stays whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Stored:
 
     Attributes:
         name: dotted path.
-        shape: as the user has it; a stacked one has the layers first.
+        shape: as the user has it, or a view of that; a stacked one has the layers first.
+        parts: how many equal parts of a dimension the view sets side by side, in front of `split_dim`; 1 for no view.
         is_stacked: whether a scan over layers takes it apart.
         split_dim: the dimension of `shape` (after merging) that the tensor axis cuts; None for none.
         merged: whether `split_dim` and the one behind it are stored as one.
@@ -46,6 +48,7 @@ class Stored:
     is_stacked: bool = False
     split_dim: int | None = None
     merged: bool = False
+    parts: int = 1
     is_expanded: bool = False
     chunk: int = 0
     ways: int = 1
@@ -55,6 +58,19 @@ class Stored:
     def dim_of(self, axis: str) -> int | None:
         """The stored dimension whose shards an axis holds."""
         return self.shard_dim if axis == "dp" else self.stage_dim
+
+    @property
+    def user_shape(self) -> tuple[int, ...]:
+        """The shape that the user's function sees."""
+        if self.parts == 1:
+            return self.shape
+        assert self.split_dim is not None
+        at = self.split_dim
+        return (*self.shape[: at - 1], self.parts * self.shape[at], *self.shape[at + 1 :])
+
+    def unviewed(self, value: Any, *, is_layer: bool = False) -> Any:
+        """What `seen` gave, in the user's shape."""
+        return value.reshape(self.user_shape[1 if is_layer else 0 :])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -76,6 +92,7 @@ class Stored:
         """The user's array as it is stored."""
         import jax.numpy as jnp
 
+        value = jnp.reshape(value, self.shape)
         if self.stored_shape == self.shape:
             return value
         assert self.split_dim is not None
@@ -85,7 +102,7 @@ class Stored:
         return jnp.pad(jnp.reshape(value, merged), padding).reshape(self.stored_shape)
 
     def seen(self, value: Any, *, is_layer: bool = False) -> Any:
-        """A stored array, or one layer of a stacked one, as the user's function sees it."""
+        """A stored array, or one layer of a stacked one, in its shape."""
         import jax
         import jax.numpy as jnp
 
@@ -159,6 +176,8 @@ def _split(whole: Stored, splits: Sequence[SplitDim]) -> Stored:
     dim, ways = first.dim + shift, math.prod(split.ways for split in splits)
     is_plain = not rest and first.outer == 1
     is_whole_major = len(rest) == 1 and first.outer == 1 and rest[0].ways * rest[0].chunk > 0
+    if not rest and first.outer > 1 and ways == whole.ways:
+        return _viewed(whole, dim, first, splits)
     if ways != whole.ways or not (is_plain or is_whole_major):
         raise _inexpressible(whole, splits)
     if is_plain:
@@ -172,6 +191,15 @@ def _split(whole: Stored, splits: Sequence[SplitDim]) -> Stored:
     if is_behind and whole.shape[dim + 1] == second.chunk * second.ways and first.stride == second.ways:
         return replace(whole, split_dim=dim, merged=True, chunk=second.chunk)
     raise _inexpressible(whole, splits)
+
+
+def _viewed(whole: Stored, dim: int, split: SplitDim, splits: Sequence[SplitDim]) -> Stored:
+    """Every one of `outer` parts of a dimension is cut."""
+    part, rest = divmod(whole.shape[dim], split.outer)
+    if rest or part != split.chunk * split.ways:
+        raise _inexpressible(whole, splits)
+    shape = (*whole.shape[:dim], split.outer, part, *whole.shape[dim + 1 :])
+    return replace(whole, shape=shape, parts=split.outer, split_dim=dim + 1, chunk=split.chunk)
 
 
 def _inexpressible(whole: Stored, splits: Sequence[SplitDim]) -> PlanError:

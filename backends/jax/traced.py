@@ -49,6 +49,12 @@ class LayerScan:
         return list(self.equation.invars[self.equation.params["num_consts"] + self.equation.params["num_carry"] :])
 
     @property
+    def weights(self) -> dict[Any, int]:
+        """Inside of the body: the variables of stacked parameters, in the order of their places, and their numbers."""
+        first = len(self.constants) + len(self.carried)
+        return {self.body.jaxpr.invars[first + place]: self.stacked[place] for place in sorted(self.stacked)}
+
+    @property
     def results(self) -> list[Any]:
         """What the last layer hands on."""
         return list(self.equation.outvars[: self.equation.params["num_carry"]])

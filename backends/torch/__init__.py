@@ -46,6 +46,7 @@ class TorchEmitter:
             zero_stages=frozenset({0, 3}),
             master_zero_stages=frozenset({1, 2}),
             allows_uneven_stages=True,
+            allows_uneven_sequences=True,
             allows_strided_parameters=True,
         )
 

@@ -8,7 +8,8 @@ Clusters grow along what feeds what, inside one layer and one phase, over one sp
  3. a cluster that only one other cluster reads joins that one;
  4. nothing joins where a way from the cluster to the op leads through another: a cluster is one op.
 
-What a cluster computes besides memory traffic is kept in the attribute `operations`: lane operations per element.
+A cluster that only adds is a sum, whose gradient reads nothing of it. What a cluster computes besides memory traffic is
+kept in the attribute `operations`: lane operations per element.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import networkx as nx
 from phaze.cost.vector import vector_operations
 from phaze.errors import GraphError
 from phaze.ir import Dim, Dims, Factor, FactorKind, Graph, Op, OpKind, Phase, Rule
+from phaze.ir.functions import PASSES_GRADIENT
 from phaze.ir.kinds import check_rule
 
 __all__ = ["fuse"]
@@ -295,7 +297,7 @@ class _Fusing:
         op = Op(
             id=outputs[0],
             kind=_kind_of(cluster, functions),
-            function="fused",
+            function=_function_of(members, outputs),
             rule=rule,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -309,6 +311,11 @@ class _Fusing:
         except GraphError:
             return None
         return op
+
+
+def _function_of(members: list[Op], outputs: list[str]) -> str:
+    adds = all(op.function in PASSES_GRADIENT or op.kind is OpKind.VIEW for op in members)
+    return "fused_sum" if adds and len(outputs) == 1 else "fused"
 
 
 def _kind_of(cluster: _Cluster, functions: list[str]) -> OpKind:

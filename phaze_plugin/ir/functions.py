@@ -41,7 +41,7 @@ UNARY_READS: dict[str, Saved] = {
     "tanh": Saved.RESULT,
 }
 
-PASSES_GRADIENT = frozenset({"add", "add_constant", "contiguous", "identity"})
+PASSES_GRADIENT = frozenset({"add", "add_constant", "contiguous", "fused_sum", "identity"})
 
 OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
     **dict.fromkeys(UNARY_READS, ((1,), 1)),

@@ -6,7 +6,8 @@ selective  what backward reads, less what lies inside attention: results of prod
 products   what enters the layer, and the results of attention, of reduce-scatters and of every other product with a
            parameter, the first one included, as far as backward or what runs again reads them (torchtitan's selective
            checkpointing by op, torchtitan/distributed/activation_checkpoint.py)
-full       only what enters the layer; the whole forward runs again
+full       only what enters the layer; the whole forward runs again, or (trimmed) what leads to a tensor that backward
+           reads: compilers drop the rest, such as a layer's last product and the sum of its parts
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def kept_bytes(graph: Graph, layer: Layer, mode: RecomputeMode) -> int:
     return sum(graph.tensors[tensor_id].size_bytes for tensor_id in kept_tensors(graph, layer, mode))
 
 
-def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[Op, ...]:
+def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> tuple[Op, ...]:
     """The forward ops that run again in backward, in order."""
     if mode is RecomputeMode.NONE:
         return ()
-    if mode is RecomputeMode.FULL:
+    if mode is RecomputeMode.FULL and not is_trimmed:
         return layer.forward
     return _kept_and_again(graph, layer, mode)[1]
 
@@ -74,7 +75,7 @@ def _kept_and_again(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
     may_keep = {*_entering(graph, layer)}
     if mode is RecomputeMode.PRODUCTS:
         may_keep |= _saved_results(graph, layer)
-    else:
+    elif mode is RecomputeMode.SELECTIVE:
         may_keep |= {graph.storage(tensor_id) for op in layer.forward for tensor_id in op.outputs}
         may_keep -= _inside_attention(graph, layer)
     stash = stashed_tensors(graph, layer)

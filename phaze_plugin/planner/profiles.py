@@ -65,8 +65,8 @@ class ProfileOptions:
     """How passes are priced and scheduled.
 
     Epilogues fused or not, the gap to prove, the work (see `schedule_layer`) after which a pass keeps the gap that it
-    has, plugins' prices, schedules so far, the bytes per parameter in which microbatches' gradients are summed, and the
-    recompute modes to profile (none first).
+    has, plugins' prices, schedules so far, the bytes per parameter in which microbatches' gradients are summed, the
+    recompute modes to profile (none first), and whether full recompute leaves out what backward does not read.
     """
 
     is_fused: bool = True
@@ -76,6 +76,7 @@ class ProfileOptions:
     cache: ScheduleCache = field(default_factory=ScheduleCache)
     gradient_bytes: float = 0.0
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
+    trims_recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,8 @@ def profile_and_report(
     tied = sharded.task.graph.layer_graph.tied_parameters
     found = {}
     for mode in modes:
-        again = _schedule(sharded, local, recomputed_ops(local, layer, mode), options)
+        ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
+        again = _schedule(sharded, local, ops, options)
         profile = LayerProfile(
             forward_s=_timed(forward),
             backward_input_s=to_inputs,

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phaze.cost import Calibration
+from phaze.errors import ShardError
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
 from phaze.place import LayerProfile, PlacementGraph
@@ -32,6 +34,7 @@ from phaze.shard import (
     ShardedLayer,
     ShardedModel,
     ShardOptions,
+    sequence_lengths,
     shard_model,
     unsharded,
 )
@@ -42,6 +45,7 @@ __all__ = [
     "layer_variants",
     "least_step_s",
     "profile_options",
+    "recomputed_keys",
     "repeated_layers",
     "schedule_slices",
     "slice_model",
@@ -94,6 +98,7 @@ def profile_options(request: Request, modes: tuple[RecomputeMode, ...] = SEARCHE
         prices=request.prices,
         gradient_bytes=request.recipe.gradient_bytes,
         modes=modes,
+        trims_recompute=request.capabilities.trims_recompute,
     )
 
 
@@ -108,7 +113,7 @@ def slice_model(
     axis = Axis(cluster or request.cluster, width, request.calibration)
     if width > 1:
         options = ShardOptions(
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=_runnable(request, graph, width, sequence_parallel),
             constraints=request.constraints,
             may_stride_parameters=request.capabilities.allows_strided_parameters,
         )
@@ -121,6 +126,19 @@ def slice_model(
         parameters={},
         is_sequence_split=(False,) * len(graph.layers),
     )
+
+
+def _runnable(request: Request, graph: Graph, width: int, wanted: SequenceParallel) -> SequenceParallel:
+    """Off where the target splits sequences only evenly and these are not divided; ShardError where it must be on."""
+    odd = [length for length in sequence_lengths(graph) if length % width]
+    if request.capabilities.allows_uneven_sequences or not odd:
+        return wanted
+    if wanted is SequenceParallel.ON:
+        raise ShardError(
+            f"a sequence of {odd[0]} cannot be split evenly {width} ways, as target {request.target} does it; leave "
+            "sequence_parallel out, or train on lengths that the width divides."
+        )
+    return SequenceParallel.OFF
 
 
 def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions) -> float:
@@ -155,9 +173,14 @@ def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
 
 def repeated_layers(model: ShardedModel) -> frozenset[str]:
     """Keys of the layers that may be recomputed: all, or those that repeat (all where none does)."""
-    counts = Counter(layer.key for layer in model.graph.layers)
+    return recomputed_keys(model.graph, model.axis.calibration)
+
+
+def recomputed_keys(graph: Graph, calibration: Calibration) -> frozenset[str]:
+    """The same of a graph under a calibration."""
+    counts = Counter(layer.key for layer in graph.layers)
     often = frozenset(key for key, count in counts.items() if count > 1)
-    return frozenset(counts) if model.axis.calibration.stack.recomputes_ends or not often else often
+    return frozenset(counts) if calibration.stack.recomputes_ends or not often else often
 
 
 def layer_keys(model: ShardedModel) -> list[str]:

@@ -19,7 +19,7 @@ from phaze.planner.choose import graph_at
 from phaze.planner.limits import limits_of
 from phaze.planner.profiles import placement_graph
 from phaze.planner.request import Request
-from phaze.planner.slices import slice_model
+from phaze.planner.slices import repeated_layers, slice_model
 from phaze.shard import WHOLE, ShardedModel, slice_layer
 
 __all__ = ["StageTraffic", "planned_traffic"]
@@ -49,12 +49,17 @@ def planned_traffic(
     spread = _spread_names(request, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))
     ends_bytes = sum(_end_bytes(plan, parameters[name], least_bytes) for name in spread)
+    repeated, is_trimmed = repeated_layers(sharded), request.capabilities.trims_recompute
     found, first = [], 0
     for number, stage in enumerate(plan.stages):
         layers = range(first, first + len(stage.layers))
         first += len(stage.layers)
         mode = RecomputeMode(stage.recompute)
-        width_bytes = sum(_layer_bytes(sharded, layer, mode, least_bytes) for layer in layers)
+        width_bytes = 0.0
+        for layer in layers:
+            local = slice_layer(sharded.layers[layer])
+            again = mode if sharded.graph.layers[layer].key in repeated else RecomputeMode.NONE
+            width_bytes += _layer_bytes(local, again, sharded.axis.width, is_trimmed, least_bytes)
         sent = _sent_bytes(sharded, first) if number + 1 < len(plan.stages) else 0.0
         held = {name: size for name, size in _parameters(sharded, layers).items() if name not in spread}
         held |= {name: parameters[name] / len(plan.stages) for name in spread}
@@ -68,12 +73,11 @@ def planned_traffic(
     return tuple(found)
 
 
-def _layer_bytes(sharded: ShardedModel, layer: int, mode: RecomputeMode, least_bytes: int) -> float:
-    """Forward, backward and what is computed again of one layer and one microbatch."""
-    local: Graph = slice_layer(sharded.layers[layer])
-    ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode))
+def _layer_bytes(local: Graph, mode: RecomputeMode, width: int, is_trimmed: bool, least_bytes: int) -> float:
+    """Forward, backward and what is computed again of one layer's slice and one microbatch."""
+    ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
     links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
-    return sum(_weighed(op, sharded.axis.width) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
+    return sum(_weighed(op, width) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
 
 
 def _weighed(op: Op, width: int) -> float:

@@ -2,7 +2,7 @@
 
 from phaze.shard.constraints import LayoutConstraint
 from phaze.shard.layout import PARTIAL, WHOLE, Layout, Split
-from phaze.shard.model import SequenceParallel, ShardedModel, ShardOptions, shard_model
+from phaze.shard.model import SequenceParallel, ShardedModel, ShardOptions, sequence_lengths, shard_model
 from phaze.shard.moves import Axis
 from phaze.shard.program import shard_layer
 from phaze.shard.slice import slice_layer
@@ -24,6 +24,7 @@ __all__ = [
     "Split",
     "Strategy",
     "format_sharded_layer",
+    "sequence_lengths",
     "shard_layer",
     "shard_model",
     "slice_layer",

@@ -27,7 +27,7 @@ from phaze.shard.program import shard_layer
 from phaze.shard.task import LayerTask, ShardedLayer, leaving
 from phaze.solvers import ProblemBuilder, WorkLimits, solve_linear
 
-__all__ = ["SequenceParallel", "ShardOptions", "ShardedModel", "shard_model"]
+__all__ = ["SequenceParallel", "ShardOptions", "ShardedModel", "sequence_lengths", "shard_model"]
 
 
 class SequenceParallel(StrEnum):
@@ -245,6 +245,12 @@ def _choose(graph: Graph, tables: Mapping[str, Mapping[_Combination, ShardedLaye
         next(choice for v, choice in zip(variables, option, strict=True) if result.solution[v] > 0.5)
         for variables, option in zip(chosen, options, strict=True)
     ]
+
+
+def sequence_lengths(graph: Graph) -> tuple[int, ...]:
+    """The lengths along which tensors between layers could be split, ascending."""
+    names = [boundary.tensor for boundary in graph.layer_graph.boundaries]
+    return tuple(sorted({graph.tensors[name].shape[1] for name in names if _is_sequence(graph, name)}))
 
 
 def _is_sequence(graph: Graph, name: str) -> bool:

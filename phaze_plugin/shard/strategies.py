@@ -27,7 +27,7 @@ from phaze.shard.layout import PARTIAL, WHOLE, Layout, layout_of
 __all__ = ["Strategy", "head_factors", "op_strategies", "split_choices"]
 
 _LINEAR = frozenset({"add", "cast", "negative", "scale", "scale_backward", "sum", "expand", "reshape", "transpose"})
-_MASKED_LOOKUPS = frozenset({"embedding", "scatter_add"})
+_MASKED_LOOKUPS = frozenset({"embedding", "pick", "scatter_add"})
 _ROUTED = frozenset({"combine", "combine_rows_backward", "combine_weights_backward", "dispatch", "undispatch"})
 _BY_PARAMETER = frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION, OpKind.LOOKUP})
 

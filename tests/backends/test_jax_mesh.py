@@ -14,17 +14,16 @@ from repository import ROOT
 Results = Callable[[str], dict[str, Any]]
 
 SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
-DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2")
+DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "fused dp2 tp4")
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
 FULL = (
     *(f"{model} {degrees}" for model in ("pure", "linen", "scanned") for degrees in ("dp8", "tp8", "dp2 tp4")),
-    *("scanned dp8 zero2", "scanned dp4 tp2 zero1 selective", "scanned dp2 tp4 full", "scanned dp2 tp4 sequence"),
-    *("uneven dp2 tp4", "fused dp2 tp4", "odd dp2 tp4 sequence"),
+    *("scanned dp8 zero2", "scanned dp4 tp2 zero1 selective", "scanned dp2 tp4 full", "deep dp2 tp4 sequence"),
+    *("pure dp2 tp4 full", "uneven dp2 tp4", "odd dp2 tp4", "fused dp4 tp2 zero1 full"),
 )
-UNMATCHED = {"scanned dp2 tp4 full", "scanned dp2 tp4 sequence", "fused dp2 tp4", "odd dp2 tp4 sequence"}
-"""Collectives differ here: what backward does not read again is not summed again, fused columns are gathered, and a
-sequence that the devices do not divide stays whole."""
+"""With sequences split, the plan is made for links whose bytes count (the preset's latencies favour other patterns than
+the one that is run), and the CPU's compiler keeps the gathered input of the head: 3 % less than planned."""
 UNFORCED = ("unforced 500 KB", "unforced 300 KB")
 
 
@@ -134,8 +133,7 @@ def check_unforced(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_every_step_on_a_mesh_equals_one_on_a_device(full_results: Results, name: str) -> None:
     check_equality(full_results(name))
-    if name not in UNMATCHED:
-        check_bytes(full_results(name))
+    check_bytes(full_results(name))
 
 
 @pytest.mark.exhaustive

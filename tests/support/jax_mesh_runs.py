@@ -45,8 +45,8 @@ FORCED |= {
         {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 1, "recompute": "selective"},
     ),
     "scanned dp2 tp4 full": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
-    "scanned dp2 tp4 sequence": (
-        "scanned",
+    "deep dp2 tp4 sequence": (
+        "deep",
         {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "sequence_parallel": True},
     ),
     "scanned pp2 dp2 tp2": (
@@ -59,12 +59,14 @@ FORCED |= {
     ),
     "scanned dp4 tp2 zero2 mixed": ("scanned", {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 2}),
     "scanned dp8 zero2 clipped": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
-    "odd dp2 tp4 sequence": (
-        "odd",
-        {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "sequence_parallel": True},
-    ),
+    "odd dp2 tp4": ("odd", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
     "uneven dp2 tp4": ("uneven", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
+    "pure dp2 tp4 full": ("pure", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
     "fused dp2 tp4": ("fused", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
+    "fused dp4 tp2 zero1 full": (
+        "fused",
+        {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 4, "zero": 1, "recompute": "full"},
+    ),
 }
 
 
@@ -98,6 +100,8 @@ def subject(kind: str) -> Subject:
         batch = {name: rows[:, : models.LENGTH - 1] for name, rows in batch.items()}
     if kind == "fused":
         weights, loss = models.weights(models.fused_shapes()), models.fused_loss
+    elif kind == "deep":
+        weights, loss = models.weights(models.shapes(layers=4, stacked=True)), models.scanned_loss
     else:
         weights = models.weights(models.shapes(words=words, stacked=kind == "scanned"))
         loss = models.scanned_loss if kind == "scanned" else models.loss
@@ -139,6 +143,8 @@ def forced(name: str) -> dict[str, Any]:
     kind, strategy = FORCED[name]
     it = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
+    if name.endswith("sequence"):
+        question["cluster"] = "cpu:8@paper"
     if name.endswith("mixed"):
         question["precision"] = "bf16-adam"
     graph = phaze.import_graph(it.model, it.inputs)

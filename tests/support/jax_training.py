@@ -78,22 +78,44 @@ scanned_loss = partial(loss, stacked=True)
 
 
 def fused_shapes() -> Tree:
-    """One layer whose projections are columns of one matrix, (3 h d)."""
-    return {
-        "embed": (WORDS, WIDTH),
+    """Three layers with projections as columns of one matrix, (3 h d), with a bias, and gates beside them, (2 f)."""
+    one = {
         "qkv": (WIDTH, 3 * HEADS * SIZE),
+        "qkv_bias": (3 * HEADS * SIZE,),
         "o": (HEADS * SIZE, WIDTH),
-        "head": (WIDTH, WORDS),
+        "gate_up": (WIDTH, 2 * HIDDEN),
+        "down": (HIDDEN, WIDTH),
     }
+    return {"embed": (WORDS, WIDTH), "layers": [one] * 3, "head": (WIDTH, WORDS)}
 
 
 def fused_loss(params: Tree, batch: Tree) -> jax.Array:
-    """Attention alone, its projections fused."""
+    """Layers that take fused projections apart in three ways: by splits, slices and reshapes."""
     x = params["embed"][batch["ids"]]
-    parts = jnp.split(x @ params["qkv"], 3, axis=-1)
-    query, key, value = (part.reshape(*x.shape[:2], HEADS, SIZE) for part in parts)
-    x = x + attend(query, key, value).reshape(*x.shape[:2], HEADS * SIZE) @ params["o"]
-    return cross_entropy(x @ params["head"], batch["labels"])
+    for p, take in zip(params["layers"], (_by_split, _by_slice, _by_reshape), strict=True):
+        query, key, value = take(_normal(x) @ p["qkv"] + p["qkv_bias"])
+        x = x + attend(query, key, value).reshape(*x.shape[:2], HEADS * SIZE) @ p["o"]
+        gate, up = jnp.split(_normal(x) @ p["gate_up"], 2, axis=-1)
+        x = x + (jax.nn.silu(gate) * up) @ p["down"]
+    return cross_entropy(_normal(x) @ params["head"], batch["labels"])
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def _by_split(x: jax.Array) -> list[jax.Array]:
+    return [part.reshape(*x.shape[:2], HEADS, SIZE) for part in jnp.split(x, 3, axis=-1)]
+
+
+def _by_slice(x: jax.Array) -> list[jax.Array]:
+    width = HEADS * SIZE
+    return [x[..., at * width : (at + 1) * width].reshape(*x.shape[:2], HEADS, SIZE) for at in range(3)]
+
+
+def _by_reshape(x: jax.Array) -> list[jax.Array]:
+    parts = x.reshape(*x.shape[:2], 3, HEADS, SIZE)
+    return [parts[:, :, at] for at in range(3)]
 
 
 class LinenBlock(linen.Module):

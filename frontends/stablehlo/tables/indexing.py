@@ -96,7 +96,8 @@ def _gather(call: Call) -> Values:
     picking = _Picking(call.shape(0), call.shape(1), call.out_shape(), windows, numbers)
     rule = picking.rule((picking.whole, picking.ids), picking.picked)
     is_rows = not numbers.table_batch and numbers.collapsed == [0] and windows[1:] == call.shape(0)[1:]
-    function = "embedding" if is_rows else "gather"
+    is_pick = len(numbers.collapsed) == 1 and len(numbers.table_batch) == len(windows) - 1
+    function = "embedding" if is_rows else "pick" if is_pick else "gather"
     if not any(factor.kind is FactorKind.LOOKUP for factor in rule.factors):
         return call.emit(OpKind.COPY, function, rule, call.id(0), call.id(1))
     return call.emit(OpKind.LOOKUP, function, rule, call.id(0), call.id(1))
