@@ -100,7 +100,22 @@ def _linen_parameters(model: Any, inputs: Sequence[Any]) -> Any:
 
     variables = jax.eval_shape(initialize, *inputs)
     _refuse_state(model, sorted(name for name in variables if name != "params"))
+    _refuse_noise(model, variables["params"], inputs)
     return variables["params"]
+
+
+def _refuse_noise(model: Any, parameters: Any, inputs: Sequence[Any]) -> None:
+    import jax
+    from flax.errors import InvalidRngError
+
+    try:
+        jax.eval_shape(partial(_linen_loss, model), parameters, *inputs)
+    except InvalidRngError as error:
+        raise PlanError(
+            f"{type(model).__name__} draws random numbers (dropout), and a step here has no key for it; plan and apply "
+            "a loss function that takes a key: lambda params, key, *batch: model.apply({'params': params}, *batch, "
+            "rngs={'dropout': key})."
+        ) from error
 
 
 def _nnx_loss(model: Any) -> tuple[Callable[..., Any], Any]:
@@ -118,7 +133,8 @@ def _refuse_state(model: Any, names: Sequence[str]) -> None:
     if names:
         raise PlanError(
             f"{type(model).__name__} keeps {', '.join(names)} beside its parameters, and a step here updates "
-            "parameters only; pass a loss function that closes over them, or that takes a key as an argument."
+            "parameters only; pass a loss function that closes over them (with takes_mean=True where it takes means of "
+            "a batch inside), or that takes a key as an argument."
         )
 
 

@@ -70,7 +70,8 @@ def _with_late_ones(traced: Traced, used: Sequence[Any], level: dict[Any, int], 
     }
 
     def is_later(equation: Any, own: int) -> bool:
-        return (level_of(equation) or 0) > own or id(equation) in late
+        number = level_of(equation)
+        return number is not None and (number > own or (number == own and id(equation) in late))
 
     def stays(equation: Any) -> bool:
         own, results = level[equation.outvars[0]], [one for v in equation.outvars for one in readers.get(v, ())]
@@ -79,7 +80,7 @@ def _with_late_ones(traced: Traced, used: Sequence[Any], level: dict[Any, int], 
             v
             for v in inputs
             if v not in traced.batch
-            and id(makers.get(v)) not in late
+            and not (id(makers[v]) in late and level[v] == own)
             and not any((level_of(one) or 0) > own for one in readers[v])
         }
         crosses = len(new) < 2 and all(is_later(one, own) for v in new for one in readers[v])

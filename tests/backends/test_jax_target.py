@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax_training as models
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax_models import adam_state, adam_step, gpt_parameters, tokens
 from repository import ROOT
@@ -24,6 +24,7 @@ from phaze.backends.jax import ScanStages
 from phaze.backends.jax.stored import store
 from phaze.errors import PlanError
 from phaze.plan import Plan, PlanStatus, SplitDim
+from phaze.planner.audit import check_plan
 
 QUESTION: dict[str, Any] = {"global_batch_size": 16, "precision": "fp32"}
 FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "zero": 0}
@@ -193,6 +194,54 @@ def test_an_nnx_module_trains_as_it_does_alone() -> None:
     model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     with pytest.raises(PlanError, match=r"NnxLoss keeps dropout.* beside its parameters"):
         plan.apply(model, inputs=inputs)
+
+
+class LinenNoise(linen.Module):
+    """A loss in linen with statistics of batches, or with dropout."""
+
+    has_statistics: bool
+
+    @linen.compact
+    def __call__(self, x: Any, y: Any) -> Any:
+        hidden = linen.Dense(8)(x)
+        if self.has_statistics:
+            hidden = linen.BatchNorm(use_running_average=False)(hidden)
+        else:
+            hidden = linen.Dropout(0.5, deterministic=False)(hidden)
+        return ((hidden - y) ** 2).mean()
+
+
+def test_linen_modules_with_other_state_are_told_what_to_pass_instead() -> None:
+    inputs = (np.ones((4, 8), "f"), np.zeros((4, 8), "f"))
+    question = {"cluster": "cpu:1", "global_batch_size": 4, "precision": "fp32"}
+    for has_statistics, message in (
+        (True, "LinenNoise keeps batch_stats beside its parameters.* pass a loss function"),
+        (False, r"LinenNoise draws random numbers \(dropout\).* a loss function that takes a key"),
+    ):
+        model = LinenNoise(has_statistics)
+        plan = phaze.optimize(model, inputs, **question)
+        with pytest.raises(PlanError, match=message):
+            plan.apply(model, inputs=inputs)
+
+
+def test_a_sequence_that_the_width_does_not_divide_is_not_split() -> None:
+    loss, (weights, batch) = small()
+    inputs = (weights, {name: rows[:, :15] for name, rows in batch.items()})
+    strategy = {**FIXED, "dp": 1, "tp": 4, "micro_batch_size": 16}
+    question = {**QUESTION, "cluster": "cpu:4@paper", "compares": False}
+    assert not phaze.evaluate(loss, inputs, strategy=strategy, **question).plan.strategy.sequence_parallel
+    with pytest.raises(PlanError, match="a sequence of 15 cannot be split evenly 4 ways, as target jax does it"):
+        phaze.evaluate(loss, inputs, strategy={**strategy, "sequence_parallel": True}, **question)
+
+
+def test_a_plan_with_stages_holds_equal_parts_of_both_ends_and_is_verified() -> None:
+    loss, inputs = small(stacked=True)
+    strategy = {**FIXED, "schedule": "gpipe", "pp": 2, "dp": 1, "tp": 1, "micro_batch_size": 4}
+    question = {**QUESTION, "cluster": "cpu:2", "compares": False}
+    plan = phaze.evaluate(loss, inputs, strategy=strategy, **question).plan
+    held = [[stage.memory_bytes[item] for item in ("parameters", "gradients", "optimizer")] for stage in plan.stages]
+    assert held[0] == held[1]
+    assert all(finding.holds for finding in check_plan(plan, loss, inputs))
 
 
 def test_plans_that_cannot_run_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Capabilities are validated and say what may be combined."""
 
+from typing import Any
+
 import pytest
 
 from phaze.capabilities import ZERO_STAGES, Capabilities, PipelineSchedule
@@ -40,3 +42,18 @@ def test_a_zero_stage_that_does_not_exist_is_refused(stages: frozenset[int]) -> 
 def test_no_zero_stage_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Capabilities(zero_stages=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"allows_uneven_stages": True}, "even stages of one width"),
+        ({"schedules": frozenset({PipelineSchedule.INTERLEAVED})}, "one on each device"),
+        ({"zero_stages": frozenset({0, 2})}, "ZeRO-0 and 1"),
+    ],
+)
+def test_a_target_spreads_ends_only_over_equal_stages_without_shards(choices: dict[str, Any], message: str) -> None:
+    fixed = {"schedules": frozenset({PipelineSchedule.GPIPE}), "spreads_ends": True}
+    Capabilities(**fixed)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        Capabilities(**(fixed | choices))

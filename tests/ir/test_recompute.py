@@ -58,6 +58,17 @@ def test_full_recomputation_runs_the_forward_again() -> None:
     assert recomputed_ops(graph, graph.layers[1], RecomputeMode.NONE) == ()
 
 
+def test_trimmed_recomputation_leaves_out_what_backward_does_not_read() -> None:
+    graph = tiny_graph("llama")
+    block = next(layer for layer in graph.layers if layer.name.endswith(".0"))
+    trimmed = recomputed_ops(graph, block, RecomputeMode.FULL, is_trimmed=True)
+    made = {graph.storage(name) for op in trimmed for name in op.outputs}
+    assert set(stashed_tensors(graph, block)) <= made | {graph.storage(name) for name in block.inputs}
+    left_out = [op.id.rsplit(".", 1)[-1] for op in block.forward if op not in trimmed]
+    assert left_out[-1].startswith(("add", "residual")), left_out
+    assert trimmed == tuple(op for op in block.forward if op in trimmed)
+
+
 def test_a_relayed_tensor_that_enters_is_kept_under_full_recomputation() -> None:
     config = {"model_type": "t5", "num_layers": 3, "d_model": 8, "d_kv": 4, "num_heads": 2, "d_ff": 8, "vocab_size": 9}
     graph = graph_from_config(config, name="t5", sequence_length=4)
