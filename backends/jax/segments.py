@@ -54,51 +54,64 @@ def segments(traced: Traced, layers: Sequence[int | None]) -> list[Segment]:
     return _segments(traced, used, _with_late_ones(traced, used, level, set(weights)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Moves:
+    """Equations that may belong to a later layer (`late`, by their id), and what tells whether they do."""
+
+    batch: frozenset[Any]
+    level: dict[Any, int]
+    readers: dict[Any, list[Any]]
+    makers: dict[Any, Any]
+    late: dict[int, Any]
+
+    def settle(self) -> None:
+        """Drop those that do not, until nothing changes."""
+        while wrong := [key for key, equation in self.late.items() if not self._moves(equation)]:
+            for key in wrong:
+                del self.late[key]
+
+    def _moves(self, equation: Any) -> bool:
+        """Whether only later layers read it, and it reads at most one tensor that would not cross to them anyway."""
+        own, results = self.level[equation.outvars[0]], self.reads_of(equation)
+        new = {v for v in equation.invars if not hasattr(v, "val") and v in self.level and self._is_new(v, own)}
+        read = [one for v in new for one in self.readers[v]]
+        return bool(results) and len(new) < 2 and all(self._is_later(one, own) for one in (*results, *read))
+
+    def reads_of(self, equation: Any) -> list[Any]:
+        """The equations that read what one makes."""
+        return [one for v in equation.outvars for one in self.readers.get(v, ())]
+
+    def _is_new(self, variable: Any, own: int) -> bool:
+        if variable in self.batch or (id(self.makers[variable]) in self.late and self.level[variable] == own):
+            return False
+        return all(self.level.get(one.outvars[0], 0) <= own for one in self.readers[variable])
+
+    def _is_later(self, equation: Any, own: int) -> bool:
+        number = self.level.get(equation.outvars[0], -1)
+        return number > own or (number == own and id(equation) in self.late)
+
+
 def _with_late_ones(traced: Traced, used: Sequence[Any], level: dict[Any, int], weights: set[Any]) -> dict[Any, int]:
     """Levels with equations moved to the first layer that reads them, where no more crosses to it than before."""
     readers: dict[Any, list[Any]] = {}
     for equation in used:
         for variable in {v for v in equation.invars if not hasattr(v, "val") and v in level}:
             readers.setdefault(variable, []).append(equation)
-    makers = {v: equation for equation in used for v in equation.outvars if v in level}
-
-    def level_of(equation: Any) -> int | None:
-        return level.get(equation.outvars[0])
-
-    late: dict[int, Any] = {
-        id(one): one for one in used if level_of(one) is not None and not any(_is_one(v, weights) for v in one.invars)
-    }
-
-    def is_later(equation: Any, own: int) -> bool:
-        number = level_of(equation)
-        return number is not None and (number > own or (number == own and id(equation) in late))
-
-    def stays(equation: Any) -> bool:
-        own, results = level[equation.outvars[0]], [one for v in equation.outvars for one in readers.get(v, ())]
-        inputs = {v for v in equation.invars if not hasattr(v, "val") and v in level}
-        new = {
-            v
-            for v in inputs
-            if v not in traced.batch
-            and not (id(makers[v]) in late and level[v] == own)
-            and not any((level_of(one) or 0) > own for one in readers[v])
-        }
-        crosses = len(new) < 2 and all(is_later(one, own) for v in new for one in readers[v])
-        return not (results and crosses and all(is_later(one, own) for one in results))
-
-    while wrong := [key for key, equation in late.items() if stays(equation)]:
-        for key in wrong:
-            del late[key]
+    active = [one for one in used if one.outvars[0] in level]
+    moves = _Moves(
+        batch=frozenset(traced.batch),
+        level=level,
+        readers=readers,
+        makers={v: equation for equation in active for v in equation.outvars},
+        late={id(one): one for one in active if all(hasattr(v, "val") or v not in weights for v in one.invars)},
+    )
+    moves.settle()
     moved = dict(level)
     for equation in reversed(used):
-        if id(equation) in late:
-            first = min(moved[one.outvars[0]] for v in equation.outvars for one in readers.get(v, ()))
+        if id(equation) in moves.late:
+            first = min(moved[one.outvars[0]] for one in moves.reads_of(equation))
             moved |= dict.fromkeys(equation.outvars, first)
     return moved
-
-
-def _is_one(variable: Any, among: set[Any]) -> bool:
-    return not hasattr(variable, "val") and variable in among
 
 
 def _segments(traced: Traced, used: Sequence[Any], level: dict[Any, int]) -> list[Segment]:
