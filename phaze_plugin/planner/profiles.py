@@ -133,7 +133,7 @@ def profile_and_report(
             recompute_s=_timed(again),
             parameter_bytes=layer_parameter_bytes(local),
             stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
-            peak_working_bytes=peak_working_bytes(local, layer, mode),
+            peak_working_bytes=peak_working_bytes(local, layer, mode, is_trimmed=options.trims_recompute),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.task.axis.width > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
@@ -287,7 +287,7 @@ def _bytes(local: Graph, names: Sequence[str]) -> float:
     return float(sum(local.tensors[name].size_bytes for name in names))
 
 
-def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float:
+def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> float:
     """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward.
 
     In backward, what is kept or made again is there until it was read for the last time; what other layers keep too
@@ -304,7 +304,7 @@ def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode) -> float
         for name in op.inputs
         if local.tensors[name].role is Role.OTHER and name not in read
     ]
-    again = (*recomputed_ops(local, layer, mode), *layer.backward)
+    again = (*recomputed_ops(local, layer, mode, is_trimmed=is_trimmed), *layer.backward)
     backward = _peak_alive_bytes(local, again, (kept - own) | gradients, (*own, *entering))
     return max(forward, backward - _bytes(local, tuple(own)), 0.0)
 
