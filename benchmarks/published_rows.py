@@ -271,8 +271,6 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         raise ValueError(f"model {values['model']} with pp {pp} is not read")
     if values["act_ckpt"] not in _TITAN_MODES:
         raise ValueError(f"activation checkpointing {values['act_ckpt']!r} is not priced")
-    if fsdp * tp != devices:
-        raise ValueError(f"fsdp {fsdp} x tp {tp} are not {devices} devices; shards inside replicas are not priced")
     batch = _whole(values, "global_batch") if values["global_batch"] else size * fsdp
     chip = replace(find_accelerator("h100"), hbm_bytes=96 * GIB, hbm_bandwidth_bytes_per_s=2.4e12)
     base = _cluster("h100", devices, (8, 450e9, 1e-6), (0, 50e9, 5e-6))
@@ -383,6 +381,9 @@ def _read(dataset: str, name: str, build: Callable[..., Row], *values: Any, **fa
         row = build(*values, **facts)
     except (ValueError, ArithmeticError, PhazeError) as error:
         return Row(dataset=dataset, name=name, reason=f"incomplete: {error}")
+    dp, tp, pp = (row.strategy[key] for key in ("dp", "tp", "pp"))
+    if row.cluster is not None and dp * tp * pp != row.cluster.device_count:
+        return replace(row, reason=f"dp {dp} x tp {tp} x pp {pp} are not {row.cluster.device_count} devices")
     if row.seconds is None and not row.is_out_of_memory:
         return replace(row, reason="no time was written down")
     return row
