@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--network", default="paper", help="paper (default) or tpuv4-pod, TPU v4's own links")
     parser.add_argument("--gap", type=float, default=0.01)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--schedules", default="1f1b,zero-bubble", metavar="NAME,NAME", help="pipelines to choose from")
     parser.add_argument(
         "--samples", default="", metavar="N,N", help="evaluations of the sampled search: 100,1000,10000"
     )
@@ -90,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> None:
         "peak_gib": _peak_gib(arguments.processes),
         "load": os.getloadavg()[0],
     }
-    print(f"{result}\n{_ratio_text(row)}", flush=True)
+    print(f"{result}\n{_ratio_text(row)}\n{_returned_text(row)}", flush=True)
     counts = [int(one) for one in arguments.samples.split(",") if one]
     if counts:
         started_s = time.monotonic()
@@ -111,6 +112,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _engine(arguments: argparse.Namespace, workers: Workers) -> Engine:
     asked = _question(arguments.network, "paper", (32, 64, 80), arguments.gap)
+    asked["schedules"] = arguments.schedules.split(",")
     question = read_question(arguments.model, None, **asked)
     journal = Journal.open(arguments.journal, question.header()) if arguments.journal else Journal()
     return Engine(question=question, workers=workers, journal=journal)
@@ -194,6 +196,11 @@ def _ratio_text(row: dict[str, Any]) -> str:
         f"spent     {row['processor_s']:.0f} s of processor time, {row['peak_gib']:.2f} GiB at most, load "
         f"{row['load']:.1f}"
     )
+
+
+def _returned_text(row: dict[str, Any]) -> str:
+    """Plans on several devices per stage are sliced again for the accelerator found, so that their time may differ."""
+    return f"plan      {row['found'] / row['step_of_plan']:.6g} samples/s as it is returned, {row['plan']}"
 
 
 def _processor_s() -> float:
