@@ -49,6 +49,8 @@ def planned_traffic(
     spread = _spread_names(request, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))
     ends_bytes = sum(_end_bytes(plan, parameters[name], least_bytes) for name in spread)
+    has_one_program = request.capabilities.spreads_ends  # which sends while its pipeline fills and drains, too
+    sends = batches + len(plan.stages) - 2 if has_one_program else batches
     repeated, is_trimmed = repeated_layers(sharded), request.capabilities.trims_recompute
     found, first = [], 0
     for number, stage in enumerate(plan.stages):
@@ -67,7 +69,7 @@ def planned_traffic(
             StageTraffic(
                 tp_bytes=batches * width_bytes,
                 dp_bytes=sum(_copy_bytes(plan, size, batches, least_bytes) for size in held.values()),
-                pp_bytes=2 * batches * sent + ends_bytes,
+                pp_bytes=2 * sends * sent + ends_bytes,
             )
         )
     return tuple(found)
