@@ -1,7 +1,7 @@
 """What a sampled search finds in the same space with the same evaluations: Optuna's TPE, as many people would use it.
 
 Every field that varies over the space is a parameter (the position of its value among all values), memory too. Trials
-outside the space are told a throughput of 0 and not counted, repeated ones are counted once. A trial that provably
+outside the space become the nearest point of it, repeated ones are counted once. A trial that provably
 cannot beat the best so far is told a bound above its throughput (by the sweep and quick placement, mostly within a few
 percent) instead of being evaluated: quicker, and what is called best was evaluated.
 """
@@ -59,10 +59,10 @@ def sample_designs(
     for _ in range(_MOST_ASKED * wanted[-1]):
         trial = study.ask()
         at = sampling.propose(trial)
-        is_new = at is not None and at not in told
-        if at is not None and is_new:
+        is_new = at not in told
+        if is_new:
             told[at] = sampling.evaluate(*at)
-        study.tell(trial, 0.0 if at is None else told[at])
+        study.tell(trial, told[at])
         if is_new and len(told) in wanted:
             found.append(replace(sampling.best, evaluations=len(told)))
         if len(told) == wanted[-1]:
@@ -89,16 +89,23 @@ class _Sampling:
         values = {name: np.unique(column) for name, column in columns.items()}
         self._values = {name: one for name, one in values.items() if len(one) > 1}
         positions = [np.searchsorted(one, columns[name]).tolist() for name, one in self._values.items()]
-        self._points = {key: at for at, key in enumerate(zip(*positions, strict=True))} if positions else {(): 0}
+        self._points: dict[tuple[int, ...], int] = {(): 0}
+        if positions:
+            self._points = {key: at for at, key in enumerate(zip(*positions, strict=True))}
+        self._next: dict[tuple[int, ...], set[int]] = {}
+        for key in self._points:
+            for depth, value in enumerate(key):
+                self._next.setdefault(key[:depth], set()).add(value)
         self.best = Sampled(evaluations=0, samples_per_s=0.0, name="", hbm_bytes=0)
 
-    def propose(self, trial: optuna.Trial) -> tuple[int, int] | None:
-        """The point and memory of a trial, or None if the space has no such point."""
-        at = tuple(trial.suggest_int(name, 0, len(values) - 1) for name, values in self._values.items())
+    def propose(self, trial: optuna.Trial) -> tuple[int, int]:
+        """The point and memory of a trial: of each field the nearest value that is there beside those before it."""
+        at: tuple[int, ...] = ()
+        for name, values in self._values.items():
+            wanted = trial.suggest_int(name, 0, len(values) - 1)
+            at = (*at, min(self._next[at], key=lambda value: (abs(value - wanted), value)))
         sizes = self._question.hbm_bytes
-        size = sizes[trial.suggest_int("hbm_bytes", 0, len(sizes) - 1)]
-        point = self._points.get(at)
-        return None if point is None else (point, size)
+        return self._points[at], sizes[trial.suggest_int("hbm_bytes", 0, len(sizes) - 1)]
 
     def evaluate(self, point: int, hbm_bytes: int) -> float:
         """Samples per second; where it cannot beat the best so far, a bound above them. 0 where nothing fits."""
