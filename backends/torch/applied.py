@@ -18,6 +18,7 @@ from phaze.backends.torch.pipeline import Pipeline, build_pipeline
 from phaze.backends.torch.split_collectives import sharing
 from phaze.backends.torch.split_tensor import SplitTensor
 from phaze.errors import PlanError, shown
+from phaze.losses import loss_candidates
 from phaze.plan import Plan
 
 __all__ = ["Applied", "apply_plan_to", "loss_of"]
@@ -211,12 +212,7 @@ def _forward_of(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
 
 def loss_of(output: Any) -> Any:
     """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises PlanError."""
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    elif isinstance(output, tuple | list) and output:
-        candidates.append(output[0])
-    for candidate in candidates:
+    for candidate in loss_candidates(output):
         if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
             return candidate
     raise PlanError(

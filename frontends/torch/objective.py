@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phaze.errors import ImportModelError
+from phaze.losses import loss_candidates
 
 __all__ = ["make_objective"]
 
@@ -39,12 +40,7 @@ def make_objective(model: Any, loss_fn: Callable[..., Any] | None, *, is_flat: b
 
 def _find_loss(output: Any) -> Any:
     """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises where there is none."""
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    elif isinstance(output, tuple | list) and output:
-        candidates.append(output[0])
-    for candidate in candidates:
+    for candidate in loss_candidates(output):
         if _is_scalar(candidate):
             return candidate
     raise ImportModelError(
