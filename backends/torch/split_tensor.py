@@ -130,8 +130,8 @@ class SplitTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(
-            f"{func} met a tensor that is split over devices below the level where it is known; call it through torch's "
-            "own functions, or plan with tensor_widths=1."
+            f"{func} met a tensor that is split over devices below the level where it is known; call it through "
+            "torch's own functions, or plan with tensor_widths=1."
         )
 
 
