@@ -65,7 +65,7 @@ def main() -> None:
         "--samples", default="", metavar="N,N", help="evaluations of the sampled search: 100,1000,10000"
     )
     parser.add_argument("--journal", metavar="FILE")
-    parser.add_argument("--out", metavar="FILE", help="append the row as JSON")
+    parser.add_argument("--out", metavar="FILE", help="append the row as JSON, anew whenever it grows")
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print rows of such files as a table")
     arguments = parser.parse_args()
     if arguments.table:
@@ -92,22 +92,33 @@ def _run(arguments: argparse.Namespace) -> None:
         "load": os.getloadavg()[0],
     }
     print(f"{result}\n{_ratio_text(row)}\n{_returned_text(row)}", flush=True)
+    _keep(row, arguments.out)
     counts = [int(one) for one in arguments.samples.split(",") if one]
     if counts:
-        started_s = time.monotonic()
-        sampled = sample_designs(engine.question, engine.know.cells, counts)
-        row["sampled"] = {str(one.evaluations): one.samples_per_s / row["found"] for one in sampled}
-        row["sampled_s"] = time.monotonic() - started_s
-        told = ", ".join(f"{one.samples_per_s:,.5g} after {one.evaluations:,} ({one.name})" for one in sampled)
-        print(f"TPE       {told} samples/s; {row['sampled_s']:.0f} s", flush=True)
-    if arguments.out:
-        with Path(arguments.out).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        _sample(row, engine, counts, arguments.out)
     proof = result.certificate
     print(
         f"best {proof.value:.6g} samples/s, largest bound left {proof.bound:.6g}, gap {100 * proof.gap:.3f} %, "
         f"bounded/scheduled/placed {proof.points}/{proof.scheduled}/{proof.placed}, {result.seconds:.0f} seconds"
     )
+
+
+def _sample(row: dict[str, Any], engine: Engine, counts: Sequence[int], out: str | None) -> None:
+    """What TPE finds, told and kept after each number of evaluations: the larger ones take an hour."""
+    started_s = time.monotonic()
+    row["sampled"] = {}
+    for one in sample_designs(engine.question, engine.know.cells, counts):
+        part, row["sampled_s"] = one.samples_per_s / row["found"], time.monotonic() - started_s
+        row["sampled"][str(one.evaluations)] = part
+        told = f"{one.samples_per_s:,.5g} samples/s ({100 * part:.1f} %) after {one.evaluations:,} evaluations"
+        print(f"TPE       {told}, {one.name}, {row['sampled_s']:.0f} s", flush=True)
+        _keep(row, out)
+
+
+def _keep(row: dict[str, Any], out: str | None) -> None:
+    if out:
+        with Path(out).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _engine(arguments: argparse.Namespace, workers: Workers) -> Engine:

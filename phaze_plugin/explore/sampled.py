@@ -1,17 +1,17 @@
 """What a sampled search finds in the same space with the same evaluations: Optuna's TPE, as many people would use it.
 
-Every field that varies over the space is a parameter (the position of its value among all values), memory too. Trials
-outside the space become the nearest point of it, repeated ones are counted once. A trial that provably
-cannot beat the best so far is told a bound above its throughput (by the sweep and quick placement, mostly within a few
-percent) instead of being evaluated: quicker, and what is called best was evaluated.
+Every field that varies over the space is a parameter (the position of its value among all values), memory too. A
+proposal that is outside the space or was evaluated before gives way to the nearest point that is neither, and the
+sampler is told of that one: every trial is an evaluation of something new. A trial that provably cannot beat the best
+so far is told a bound above its throughput (by the sweep and quick placement, mostly within a few percent) instead of
+being evaluated: quicker, and what is called best was evaluated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,13 +24,7 @@ from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.place import Effort, bound_placement
 
-if TYPE_CHECKING:
-    import optuna
-
 __all__ = ["Sampled", "sample_designs"]
-
-_MOST_ASKED = 30
-"""Trials per evaluation after which sampling ends: what is left of the space is hardly ever proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,67 +39,65 @@ class Sampled:
 
 def sample_designs(
     question: SearchQuestion, cells: Sequence[Swept], evaluations: Sequence[int], seed: int = 0
-) -> list[Sampled]:
+) -> Iterator[Sampled]:
     """The throughput that sampling reaches after each number of evaluations, for the question's first model.
 
-    `cells` are those that a search swept. Where new points are hardly ever proposed, the last has fewer. Raises
+    `cells` are those that a search swept. Where the space has fewer points, the last has as many as there are. Raises
     PlanError where Optuna is not installed.
     """
-    study = _study(seed)
-    sampling = _Sampling(question, [swept for swept in cells if swept.cell.model == 0])
-    told: dict[tuple[int, int], float] = {}
-    found: list[Sampled] = []
-    wanted = sorted(set(evaluations))
-    for _ in range(_MOST_ASKED * wanted[-1]):
-        trial = study.ask()
-        at = sampling.propose(trial)
-        is_new = at not in told
-        if is_new:
-            told[at] = sampling.evaluate(*at)
-        study.tell(trial, told[at])
-        if is_new and len(told) in wanted:
-            found.append(replace(sampling.best, evaluations=len(told)))
-        if len(told) == wanted[-1]:
-            return found
-    return [*found, replace(sampling.best, evaluations=len(told))]
-
-
-def _study(seed: int) -> optuna.Study:
     try:
         import optuna
     except ImportError as error:
         raise PlanError("Optuna is not installed: pip install 'phaze-plugin[optuna]'.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    lattice = _Lattice(question)
+    evaluator = _Evaluator(question, [swept for swept in cells if swept.cell.model == 0])
+    ranges = {name: optuna.distributions.IntDistribution(0, high) for name, high in lattice.highest.items()}
+    wanted = {min(count, lattice.size) for count in evaluations}
+    for count in range(1, max(wanted) + 1):
+        trial = study.ask(ranges)
+        place, point, hbm_bytes = lattice.take(trial.params)
+        value = evaluator.evaluate(point, hbm_bytes)
+        if place == trial.params:
+            study.tell(trial, value)
+        else:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            study.add_trial(optuna.trial.create_trial(params=place, distributions=dict(ranges), value=value))
+        if count in wanted:
+            yield replace(evaluator.best, evaluations=count)
 
 
-class _Sampling:
-    """Proposals as points of the space, and their throughput."""
+class _Lattice:
+    """The points of a space with their memories, by the positions of their values among all values of each field."""
+
+    def __init__(self, question: SearchQuestion) -> None:
+        points, self._sizes = question.points, question.hbm_bytes
+        self.size = len(points) * len(self._sizes)
+        columns = {name: getattr(points, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS) if name != "hbm_bytes"}
+        columns = {name: np.repeat(column, len(self._sizes)) for name, column in columns.items()}
+        columns["hbm_bytes"] = np.tile(self._sizes, len(points))
+        places = {name: np.unique(column, return_inverse=True)[1] for name, column in columns.items()}
+        self.highest = {name: int(one.max()) for name, one in places.items() if one.any()}
+        self._places = np.array([places[name] for name in self.highest]).reshape(len(self.highest), self.size)
+        self._shares = np.array([[1 / high] for high in self.highest.values()]).reshape(-1, 1)
+        self._is_taken = np.zeros(self.size, dtype=bool)
+
+    def take(self, wanted: Mapping[str, int]) -> tuple[dict[str, int], int, int]:
+        """The nearest place that was not taken before, its point and its memory."""
+        away = np.abs(self._places - np.array([[wanted[name]] for name in self.highest]).reshape(-1, 1))
+        row = int(np.where(self._is_taken, np.inf, (away * self._shares).sum(axis=0)).argmin())
+        self._is_taken[row] = True
+        place = dict(zip(self.highest, self._places[:, row].tolist(), strict=True))
+        return place, row // len(self._sizes), self._sizes[row % len(self._sizes)]
+
+
+class _Evaluator:
+    """The throughput of points of the space, and the best of them."""
 
     def __init__(self, question: SearchQuestion, cells: Sequence[Swept]) -> None:
         self._question, self._cells = question, cells
-        points = question.points
-        columns = {name: getattr(points, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS) if name != "hbm_bytes"}
-        values = {name: np.unique(column) for name, column in columns.items()}
-        self._values = {name: one for name, one in values.items() if len(one) > 1}
-        positions = [np.searchsorted(one, columns[name]).tolist() for name, one in self._values.items()]
-        self._points: dict[tuple[int, ...], int] = {(): 0}
-        if positions:
-            self._points = {key: at for at, key in enumerate(zip(*positions, strict=True))}
-        self._next: dict[tuple[int, ...], set[int]] = {}
-        for key in self._points:
-            for depth, value in enumerate(key):
-                self._next.setdefault(key[:depth], set()).add(value)
         self.best = Sampled(evaluations=0, samples_per_s=0.0, name="", hbm_bytes=0)
-
-    def propose(self, trial: optuna.Trial) -> tuple[int, int]:
-        """The point and memory of a trial: of each field the nearest value that is there beside those before it."""
-        at: tuple[int, ...] = ()
-        for name, values in self._values.items():
-            wanted = trial.suggest_int(name, 0, len(values) - 1)
-            at = (*at, min(self._next[at], key=lambda value: (abs(value - wanted), value)))
-        sizes = self._question.hbm_bytes
-        return self._points[at], sizes[trial.suggest_int("hbm_bytes", 0, len(sizes) - 1)]
 
     def evaluate(self, point: int, hbm_bytes: int) -> float:
         """Samples per second; where it cannot beat the best so far, a bound above them. 0 where nothing fits."""
