@@ -13,8 +13,7 @@ and what is found is the first best: more schedules to choose from never give le
 
 An evaluated accelerator keeps the bound of its own plan, so what its schedules and placement leave unproven counts,
 too. Boxes are opened in rounds of a fixed size and the best value changes between rounds only: the answer does not
-depend on how many workers there are or which of them is faster. Every task has a name, so that a journal can stand in
-for its result.
+depend on how many workers there are or which of them is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,8 +30,9 @@ from phaze.explore.bounds import IntArray, corner_accelerator
 from phaze.explore.boxes import Box, cut_box, pollution
 from phaze.explore.executors import Workers
 from phaze.explore.goals import Goal, Metric
-from phaze.explore.journal import Journal, number
+from phaze.explore.journal import Journal
 from phaze.explore.question import PROVABLE_SCHEDULES, SearchQuestion
+from phaze.explore.recorded import Recorded
 from phaze.explore.state import Evaluated, Knowledge
 from phaze.explore.sweeps import sweep_all, sweeps_of
 from phaze.explore.tasks import (
@@ -41,19 +40,14 @@ from phaze.explore.tasks import (
     EvaluateTask,
     Outcome,
     ScheduleTask,
-    bound_corner,
-    evaluate_point,
     schedule_options,
-    schedule_rows,
 )
 from phaze.hardware import Accelerator
 from phaze.hardware.area import area_mm2
 from phaze.planner.watch import TimeLimitError
-from phaze.records import from_document, to_document
 
 __all__ = ["Engine"]
 
-_Task = TypeVar("_Task")
 _ROUND = 2
 _TRIED_CELLS = 2
 _ROOT = "all"
@@ -300,10 +294,9 @@ class Engine:
                     tasks.append(ScheduleTask(cell=cell, accelerators=chips, options=options))
                     names.append(f"schedule/{box.name}/{cell.name}")
                     where.append((box, at))
-        found = self._run(names, schedule_rows, tasks, lambda rows: {"rows": rows})
-        for (box, at), record in zip(where, found, strict=True):
+        for (box, at), found in zip(where, self._recorded.schedules(names, tasks), strict=True):
             rows = self.know.cells[at].rows.seconds
-            rows[box.points] = np.maximum(rows[box.points], np.array(record["rows"]))
+            rows[box.points] = np.maximum(rows[box.points], found)
         for box in small:
             self.scheduled.update(box.points.tolist())
         again = self._bounded([replace(box, name=f"{box.name}s") for box in small])
@@ -381,34 +374,11 @@ class Engine:
 
     def _bounds(self, names: Sequence[str], tasks: Sequence[BoundTask]) -> list[float]:
         self.know.bounds += len(tasks)
-        found = self._run(names, bound_corner, tasks, lambda bound: {"bound_s": number(bound)})
-        return [math.inf if one["bound_s"] is None else float(one["bound_s"]) for one in found]
+        return self._recorded.bounds(names, tasks)
 
     def _evaluations(self, names: Sequence[str], tasks: Sequence[EvaluateTask]) -> list[Outcome]:
-        found = self._run(names, evaluate_point, tasks, to_document)
-        return [from_document(Outcome, one, name) for name, one in zip(names, found, strict=True)]
+        return self._recorded.evaluations(names, tasks)
 
-    def _run(
-        self,
-        names: Sequence[str],
-        function: Callable[[_Task], Any],
-        tasks: Sequence[_Task],
-        write: Callable[[Any], dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Results as the journal keeps them; what it lacks is computed and written."""
-        names = [f"{self.prefix}{name}" for name in names]
-        found = [self.journal.find(name, _cutoff_s(task)) for name, task in zip(names, tasks, strict=True)]
-        missing = [at for at, one in enumerate(found) if one is None]
-
-        def done(index: int, result: Any) -> None:
-            at = missing[index]
-            self.journal.add(names[at], _cutoff_s(tasks[at]), write(result))
-            self.report(names[at])
-
-        self.workers.run(function, [tasks[at] for at in missing], done)
-        return [self.journal.records[name]["result"] for name in names]
-
-
-def _cutoff_s(task: object) -> float:
-    cutoff_s: float = task.cutoff_s  # type: ignore[attr-defined]
-    return cutoff_s
+    @property
+    def _recorded(self) -> Recorded:
+        return Recorded(workers=self.workers, journal=self.journal, report=self.report, prefix=self.prefix)
