@@ -151,7 +151,7 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
 
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
-    sizes = [size for size in request.micro_batch_sizes if limits.micro_batch_size in (None, size)]
+    sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
     widths = [width for width in request.tensor_widths if limits.tp in (None, width)]
     watch.best_step_time_s = None
     watch.expect(len(sizes) * len(widths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -222,6 +223,7 @@ def _explained(request: Request, answer: Answer, plan: Plan, watch: Watch) -> Pl
 
 def _priced_plan(request: Request, limits: Limits, asked: Mapping[str, object], watch: Watch) -> Plan:
     """The plan of a user's strategy, whether it fits or not; its bound is that of the strategy itself."""
+    _check_devices(request, limits)
     _check_target(request, limits)
     if limits.stages is not None:
         answer = priced(request, limits, watch)
@@ -231,6 +233,15 @@ def _priced_plan(request: Request, limits: Limits, asked: Mapping[str, object], 
             answer = _without_memory_limit(answer)
     plan = build_plan(request, answer, asked)
     return replace(plan, binds=what_if.binding(plan), run=RunFacts(seconds=watch.elapsed_s))
+
+
+def _check_devices(request: Request, limits: Limits) -> None:
+    """Raises QuestionError where what is fixed takes more devices than there are."""
+    fixed = {name: getattr(limits, name) for name in ("dp", "tp", "pp") if getattr(limits, name) is not None}
+    needed, count = math.prod(fixed.values()), request.cluster.device_count
+    if needed > count:
+        told = " x ".join(f"{name} {degree}" for name, degree in fixed.items())
+        raise QuestionError(f"strategy has {told}, {needed} devices; the cluster has {count}.")
 
 
 def _check_target(request: Request, limits: Limits) -> None:

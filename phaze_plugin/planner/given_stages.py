@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from phaze.capabilities import PipelineSchedule
-from phaze.errors import PlanError, ShardError
+from phaze.errors import PlacementError, PlanError, ShardError
 from phaze.ir import Graph
 from phaze.place import Ground, Placement, PlacementProblem, PlacementResult, PlacementStatus, evaluate_placement
 from phaze.place.levers import explain_infeasibility
@@ -25,11 +25,12 @@ __all__ = ["priced"]
 
 def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
     """The fastest strategy with these stages that fits; where none does, the fastest as if memory were no limit."""
-    sizes = request.micro_batch_sizes if limits.micro_batch_size is None else (limits.micro_batch_size,)
+    sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
     widths = request.tensor_widths if limits.tp is None else (limits.tp,)
     watch.expect(len(sizes) * len(widths))
     found: list[tuple[bool, float, Placement, Slices, Ground]] = []
     refused: dict[int, str] = {}
+    unrunnable = ""
     for size, width in product(sizes, widths):
         watch.report(f"microbatch {size}: pricing stages sliced {width} ways")
         try:
@@ -43,12 +44,17 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
         for filled in _filled(limits, problem, width):
             modes = filled.recompute or ()
             stages = [(layers, modes[index % len(modes)]) for index, layers in enumerate(cut)]
-            placement = evaluate_placement(ground, degrees_of(filled), stages)
+            try:
+                placement = evaluate_placement(ground, degrees_of(filled), stages)
+            except PlacementError as error:  # one of the ways to fill it in does not run
+                unrunnable = str(error)
+                continue
             is_over = any(memory.total_bytes > problem.usable_bytes for memory in placement.memory)
             found.append((is_over, placement.time_s, placement, slices, ground))
         watch.step()
     if not found:
-        raise PlanError(_nothing(request, limits, sizes[0], max(widths), refused))
+        is_sliced = len(refused) < len(widths)
+        raise PlanError(unrunnable or _nothing(request, limits, sizes[0], max(widths), {} if is_sliced else refused))
     is_over, time_s, placement, slices, ground = min(found, key=lambda row: row[:2])
     result = PlacementResult(
         status=PlacementStatus.INFEASIBLE if is_over else PlacementStatus.WITHIN,
@@ -84,7 +90,7 @@ def _filled(limits: Limits, problem: PlacementProblem, width: int) -> Iterator[L
             continue
         most = problem.cluster.device_count // (pp * width)
         copies = [dp for dp in range(1, most + 1) if problem.micro_batches % dp == 0]
-        for dp in copies if limits.dp is None else [limits.dp]:
+        for dp in copies if limits.dp is None else [limits.dp] if limits.dp <= most else []:
             for schedule, zero in _orders(limits, problem, pp, chunks, dp):
                 for recompute in modes:
                     yield replace(

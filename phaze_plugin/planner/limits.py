@@ -48,6 +48,18 @@ class Limits:
         """Recompute modes to profile: what is searched anyway, and what is asked for."""
         return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in (self.recompute or ()))
 
+    def sizes(self, offered: Sequence[int], global_batch_size: int) -> tuple[int, ...]:
+        """Microbatch sizes that leave every pipeline at least one; raises QuestionError where none does."""
+        wanted = tuple(offered) if self.micro_batch_size is None else (self.micro_batch_size,)
+        found = tuple(size for size in wanted if global_batch_size // size >= (self.dp or 1))
+        if not found:
+            raise QuestionError(
+                f"strategy has dp {self.dp}, but {global_batch_size} samples are only "
+                f"{global_batch_size // min(wanted)} microbatches of {min(wanted)}; expected one per pipeline or more. "
+                "Use a smaller dp, a larger batch or smaller microbatches."
+            )
+        return found
+
     def narrow(self, problem: PlacementProblem) -> PlacementProblem:
         """The problem within these limits. A fixed tensor width is that of every stage, and devices may idle."""
         changes: dict[str, object] = {}

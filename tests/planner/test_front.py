@@ -195,6 +195,29 @@ def test_a_strategy_that_the_target_does_not_run_is_refused(strategy: dict[str, 
         )
 
 
+def test_given_stages_leave_out_ways_to_fill_them_in_that_do_not_run() -> None:
+    question = {"global_batch_size": 6, "micro_batch_sizes": (2,), "target": None}
+    stages = (1, 1, 1, len(small_graph().layers) - 3)
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages, "tp": 1}, **question)
+    assert [len(stage.layers) for stage in found.plan.stages] == list(stages)  # 3 microbatches: not over 2 x 2
+
+
+@pytest.mark.parametrize("stages", [{}, {"stages": (3, 3)}])
+def test_a_strategy_of_more_devices_than_there_are_is_refused(stages: dict[str, object]) -> None:
+    strategy = {"dp": 8, "pp": 2, "tp": 1, **stages}
+    with pytest.raises(QuestionError, match="dp 8 x tp 1 x pp 2, 16 devices; the cluster has 8"):
+        phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=strategy, global_batch_size=16)
+
+
+def test_microbatches_too_large_for_a_given_dp_are_left_out() -> None:
+    question: dict[str, object] = {"cluster": small_cluster(), "global_batch_size": 8, "compares": False}
+    found = phaze.evaluate(small_graph(), strategy={"dp": 4}, micro_batch_sizes=(1, 2, 4, 8), **question).plan
+    assert found.strategy.dp == 4
+    assert found.strategy.micro_batch_size <= 2
+    with pytest.raises(QuestionError, match="8 samples are only 2 microbatches of 4; expected one per pipeline"):
+        phaze.evaluate(small_graph(), strategy={"dp": 4, "micro_batch_size": 4}, **question)
+
+
 def test_a_target_may_run_zero_stages_for_precisions_with_a_master_copy_only() -> None:
     question = {**QUESTION, "compares": False, "target": "fsdp"}
     found = phaze.evaluate(
