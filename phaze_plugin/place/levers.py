@@ -7,14 +7,15 @@ problem whose own least-memory plan was found to fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from phaze.capabilities import ZERO_STAGES
+from phaze.capabilities import ZERO_STAGES, PipelineSchedule
 from phaze.hardware import Cluster
 from phaze.hardware.validate import LARGEST_BYTES
 from phaze.place.assemble import assemble
+from phaze.place.degrees import chunk_sizes
 from phaze.place.ground import Ground
 from phaze.place.least_memory import least_memory
 from phaze.place.placement import Placement
@@ -64,16 +65,18 @@ class Infeasibility:
         least: the plan that needs least memory; None if the devices cannot be divided in any allowed way.
         over: its devices that are over.
         levers: single changes that make something fit.
+        reasons: why there are no degrees, as far as it is known, where there is no such plan.
     """
 
     least: Placement | None
     over: tuple[StageOver, ...]
     levers: tuple[Lever, ...]
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The reasons and levers in lines."""
         if self.least is None:
-            lines = ["no allowed combination of degrees divides the devices and microbatches."]
+            lines = [*self.reasons] or ["no allowed combination of degrees divides the devices and microbatches."]
         else:
             degrees = self.least.degrees
             pipelines = "1 pipeline" if degrees.pipelines == 1 else f"{degrees.pipelines} pipelines"
@@ -115,7 +118,35 @@ def explain_infeasibility(
         _first(ground, LeverKind.MARGIN, _margin(problem)),
         _hbm(ground, None if least is None else least.peak_bytes),
     )
-    return Infeasibility(least=placement, over=tuple(over), levers=tuple(lever for lever in found if lever is not None))
+    return Infeasibility(
+        least=placement,
+        over=tuple(over),
+        levers=tuple(lever for lever in found if lever is not None),
+        reasons=tuple(_reasons(problem)) if placement is None else (),
+    )
+
+
+def _reasons(problem: PlacementProblem) -> Iterator[str]:
+    """Which fixed degrees contradict the model, the batch or the target by themselves."""
+    layers, batches = len(problem.graph.layers), problem.micro_batches
+    depths, copies = problem.stage_counts or (), problem.pipelines or ()
+    if depths and min(depths) > layers:
+        yield f"{min(depths)} stages need a layer each; the model has {layers}."
+        return
+    if copies and problem.needs_even_micro_batches and all(batches % count for count in copies):
+        yield f"{copies[0]} pipelines cannot share {batches} microbatches evenly, as the target needs it."
+    if not depths or min(depths) == 1 or set(problem.schedules) != {PipelineSchedule.INTERLEAVED}:
+        return
+    cuts = {depth * chunks for depth in depths for chunks in problem.chunk_counts}
+    if not any(count <= layers and chunk_sizes(layers, count) for count in cuts):
+        cut = f"{depths[0]} x {problem.chunk_counts[0]}"
+        yield f"{layers} layers cannot be cut into {cut} nearly equal chunks, as interleaved pipelines need them."
+    rounds = {-(-batches // count) for count in copies or range(1, batches + 1)}
+    if all(count % depth for count in rounds for depth in depths):
+        yield (
+            f"interleaved pipelines of {depths[0]} devices need a multiple of {depths[0]} microbatches each; there are "
+            f"{max(rounds)}."
+        )
 
 
 def fits(ground: Ground) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from placement import brute_force
 from placement_problems import examples, random_problem, spread_problem
 
-from phaze.capabilities import Capabilities
+from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.place import (
     Bounded,
@@ -141,6 +141,24 @@ def test_degrees_that_cannot_be_divided_are_infeasible_without_a_plan() -> None:
     assert result.infeasibility is not None
     assert result.infeasibility.least is None
     assert "no allowed combination of degrees" in str(result.infeasibility)
+
+
+INTERLEAVED = {"schedules": (PipelineSchedule.INTERLEAVED,), "stage_counts": (2,), "chunk_counts": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"stage_counts": (3,)}, "3 stages need a layer each; the model has 2."),
+        ({"pipelines": (3,), "pipelines_divide_batch": True}, "3 pipelines cannot share 4 microbatches evenly"),
+        (INTERLEAVED, "2 layers cannot be cut into 2 x 2 nearly equal chunks"),
+        ({**INTERLEAVED, "pipelines": (4,)}, "2 devices need a multiple of 2 microbatches each; there are 1."),
+    ],
+)
+def test_degrees_that_contradict_the_model_or_the_batch_are_named(choices: dict[str, object], reason: str) -> None:
+    result = find_placement(two_layers(**choices))
+    assert result.status is PlacementStatus.INFEASIBLE
+    assert reason in str(result.infeasibility)
 
 
 @pytest.mark.parametrize("seed", range(5))
