@@ -22,7 +22,7 @@ from phaze.explore.question import SearchQuestion
 from phaze.explore.tasks import EvaluateTask, evaluate_point
 from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.place import Effort, bound_placement
+from phaze.place import bound_placement
 
 __all__ = ["Sampled", "sample_designs"]
 
@@ -109,12 +109,9 @@ class _Evaluator:
         least_s = min(bound_s for bound_s, _ in bounds)
         if least_s >= cutoff_s:
             return samples / least_s
-        outcome = evaluate_point(
-            EvaluateTask(request=request, accelerator=chip, cells=tuple(bounds), cutoff_s=cutoff_s)
-        )
-        if outcome.time_s is None:
-            return min(samples / least_s, most)
-        found = samples / outcome.time_s
+        task = EvaluateTask(request=request, accelerator=chip, cells=tuple(bounds), cutoff_s=math.inf)
+        outcome = evaluate_point(task)
+        found = 0.0 if outcome.time_s is None else samples / outcome.time_s
         if found > most:
             self.best = Sampled(evaluations=0, samples_per_s=found, name=chip.name, hbm_bytes=hbm_bytes)
         return found
@@ -136,14 +133,10 @@ class _Evaluator:
             enough_s = max(least_s, cutoff_s)
             if swept_s < enough_s:
                 bound_s = max(swept_s, self._bound(swept, point, chip, enough_s))
-            if bound_s < cutoff_s < math.inf:
-                bound_s = max(bound_s, self._bound(swept, point, chip, cutoff_s, Effort()))
             least_s = min(least_s, bound_s)
             found.append((bound_s, swept.cell))
         return found
 
-    def _bound(
-        self, swept: Swept, point: int, chip: Accelerator, cutoff_s: float, effort: Effort | None = None
-    ) -> float:
+    def _bound(self, swept: Swept, point: int, chip: Accelerator, cutoff_s: float) -> float:
         problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
-        return bound_placement(problem, cutoff_s=cutoff_s, effort=effort, network=swept.cell.network)
+        return bound_placement(problem, cutoff_s=cutoff_s, network=swept.cell.network)
