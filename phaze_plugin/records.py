@@ -7,12 +7,14 @@ nothing else is converted.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import types
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -21,7 +23,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from phaze.errors import FormatError, shown
 
-__all__ = ["from_document", "read_document", "to_document", "write_whole"]
+__all__ = ["check_writable", "from_document", "read_document", "to_document", "write_whole"]
 
 _Record = TypeVar("_Record")
 
@@ -109,11 +111,27 @@ def read_document(path: str | os.PathLike[str], what: str) -> Any:
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write a file beside its destination, then move it there: whole or not at all."""
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
+    with _beside(target) as beside:
         with open(beside, "x", encoding="utf-8") as file:
             file.write(text)
         os.replace(beside, target)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise what `write_whole` would raise, before the work whose answer is to be written."""
+    target = Path(path)
+    with _beside(target) as beside:
+        beside.touch(exist_ok=False)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A name for a file beside another one, which is gone in the end; what goes wrong is a FormatError."""
+    beside = target.parent / f".{target.name[:100]}.{uuid.uuid4().hex}"
+    try:
+        yield beside
     except OSError as error:
         raise FormatError(f"cannot write {target}: {error.strerror}.") from error
     finally:

@@ -65,11 +65,9 @@ def words(text: str) -> tuple[str, ...]:
 def run(arguments: Namespace, console: Console) -> int:
     """Search, print and save."""
     import phaze
-    from phaze.errors import QuestionError
     from phaze.records import write_whole
 
-    if arguments.plan is not None and len(arguments.models) > 1:
-        raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")
+    _check_files(arguments)
     found = [find_model(text) for text in arguments.models]
     optional = {} if arguments.schedules is None else {"schedules": arguments.schedules}
     with _shown_progress() as progress:
@@ -104,11 +102,25 @@ def run(arguments: Namespace, console: Console) -> int:
     if arguments.csv is not None:
         write_whole(arguments.csv, result.explored_csv())
         texts.append(f"accelerators listed in {arguments.csv}")
-    if arguments.plan is not None and result.plans:
+    if arguments.plan is not None:
         next(iter(result.plans.values())).save(arguments.plan)
         texts.append(f"plan saved to {arguments.plan}")
     show(console, arguments, json.loads(result.to_json()), *texts)
     return ExitCode.FINE
+
+
+def _check_files(arguments: Namespace) -> None:
+    """Raise now what would keep the answer from being saved after hours."""
+    from phaze.errors import QuestionError
+    from phaze.records import check_writable
+
+    if arguments.plan is not None and len(arguments.models) > 1:
+        raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")
+    if arguments.plan is not None and arguments.compatibility is not None:
+        raise QuestionError("the paper's counting makes no plans to save; leave --plan or --compatibility out.")
+    for path in (arguments.out, arguments.csv, arguments.plan):
+        if path is not None:
+            check_writable(path)
 
 
 @contextmanager

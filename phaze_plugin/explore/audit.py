@@ -66,7 +66,7 @@ def check_search(
     """Everything that was checked, in order; a search is good if every finding holds.
 
     It takes as long as the search did, and the evaluation of `points` more accelerators. Raises FormatError if the
-    journal is damaged, and what reading the models raises.
+    journal is damaged, what reading the models raises, and KeyboardInterrupt: half a check proves nothing.
     """
     from phaze.hooks import PluginManager
 
@@ -84,6 +84,8 @@ def check_search(
 
     engine = Engine(question=question, workers=workers or Workers(), journal=replay, report=heard)
     result = _answer(engine)
+    if result is not None and not replay.missing and _was_interrupted(engine, result):
+        raise KeyboardInterrupt
     findings += _lines(replay)
     if result is not None and not replay.missing:
         findings += _coverage(engine, result)
@@ -101,13 +103,18 @@ def _answer(engine: Engine) -> SearchResult | None:
         raise
 
 
+def _was_interrupted(engine: Engine, result: SearchResult) -> bool:
+    return engine.is_interrupted or len(result.memories) < len(engine.question.hbm_bytes)
+
+
 def _belonging(header: Mapping[str, Any], question: SearchQuestion) -> Iterator[Finding]:
     now = question.header()
     version = str(header.get("phaze"))
     yield Finding("it was made by this version", version, phaze.__version__, version == phaze.__version__)
     for part in ("models", "space", "question"):
         claimed, found = header.get(part), json.loads(json.dumps(now[part]))
-        yield Finding(f"its {part}", _short(claimed), _short(found), claimed == found)
+        is_same = claimed == found and list(claimed) == list(found)  # models in the same order, too
+        yield Finding(f"its {part}", _short(claimed), _short(found), is_same)
 
 
 def _lines(replay: _Replay) -> Iterator[Finding]:

@@ -44,7 +44,9 @@ from phaze.explore.tasks import (
 )
 from phaze.hardware import Accelerator
 from phaze.hardware.area import area_mm2
+from phaze.planner.choose import nearest_width
 from phaze.planner.watch import TimeLimitError
+from phaze.shard import SequenceParallel
 
 __all__ = ["Engine"]
 
@@ -136,6 +138,7 @@ class Engine:
             takes_worst=question.takes_worst,
         )
         self.knowledge = Knowledge.of(question, goal, cells)
+        self._check_slices()
         everything = np.arange(len(question.points))
         bounds = np.array([float(swept.rows.least_s.min()) for swept in cells])
         root = Box(name="coarse", points=everything, bounds_s=bounds)
@@ -170,6 +173,14 @@ class Engine:
             bool(bound < closing[swept.cell.model] * (1 - _EQUAL))
             for bound, swept in zip(box.bounds_s, self.know.cells, strict=True)
         ]
+
+    def _check_slices(self) -> None:
+        for model, (name, request) in enumerate(zip(self.question.names, self.question.requests, strict=True)):
+            if not self.know.cells_of(model):
+                reasons = dict.fromkeys(why for cell, why in self.refused.items() if cell.startswith(f"{name}, "))
+                size, width = request.micro_batch_sizes[0], max(request.tensor_widths)
+                offer = nearest_width(request, size, width, SequenceParallel.FREE)
+                raise PlanError(f"{name} cannot be sliced as asked. {' '.join(reasons)}{offer}")
 
     def _check_memory(self, root: Box) -> None:
         for model, name in enumerate(self.question.names):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import TypeVar
 
 from phaze.errors import PlanError, QuestionError, shown
@@ -92,6 +95,27 @@ class Workers:
         self.executor = self.renew()
 
 
+class _OwnProcess(SpawnProcess):
+    """A fresh interpreter (forking a process that has threads may lock up) that does not know the caller's script.
+
+    Python would run the script again in each: one that calls `search` at its top would never get anywhere, and others
+    would load their models once a process. No task needs anything of it.
+    """
+
+    def start(self) -> None:
+        """Start while the main module is one without a file."""
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+class _OwnContext(SpawnContext):
+    Process = _OwnProcess
+
+
 @contextmanager
 def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
     """Workers of an executor: one of concurrent.futures, "serial", "processes[:N]" (None), or "dask://HOST:PORT".
@@ -117,9 +141,7 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
     processes = int(count or os.cpu_count() or 1)
 
     def renew() -> Executor:
-        # A fresh interpreter each: forking a process that has threads may lock up.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
+        return ProcessPoolExecutor(processes, mp_context=_OwnContext(), initializer=end_with_parent)
 
     workers = Workers(executor=renew(), renew=renew)
     try:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -159,10 +159,7 @@ def answer(engine: Engine, started_s: float) -> SearchResult:
     know = engine.run()
     assert know.best is not None
     best, question = know.best, engine.question
-    outcomes = {question.hbm_bytes[-1]: best.outcomes}
-    if not engine.is_interrupted:
-        for size in question.hbm_bytes[:-1]:
-            outcomes[size] = _with_memory(engine, best, size)
+    outcomes = {question.hbm_bytes[-1]: best.outcomes, **_with_less_memory(engine, best)}
     values = {size: _value(know, best.point, found) for size, found in outcomes.items()}
     chosen = min(size for size, value in values.items() if value is not None and value >= best.value * (1 - TIE))
     design = _design(engine, best.point, outcomes[chosen], chosen)
@@ -187,6 +184,17 @@ def answer(engine: Engine, started_s: float) -> SearchResult:
     )
 
 
+def _with_less_memory(engine: Engine, best: Evaluated) -> dict[int, tuple[Outcome, ...]]:
+    """By size; an interruption leaves out what was not looked at."""
+    found: dict[int, tuple[Outcome, ...]] = {}
+    if engine.is_interrupted:
+        return found
+    with suppress(TimeLimitError, KeyboardInterrupt):
+        for size in engine.question.hbm_bytes[:-1]:
+            found[size] = _with_memory(engine, best, size)
+    return found
+
+
 def _with_memory(engine: Engine, best: Evaluated, hbm_bytes: int) -> tuple[Outcome, ...]:
     """The same accelerator with less memory: the same plans where they fit."""
     margin = 0.0 if engine.question.is_paper else engine.know.cells[0].cell.problem.memory_margin
@@ -194,10 +202,7 @@ def _with_memory(engine: Engine, best: Evaluated, hbm_bytes: int) -> tuple[Outco
         outcome.needed_bytes <= hbm_bytes * (1 - margin) for outcome in best.outcomes
     ):
         return best.outcomes
-    try:
-        return tuple(engine.evaluate_at(best.point, hbm_bytes))
-    except (TimeLimitError, KeyboardInterrupt):
-        return tuple(replace(outcome, time_s=None) for outcome in best.outcomes)
+    return tuple(engine.evaluate_at(best.point, hbm_bytes))
 
 
 def _value(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> float | None:

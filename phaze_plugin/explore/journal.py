@@ -3,7 +3,8 @@
 The first line says what was asked (format, version, models, space, question); each further one is a task with its
 cutoff and its result. A search asks for the same tasks in the same order whenever the question is the same, so the
 journal is a table of answers: what it has is not computed again. A line is on disk before the search goes on. The last
-line may be torn by a kill and is dropped; anything else that is damaged is reported.
+line may be torn by a kill and is dropped; anything else that is damaged is reported, and a file that does not begin as
+a journal does is left as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = ["FORMAT", "Journal", "is_journal", "read_header"]
 
 FORMAT = "phaze-search-journal"
 VERSION = 1
+_BEGINNING = f'{{"format": "{FORMAT}"'.encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,8 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]],
         raise FormatError(f"cannot read the journal {path}: {error.strerror}.") from error
     lines = content.split(b"\n")
     last = lines.pop()  # empty if the last line is whole
+    if not lines and not (last.startswith(_BEGINNING) or _BEGINNING.startswith(last)):
+        raise _not_a_journal(path)
     header: dict[str, Any] | None = None
     records: dict[str, dict[str, Any]] = {}
     for index, line in enumerate(lines):
@@ -150,12 +154,16 @@ def _document(path: Path, line: int, text: bytes) -> dict[str, Any]:
 
 def _header(path: Path, document: dict[str, Any]) -> dict[str, Any]:
     if document.get("format") != FORMAT:
-        raise FormatError(f"{path} is not the journal of a search; its first line lacks the format {FORMAT!r}.")
+        raise _not_a_journal(path)
     if document.get("version") != VERSION:
         raise FormatError(
             f"{path} has version {document.get('version')} of the journal's format; this Phaze reads {VERSION}."
         )
     return {name: value for name, value in document.items() if name not in ("format", "version")}
+
+
+def _not_a_journal(path: Path) -> FormatError:
+    return FormatError(f"{path} is not the journal of a search; its first line lacks the format {FORMAT!r}.")
 
 
 def _check(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
@@ -172,11 +180,14 @@ def _check(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]
 def _differences(where: str, found: object, wanted: object) -> list[str]:
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         names = dict.fromkeys((*found, *wanted))
-        return [
+        told = [
             text
             for name in names
             for text in _differences(f"{where}.{name}" if where else str(name), found.get(name), wanted.get(name))
         ]
+        if not told and list(found) != list(wanted):  # tasks call models by their numbers
+            return [f"{where} was in the order {', '.join(found)} and is in the order {', '.join(wanted)} now"]
+        return told
     return [] if found == wanted else [f"{where} was {_short(found)} and is {_short(wanted)} now"]
 
 

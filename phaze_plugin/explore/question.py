@@ -177,8 +177,17 @@ def read_question(
 def question_of(
     header: Mapping[str, Any], models: object, inputs: object = None, *, plugins: PluginManager
 ) -> SearchQuestion:
-    """The question of a journal's first line, asked of models again; raises FormatError if the line is damaged."""
+    """The question of a journal's first line, asked of models again.
+
+    Raises FormatError if the line is damaged, and QuestionError where it is about more models, or fewer.
+    """
     try:
+        names, count = list(header["models"]), len(models) if isinstance(models, list | tuple) else 1
+        if count != len(names):
+            raise QuestionError(
+                f"the search was for {len(names)} models ({', '.join(names)}) and {count} were given; give each of "
+                "them, in this order."
+            )
         asked = dict(header["question"])
         asked["precision"] = from_document(PrecisionRecipe, asked["precision"], "question.precision")
         asked["calibration"] = from_document(Calibration, asked["calibration"], "question.calibration")

@@ -153,6 +153,8 @@ class Knowledge:
             )
         value = 0.0 if facts is None else self.goal.value(facts)
         most = self.goal.value(self.facts(box, raised))
+        if facts is not None and all(_is_fastest(outcome) for outcome in outcomes):
+            most = value  # and their energy is that of these very plans
         return Evaluated(point=point, outcomes=tuple(outcomes), facts=facts, value=value, most=max(value, most))
 
     def keep(self, found: Evaluated) -> None:
@@ -165,3 +167,8 @@ class Knowledge:
         elif found.value >= best.value * (1 - TIE):
             mine, theirs = ((self.areas_mm2[one.point], one.point) for one in (found, best))
             self.best = found if mine < theirs else best
+
+
+def _is_fastest(outcome: Outcome) -> bool:
+    """Whether no plan is faster than the one that was found."""
+    return outcome.time_s is not None and (outcome.bound_s is None or outcome.bound_s >= outcome.time_s * (1 - 1e-9))

@@ -172,9 +172,9 @@ def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
 
 
 def _strategy(candidate: Candidate, placement: Placement) -> dict[str, object]:
+    """What was chosen; slices were free to split sequences between some layers and not between others."""
     strategy = to_document(strategy_of(candidate, placement))
-    if strategy["tp"] == 1:
-        del strategy["sequence_parallel"]
+    del strategy["sequence_parallel"]
     return {**strategy, "stages": [len(stage.layers) for stage in placement.stages]}
 
 

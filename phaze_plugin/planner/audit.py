@@ -66,7 +66,7 @@ def check_plan(plan: Plan, model: object, inputs: object = None, *, watch: Watch
         return findings
     request = request_of(plan, model, inputs)
     watch.report("pricing the strategy a second time")
-    limits = limits_of(plan.strategy, [len(stage.layers) for stage in plan.stages])
+    limits = limits_of(plan)
     answer = priced(request, limits, watch)
     findings += _plain_checks(plan, answer, limits)
     findings += _asked_again(plan, request, answer, watch)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from phaze.hardware.files import cluster_to_json
 from phaze.ir import Graph
 from phaze.plan import Plan
-from phaze.planner.limits import limits_of
+from phaze.planner.limits import read_limits
 from phaze.planner.request import Request, read_request, tokens_per_sample
 from phaze.planner.watch import Watch
 from phaze.records import to_document
@@ -90,8 +90,8 @@ def priced_anew(plan: Plan, model: object, inputs: object, cluster: object) -> P
     from phaze.planner.what_if import binding
 
     request = request_of(plan, model, inputs, cluster)
-    limits = limits_of(plan.strategy, [len(stage.layers) for stage in plan.stages])
-    anew = build_plan(request, priced(request, limits, Watch()), _fixed(plan))
+    strategy = _fixed(plan)
+    anew = build_plan(request, priced(request, read_limits(strategy), Watch()), strategy)
     return replace(anew, binds=binding(anew))
 
 

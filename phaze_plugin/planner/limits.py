@@ -12,7 +12,7 @@ from phaze.capabilities import ZERO_STAGES, PipelineSchedule
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
 from phaze.place import Degrees, PlacementProblem
-from phaze.plan import Strategy
+from phaze.plan import Plan, Strategy
 from phaze.shard import SequenceParallel
 
 __all__ = ["KEYS", "Limits", "limits_of", "read_limits"]
@@ -114,8 +114,9 @@ def read_limits(strategy: Mapping[str, object] | None) -> Limits:
     return _checked(limits)
 
 
-def limits_of(strategy: Strategy, stages: Sequence[int]) -> Limits:
-    """Limits that leave nothing but this strategy with these layers per stage."""
+def limits_of(plan: Plan) -> Limits:
+    """Limits that leave nothing but this plan; whether sequences are split is as open as it was when it was made."""
+    strategy = plan.strategy
     return Limits(
         dp=strategy.dp,
         tp=strategy.tp,
@@ -124,9 +125,9 @@ def limits_of(strategy: Strategy, stages: Sequence[int]) -> Limits:
         schedule=strategy.schedule,
         chunks=strategy.chunks,
         zero=strategy.zero,
-        sequence_parallel=strategy.sequence_parallel if strategy.tp > 1 else None,
+        sequence_parallel=_flag(plan.question.strategy.get("sequence_parallel")),
         recompute=tuple(RecomputeMode(mode) for mode in strategy.recompute),
-        stages=tuple(stages),
+        stages=tuple(len(stage.layers) for stage in plan.stages),
     )
 
 

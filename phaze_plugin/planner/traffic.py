@@ -43,8 +43,8 @@ def planned_traffic(
     """The traffic of every stage of a plan for this model; tensors of less than `least_bytes` do not count."""
     request = request_of(plan, model, inputs)
     chosen = plan.strategy
-    limits = limits_of(chosen, [len(stage.layers) for stage in plan.stages])
-    sharded = slice_model(request, graph_at(request, chosen.micro_batch_size), chosen.tp, limits.sequence)
+    sequence = limits_of(plan).sequence
+    sharded = slice_model(request, graph_at(request, chosen.micro_batch_size), chosen.tp, sequence)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
     spread = _spread_names(request, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))

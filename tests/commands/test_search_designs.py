@@ -53,6 +53,22 @@ def test_search_prints_the_accelerator_and_saves_answer_table_and_plan(
     assert plan["step_time_s"] == pytest.approx(answer["best"]["models"][0]["step_time_s"])
 
 
+@pytest.mark.parametrize("name", ["out", "csv", "plan"])
+@pytest.mark.parametrize("path", ["missing/file", ".", ""])
+def test_an_answer_that_cannot_be_saved_is_refused_before_the_search(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, path: str
+) -> None:
+    journal = folder / "journal"
+    assert main(arguments(folder, f"--{name}", f"{folder}/{path}" if path else "", "--journal", str(journal))) == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert not journal.exists()
+
+
+def test_counting_as_the_paper_makes_no_plan_to_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, "--plan", str(folder / "plan"), "--compatibility", "paper")) == 1
+    assert "makes no plans to save" in capsys.readouterr().err
+
+
 def test_json_is_the_answer_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(folder, "--json")) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "phaze-search"

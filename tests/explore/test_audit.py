@@ -9,6 +9,7 @@ from designs import SMALL, some_points, tiny_model
 
 import phaze
 from phaze.cli import main
+from phaze.errors import QuestionError
 from phaze.explore.audit import check_search
 from phaze.planner.audit import Finding
 
@@ -61,6 +62,30 @@ def test_an_unfinished_search_and_a_line_too_many_are_found(journal: Path, tmp_p
 def test_another_model_is_found_before_anything_is_computed(journal: Path) -> None:
     found = wrong(journal, tiny_model(size=256))
     assert [finding.what for finding in found] == ["its models"]
+
+
+def test_models_of_another_number_or_order_are_named(tmp_path: Path) -> None:
+    models, path = [tiny_model(name="a"), tiny_model(size=256, name="b")], tmp_path / "journal"
+    phaze.search(models, space=some_points(1), journal=path, **QUESTION)
+    with pytest.raises(QuestionError, match=r"for 2 models \(a, b\) and 1 were given"):
+        check_search(path, models[0])
+    assert [finding.what for finding in wrong(path, models[::-1])] == ["its models"]
+
+
+@pytest.mark.parametrize("task", ["bound/", "@"], ids=["a bound", "less memory"])
+def test_a_check_that_is_interrupted_finds_nothing_wrong(tmp_path: Path, task: str) -> None:
+    path, model = tmp_path / "journal", tiny_model(6, 2048)
+    phaze.search(model, space=some_points(8), journal=path, **{**QUESTION, "hbm_gib": (0.3, 8), "devices": 2})
+
+    heard: list[str] = []
+
+    def interrupt(doing: str) -> None:
+        heard.append(doing)
+        if [one for one in heard if task in one] == [doing]:  # the first time
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_search(path, model, report=interrupt)
 
 
 def test_the_command_verifies_a_journal(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ def assert_exact(engine: Engine, every: list[Evaluated] | None = None) -> None:
     assert know.best.point == min(ties, key=lambda point: (know.areas_mm2[point], point))
     bounds = {int(point): bound for box, bound in know.closed for point in box.points}
     bounds |= {point: one.most for point, one in know.evaluated.items()}
+    assert max(bounds.values()) <= most * (1 + 3e-6)
     assert sorted(bounds) == list(range(len(every)))
     for one in every:
         assert one.value <= bounds[one.point] * (1 + 1e-9)

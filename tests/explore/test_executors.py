@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +60,20 @@ def search_in_processes(journal: str) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_script_may_search_at_its_top_and_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+    tiny_model().save(tmp_path / "model.json")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import phaze\n"
+        "print('begun')\n"
+        "space = phaze.space.grid(tensor_cores=1, tensor_rows=64, tensor_cols=64, vector_cores=1, buffer_mib=16)\n"
+        f"found = phaze.search('model.json', space=space, executor='processes:1', **{QUESTION})\n"
+        "print(found.best.name)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("begun\nt1x64x64-v1x64-b16m\n", "")
 
 
 def test_workers_end_with_a_search_that_is_killed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from designs import SMALL, some_points, tiny_model
+from plans import small_graph
 
 import phaze
 from phaze.errors import PlanError, QuestionError
@@ -30,6 +31,26 @@ def test_the_plan_of_the_best_accelerator_takes_the_time_that_was_found_and_veri
     assert plan.is_feasible
     assert all(finding.holds for finding in check_plan(plan, tiny_model()))
     assert found.certificate.bound >= found.best.value
+
+
+def test_a_plan_of_sliced_layers_takes_the_time_that_was_found_and_verifies() -> None:
+    found = answer(tensor_widths=(4,), devices=16, micro_batch_sizes=(4,), global_batch_size=16)
+    (plan,) = found.plans.values()
+    assert plan.strategy.sequence_parallel
+    assert plan.step_time_s == pytest.approx(found.best.models[0].step_time_s, rel=1e-12)
+    assert all(finding.holds for finding in check_plan(plan, tiny_model()))
+
+
+def test_memories_that_were_not_looked_at_are_not_listed() -> None:
+    def interrupt(progress: SearchProgress) -> None:
+        if "@" in progress.doing:
+            raise KeyboardInterrupt
+
+    options = {"hbm_gib": (0.003, 0.5, 1), "progress": interrupt}
+    found = answer(**options)
+    assert [row.hbm_gib for row in found.memories] == [1]
+    assert found.best.hbm_gib == 1
+    assert found.certificate.is_finished
 
 
 def test_the_least_memory_that_costs_nothing_is_chosen() -> None:
@@ -77,6 +98,13 @@ def test_an_interrupted_search_returns_the_best_so_far_and_says_what_is_open() -
 def test_a_model_that_fits_nowhere_names_itself_and_the_memory() -> None:
     with pytest.raises(PlanError, match=r"tiny fits on no accelerator of the space.*0\.00012207 GiB.*hbm_gib"):
         answer(hbm_gib=(2**-13,))
+
+
+def test_a_model_that_no_width_can_slice_says_why_and_which_width_does() -> None:
+    with pytest.raises(
+        PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest width .* is 2"
+    ):
+        phaze.search(small_graph(), space=some_points(2), **{**QUESTION, "tensor_widths": (3,)})
 
 
 @pytest.mark.parametrize(

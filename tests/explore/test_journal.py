@@ -79,6 +79,31 @@ def test_a_journal_of_another_search_is_refused_with_what_differs(tmp_path: Path
         phaze.search(tiny_model(), space=some_points(2), journal=name, **{**QUESTION, "gap": 0.5})
 
 
+@pytest.mark.parametrize("content", ["notes without an end of line", json.dumps({"format": "phaze-space"}), "x"])
+def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(FormatError, match="is not the journal of a search"):
+        Journal.open(path, HEADER)
+    assert path.read_text() == content
+
+
+def test_a_first_line_that_was_torn_is_written_anew(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    for cut in range(len(first)):
+        path.write_bytes(first[:cut])
+        Journal.open(path, HEADER).close()
+        assert path.read_bytes() == first
+
+
+def test_the_same_models_in_another_order_are_another_search(tmp_path: Path) -> None:
+    models, path = [tiny_model(name="a"), tiny_model(size=256, name="b")], tmp_path / "journal"
+    phaze.search(models, space=some_points(1), journal=path, **QUESTION)
+    with pytest.raises(FormatError, match="models was in the order a, b and is in the order b, a now"):
+        phaze.search(models[::-1], space=some_points(1), journal=path, **QUESTION)
+
+
 def test_a_task_with_another_cutoff_is_refused(tmp_path: Path) -> None:
     journal = Journal.load(filled(tmp_path / "journal"))
     with pytest.raises(FormatError, match="cutoff"):

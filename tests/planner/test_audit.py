@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from designs import tiny_model
 from plans import small_graph, small_plan
 
+import phaze
 from phaze.errors import PhazeError
 from phaze.plan import Plan, plan_from_document
 from phaze.planner.audit import check_plan
+
+
+def test_a_plan_that_splits_the_sequences_of_some_layers_only_verifies() -> None:
+    options: dict[str, Any] = {"global_batch_size": 16, "micro_batch_sizes": (8,), "optimizer": "sgd"}
+    plan = phaze.optimize(tiny_model(), cluster="tpuv4-paper:4@paper", tensor_widths=(4,), **options)
+    assert plan.strategy.sequence_parallel
+    assert [finding for finding in check_plan(plan, tiny_model()) if not finding.holds] == []
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
