@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.arrange import arrange, synchronise
@@ -154,6 +155,8 @@ def apply_plan_to(
 
 def _check_model(plan: Plan, model: Any) -> None:
     """Whether the model is the planned one, by its parameters and layers; raises PlanError saying what differs."""
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
+        raise PlanError("the model is sharded already; apply a plan to the plain model, once.")
     count = sum(parameter.numel() for parameter in model.parameters())
     found = []
     if count != plan.model.parameter_count:

@@ -30,7 +30,11 @@ def make_objective(model: Any, loss_fn: Callable[..., Any] | None, *, is_flat: b
             output = call(*args, **kwargs)
             if self.loss_fn is None:
                 return _find_loss(output)
-            loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+            try:
+                loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+            except TypeError as error:
+                taken = "the output" if targets is None else "the output and targets"
+                raise ImportModelError(f"loss_fn failed on {taken} ({_describe(output)}): {error}.") from error
             if not _is_scalar(loss):
                 raise ImportModelError(f"loss_fn returned {_describe(loss)}; expected a scalar floating point tensor.")
             return loss

@@ -41,6 +41,8 @@ def optimize(
     micro_batch_sizes: Sequence[int] | None = None,
     tensor_widths: Sequence[int] | None = None,
     sequence_length: int | None = None,
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     target: str | None = "auto",
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None = None,
     calibration: Calibration | str | PathLike[str] | None = None,
@@ -53,9 +55,11 @@ def optimize(
     """The fastest way to train a model on a cluster.
 
     `model` is anything that `import_graph` takes, `cluster` text such as "a100-80gb:64". Batches and microbatches count
-    sequences. `target` names the emitter that is to run the plan, "auto" the one of the model's framework, None none.
-    `time_limit_s` and Ctrl-C end the search with the best so far, marked as interrupted. A model that does not fit gets
-    a plan that says so, with the changes after which it would. In a launch of several processes rank 0 plans for all.
+    sequences. A module that returns no loss needs `loss_fn`, of its output, and of `targets` where those are given
+    (examples, as `inputs` are); its plan is applied with the same `loss_fn`. `target` names the emitter that is to run
+    the plan, "auto" the one of the model's framework, None none. `time_limit_s` and Ctrl-C end the search with the best
+    so far, marked as interrupted. A model that does not fit gets a plan that says so, with the changes after which it
+    would. In a launch of several processes rank 0 plans for all.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors for models, clusters and plans
     that cannot be.
@@ -124,6 +128,8 @@ def evaluate(
     micro_batch_sizes: Sequence[int] | None = None,
     tensor_widths: Sequence[int] | None = None,
     sequence_length: int | None = None,
+    loss_fn: Callable[..., object] | None = None,
+    targets: object = None,
     target: str | None = "auto",
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None = None,
     calibration: Calibration | str | PathLike[str] | None = None,
@@ -157,7 +163,7 @@ def evaluate(
     if not compares:
         return Evaluation(plan=own, best=None, change=None)
     asked |= {"micro_batch_sizes": micro_batch_sizes, "tensor_widths": tensor_widths, "model": own_request.graph}
-    asked |= {"inputs": None, "sequence_length": None}
+    asked |= {"inputs": None, "sequence_length": None, "loss_fn": None, "targets": None}
     request = _including(replace(_request(asked, plugins), target=own_request.target), limits)
     best = plan_within(request, Limits(), {}, watch)
     return Evaluation(plan=own, best=best, change=_best_change(request, limits, own, watch))

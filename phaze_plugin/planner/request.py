@@ -107,6 +107,8 @@ def read_request(
     gap: float,
     seed: int,
     plugins: PluginManager,
+    loss_fn: object = None,
+    targets: object = None,
 ) -> Request:
     """Check and settle the arguments of `optimize`.
 
@@ -118,9 +120,12 @@ def read_request(
         raise QuestionError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise QuestionError(f"seed is {shown(seed)}; expected a whole number.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise QuestionError(f"loss_fn is {shown(loss_fn)}; expected a function of the model's output.")
     devices = settled_cluster(cluster, plugins)
     recipe = _recipe(precision, optimizer)
-    graph, chosen = _import(model, inputs, sequence_length, target, plugins)
+    options = {"sequence_length": sequence_length, "loss_fn": loss_fn, "targets": targets}
+    graph, chosen = _import(model, inputs, options, target, plugins)
     notes: list[str] = []
     if global_batch_size is None:
         global_batch_size = SAMPLES_PER_DEVICE * devices.device_count
@@ -169,11 +174,13 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
 
 
 def _import(
-    model: object, inputs: object, sequence_length: int | None, target: str | None, plugins: PluginManager
+    model: object, inputs: object, options: Mapping[str, object], target: str | None, plugins: PluginManager
 ) -> tuple[Graph, Target]:
     from phaze.imports import import_with_plugins
 
-    options = {} if sequence_length is None else {"sequence_length": _positive("sequence_length", sequence_length)}
+    options = {name: value for name, value in options.items() if value is not None}
+    if "sequence_length" in options:
+        _positive("sequence_length", options["sequence_length"])
     graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=options))
     return graph, find_target(target, model, plugins, graph)
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch_training import batch_of, build_model
+from torch_training import batch_of, build_model, given_loss, inputs_of
 
 import phaze
 from phaze.hardware import Cluster, parse_cluster, precision_recipe
@@ -13,7 +13,9 @@ from phaze.ir import Graph
 
 @functools.cache
 def imported(kind: str) -> Graph:
-    return phaze.import_graph(build_model(kind), batch_of(kind))
+    batch = batch_of(kind)
+    given = {**given_loss(kind), "targets": batch["targets"]} if given_loss(kind) else {}
+    return phaze.import_graph(build_model(kind), inputs_of(kind, batch), **given)
 
 
 def planned(

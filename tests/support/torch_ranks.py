@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_training import batch_of, build_model, loss_of
+from torch_training import batch_of, build_model, given_loss, inputs_of, loss_of
 
 import phaze
 
@@ -80,10 +80,15 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     size = plan.question.global_batch_size
     batch = batch_of(kind, size=size)
     reference = build_model(kind)
-    loss = loss_of(reference(**batch))
+    loss = loss_of(kind, reference, batch)
     loss.backward()
     model = build_model(kind)
-    run = plan.apply(model, inputs=batch, optimizer=lambda own: torch.optim.SGD(own, lr=LEARNING_RATE))
+    run = plan.apply(
+        model,
+        inputs=inputs_of(kind, batch),
+        optimizer=lambda own: torch.optim.SGD(own, lr=LEARNING_RATE),
+        **given_loss(kind),
+    )
     gathered = {}
     for stage in run.stages:
         stage.register_forward_hook(lambda own, *_: gathered.update({id(own): stored_bytes(own.parameters())}))
@@ -235,7 +240,7 @@ def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
         batch = batch_of(kind, seed=step, size=size)
         found.append(float(run.step(**run.share(batch))))
         optimizer.zero_grad()
-        loss = loss_of(alone(**batch))
+        loss = loss_of(kind, alone, batch)
         loss.backward()
         optimizer.step()
         error = max(error, abs(found[-1] - float(loss.detach())) / abs(float(loss.detach())))

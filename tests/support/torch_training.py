@@ -41,11 +41,25 @@ class HandWritten(torch.nn.Module):
         self.head = torch.nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return word_loss(self.logits(tokens), targets)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        found: torch.Tensor = self.head(self.norm(x))
+        return found
+
+
+class Headless(HandWritten):
+    """One that returns logits, so that a loss is to be given beside it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.logits(tokens)
+
+
+def word_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Uncut(HandWritten):
@@ -142,6 +156,7 @@ _BUILDERS = {
     "t5": _t5,
     "bert": _bert,
     "hand-written": HandWritten,
+    "headless": Headless,
     "uncut": Uncut,
     "odd": Odd,
 }
@@ -152,10 +167,24 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     torch.manual_seed(seed)
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
-    names = ("tokens", "targets") if kind in ("hand-written", "uncut", "odd") else ("input_ids", "labels")
+    names = ("tokens", "targets") if kind in ("hand-written", "headless", "uncut", "odd") else ("input_ids", "labels")
     return dict(zip(names, (tokens, labels), strict=True))
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def given_loss(kind: str) -> dict[str, Any]:
+    """The loss that is given beside a model, as `optimize` and `apply` take it."""
+    return {"loss_fn": word_loss} if kind == "headless" else {}
+
+
+def inputs_of(kind: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of a batch the model itself takes."""
+    return {name: value for name, value in batch.items() if kind != "headless" or name != "targets"}
+
+
+def loss_of(kind: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a batch in one process."""
+    output = model(**inputs_of(kind, batch))
+    if kind == "headless":
+        return word_loss(output, batch["targets"])
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     return loss
