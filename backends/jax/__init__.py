@@ -61,7 +61,10 @@ class JaxEmitter:
         from phaze.backends.jax.applied import apply_plan_to
 
         if loss_fn is not None:
-            raise PlanError("a JAX plan is made of a loss, which needs no loss_fn; plan and apply the same function.")
+            raise PlanError(
+                "a JAX plan is applied to a loss, which needs no loss_fn; plan and apply a function that computes it, "
+                "such as lambda params, x, y: loss_fn(model.apply({'params': params}, x), y)."
+            )
         return apply_plan_to(plan, model, mesh, options)
 
 

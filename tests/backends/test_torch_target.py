@@ -60,6 +60,16 @@ def test_another_model_is_refused_with_what_differs(data_parallel: phaze.Plan) -
         data_parallel.apply("gpt2-xl")
 
 
+def test_a_model_that_is_sharded_already_is_refused(alone: None) -> None:
+    x = torch.zeros(4, 8)
+    question = {"loss_fn": torch.nn.functional.mse_loss, "targets": x, "cluster": "cpu:1", "precision": "fp32"}
+    plan = phaze.optimize(torch.nn.Linear(8, 8), x, global_batch_size=4, **question)
+    model = torch.nn.Linear(8, 8)
+    plan.apply(model, loss_fn=torch.nn.functional.mse_loss)
+    with pytest.raises(PlanError, match="sharded already; apply a plan to the plain model, once"):
+        plan.apply(model, loss_fn=torch.nn.functional.mse_loss)
+
+
 def test_an_unknown_option_is_refused_by_name(data_parallel: phaze.Plan) -> None:
     with pytest.raises(PlanError, match="no option 'optimiser' for torch; expected some of inputs, optimizer"):
         data_parallel.apply(build_model("uncut"), optimiser=None)

@@ -298,6 +298,7 @@ def test_every_kind_of_model_is_planned_and_verified(name: str) -> None:
 
 
 WRONG = [
+    ({"loss_fn": 3}, "loss_fn is 3; expected a function"),
     ({"cluster": "a100-80gb:0"}, "0 devices"),
     ({"cluster": "a100-80gb"}, "CHIP:COUNT"),
     ({"cluster": 8}, "cluster is 8"),

@@ -81,6 +81,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: phaze.import_graph(torch.nn.Linear(8, 4), X, loss_fn=torch.relu),
         r"loss_fn returned a tensor of shape \[5, 6, 4\]",
     ),
+    "a loss function that lacks its targets": (
+        lambda: phaze.import_graph(torch.nn.Linear(8, 4), X, loss_fn=torch.nn.functional.mse_loss),
+        r"loss_fn failed on the output \(a tensor of shape \[5, 6, 4\] \(float32\)\): .*missing .* 'target'",
+    ),
     "a loss without gradient": (
         lambda: phaze.import_graph(WithoutGradient(), X),
         "the loss depends on no trainable parameter.*look for torch.no_grad",
