@@ -29,7 +29,7 @@ def run(rank: int, folder: Path, kind: str) -> None:
         batch = batch_of(kind, seed=step)
         losses.append(float(train_step.train_step(model, mesh, optimizer, **train_step.share(mesh, batch))))
         reference.zero_grad()
-        loss = loss_of(alone(**batch))
+        loss = loss_of(kind, alone, batch)
         loss.backward()
         reference.step()
         expected.append(float(loss.detach()))
