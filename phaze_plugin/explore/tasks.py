@@ -24,10 +24,12 @@ from phaze.place import (
     find_placement,
     place_as_paper,
 )
+from phaze.place.degrees import Degrees
 from phaze.place.problem import ProfileKey
 from phaze.planner.build_plan import strategy_of
 from phaze.planner.choose import Answer, Candidate
 from phaze.planner.energy import step_energy
+from phaze.planner.limits import degrees_of, read_limits
 from phaze.planner.profiles import ProfileOptions, priced_pass
 from phaze.planner.request import Request
 from phaze.planner.slices import layer_variants, profile_options, schedule_slices
@@ -60,13 +62,15 @@ class BoundTask:
 class EvaluateTask:
     """The best plan of one model on one accelerator, if it takes less than the cutoff.
 
-    `cells` come with the bound that is known under each.
+    `cells` come with the bound that is known under each. `likely` is the strategy of an `Outcome` elsewhere that may
+    well be the best here, too: if so, it is found sooner.
     """
 
     request: Request
     accelerator: Accelerator
     cells: tuple[tuple[float, Cell], ...]
     cutoff_s: float
+    likely: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,7 +159,14 @@ def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
     request = replace(task.request, cluster=replace(task.request.cluster, accelerator=task.accelerator))
     slices = schedule_slices(_moved(cell.sharded, task.accelerator), schedule_options(request))
     problem = replace(cell.problem, profiles=slices.profiles, cluster=request.cluster)
-    result = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=task.request.gap / 2, network=cell.network)
+    result = find_placement(
+        problem,
+        top=1,
+        cutoff_s=cutoff_s,
+        gap=task.request.gap / 2,
+        network=cell.network,
+        likely=_degrees(task.likely, cell),
+    )
     bound_s = None if math.isinf(result.bound_s) else result.bound_s
     if result.best is None:
         return Outcome(time_s=None, bound_s=bound_s, placed=1)
@@ -176,6 +187,13 @@ def _strategy(candidate: Candidate, placement: Placement) -> dict[str, object]:
     strategy = to_document(strategy_of(candidate, placement))
     del strategy["sequence_parallel"]
     return {**strategy, "stages": [len(stage.layers) for stage in placement.stages]}
+
+
+def _degrees(strategy: Mapping[str, object], cell: Cell) -> Degrees | None:
+    """Those of a strategy that is one of the cell's."""
+    if (strategy.get("micro_batch_size"), strategy.get("tp")) != (cell.micro_batch_size, cell.width):
+        return None
+    return degrees_of(read_limits(strategy))
 
 
 def _moved(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:

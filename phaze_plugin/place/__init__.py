@@ -8,6 +8,7 @@ from phaze.place.front import (
     PlacementStatus,
     bound_placement,
     find_placement,
+    is_beaten,
     paper_instance,
     place_as_paper,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "bound_placement",
     "evaluate_placement",
     "find_placement",
+    "is_beaten",
     "paper_instance",
     "place_as_paper",
     "place_paper",

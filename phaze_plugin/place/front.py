@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 import numpy as np
 
 from phaze.errors import PlacementError
 from phaze.place.assemble import assemble
+from phaze.place.degrees import Degrees
 from phaze.place.ground import Ground
 from phaze.place.levers import Infeasibility, explain_infeasibility
 from phaze.place.network import Network
@@ -19,7 +20,7 @@ from phaze.place.paper_instance import PaperInstance
 from phaze.place.placement import Placement, TimeParts
 from phaze.place.problem import PlacementProblem
 from phaze.place.profile import RecomputeMode
-from phaze.place.search_degrees import Effort, search_degrees
+from phaze.place.search_degrees import Effort, SearchAnswer, is_refuted, search_degrees, try_degrees
 
 __all__ = [
     "Alternative",
@@ -27,6 +28,7 @@ __all__ = [
     "PlacementStatus",
     "bound_placement",
     "find_placement",
+    "is_beaten",
     "paper_instance",
     "place_as_paper",
 ]
@@ -93,6 +95,7 @@ def find_placement(
     cutoff_s: float = math.inf,
     gap: float = 0.0,
     network: Network | None = None,
+    likely: Degrees | None = None,
 ) -> PlacementResult:
     """The fastest placement, the ``top`` choices of degrees, and a bound.
 
@@ -105,6 +108,8 @@ def find_placement(
         gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
             for it, the bound tells what it left open, and alternatives are the best that it came across.
         network: as `Ground.of` takes it.
+        likely: degrees that may well be the best ones. If they are, up to the gap, the search is over at once, without
+            alternatives; if not, they change nothing.
 
     Raises:
         ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
@@ -117,12 +122,12 @@ def find_placement(
     if not 0 <= gap < 1:
         raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
     ground = Ground.of(problem, network=network)
-    answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
-    bound_s = answer.bound_s
-    if _is_bounded_loosely(problem) and (answer.found or cutoff_s < math.inf):
-        enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
-        proof = search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
-        bound_s = min(bound_s, proof.bound_s)
+    answer = None if likely is None else _answer_if_best(ground, likely, effort, cutoff_s, gap)
+    if answer is not None:
+        bound_s = answer.bound_s
+    else:
+        answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
+        bound_s = _bound_s(ground, answer, effort, cutoff_s, gap)
     placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
     best = placements[0] if placements else None
     if best is not None:
@@ -142,6 +147,35 @@ def find_placement(
         nodes=answer.nodes,
         simulated=answer.simulated,
     )
+
+
+def _bound_s(ground: Ground, answer: SearchAnswer, effort: Effort | None, cutoff_s: float, gap: float) -> float:
+    """What an answer proves by the profiles' lower bounds."""
+    if not _is_bounded_loosely(ground.problem) or not (answer.found or cutoff_s < math.inf):
+        return answer.bound_s
+    enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
+    proof = search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
+    return min(answer.bound_s, proof.bound_s)
+
+
+def _answer_if_best(
+    ground: Ground, degrees: Degrees, effort: Effort | None, cutoff_s: float, gap: float
+) -> SearchAnswer | None:
+    """The best plan with some degrees below the cutoff; None where another may be faster by more than the gap."""
+    found = try_degrees(ground, degrees, cutoff_s=cutoff_s, gap=gap)
+    best_s = cutoff_s if found is None else found.time_s
+    if math.isinf(best_s):
+        return None
+    bounded = ground.with_bounds() if _is_bounded_loosely(ground.problem) else ground
+    proof = search_degrees(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
+    if proof.found or proof.bound_s < best_s * (1 - gap):
+        return None
+    return replace(proof, found=() if found is None else (found,))
+
+
+def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:
+    """Whether closed forms and packing prove that no plan takes less than some time, by the profiles' lower bounds."""
+    return is_refuted(Ground.of(problem, use_bounds=True, network=network), time_s)
 
 
 def bound_placement(

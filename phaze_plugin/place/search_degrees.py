@@ -25,7 +25,7 @@ from phaze.place.seeds import seed_splits
 from phaze.place.splits import TOLERANCE, SplitSearch, best_split
 from phaze.place.states import FloatArray
 
-__all__ = ["Effort", "Found", "SearchAnswer", "root_bound", "search_degrees"]
+__all__ = ["Effort", "Found", "SearchAnswer", "is_refuted", "root_bound", "search_degrees", "try_degrees"]
 
 _HOPELESS = 10
 _FOREVER_S = 1e30
@@ -153,6 +153,24 @@ def search_degrees(
     )
 
 
+def try_degrees(ground: Ground, degrees: Degrees, *, cutoff_s: float = math.inf, gap: float = 0.0) -> Found | None:
+    """The fastest plan with some degrees but for the gap, if there is one below the cutoff; nothing is proven."""
+    search = ground.search(degrees, cutoff_s)
+    if search is None or degrees.chunks > 1:
+        return None
+    answer = best_split(search, cutoff_s, Effort().nodes_per_choice, gap=gap)
+    if not answer.time_s < cutoff_s:
+        return None
+    return Found(time_s=answer.time_s, degrees=degrees, stages=_stages(search, answer.picks))
+
+
+def is_refuted(ground: Ground, target_s: float) -> bool:
+    """Whether closed forms and filling prove that no plan takes less than the target."""
+    every = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    below = every.take(every.floor_s < target_s)
+    return not len(below) or bool(ground.packing.refuted(below, np.full(len(below), target_s)).all())
+
+
 def _search_some(ground: Ground, choices: Choices, enough_s: float, progress: _Progress, proves: bool) -> float:
     """Look at some choices, up to a target that rises; the least bound of what is left, but for `progress.open_s`."""
     least = float(choices.floor_s.min())
@@ -249,6 +267,9 @@ def _solve(refined: _Refined, every: Choices, progress: _Progress) -> None:
         bound = math.inf
     every.floor_s[refined.index] = bound
     if answer.time_s < progress.slowest_s:
-        candidates = search.candidates
-        stages = tuple((int(candidates.stage[pick]), int(candidates.mode[pick])) for pick in answer.picks)
+        stages = _stages(search, answer.picks)
         progress.keep(Found(time_s=answer.time_s, degrees=refined.degrees, stages=stages))
+
+
+def _stages(search: SplitSearch, picks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(search.candidates.stage[pick]), int(search.candidates.mode[pick])) for pick in picks)

@@ -28,6 +28,7 @@ from phaze.place import (
     bound_placement,
     evaluate_placement,
     find_placement,
+    is_beaten,
     paper_instance,
     place_as_paper,
     place_paper,
@@ -141,6 +142,36 @@ def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
         assert near.bound_s <= exact.time_s * (1 + 1e-9)
         assert near.bound_s >= near.best.time_s * (1 - gap) * (1 - 1e-9)
         assert near.gap <= gap + 1e-9
+
+
+@examples(60)
+@given(seeds, st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from([0.9, 1.0, 1.05, math.inf]))
+def test_likely_degrees_change_neither_what_is_found_nor_what_is_proven(seed: int, gap: float, part: float) -> None:
+    problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.97)
+    exact = find_placement(problem, top=20)
+    if exact.best is None:
+        return
+    cutoff_s = part * exact.best.time_s
+    every = [exact.best.degrees, *(other.placement.degrees for other in exact.alternatives)]
+    for likely in Random(seed).sample(every, min(3, len(every))):
+        found = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=gap, likely=likely)
+        assert found.bound_s <= exact.best.time_s * (1 + 1e-9)
+        if found.best is None:
+            assert found.status is PlacementStatus.CUT_OFF
+            assert cutoff_s * (1 - gap) <= exact.best.time_s * (1 + 1e-9)
+        else:
+            assert found.best.time_s < cutoff_s
+            assert found.best.time_s * (1 - gap) <= exact.best.time_s * (1 + 1e-9)
+
+
+@examples(40)
+@given(seeds, st.floats(0.3, 1.5))
+def test_what_is_beaten_has_no_plan_that_is_quicker(seed: int, part: float) -> None:
+    problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
+    best = find_placement(problem).best
+    if best is not None:
+        assert not (is_beaten(problem, part * best.time_s) and part * best.time_s > best.time_s * (1 + 1e-9))
+        assert is_beaten(problem, 1e-9 * best.time_s)
 
 
 @examples(40)
