@@ -31,7 +31,7 @@ from phaze.explore.engine import Engine
 from phaze.explore.executors import Workers
 from phaze.explore.front import answer
 from phaze.explore.journal import Journal
-from phaze.explore.question import read_question
+from phaze.explore.question import SearchQuestion, read_question
 from phaze.explore.sampled import sample_designs
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> None:
     _keep(row, arguments.out)
     counts = [int(one) for one in arguments.samples.split(",") if one]
     if counts:
-        _sample(row, engine, counts, arguments.out)
+        _sample(row, engine.question, counts, arguments.out)
     proof = result.certificate
     print(
         f"best {proof.value:.6g} samples/s, largest bound left {proof.bound:.6g}, gap {100 * proof.gap:.3f} %, "
@@ -105,12 +105,12 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _sample(row: dict[str, Any], engine: Engine, counts: Sequence[int], out: str | None) -> None:
+def _sample(row: dict[str, Any], question: SearchQuestion, counts: Sequence[int], out: str | None) -> None:
     """What TPE finds, told and kept after each number of evaluations, until it is what the search found."""
     started_s = time.monotonic()
     row["sampled"] = {}
     enough = row["found"] * (1 - REACHED)
-    for one in sample_designs(engine.question, engine.know.cells, counts, enough_samples_per_s=enough):
+    for one in sample_designs(question, counts, enough_samples_per_s=enough):
         part, row["sampled_s"] = one.samples_per_s / row["found"], time.monotonic() - started_s
         row["sampled"][str(one.evaluations)] = part
         told = f"{one.samples_per_s:,.5g} samples/s ({100 * part:.1f} %) after {one.evaluations:,} evaluations"

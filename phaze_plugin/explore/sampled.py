@@ -21,7 +21,9 @@ import numpy as np
 from phaze.errors import PlanError
 from phaze.explore.bounds import FloatArray
 from phaze.explore.boxes import Swept
+from phaze.explore.executors import Workers
 from phaze.explore.question import SearchQuestion
+from phaze.explore.sweeps import sweep_all, sweeps_of
 from phaze.explore.tasks import EvaluateTask, evaluate_point
 from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
@@ -45,7 +47,6 @@ class Sampled:
 
 def sample_designs(
     question: SearchQuestion,
-    cells: Sequence[Swept],
     evaluations: Sequence[int],
     *,
     enough_samples_per_s: float = math.inf,
@@ -53,8 +54,8 @@ def sample_designs(
 ) -> Iterator[Sampled]:
     """The throughput that sampling reaches after each number of evaluations, for the question's first model.
 
-    `cells` are those that a search swept. The last has fewer evaluations where that is `enough`, or where the space has
-    no more points. Raises PlanError where Optuna is not installed.
+    The last has fewer evaluations where it reached enough, or where the space has no more points. Raises PlanError
+    where Optuna is not installed.
     """
     try:
         import optuna
@@ -63,7 +64,7 @@ def sample_designs(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     lattice = _Lattice(question)
-    evaluator = _Evaluator(question, [swept for swept in cells if swept.cell.model == 0])
+    evaluator = _Evaluator.of(question)
     ranges = {name: optuna.distributions.IntDistribution(0, high) for name, high in lattice.highest.items()}
     wanted = {min(count, lattice.size) for count in evaluations}
     for count in range(1, max(wanted) + 1):
@@ -109,12 +110,18 @@ class _Lattice:
 class _Evaluator:
     """The throughput of points of the space as far as they are among the best few, and the best of them."""
 
-    def __init__(self, question: SearchQuestion, cells: Sequence[Swept], few: int = _BEST_FEW) -> None:
+    def __init__(self, question: SearchQuestion, cells: Sequence[Swept], few: int) -> None:
         self._question, self._cells, self._few = question, cells, few
         self._best_few: list[float] = []  # ascending
         self._likely: dict[str, Mapping[str, object]] = {}  # by cell: the strategy that was best the last time
         self._beaten: dict[str, _Beaten] = {swept.cell.name: _Beaten(len(swept.cell.numbers) + 2) for swept in cells}
         self.best = Sampled(evaluations=0, samples_per_s=0.0, name="", hbm_bytes=0)
+
+    @classmethod
+    def of(cls, question: SearchQuestion, few: int = _BEST_FEW) -> _Evaluator:
+        """All cells of the first model are swept tightly."""
+        tasks = [replace(task, is_tight=True) for task in sweeps_of(question) if task.model == 0]
+        return cls(question, sweep_all(tasks, Workers())[0], few)
 
     def evaluate(self, point: int, hbm_bytes: int) -> float:
         """Samples per second; 0 where it is not among the best few, or nothing fits."""

@@ -64,7 +64,7 @@ def sweeps_of(question: SearchQuestion) -> list[Sweep]:
 
 
 def sweep_all(
-    tasks: Sequence[Sweep], workers: Workers, report: Callable[[str], object]
+    tasks: Sequence[Sweep], workers: Workers, report: Callable[[str], object] = lambda doing: None
 ) -> tuple[list[Swept], dict[str, str]]:
     """Cells over the whole space, and why cells are impossible, by their names."""
     names = [f"{task.question.names[0]}, microbatch {task.micro_batch_size}, width {task.width}" for task in tasks]

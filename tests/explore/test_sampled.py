@@ -19,7 +19,7 @@ def engine_of(**changes: object) -> Engine:
 
 
 def sampled(engine: Engine, *evaluations: int, seed: int = 0) -> list[Sampled]:
-    return list(sample_designs(engine.question, engine.know.cells, evaluations, seed=seed))
+    return list(sample_designs(engine.question, evaluations, seed=seed))
 
 
 def test_sampling_never_beats_what_is_proven_and_reaches_it_when_it_saw_everything() -> None:
@@ -66,7 +66,7 @@ def test_sampling_ends_when_it_has_found_enough() -> None:
     engine = engine_of(hbm_gib=(1,))
     best = engine.know.best
     assert best is not None
-    (found,) = sample_designs(engine.question, engine.know.cells, [8], enough_samples_per_s=0.5 * best.value)
+    (found,) = sample_designs(engine.question, [8], enough_samples_per_s=0.5 * best.value)
     assert found.evaluations < 8
     assert found.samples_per_s >= 0.5 * best.value
 
@@ -74,8 +74,7 @@ def test_sampling_ends_when_it_has_found_enough() -> None:
 @pytest.mark.parametrize("gap", [0.0, 0.01])
 def test_a_trial_is_told_its_throughput_or_is_not_among_the_best_few(gap: float) -> None:
     question = small_question([small_graph()], some_points(10, seed=3), gap=gap)
-    engine = searched(question)
-    few, whole = (_Evaluator(question, engine.know.cells, few=count) for count in (3, 10**9))
+    few, whole = (_Evaluator.of(question, few=count) for count in (3, 10**9))
     known: list[float] = []
     skipped = 0
     for point in range(len(question.points)):
