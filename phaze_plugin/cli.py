@@ -51,8 +51,8 @@ def run_command(command: Command, arguments: argparse.Namespace, console: Consol
     except (PhazeError, OSError) as error:
         show_error(error, error_console, with_traceback=arguments.debug)
         return ExitCode.ERROR
-    except KeyboardInterrupt:
-        error_console.print("interrupted")
+    except KeyboardInterrupt as error:
+        error_console.print(f"interrupted: {error}" if error.args else "interrupted")
         return ExitCode.INTERRUPTED
 
 

@@ -70,7 +70,8 @@ def strategy_text(strategy: Strategy) -> str:
 
 def verdict(plan: Plan) -> str:
     """What is proven, in words."""
-    bound = f"no plan for these slices of layers takes less than {seconds_text(plan.bound_s)}"
+    about = "of this strategy" if plan.question.strategy else "for these slices of layers"
+    bound = f"no plan {about} takes less than {seconds_text(plan.bound_s)}"
     match plan.status:
         case PlanStatus.OPTIMAL:
             return f"optimal: {bound}"

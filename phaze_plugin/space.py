@@ -17,13 +17,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phaze.errors import FormatError, QuestionError, near_names, shown
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
+from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, largest
 from phaze.hardware.area import area_mm2, areas_mm2
 from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.energy import energy_model
@@ -131,8 +132,8 @@ def grid(
     if count > MOST_POINTS:
         sizes = " x ".join(f"{len(axis)} {name}" for name, axis in values.items())
         raise QuestionError(
-            f"the space has {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer values, or "
-            "search it in parts."
+            f"the space has at least {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer "
+            "values, or search it in parts."
         )
     baseline = preset("tpuv4-paper").accelerator
     columns = [axis.ravel() for axis in np.meshgrid(*values.values(), indexing="ij")]
@@ -160,12 +161,18 @@ def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
         given = (given,)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise QuestionError(f"{name} is {shown(given)}; expected whole numbers such as (1, 2, 4).")
-    values = list(islice(given, MOST_POINTS + 1))
-    wrong = [one for one in values if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < least]
+    values, most = list(islice(given, MOST_POINTS + 1)), _most(name)
+    wrong = [
+        one for one in values if type(one) is bool or not isinstance(one, Integral) or not least <= int(one) <= most
+    ]
     if wrong or not values:
         found = shown(wrong[0]) if wrong else "empty"
-        raise QuestionError(f"{name} is {found}; expected whole numbers of at least 1, and at least one of them.")
+        raise QuestionError(f"{name} is {found}; expected whole numbers from 1 to {most}, and at least one of them.")
     return np.array(sorted(set(values)), dtype=np.int64)
+
+
+def _most(name: str) -> int:
+    return largest("buffer_bytes") // _MIB if name == "buffer_mib" else largest(name)
 
 
 def _within(
@@ -176,12 +183,14 @@ def _within(
     for name, limit in limits.items():
         if limit is None:
             continue
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise QuestionError(f"{name} is {shown(limit)}; expected a positive number.")
         found = powers_w(points) if name == "max_power_w" else areas_mm2(points)
         is_kept = found >= limit if name.startswith("min") else found <= limit
         if not is_kept.any():
             raise QuestionError(
                 f"{name} is {limit:g} and leaves nothing of the space: its points lie between {found.min():.6g} and "
-                f"{found.max():.6g}. Move the limit, or give other values."
+                f"{found.max():.6g} {'W' if name == 'max_power_w' else 'mm2'}. Move the limit, or give other values."
             )
         points = points.take(np.flatnonzero(is_kept))
     if where is not None:
@@ -210,8 +219,9 @@ _NUMBER_FIELDS = ("clock_hz", "hbm_bandwidth_bytes_per_s", "min_area_mm2", "max_
 def load(path: str | os.PathLike[str]) -> AcceleratorArray:
     """The space that a JSON file describes.
 
-    It has the format "phaze-space", version 1, and the arguments of `grid`: numbers, lists of numbers, or ranges such
-    as {"from": 1, "to": 64, "times": 2} (or "plus": 8). Raises FormatError naming what is unknown or wrong, and as
+    It has the format "phaze-space", version 1, and the arguments of `grid` but for `where` and memories. Cores, sides,
+    lanes and buffers are numbers, lists of numbers, or ranges such as {"from": 1, "to": 64, "times": 2} (or "plus": 8);
+    clock, bandwidth and limits are single numbers. Raises FormatError naming what is unknown or wrong, and as
     `grid` does.
     """
     return from_description(read_document(path, "a space"), os.fspath(path))
@@ -226,6 +236,8 @@ def from_description(document: Any, where: str = "the space") -> AcceleratorArra
         if name not in known:
             near = near_names(name, known)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if name in ("hbm_bytes", "hbm_gib"):
+                hint = " A search crosses a space with memories of its own: pass hbm_gib, or --hbm."
             raise FormatError(f"{where} has an unknown field {name!r}.{hint} Known: {', '.join(known[2:])}.")
     for name in _GRID_FIELDS:
         if name not in document and name != "vector_lanes":

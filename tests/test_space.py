@@ -64,6 +64,10 @@ def test_limits_keep_what_is_within_them() -> None:
         ({"tensor_rows": ()}, "tensor_rows is empty"),
         ({"tensor_rows": (0,)}, "tensor_rows is 0"),
         ({"tensor_rows": "all"}, "tensor_rows is 'all'"),
+        ({"tensor_cores": (10**23,)}, "tensor_cores is 1000.*; expected whole numbers from 1 to"),
+        ({"buffer_mib": 10**14}, "buffer_mib is 1000.*; expected whole numbers from 1 to 1073741824"),
+        ({"max_area_mm2": "x"}, "max_area_mm2 is 'x'; expected a positive number"),
+        ({"max_power_w": -1}, "max_power_w is -1; expected a positive number"),
         ({"tensor_rows": range(1, 2000), "tensor_cols": range(1, 2000)}, "points .* at most 500,000"),
         ({"tensor_rows": range(1, 10**12)}, "points .* at most 500,000"),
     ],
@@ -77,6 +81,7 @@ def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], to
     ("change", "told"),
     [
         ({"tensor_core": [1]}, "unknown field 'tensor_core'. Did you mean 'tensor_cores'"),
+        ({"hbm_bytes": [1]}, "unknown field 'hbm_bytes'. A search crosses a space with memories of its own"),
         ({"format": "other"}, "is not a space"),
         ({"version": 2}, "is not a space"),
         ({"tensor_rows": {"from": 4, "to": 2, "times": 2}}, "from <= to"),

@@ -24,10 +24,10 @@ __all__ = ["add_model_argument", "add_question_arguments", "find_model", "questi
 PYTHON = "python:"
 
 
-def add_model_argument(parser: ArgumentParser, flag: str = "model", **options: Any) -> None:
-    """Add MODEL, in all its forms."""
+def add_model_argument(parser: ArgumentParser, flag: str = "model", more: str = "", **options: Any) -> None:
+    """Add MODEL, in all its forms; `more` is added to its help."""
     text = "a known name, a config.json, a saved graph, another model file, or python:MODULE_OR_FILE:ATTRIBUTE"
-    parser.add_argument(flag, metavar="MODEL", help=text, **options)
+    parser.add_argument(flag, metavar="MODEL", help=f"{text}{more}", **options)
 
 
 def add_question_arguments(parser: ArgumentParser) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,12 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = ["search_designs"]
 
+_SPACE_HELP = """\
+a space of one's own, every combination of these that keeps within the limits (numbers, lists or ranges; vector_lanes,
+clock_hz, hbm_bandwidth_bytes_per_s and min_area_mm2 may be added, limits left out):
+  {"format": "phaze-space", "version": 1, "tensor_cores": [1, 2, 4], "tensor_rows": 128, "tensor_cols": [64, 128],
+   "vector_cores": {"from": 1, "to": 16, "times": 2}, "buffer_mib": [16, 32], "max_area_mm2": 300, "max_power_w": 400}
+"""
+
 
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as for `phaze optimize`; several count by ratios")
     parser.add_argument("--devices", required=True, type=positive_integer, metavar="N", help="accelerators to train on")
-    parser.add_argument("--space", default="paper", metavar="NAME", help="paper (default) or a space's JSON file")
+    parser.add_argument("--space", default="paper", metavar="NAME", help="paper (default) or a JSON file, see below")
     parser.add_argument("--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="GiB (default 32,64,80)")
     parser.add_argument(
         "--micro-batches", type=numbers, default=(1, 2, 4, 8), metavar="N,N", help="sizes to try (default 1,2,4,8)"
@@ -41,8 +49,15 @@ def configure(parser: ArgumentParser) -> None:
         "--schedules", type=words, metavar="NAME,NAME", help="pipelines to try (default 1f1b,zero-bubble)"
     )
     parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
-    parser.add_argument("--objective", default="throughput", metavar="NAME", help="throughput[-per-area|-per-energy]")
-    parser.add_argument("--combine", default="average", metavar="NAME", help="several models: average or worst ratio")
+    parser.add_argument(
+        "--objective",
+        default="throughput",
+        metavar="NAME",
+        help="throughput[-per-area|-per-energy] (default throughput)",
+    )
+    parser.add_argument(
+        "--combine", default="average", metavar="NAME", help="ratios of several models: average (default) or worst"
+    )
     parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
     parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
     parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
@@ -52,6 +67,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", help="save a line an accelerator: evaluated or pruned, and its bound")
     parser.add_argument("--plan", metavar="FILE", help="save the plan of a single model as JSON")
     add_json_option(parser)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = _SPACE_HELP
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -70,7 +87,7 @@ def run(arguments: Namespace, console: Console) -> int:
     _check_files(arguments)
     found = [find_model(text) for text in arguments.models]
     optional = {} if arguments.schedules is None else {"schedules": arguments.schedules}
-    with _shown_progress() as progress:
+    with goes_on(arguments.journal), _shown_progress() as progress:
         result = phaze.search(
             [model for model, _ in found],
             found[0][1] if len(found) == 1 else [inputs for _, inputs in found],
@@ -96,6 +113,8 @@ def run(arguments: Namespace, console: Console) -> int:
             **optional,
         )
     texts = [str(result)]
+    if arguments.journal is not None and not result.certificate.is_finished:
+        texts.append(f"the same command goes on from {arguments.journal}")
     if arguments.out is not None:
         result.save(arguments.out)
         texts.append(f"saved to {arguments.out}")
@@ -118,9 +137,26 @@ def _check_files(arguments: Namespace) -> None:
         raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")
     if arguments.plan is not None and arguments.compatibility is not None:
         raise QuestionError("the paper's counting makes no plans to save; leave --plan or --compatibility out.")
-    for path in (arguments.out, arguments.csv, arguments.plan):
-        if path is not None:
+    named: dict[Path, str] = {}
+    for option in ("journal", "out", "csv", "plan"):
+        path = getattr(arguments, option)
+        if path is None:
+            continue
+        other = named.setdefault(Path(path).resolve(), option)
+        if other != option:
+            raise QuestionError(f"--{other} and --{option} both name {path}; give each a file of its own.")
+        if option != "journal":
             check_writable(path)
+
+
+@contextmanager
+def goes_on(journal: str | None) -> Iterator[None]:
+    """Say what is left of a search that is interrupted before anything was found."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        kept = "nothing is kept" if journal is None else f"the same command goes on from {journal}"
+        raise KeyboardInterrupt(f"nothing was found yet; {kept}") from error
 
 
 @contextmanager

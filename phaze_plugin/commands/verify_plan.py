@@ -19,7 +19,8 @@ __all__ = ["verify_plan"]
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("plan", metavar="FILE", help="a plan that was saved, or the journal of a search")
-    add_model_argument(parser, "--model", required=True, action="append")
+    more = "; once for each model of a search, in their order"
+    add_model_argument(parser, "--model", more, required=True, action="append")
     parser.add_argument("--executor", metavar="NAME", help="of a search: processes[:N] (default), serial, dask://...")
     add_json_option(parser)
 

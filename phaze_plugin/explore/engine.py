@@ -88,7 +88,9 @@ class Engine:
             if self.knowledge is None or self.knowledge.best is None:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                raise PlanError("nothing was found before the time was over; allow more time.") from error
+                raise PlanError(
+                    "nothing was found before the time was over; allow more time. A journal keeps what was done."
+                ) from error
             self.is_interrupted = True
             if self.root is not None:
                 self._settle([self.root])

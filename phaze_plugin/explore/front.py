@@ -206,18 +206,22 @@ def _with_memory(engine: Engine, best: Evaluated, hbm_bytes: int) -> tuple[Outco
 
 
 def _value(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> float | None:
-    box = Box(name="", points=np.array([point]), bounds_s=np.zeros(len(know.cells)) + 1e-12)
-    found = know.judge(box, outcomes)
+    found = _judged(know, point, outcomes)
     return None if found.facts is None else found.value
+
+
+def _judged(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> Evaluated:
+    return know.judge(Box(name="", points=np.array([point]), bounds_s=np.full(len(know.cells), 1e-12)), outcomes)
 
 
 def _design(engine: Engine, point: int, outcomes: Sequence[Outcome], hbm_bytes: int) -> Design:
     question, know = engine.question, engine.know
     chip = replace(question.points.at(point), hbm_bytes=hbm_bytes)
-    value = _value(know, point, outcomes)
+    judged = _judged(know, point, outcomes)
     rows = []
-    for name, request, outcome in zip(question.names, question.requests, outcomes, strict=True):
+    for model, (name, request, outcome) in enumerate(zip(question.names, question.requests, outcomes, strict=True)):
         assert outcome.time_s is not None
+        assert judged.facts is not None
         samples = request.global_batch_size
         rows.append(
             ModelRow(
@@ -228,13 +232,14 @@ def _design(engine: Engine, point: int, outcomes: Sequence[Outcome], hbm_bytes: 
                 joules_per_sample=None if outcome.energy_j is None else outcome.energy_j / samples,
                 strategy=outcome.strategy,
                 needed_bytes=outcome.needed_bytes,
+                ratio=know.goal.of_model(judged.facts, model) / know.goal.bases[model] if know.goal.bases else None,
             )
         )
     return Design(
         name=chip.name,
         hbm_gib=hbm_bytes / _GIB,
         area_mm2=float(know.areas_mm2[point]),
-        value=0.0 if value is None else value,
+        value=judged.value,
         fields={name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)},
         models=tuple(rows),
     )
@@ -290,8 +295,15 @@ def _certificate(engine: Engine) -> Certificate:
 def _scope(question: SearchQuestion) -> str:
     if question.is_paper:
         return "as the paper counts: its schedules, placements and memory; slices as on tpuv4-paper"
-    kinds = " and ".join(kind.value for kind in question.schedules) or "no"
-    return f"for {kinds} pipelines, all degrees, ZeRO stages and recompute modes; slices as on tpuv4-paper"
+    kinds = (
+        f"{' and '.join(kind.value for kind in question.schedules)} pipelines" if question.schedules else "one stage"
+    )
+    first = question.requests[0]
+    sizes, widths = (", ".join(map(str, some)) for some in (first.micro_batch_sizes, first.tensor_widths))
+    return (
+        f"for {kinds}, microbatches of {sizes}, tensor widths {widths}, all other degrees, ZeRO stages and recompute "
+        "modes; slices as on tpuv4-paper"
+    )
 
 
 def _explored(engine: Engine) -> tuple[Explored, ...]:
@@ -308,9 +320,8 @@ def _explored(engine: Engine) -> tuple[Explored, ...]:
         found[point] = ("evaluated", one.most, one.value or None, "")
     best = know.best
     assert best is not None
-    if best.point not in know.evaluated:
-        state, most, _, name = found[best.point]
-        found[best.point] = (state, most, best.value, name)
+    _, most, _, name = found[best.point]
+    found[best.point] = ("evaluated", most, best.value, name)
     return tuple(
         Explored(
             name=name,

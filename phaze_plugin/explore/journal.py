@@ -124,7 +124,8 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]],
         raise FormatError(f"cannot read the journal {path}: {error.strerror}.") from error
     lines = content.split(b"\n")
     last = lines.pop()  # empty if the last line is whole
-    if not lines and not (last.startswith(_BEGINNING) or _BEGINNING.startswith(last)):
+    first = lines[0] if lines else last
+    if not (first.startswith(_BEGINNING) or (not lines and _BEGINNING.startswith(first))):
         raise _not_a_journal(path)
     header: dict[str, Any] | None = None
     records: dict[str, dict[str, Any]] = {}
@@ -153,8 +154,6 @@ def _document(path: Path, line: int, text: bytes) -> dict[str, Any]:
 
 
 def _header(path: Path, document: dict[str, Any]) -> dict[str, Any]:
-    if document.get("format") != FORMAT:
-        raise _not_a_journal(path)
     if document.get("version") != VERSION:
         raise FormatError(
             f"{path} has version {document.get('version')} of the journal's format; this Phaze reads {VERSION}."
@@ -163,7 +162,9 @@ def _header(path: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_a_journal(path: Path) -> FormatError:
-    return FormatError(f"{path} is not the journal of a search; its first line lacks the format {FORMAT!r}.")
+    return FormatError(
+        f"{path} is not the journal of a search: it does not begin as one. It is left as it is; name another file."
+    )
 
 
 def _check(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

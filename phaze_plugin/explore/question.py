@@ -185,8 +185,8 @@ def question_of(
         names, count = list(header["models"]), len(models) if isinstance(models, list | tuple) else 1
         if count != len(names):
             raise QuestionError(
-                f"the search was for {len(names)} models ({', '.join(names)}) and {count} were given; give each of "
-                "them, in this order."
+                f"the search was for {len(names)} models ({', '.join(names)}) and {count} given; give each of them, in "
+                "this order (on the command line with a --model of its own)."
             )
         asked = dict(header["question"])
         asked["precision"] = from_document(PrecisionRecipe, asked["precision"], "question.precision")

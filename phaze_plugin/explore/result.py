@@ -40,7 +40,10 @@ class SearchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model on one accelerator: its fastest plan and the bound under all of them."""
+    """One model on one accelerator: its fastest plan and the bound under all of them.
+
+    `ratio` is the objective's, to that of the model's best plan on tpuv4-paper; None for a single model.
+    """
 
     model: str
     samples_per_s: float
@@ -49,6 +52,7 @@ class ModelRow:
     joules_per_sample: float | None
     strategy: Mapping[str, object]
     needed_bytes: float
+    ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """One accelerator of the space, and how it was dealt with: evaluated, pruned, or still open."""
+    """One accelerator of the space with the largest memory, and how it was dealt with: evaluated, pruned or still open.
+
+    `value` is None where it was not evaluated, or only as far as it took to see that it is not the best.
+    """
 
     name: str
     area_mm2: float
@@ -170,9 +177,9 @@ class SearchResult:
 def _value(objective: str, value: float) -> str:
     unit = {
         "throughput": "samples/s",
-        "throughput-per-area": "samples/s per mm2",
+        "throughput-per-area": "samples/s of all devices per mm2 of one",
         "throughput-per-energy": "samples/J",
-        "ratio": "times the reference",
+        "ratio": "times tpuv4-paper",
     }[objective]
     return f"{value:,.5g} {unit}" if value < 1e4 else f"{value:,.0f} {unit}"
 
@@ -181,9 +188,11 @@ def _model_line(row: ModelRow) -> str:
     shown = {key: value for key, value in row.strategy.items() if key in ("dp", "tp", "pp", "micro_batch_size", "zero")}
     told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
     schedule = row.strategy.get("schedule")
+    schedule = "no pipeline" if schedule == "none" else schedule
+    ratio = "" if row.ratio is None else f" (ratio {row.ratio:.4g})"
     energy = "" if row.joules_per_sample is None else f", {row.joules_per_sample:.4g} J a sample"
     return (
-        f"{row.model}: {row.samples_per_s:,.5g} samples/s, step {seconds_text(row.step_time_s)}{energy}; {told}"
+        f"{row.model}: {row.samples_per_s:,.5g} samples/s{ratio}, step {seconds_text(row.step_time_s)}{energy}; {told}"
         f"{f', {schedule}' if schedule else ''}"
     )
 
@@ -195,7 +204,7 @@ def _memory_text(objective: str, row: MemoryRow) -> str:
 
 def _proof(objective: str, proof: Certificate) -> str:
     if not proof.is_finished:
-        return f"interrupted: what was not looked at may reach {_value(objective, proof.bound)}, {proof.gap:.2%} more"
+        return f"not finished: what was not looked at may reach {_value(objective, proof.bound)}, {proof.gap:.2%} more"
     if proof.gap <= 1e-9:
         return "the best of the space"
     return f"within {proof.gap:.2%} of the best: no accelerator exceeds {_value(objective, proof.bound)}"

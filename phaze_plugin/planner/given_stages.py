@@ -1,6 +1,7 @@
 """A strategy whose stages are given: every way to fill in what it leaves open is priced, and the fastest is taken.
 
-Where recompute is open, all stages have the same mode.
+Where recompute is open, all stages have the same mode. The bound is that of the quickest of these ways, with the lower
+bounds of the layers' schedules for their times.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
     sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
     widths = request.tensor_widths if limits.tp is None else (limits.tp,)
     watch.expect(len(sizes) * len(widths))
-    found: list[tuple[bool, float, Placement, Slices, Ground]] = []
+    found: list[tuple[bool, float, float, Placement, Slices, Ground]] = []
     refused: dict[int, str] = {}
     unrunnable = ""
     for size, width in product(sizes, widths):
@@ -41,33 +42,36 @@ def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
         slices = schedule_slices(model, profile_options(request, limits.modes))
         problem, cut = placement_problem(request, slices), _cut(slices.graph, limits)
         ground = Ground.of(problem)
+        least = ground.with_bounds()
         for filled in _filled(limits, problem, width):
             modes = filled.recompute or ()
             stages = [(layers, modes[index % len(modes)]) for index, layers in enumerate(cut)]
             try:
                 placement = evaluate_placement(ground, degrees_of(filled), stages)
+                bound_s = evaluate_placement(least, degrees_of(filled), stages).time_s
             except PlacementError as error:  # one of the ways to fill it in does not run
                 unrunnable = str(error)
                 continue
             is_over = any(memory.total_bytes > problem.usable_bytes for memory in placement.memory)
-            found.append((is_over, placement.time_s, placement, slices, ground))
+            found.append((is_over, placement.time_s, bound_s, placement, slices, ground))
         watch.step()
     if not found:
         is_sliced = len(refused) < len(widths)
         raise PlanError(unrunnable or _nothing(request, limits, sizes[0], max(widths), {} if is_sliced else refused))
-    is_over, time_s, placement, slices, ground = min(found, key=lambda row: row[:2])
+    is_over, time_s, _, placement, slices, ground = min(found, key=lambda row: row[:2])
+    bound_s = min(time_s, *(row[2] for row in found if row[0] == is_over))
     result = PlacementResult(
         status=PlacementStatus.INFEASIBLE if is_over else PlacementStatus.WITHIN,
         best=None if is_over else placement,
         alternatives=(),
-        bound_s=time_s,
+        bound_s=bound_s,
         infeasibility=explain_infeasibility(ground) if is_over else None,
         choices=len(found),
         nodes=0,
         simulated=len(found),
     )
     candidate = Candidate(slices=slices, problem=ground.problem, result=result)
-    return Answer(placement=placement, candidate=candidate, candidates=(candidate,), refused=refused, bound_s=time_s)
+    return Answer(placement=placement, candidate=candidate, candidates=(candidate,), refused=refused, bound_s=bound_s)
 
 
 def _cut(graph: Graph, limits: Limits) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ import pytest
 from designs import tiny_model
 
 from phaze.cli import main
-from phaze.commands.search_designs import progress_text
+from phaze.commands.search_designs import goes_on, progress_text
 from phaze.explore.result import SearchProgress
 
 SPACE = {
@@ -62,6 +62,32 @@ def test_an_answer_that_cannot_be_saved_is_refused_before_the_search(
     assert main(arguments(folder, f"--{name}", f"{folder}/{path}" if path else "", "--journal", str(journal))) == 1
     assert "cannot write" in capsys.readouterr().err
     assert not journal.exists()
+
+
+@pytest.mark.parametrize("pair", [("journal", "out"), ("out", "csv"), ("csv", "plan")])
+def test_one_file_for_two_answers_is_refused_before_the_search(
+    folder: Path, capsys: pytest.CaptureFixture[str], pair: tuple[str, str]
+) -> None:
+    paths = [str(folder / "same"), f"{folder}/./same"]
+    assert main(arguments(folder, *(part for at in (0, 1) for part in (f"--{pair[at]}", paths[at])))) == 1
+    assert f"--{pair[0]} and --{pair[1]} both name" in capsys.readouterr().err
+    assert not (folder / "same").exists()
+
+
+def test_an_interruption_before_anything_was_found_says_how_to_go_on(folder: Path) -> None:
+    for journal, told in ((None, "nothing is kept"), ("kept.jsonl", "the same command goes on from kept.jsonl")):
+        with pytest.raises(KeyboardInterrupt, match=f"nothing was found yet; {told}"), goes_on(journal):
+            raise KeyboardInterrupt
+
+
+def test_a_search_whose_time_is_over_says_that_its_journal_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--journal", str(folder / "journal"), "--gap", "0")
+    code = main(arguments(folder, *options, "--time-limit", "1e-9"))
+    assert (code, "journal" in capsys.readouterr().err) == (1, True)
+    assert main(arguments(folder, *options)) == 0
+    assert "goes on" not in capsys.readouterr().out
 
 
 def test_counting_as_the_paper_makes_no_plan_to_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,16 @@ def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> Non
     assert found.step_time_s == min(times)
 
 
+def test_the_bound_of_given_stages_is_under_their_time_with_better_schedules() -> None:
+    strategy = {"dp": 2, "pp": 2, "tp": 1, "micro_batch_size": 1, "stages": (3, 3), "schedule": "1f1b", "zero": 0}
+    asked = {**QUESTION, "cluster": "tpuv4-paper:4@paper", "strategy": strategy, "compares": False}
+    near, exact = (phaze.evaluate(small_graph(), gap=gap, **asked).plan for gap in (0.9, 0.0))
+    assert exact.step_time_s < near.step_time_s
+    assert near.bound_s <= exact.step_time_s * (1 + 1e-9)
+    assert exact.status is PlanStatus.OPTIMAL
+    assert "no plan of this strategy takes less" in str(near)
+
+
 def test_given_stages_that_no_strategy_has_are_refused() -> None:
     question = {**QUESTION, "compares": False}
     with pytest.raises(PlanError, match="leave out stages, or what is fixed beside them"):
