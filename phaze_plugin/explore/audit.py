@@ -23,6 +23,7 @@ from phaze.errors import PlanError
 from phaze.explore.engine import Engine
 from phaze.explore.executors import Workers
 from phaze.explore.front import answer
+from phaze.explore.goals import TIE
 from phaze.explore.journal import Journal, read_header
 from phaze.explore.question import SearchQuestion, question_of
 from phaze.explore.result import SearchResult
@@ -111,7 +112,7 @@ def _belonging(header: Mapping[str, Any], question: SearchQuestion) -> Iterator[
     now = question.header()
     version = str(header.get("phaze"))
     yield Finding("it was made by this version", version, phaze.__version__, version == phaze.__version__)
-    for part in ("models", "space", "question"):
+    for part in ("models", "space", "prices", "question"):
         claimed, found = header.get(part), json.loads(json.dumps(now[part]))
         is_same = claimed == found and list(claimed) == list(found)  # models in the same order, too
         yield Finding(f"its {part}", _short(claimed), _short(found), is_same)
@@ -137,9 +138,7 @@ def _coverage(engine: Engine, result: SearchResult) -> Iterator[Finding]:
         return
     most = max((bound for _, bound in know.closed), default=0.0)
     allowed = proof.value * (1 + engine.question.gap)
-    yield Finding(
-        "no pruned accelerator exceeds the gap", f"{allowed:.9g}", f"{most:.9g}", most <= allowed * (1 + 1e-12)
-    )
+    yield Finding("no pruned accelerator exceeds the gap", f"{allowed:.9g}", f"{most:.9g}", most <= allowed * (1 + TIE))
 
 
 def _evaluated_again(

@@ -76,6 +76,7 @@ class Engine:
     is_interrupted: bool = False
     prefix: str = ""
     first: Evaluated | None = None
+    narrow: Knowledge | None = None
 
     def run(self) -> Knowledge:
         """Search to the end, or until interrupted; raises PlanError where nothing fits or nothing was found."""
@@ -85,6 +86,7 @@ class Engine:
             while self.open_boxes:
                 self._open_round()
         except (TimeLimitError, KeyboardInterrupt) as error:
+            self._fall_back()
             if self.knowledge is None or self.knowledge.best is None:
                 if isinstance(error, KeyboardInterrupt):
                     raise
@@ -108,14 +110,22 @@ class Engine:
         inner = Engine(
             question=question, workers=self.workers, journal=self.journal, report=self.report, prefix="tight/"
         )
-        know = inner.run()
-        self.first = know.best
-        if inner.is_interrupted:  # the sweep's own bounds hold for all schedules
-            self.knowledge = Knowledge.of(self.question, know.goal, know.cells)
-            self.knowledge.best = know.best
-            bounds = np.array([float(swept.rows.least_s.min()) for swept in know.cells])
-            self.root = Box(name=_ROOT, points=np.arange(len(question.points)), bounds_s=bounds)
+        try:
+            self.narrow = inner.run()
+        except PlanError:  # what fits in no such way may fit in others
+            return
+        self.first = self.narrow.best
+        if inner.is_interrupted:
             raise TimeLimitError
+
+    def _fall_back(self) -> None:
+        """Take the answer of the narrow search where there is no other; the sweep's bounds hold for all schedules."""
+        narrow = self.narrow
+        if narrow is not None and (self.knowledge is None or self.knowledge.best is None):
+            self.knowledge = Knowledge.of(self.question, narrow.goal, narrow.cells)
+            self.knowledge.best = narrow.best
+            bounds = np.array([float(swept.rows.least_s.min()) for swept in narrow.cells])
+            self.root = Box(name=_ROOT, points=np.arange(len(self.question.points)), bounds_s=bounds)
 
     @property
     def know(self) -> Knowledge:
@@ -156,8 +166,8 @@ class Engine:
         (self.root,) = self._bounded([root])
         self._sweep_again(self.root)
         (root,) = self._bounded([replace(self.root, name=_ROOT)])
-        self.root = None
         self._settle([root])
+        self.root = None
 
     def _sweep_again(self, root: Box) -> None:
         """Tight rows for the cells that are open."""
@@ -218,7 +228,7 @@ class Engine:
             few = tuple(sorted(task.cells, key=lambda pair: (pair[0], pair[1].name))[:_TRIED_CELLS])
             tasks.append(replace(task, cells=few))
         outcomes = self._evaluations([f"try/{point}/{model}" for model in range(len(tasks))], tasks)
-        found = self.know.judge(box, outcomes)
+        found = self.know.judge(box, self._completed(outcomes, tasks, [box]))
         self.tried[point] = found
         self.know.keep(found)
 
@@ -251,15 +261,15 @@ class Engine:
 
     def _open_round(self) -> None:
         """Open the boxes with the best bounds."""
-        boxes: list[Box] = []
+        boxes = self.opening
         while self.open_boxes and len(boxes) < _ROUND:
-            _, _, box = heapq.heappop(self.open_boxes)
+            box = self.open_boxes[0][2]
             if self.know.is_closed(self.know.facts(box)):
                 self.know.closed.append((box, self.know.most(box)))
             else:
                 boxes.append(box)
+            heapq.heappop(self.open_boxes)
         closed = len(self.know.closed)
-        self.opening = boxes
         try:
             self._open(boxes)
         except BaseException:
@@ -285,9 +295,10 @@ class Engine:
                     names.append(f"evaluate/{point}/{model}")
                     tasks.append(self._task(singles[-1], model, self.question.points.at(point), cutoff_s))
             parts += self._cut(rest, point, is_open)
-        outcomes = self._evaluations(names, tasks)
-        bounded = self._bounded(parts)
         models = len(self.question.names)
+        each = [single for single in singles for _ in range(models)]
+        outcomes = self._completed(self._evaluations(names, tasks), tasks, each)
+        bounded = self._bounded(parts)
         for at, single in enumerate(singles):
             found = self.know.judge(single, outcomes[at * models : (at + 1) * models])
             self.know.evaluated[found.point] = found
@@ -369,6 +380,23 @@ class Engine:
         known = [(float(box.bounds_s[at]) if is_inside else 0.0, at) for at in self.know.cells_of(model)]
         cells = tuple((bound, self.know.cells[at].cell) for bound, at in known if bound < cutoff_s)
         return EvaluateTask(request=request, accelerator=chip, cells=cells, cutoff_s=cutoff_s)
+
+    def _completed(
+        self, outcomes: Sequence[Outcome], tasks: Sequence[EvaluateTask], boxes: Sequence[Box]
+    ) -> list[Outcome]:
+        """Outcomes whose bounds are under the cells that were left out of their tasks, too; a box for each, or one."""
+        found = []
+        for at, (outcome, task) in enumerate(zip(outcomes, tasks, strict=True)):
+            given = {cell.name for _, cell in task.cells}
+            box, model = boxes[at % len(boxes)], at % len(self.question.names)
+            left = [
+                float(box.bounds_s[index])
+                for index in self.know.cells_of(model)
+                if self.know.cells[index].cell.name not in given
+            ]
+            bound_s = min([math.inf if outcome.bound_s is None else outcome.bound_s, *left])
+            found.append(replace(outcome, bound_s=None if math.isinf(bound_s) else bound_s))
+        return found
 
     def evaluate_at(self, point: int, hbm_bytes: int) -> list[Outcome]:
         """An accelerator of the space with some memory, with nothing known but what the sweep tells."""

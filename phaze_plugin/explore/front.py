@@ -139,7 +139,7 @@ class _Reporter:
             left=left,
             evaluated=0 if know is None else len(know.evaluated),
             best=None if know is None or know.best is None else know.best.value,
-            bound=None if know is None or not is_started else proven_bound(self.engine),
+            bound=None if know is None or know.best is None or not is_started else proven_bound(self.engine),
             elapsed_s=elapsed_s,
             remaining_s=elapsed_s * left / done if done else None,
         )
@@ -185,24 +185,27 @@ def answer(engine: Engine, started_s: float) -> SearchResult:
 
 
 def _with_less_memory(engine: Engine, best: Evaluated) -> dict[int, tuple[Outcome, ...]]:
-    """By size; an interruption leaves out what was not looked at."""
+    """By size: the same plans where they fit, else others. Not looked at are others where energy counts, as plans of
+    less memory may draw less, and what an interruption leaves out.
+    """
     found: dict[int, tuple[Outcome, ...]] = {}
     if engine.is_interrupted:
         return found
     with suppress(TimeLimitError, KeyboardInterrupt):
         for size in engine.question.hbm_bytes[:-1]:
-            found[size] = _with_memory(engine, best, size)
+            if not engine.question.is_paper and _fits(engine, best, size):
+                found[size] = best.outcomes
+            elif not engine.question.counts_energy:
+                found[size] = tuple(engine.evaluate_at(best.point, size))
     return found
 
 
-def _with_memory(engine: Engine, best: Evaluated, hbm_bytes: int) -> tuple[Outcome, ...]:
-    """The same accelerator with less memory: the same plans where they fit."""
-    margin = 0.0 if engine.question.is_paper else engine.know.cells[0].cell.problem.memory_margin
-    if not engine.question.is_paper and all(
-        outcome.needed_bytes <= hbm_bytes * (1 - margin) for outcome in best.outcomes
-    ):
-        return best.outcomes
-    return tuple(engine.evaluate_at(best.point, hbm_bytes))
+def _fits(engine: Engine, found: Evaluated, hbm_bytes: int) -> bool:
+    """Whether the very plans of an accelerator fit into less memory."""
+    problem = engine.know.cells[0].cell.problem
+    cluster = replace(problem.cluster, accelerator=replace(problem.cluster.accelerator, hbm_bytes=hbm_bytes))
+    usable_bytes = replace(problem, cluster=cluster).usable_bytes
+    return all(outcome.needed_bytes <= usable_bytes for outcome in found.outcomes)
 
 
 def _value(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> float | None:
@@ -247,9 +250,7 @@ def _design(engine: Engine, point: int, outcomes: Sequence[Outcome], hbm_bytes: 
 
 def _front_design(engine: Engine, found: Evaluated) -> Design:
     """An accelerator of the front with the least memory in which its plans fit."""
-    margin = engine.know.cells[0].cell.problem.memory_margin
-    needed = max(outcome.needed_bytes for outcome in found.outcomes)
-    fitting = [size for size in engine.question.hbm_bytes if needed <= size * (1 - margin)]
+    fitting = [size for size in engine.question.hbm_bytes if _fits(engine, found, size)]
     return _design(engine, found.point, found.outcomes, (fitting or [engine.question.hbm_bytes[-1]])[0])
 
 
@@ -282,7 +283,7 @@ def _certificate(engine: Engine) -> Certificate:
         value=know.best.value,
         bound=bound,
         gap=bound / know.best.value - 1,
-        points=len(question.points) * len(question.hbm_bytes),
+        points=len(question.points) * (1 if question.counts_energy else len(question.hbm_bytes)),
         scheduled=len(scheduled | engine.scheduled),
         placed=len(placed),
         bounds=know.bounds,
@@ -299,10 +300,11 @@ def _scope(question: SearchQuestion) -> str:
         f"{' and '.join(kind.value for kind in question.schedules)} pipelines" if question.schedules else "one stage"
     )
     first = question.requests[0]
+    energy = "; energy is that of the fastest plans with the largest memory" if question.counts_energy else ""
     sizes, widths = (", ".join(map(str, some)) for some in (first.micro_batch_sizes, first.tensor_widths))
     return (
         f"for {kinds}, microbatches of {sizes}, tensor widths {widths}, all other degrees, ZeRO stages and recompute "
-        "modes; slices as on tpuv4-paper"
+        f"modes; slices as on tpuv4-paper{energy}"
     )
 
 

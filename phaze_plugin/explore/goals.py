@@ -11,7 +11,7 @@ the value is an upper bound for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -113,12 +113,11 @@ def front_of(coordinates: Sequence[tuple[float, float, float]]) -> list[int]:
     return found
 
 
-def least_cutoff_s(is_enough: object, known_s: float) -> float:
+def least_cutoff_s(is_enough: Callable[[float], bool], known_s: float) -> float:
     """The least seconds (of those tried) from which on a bound suffices; infinite if none does.
 
     `is_enough(seconds)` is false, then true.
     """
-    assert callable(is_enough)
     low, high = known_s, known_s * 1e4
     if not is_enough(high):
         return float("inf")

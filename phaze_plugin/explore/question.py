@@ -62,6 +62,11 @@ class SearchQuestion:
         """Devices of the cluster that each accelerator would make."""
         return self.requests[0].cluster.device_count
 
+    @property
+    def counts_energy(self) -> bool:
+        """Whether less memory may be better than more: the fastest plan that fits into it may draw less."""
+        return self.wants_front or self.metric is Metric.PER_ENERGY
+
     def header(self) -> dict[str, object]:
         """What a journal keeps of the question; two questions with equal headers have equal answers."""
         first = self.requests[0]
@@ -69,6 +74,7 @@ class SearchQuestion:
             "phaze": phaze.__version__,
             "models": {name: one.graph_hash for name, one in zip(self.names, self.requests, strict=True)},
             "space": to_description(self.points),
+            "prices": sorted(first.prices or ()),
             "question": {
                 "devices": self.device_count,
                 "network": self.network,

@@ -88,8 +88,9 @@ class PrunedBox:
 class Certificate:
     """What is proven: no accelerator's value exceeds `bound`, for the slices, pipelines and choices that are named.
 
-    `points` counts accelerators times memories, all of them bounded; `scheduled` and `placed` accelerators of which
-    layers were scheduled and placed at least once. `bounds` counts corners that were bounded by placement.
+    `points` counts accelerators times memories, all of them bounded (the largest memory only, where energy counts);
+    `scheduled` and `placed` accelerators of which layers were scheduled and placed at least once. `bounds` counts
+    corners that were bounded by placement.
     """
 
     value: float

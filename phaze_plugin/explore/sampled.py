@@ -5,8 +5,8 @@ proposal that is outside the space or was evaluated before gives way to the near
 sampler is told of that one: every trial is an evaluation of something new.
 
 TPE learns from which trials are its best few (a tenth of all, at most 25) and never from how good the others are. So a
-trial that provably is not among the best 25 is told 0 and not evaluated to the end: the same proposals follow, in a
-fraction of the time. What is called best was evaluated.
+trial that provably is not among the best 25 is told 0 and not evaluated to the end: the same proposals follow (up to
+the gap of evaluations), in a fraction of the time. What is called best was evaluated.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Evaluator:
 
     def _is_beaten(self, swept: Swept, point: int, chip: Accelerator, time_s: float) -> bool:
         """Whether no plan of a cell takes less than some time, as far as it can be told quickly."""
-        if math.isinf(time_s):
+        if math.isinf(time_s) or swept.cell.is_paper:
             return False
         problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
         row = np.array([*swept.rows.seconds[point], update_s_per_parameter(problem), -float(chip.hbm_bytes)])

@@ -76,15 +76,6 @@ class Knowledge:
         """An upper bound on the value of each accelerator of a box."""
         return self.goal.value(self.facts(box))
 
-    def promise(self, points: Sequence[int] | FloatArray) -> FloatArray:
-        """A quick upper bound on the value of single accelerators, from the sweep alone."""
-        chosen = np.asarray(points, dtype=np.int64)
-        found = []
-        for point in chosen.tolist():
-            bounds = np.array([swept.rows.least_s[point] for swept in self.cells])
-            found.append(self.goal.value(self.facts(Box(name="", points=np.array([point]), bounds_s=bounds))))
-        return np.array(found)
-
     @property
     def target(self) -> float:
         """A box with no more than this is closed; ties with the best are looked at if the optimum is asked for."""

@@ -85,6 +85,19 @@ class Choices:
         """Some of them."""
         return Choices(**{name: getattr(self, name)[index] for name in self.__slots__})
 
+    def has(self, degrees: Degrees) -> bool:
+        """Whether some degrees are among them."""
+        return bool(
+            (
+                (self.width == degrees.width)
+                & (self.pipelines == degrees.pipelines)
+                & (self.devices == degrees.devices)
+                & (self.chunks == degrees.chunks)
+                & (self.schedule == SCHEDULES.index(degrees.schedule))
+                & (self.zero_stage == degrees.zero_stage)
+            ).any()
+        )
+
     def degrees(self, index: int) -> Degrees:
         """One of them."""
         return Degrees(

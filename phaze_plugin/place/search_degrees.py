@@ -136,7 +136,7 @@ def search_degrees(
     them to choose from never give a slower plan, whatever the gap.
     """
     progress = _Progress(top=top, effort=effort or Effort(), slowest_s=cutoff_s, gap=gap)
-    choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    choices = _choices(ground)
     is_loose = np.isin(choices.schedule, _LOOSE)
     left = math.inf
     for some in (choices.take(~is_loose), choices.take(is_loose)):
@@ -154,9 +154,14 @@ def search_degrees(
 
 
 def try_degrees(ground: Ground, degrees: Degrees, *, cutoff_s: float = math.inf, gap: float = 0.0) -> Found | None:
-    """The fastest plan with some degrees but for the gap, if there is one below the cutoff; nothing is proven."""
+    """The fastest plan with some degrees but for the gap, if there is one below the cutoff; nothing is proven.
+
+    None also for degrees that are no choice of the problem, and for interleaved ones.
+    """
+    if degrees.chunks > 1 or not _choices(ground).has(degrees):
+        return None
     search = ground.search(degrees, cutoff_s)
-    if search is None or degrees.chunks > 1:
+    if search is None:
         return None
     answer = best_split(search, cutoff_s, Effort().nodes_per_choice, gap=gap)
     if not answer.time_s < cutoff_s:
@@ -166,9 +171,13 @@ def try_degrees(ground: Ground, degrees: Degrees, *, cutoff_s: float = math.inf,
 
 def is_refuted(ground: Ground, target_s: float) -> bool:
     """Whether closed forms and filling prove that no plan takes less than the target."""
-    every = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    every = _choices(ground)
     below = every.take(every.floor_s < target_s)
     return not len(below) or bool(ground.packing.refuted(below, np.full(len(below), target_s)).all())
+
+
+def _choices(ground: Ground) -> Choices:
+    return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
 
 
 def _search_some(ground: Ground, choices: Choices, enough_s: float, progress: _Progress, proves: bool) -> float:

@@ -67,7 +67,7 @@ def test_another_model_is_found_before_anything_is_computed(journal: Path) -> No
 def test_models_of_another_number_or_order_are_named(tmp_path: Path) -> None:
     models, path = [tiny_model(name="a"), tiny_model(size=256, name="b")], tmp_path / "journal"
     phaze.search(models, space=some_points(1), journal=path, **QUESTION)
-    with pytest.raises(QuestionError, match=r"for 2 models \(a, b\) and 1 were given"):
+    with pytest.raises(QuestionError, match=r"for 2 models \(a, b\) and 1 given"):
         check_search(path, models[0])
     assert [finding.what for finding in wrong(path, models[::-1])] == ["its models"]
 
