@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phaze.errors import PlanError, QuestionError, shown
 
@@ -113,7 +113,22 @@ class _OwnProcess(SpawnProcess):
 
 
 class _OwnContext(SpawnContext):
-    Process = _OwnProcess
+    """Makes such processes, and can end all that it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[_OwnProcess] = []
+
+    def Process(self, *arguments: Any, **options: Any) -> _OwnProcess:  # type: ignore[override]  # noqa: N802
+        """As pools call it."""
+        self._made.append(_OwnProcess(*arguments, **options))
+        return self._made[-1]
+
+    def end(self) -> None:
+        """A search that is over waits for nobody."""
+        for process in self._made:
+            if process.is_alive():
+                process.terminate()
 
 
 @contextmanager
@@ -138,10 +153,10 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
             f"executor is {shown(executor)}; expected 'serial', 'processes', 'processes:4', 'dask://HOST:PORT' or a "
             "concurrent.futures.Executor."
         )
-    processes = int(count or os.cpu_count() or 1)
+    processes, context = int(count or os.cpu_count() or 1), _OwnContext()
 
     def renew() -> Executor:
-        return ProcessPoolExecutor(processes, mp_context=_OwnContext(), initializer=end_with_parent)
+        return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
 
     workers = Workers(executor=renew(), renew=renew)
     try:
@@ -149,6 +164,7 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
     finally:
         assert workers.executor is not None
         workers.executor.shutdown(wait=False, cancel_futures=True)
+        context.end()
 
 
 def end_with_parent() -> None:
@@ -166,7 +182,7 @@ def end_with_parent() -> None:
 @contextmanager
 def _dask_workers(address: str) -> Iterator[Workers]:
     try:
-        from distributed import Client
+        from distributed import Client, KilledWorker
     except ImportError as error:
         raise PlanError("Dask is not installed: pip install 'phaze-plugin[dask]', here and on its workers.") from error
     try:
@@ -178,5 +194,9 @@ def _dask_workers(address: str) -> Iterator[Workers]:
         ) from error
     try:
         yield Workers(executor=client.get_executor(pure=False, retries=_MOST_REPLACEMENTS))
+    except KilledWorker as error:
+        raise PlanError(
+            f"workers of {address} keep dying ({error}); give them more memory. A journal keeps what was done."
+        ) from error
     finally:
         client.close()

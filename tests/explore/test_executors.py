@@ -96,6 +96,17 @@ def die(task: int) -> int:
     return task
 
 
+def test_a_search_that_is_interrupted_waits_for_no_process() -> None:
+    def interrupt(index: int, result: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), open_workers("processes:2") as workers:
+        workers.run(time.sleep, [0.01, 600, 600], interrupt)
+    for child in multiprocessing.active_children():
+        child.join(60)
+        assert not child.is_alive()
+
+
 def test_processes_that_keep_dying_are_an_error() -> None:
     with open_workers("processes:1") as workers, pytest.raises(PlanError, match="keep dying"):
         workers.run(die, [1])

@@ -144,7 +144,7 @@ def test_a_gap_is_kept_and_the_bound_still_holds(seed: int, gap: float) -> None:
         assert near.gap <= gap + 1e-9
 
 
-@examples(60)
+@examples(30)
 @given(seeds, st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from([0.9, 1.0, 1.05, math.inf]))
 def test_likely_degrees_change_neither_what_is_found_nor_what_is_proven(seed: int, gap: float, part: float) -> None:
     problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.97)
@@ -155,6 +155,9 @@ def test_likely_degrees_change_neither_what_is_found_nor_what_is_proven(seed: in
     every = [exact.best.degrees, *(other.placement.degrees for other in exact.alternatives)]
     for likely in Random(seed).sample(every, min(3, len(every))):
         found = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=gap, likely=likely)
+        plain = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=gap)
+        reached_s = cutoff_s if found.best is None else found.best.time_s
+        assert found.bound_s >= min(plain.bound_s, reached_s * (1 - gap)) * (1 - 1e-9)
         assert found.bound_s <= exact.best.time_s * (1 + 1e-9)
         if found.best is None:
             assert found.status is PlacementStatus.CUT_OFF
@@ -162,6 +165,18 @@ def test_likely_degrees_change_neither_what_is_found_nor_what_is_proven(seed: in
         else:
             assert found.best.time_s < cutoff_s
             assert found.best.time_s * (1 - gap) <= exact.best.time_s * (1 + 1e-9)
+
+
+def test_likely_degrees_that_are_no_choice_are_left_aside() -> None:
+    problem = chain_problem()
+    best = find_placement(problem).best
+    assert best is not None
+    depths = tuple(depth for depth in (1, 2) if depth != best.degrees.devices)
+    narrowed = replace(problem, stage_counts=depths)
+    found, plain = find_placement(narrowed, top=1, likely=best.degrees).best, find_placement(narrowed, top=1).best
+    assert found is not None
+    assert plain is not None
+    assert (found.degrees, found.time_s) == (plain.degrees, plain.time_s)
 
 
 @examples(40)
