@@ -157,7 +157,7 @@ class Engine:
         (root,) = self._bounded([root], is_quick=True)
         self._check_memory(root)
         if len(question.requests) > 1:
-            self.know.goal = replace(goal, bases=self._bases(root))
+            self.know.goal = self._relative(goal, root)
         if self.first is not None:
             self._take_first(root, self.first)
         else:
@@ -203,8 +203,8 @@ class Engine:
                     "devices."
                 )
 
-    def _bases(self, root: Box) -> tuple[float, ...]:
-        """The metric of each model on the reference accelerator."""
+    def _relative(self, goal: Goal, root: Box) -> Goal:
+        """The goal with what each model reaches on the reference accelerator."""
         chip = self.question.requests[0].cluster.accelerator
         tasks = [self._task(root, model, chip, math.inf, is_inside=False) for model in range(len(self.question.names))]
         names = [f"base/{model}" for model in range(len(tasks))]
@@ -212,11 +212,14 @@ class Engine:
         missing = [name for name, one in zip(self.question.names, outcomes, strict=True) if one.time_s is None]
         if missing:
             raise PlanError(f"{missing[0]} does not fit on the reference accelerator, so there are no ratios to it.")
-        alone = replace(self.know.goal, bases=(1.0,) * len(outcomes))
         base = self.know.judge(Box(name="", points=root.points[:1], bounds_s=root.bounds_s), outcomes)
         assert base.facts is not None
         facts = replace(base.facts, area_mm2=area_mm2(chip))
-        return tuple(alone.of_model(facts, model) for model in range(len(outcomes)))
+        rates = replace(goal, metric=Metric.THROUGHPUT)
+        bases, base_rates = (
+            tuple(one.of_model(facts, model) for model in range(len(outcomes))) for one in (goal, rates)
+        )
+        return replace(goal, bases=bases, base_rates=base_rates)
 
     def _try_first(self, root: Box) -> None:
         """Evaluate a promising accelerator on the few cells with the lowest bounds, to have something to beat."""

@@ -58,13 +58,17 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Goal:
-    """A metric, samples per step by model, and how models are joined; `bases` is empty for a single model."""
+    """A metric, samples per step by model, and how models are joined.
+
+    `bases` are the metric's on the reference accelerator by model, `base_rates` the throughputs; empty for one model.
+    """
 
     metric: Metric
     samples: tuple[int, ...]
     weights: tuple[float, ...]
     takes_worst: bool = False
     bases: tuple[float, ...] = ()
+    base_rates: tuple[float, ...] = ()
 
     def of_model(self, facts: Facts, model: int) -> float:
         """The metric of one model."""
@@ -93,7 +97,7 @@ class Goal:
             samples=self.samples,
             weights=self.weights,
             takes_worst=self.takes_worst,
-            bases=self.bases,
+            bases=self.base_rates,
         )
         each = [facts.energy_j(model) / samples for model, samples in enumerate(self.samples)]
         return rates.value(facts), facts.area_mm2, sum(each) / len(each)

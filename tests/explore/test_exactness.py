@@ -12,6 +12,7 @@ from phaze.explore.boxes import Box
 from phaze.explore.engine import Engine
 from phaze.explore.goals import front_of
 from phaze.explore.state import Evaluated
+from phaze.explore.tasks import EvaluateTask, evaluate_point
 
 
 def every_point(engine: Engine) -> list[Evaluated]:
@@ -66,15 +67,34 @@ def test_a_search_at_gap_0_finds_what_evaluating_everything_finds(changes: dict[
 
 @pytest.mark.parametrize("combine", ["average", "worst"])
 def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) -> None:
-    models = [tiny_model(), tiny_model()]
+    models = [tiny_model(), tiny_model(2, 1024)]
     question = small_question(models, some_points(5), micro_batch_sizes=(2,), combine=combine, weights=(1.0, 3.0))
     assert question.names == ("tiny#1", "tiny#2")
     engine = searched(question)
     assert_exact(engine)
     best = engine.know.best
     assert best is not None
-    rate = 8 / best.outcomes[0].time_s  # type: ignore[operator]
-    assert best.value == pytest.approx(rate / engine.know.goal.bases[0])
+    times = [outcome.time_s or math.nan for outcome in best.outcomes]
+    one, other = (8 / time_s / base for time_s, base in zip(times, engine.know.goal.bases, strict=True))
+    assert one != pytest.approx(other)
+    assert best.value == pytest.approx(min(one, other) if combine == "worst" else (one + 3 * other) / 4)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "throughput-per-area", "throughput-per-energy"])
+def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughputs(objective: str) -> None:
+    models = [tiny_model(name="a"), tiny_model(2, 1024, name="b")]
+    asked: dict[str, Any] = {"micro_batch_sizes": (2,), "hbm_gib": (1,), "front": True, "objective": objective}
+    engine = searched(small_question(models, some_points(3), **asked))
+    alone = [searched(small_question([model], some_points(1), **asked)).question.requests[0] for model in models]
+    bases = []
+    for model, request in enumerate(alone):
+        cells = tuple((0.0, engine.know.cells[at].cell) for at in engine.know.cells_of(model))
+        task = EvaluateTask(request=request, accelerator=request.cluster.accelerator, cells=cells, cutoff_s=math.inf)
+        bases.append(8 / (evaluate_point(task).time_s or math.nan))
+    for one in engine.know.evaluated.values():
+        assert one.facts is not None
+        ratios = [8 / one.facts.time_s(model) / base for model, base in enumerate(bases)]
+        assert engine.know.goal.coordinates(one.facts)[0] == pytest.approx(sum(ratios) / 2)
 
 
 def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
