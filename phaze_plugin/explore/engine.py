@@ -263,22 +263,25 @@ class Engine:
         return Box(name=f"{point}", points=np.array([point]), bounds_s=np.maximum(box.bounds_s, least))
 
     def _open_round(self) -> None:
-        """Open the boxes with the best bounds."""
-        boxes = self.opening
-        while self.open_boxes and len(boxes) < _ROUND:
-            box = self.open_boxes[0][2]
-            if self.know.is_closed(self.know.facts(box)):
-                self.know.closed.append((box, self.know.most(box)))
-            else:
-                boxes.append(box)
-            heapq.heappop(self.open_boxes)
-        closed = len(self.know.closed)
+        """Open the boxes with the best bounds; wherever this is interrupted, no box is lost."""
+        closed: int | None = None
         try:
-            self._open(boxes)
+            while self.open_boxes and len(self.opening) < _ROUND:
+                box = self.open_boxes[0][2]
+                if self.know.is_closed(self.know.facts(box)):
+                    self.know.closed.append((box, self.know.most(box)))
+                else:
+                    self.opening.append(box)
+                heapq.heappop(self.open_boxes)
+            closed = len(self.know.closed)
+            self._open(self.opening)
         except BaseException:
-            del self.know.closed[closed:]
-            for box in boxes:
-                heapq.heappush(self.open_boxes, (-self.know.most(box), box.name, box))
+            if closed is not None:
+                del self.know.closed[closed:]
+            waiting = {box.name for _, _, box in self.open_boxes}
+            for box in self.opening:
+                if box.name not in waiting:
+                    heapq.heappush(self.open_boxes, (-self.know.most(box), box.name, box))
             raise
         finally:
             self.opening = []
