@@ -151,12 +151,12 @@ def _check_files(arguments: Namespace) -> None:
 
 @contextmanager
 def goes_on(journal: str | None) -> Iterator[None]:
-    """Say what is left of a search that is interrupted before anything was found."""
+    """Say what is left of a search that is interrupted before it has an answer."""
     try:
         yield
     except KeyboardInterrupt as error:
         kept = "nothing is kept" if journal is None else f"the same command goes on from {journal}"
-        raise KeyboardInterrupt(f"nothing was found yet; {kept}") from error
+        raise KeyboardInterrupt(f"there is no answer yet; {kept}") from error
 
 
 @contextmanager

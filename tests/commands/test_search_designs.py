@@ -74,9 +74,9 @@ def test_one_file_for_two_answers_is_refused_before_the_search(
     assert not (folder / "same").exists()
 
 
-def test_an_interruption_before_anything_was_found_says_how_to_go_on(folder: Path) -> None:
+def test_an_interruption_before_there_is_an_answer_says_how_to_go_on(folder: Path) -> None:
     for journal, told in ((None, "nothing is kept"), ("kept.jsonl", "the same command goes on from kept.jsonl")):
-        with pytest.raises(KeyboardInterrupt, match=f"nothing was found yet; {told}"), goes_on(journal):
+        with pytest.raises(KeyboardInterrupt, match=f"there is no answer yet; {told}"), goes_on(journal):
             raise KeyboardInterrupt
 
 
