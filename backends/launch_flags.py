@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from phaze.errors import PlanError
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["block_counts", "head_lines", "micro_batches", "strongest_recompute"]
 

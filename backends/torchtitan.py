@@ -18,7 +18,7 @@ from phaze.hooks import hookimpl
 from phaze.interfaces import Emitter
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["TorchtitanEmitter", "phaze_emitters"]
 

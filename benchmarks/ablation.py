@@ -26,7 +26,7 @@ from phaze.fitting import PreparedRun, prepare
 from phaze.fitting.pass_parts import PassParts
 from phaze.hardware import find_accelerator
 from phaze.hooks import PluginManager
-from phaze.place.simulate import StageTimes
+from phaze.place.simulation.event_simulation import StageTimes
 
 NO_LINKS = {"latency_s": 0.0, "inner_s": 0.0, "outer_s": 0.0}
 STACK_FACTS = (

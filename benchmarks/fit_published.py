@@ -27,7 +27,7 @@ from phaze.cost.calibration import TERMS
 from phaze.fitting import Fit, PreparedRun, Run, fit_terms, prepare
 from phaze.fitting.least_squares import point_of, slopes_at
 from phaze.hooks import PluginManager
-from phaze.records import to_document
+from phaze.json_records import to_document
 
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "calibrations.json"
 PROMISED = {"sc21": 0.04, "korthikanti": 0.06, "bigscience": 0.08, "torchtitan": 0.12, "maxtext": 0.10}

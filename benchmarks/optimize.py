@@ -18,8 +18,8 @@ import itertools
 import time
 
 import phaze
-from phaze.plan_text import strategy_text
 from phaze.planner import Progress
+from phaze.report.plan_text import strategy_text
 
 MODELS = (
     "bert-large",
@@ -82,7 +82,7 @@ def _table(models: tuple[str, ...] | list[str], arguments: argparse.Namespace) -
 
 
 def _verified(plan: phaze.Plan, name: str) -> str:
-    from phaze.planner.audit import check_plan
+    from phaze.verify.plan_checks import check_plan
 
     findings = check_plan(plan, name)
     return f"; {sum(finding.holds for finding in findings)} of {len(findings)} checks hold"

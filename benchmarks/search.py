@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import phaze
-from phaze.explore.engine import Engine
+from phaze.explore.best_first_search import Engine
+from phaze.explore.design_search import answer
 from phaze.explore.executors import Workers
-from phaze.explore.front import answer
 from phaze.explore.journal import Journal
-from phaze.explore.question import SearchQuestion, read_question
-from phaze.explore.sampled import sample_designs
+from phaze.explore.sampled_search import sample_designs
+from phaze.explore.search_question import SearchQuestion, read_question
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
 

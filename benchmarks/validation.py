@@ -27,7 +27,7 @@ from phaze.cost.fitted import calibration_of as preset_calibration
 from phaze.cost.fitted import fitted_families
 from phaze.errors import PhazeError
 from phaze.hardware import find_accelerator
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 
 FAMILY_OF = {"sc21": "a100-80gb", "korthikanti": "a100-80gb", "bigscience": "a100-80gb"}
 FAMILY_OF |= {"torchtitan": "h100", "maxtext": "tpuv4"}

@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phaze.compiled import last_compiled
+    from phaze.compiled_graphs import last_compiled
     from phaze.errors import PhazeError
-    from phaze.explore.front import search
-    from phaze.explore.result import SearchResult
-    from phaze.imports import import_graph, load_graph
+    from phaze.explore.design_search import search
+    from phaze.explore.search_result import SearchResult
     from phaze.ir import Graph
-    from phaze.plan import Plan, load_plan
-    from phaze.planner.differences import compare
-    from phaze.planner.front import Evaluation, evaluate, optimize
+    from phaze.model_import import import_graph, load_graph
+    from phaze.plan.plan import Plan, load_plan
+    from phaze.planner.plan_comparison import compare
+    from phaze.planner.planning import Evaluation, evaluate, optimize
 
 __all__ = [
     "Evaluation",
@@ -36,19 +36,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Evaluation": "phaze.planner.front",
+    "Evaluation": "phaze.planner.planning",
     "Graph": "phaze.ir",
     "PhazeError": "phaze.errors",
-    "Plan": "phaze.plan",
-    "SearchResult": "phaze.explore.result",
-    "compare": "phaze.planner.differences",
-    "evaluate": "phaze.planner.front",
-    "import_graph": "phaze.imports",
-    "last_compiled": "phaze.compiled",
-    "load_graph": "phaze.imports",
-    "load_plan": "phaze.plan",
-    "optimize": "phaze.planner.front",
-    "search": "phaze.explore.front",
+    "Plan": "phaze.plan.plan",
+    "SearchResult": "phaze.explore.search_result",
+    "compare": "phaze.planner.plan_comparison",
+    "evaluate": "phaze.planner.planning",
+    "import_graph": "phaze.model_import",
+    "last_compiled": "phaze.compiled_graphs",
+    "load_graph": "phaze.model_import",
+    "load_plan": "phaze.plan.plan",
+    "optimize": "phaze.planner.planning",
+    "search": "phaze.explore.design_search",
 }
 """Where each public name lives; it is imported when somebody asks for it, so that `import phaze` stays quick."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phaze.cost import Estimate
     from phaze.hardware import AcceleratorArray
     from phaze.ir import Graph, Op
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["Applier", "Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder", "World"]
 

@@ -30,7 +30,7 @@ from phaze.hardware.array import AcceleratorArray
 from phaze.hardware.energy import energy_model
 from phaze.hardware.presets import preset
 from phaze.hardware.validate import positive_integer
-from phaze.records import read_document
+from phaze.json_records import read_document
 
 __all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
 

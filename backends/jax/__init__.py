@@ -17,7 +17,7 @@ from phaze.interfaces import Emitter, StageBuilder
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["JaxEmitter", "ScanStages", "phaze_emitters", "phaze_stage_builders"]
 

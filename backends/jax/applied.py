@@ -18,11 +18,11 @@ from phaze.backends.jax.steps import StepRules, local_gradients
 from phaze.backends.jax.stored import Stored, store
 from phaze.backends.jax.traced import Traced, trace
 from phaze.errors import PlanError, shown
-from phaze.imports import import_graph
 from phaze.ir import Graph, RecomputeMode
-from phaze.plan import Plan, SplitDim
-from phaze.planner.belongs import differences
-from phaze.planner.slices import recomputed_keys
+from phaze.model_import import import_graph
+from phaze.plan.plan import Plan, SplitDim
+from phaze.profile.model_profiles import recomputed_keys
+from phaze.verify.saved_plan import differences
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -14,7 +14,7 @@ from phaze.backends.launch_flags import block_counts, head_lines, micro_batches,
 from phaze.capabilities import Capabilities, PipelineSchedule
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["MaxTextEmitter"]
 

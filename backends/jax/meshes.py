@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phaze.errors import PlanError
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from phaze.capabilities import Capabilities
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["PjitEmitter"]
 

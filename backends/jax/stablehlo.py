@@ -11,7 +11,7 @@ from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 __all__ = ["StableHloEmitter"]
 

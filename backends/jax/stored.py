@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from phaze.errors import PlanError
-from phaze.plan import SplitDim
+from phaze.plan.plan import SplitDim
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec

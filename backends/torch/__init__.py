@@ -16,7 +16,7 @@ from phaze.interfaces import Emitter, StageBuilder
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
-    from phaze.plan import Plan
+    from phaze.plan.plan import Plan
 
 _NUMBERED = re.compile(r"\w\.\d+$")
 

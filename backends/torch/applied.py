@@ -19,8 +19,8 @@ from phaze.backends.torch.pipeline import Pipeline, build_pipeline
 from phaze.backends.torch.split_collectives import sharing
 from phaze.backends.torch.split_tensor import SplitTensor
 from phaze.errors import PlanError, shown
-from phaze.losses import loss_candidates
-from phaze.plan import Plan
+from phaze.loss_in_output import loss_candidates
+from phaze.plan.plan import Plan
 
 __all__ = ["Applied", "apply_plan_to", "loss_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phaze.plan import SplitDim
+from phaze.plan.plan import SplitDim
 
 __all__ = ["blocks_of", "cut_of"]
 

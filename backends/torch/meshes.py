@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phaze.errors import PlanError
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 
 __all__ = ["mesh_of"]
 

@@ -23,7 +23,7 @@ from phaze.backends.torch.split_tensor import SplitTensor
 from phaze.backends.torch.stages import Rehearsal, StageCut, StagePart, build_stage, rehearse
 from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlanError
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 
 __all__ = ["Pipeline", "build_pipeline"]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phaze.compiled import remember_compiled
+from phaze.compiled_graphs import remember_compiled
 from phaze.frontends.torch.capture import Argument, ArgumentKind, Capture
 from phaze.frontends.torch.clone import fake_copy
 from phaze.frontends.torch.surroundings import untouched

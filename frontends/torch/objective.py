@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phaze.errors import ImportModelError
-from phaze.losses import loss_candidates
+from phaze.loss_in_output import loss_candidates
 
 __all__ = ["make_objective"]
 

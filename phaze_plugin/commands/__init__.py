@@ -1,11 +1,11 @@
 """The commands of `phaze`, one per file."""
 
 from phaze.commands.calibrate_chip import calibrate_chip
-from phaze.commands.chips import chips
+from phaze.commands.chip_list import chips
 from phaze.commands.command import Command
 from phaze.commands.compare_plans import compare_plans
-from phaze.commands.cost import cost
-from phaze.commands.doctor import doctor
+from phaze.commands.cost_table import cost
+from phaze.commands.doctor_report import doctor
 from phaze.commands.evaluate_strategy import evaluate_strategy
 from phaze.commands.explain_plan import explain_plan
 from phaze.commands.export_plan import export_plan

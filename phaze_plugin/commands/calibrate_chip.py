@@ -77,7 +77,7 @@ def _start(runs: Sequence[Run], stack: str | None, name: str) -> Calibration:
 
     from phaze.cost import EAGER_STACK, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
     from phaze.hooks import PluginManager
-    from phaze.planner.request import settled_cluster
+    from phaze.question import settled_cluster
 
     plugins = PluginManager.load()
     chips = [settled_cluster(one.cluster, plugins).accelerator for one in runs]
@@ -131,7 +131,7 @@ def _show_fit(
     prepared: Sequence[PreparedRun],
     left: dict[str, str],
 ) -> None:
-    from phaze.records import to_document
+    from phaze.json_records import to_document
 
     runs = [one.run for one in prepared]
     memory = [
@@ -199,7 +199,7 @@ def _warnings(notes: Sequence[str]) -> list[str]:
 def _from_trace(arguments: Namespace, console: Console) -> int:
     from phaze.fitting import Run, fit_trace, prepare, read_trace
     from phaze.hooks import PluginManager
-    from phaze.records import to_document
+    from phaze.json_records import to_document
 
     for name in ("model", "cluster", "global_batch"):
         if getattr(arguments, name) is None:

@@ -21,7 +21,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """Print what differs."""
     import phaze
-    from phaze.records import to_document
+    from phaze.json_records import to_document
 
     comparison = phaze.compare(phaze.load_plan(arguments.first), phaze.load_plan(arguments.second))
     document = {"speedup": comparison.speedup, "rows": to_document(comparison.rows)}

@@ -8,7 +8,13 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, show
-from phaze.commands.question import add_model_argument, add_question_arguments, find_model, question, shown_progress
+from phaze.commands.question_arguments import (
+    add_model_argument,
+    add_question_arguments,
+    find_model,
+    question,
+    shown_progress,
+)
 
 __all__ = ["evaluate_strategy"]
 

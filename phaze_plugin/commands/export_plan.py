@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, show
-from phaze.commands.question import add_model_argument, find_model
+from phaze.commands.question_arguments import add_model_argument, find_model
 
 __all__ = ["export_plan"]
 
@@ -25,7 +25,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """Print the files, or write them."""
     import phaze
-    from phaze.records import write_whole
+    from phaze.json_records import write_whole
 
     plan = phaze.load_plan(arguments.plan)
     model = None if arguments.model is None else find_model(arguments.model)[0]

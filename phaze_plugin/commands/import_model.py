@@ -43,7 +43,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Import a model, show what it is made of, and save it where asked."""
-    from phaze.imports import import_graph
+    from phaze.model_import import import_graph
 
     if arguments.model is None:
         return _list_models(arguments, console)

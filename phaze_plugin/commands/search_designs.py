@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, positive_integer, show
-from phaze.commands.question import find_model, numbers
+from phaze.commands.question_arguments import find_model, numbers
 
 if TYPE_CHECKING:
-    from phaze.explore.result import SearchProgress
+    from phaze.explore.search_result import SearchProgress
 
 __all__ = ["search_designs"]
 
@@ -82,7 +82,7 @@ def words(text: str) -> tuple[str, ...]:
 def run(arguments: Namespace, console: Console) -> int:
     """Search, print and save."""
     import phaze
-    from phaze.records import write_whole
+    from phaze.json_records import write_whole
 
     _check_files(arguments)
     found = [find_model(text) for text in arguments.models]
@@ -131,7 +131,7 @@ def run(arguments: Namespace, console: Console) -> int:
 def _check_files(arguments: Namespace) -> None:
     """Raise now what would keep the answer from being saved after hours."""
     from phaze.errors import QuestionError
-    from phaze.records import check_writable
+    from phaze.json_records import check_writable
 
     if arguments.plan is not None and len(arguments.models) > 1:
         raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
-from phaze.commands.question import add_model_argument, find_model, shown_progress
+from phaze.commands.question_arguments import add_model_argument, find_model, shown_progress
 
 if TYPE_CHECKING:
-    from phaze.planner.audit import Finding
+    from phaze.verify.plan_checks import Finding
 
 __all__ = ["verify_plan"]
 
@@ -28,7 +28,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """Check the plan or the search and print what does not hold."""
     from phaze.explore.journal import is_journal
-    from phaze.records import to_document
+    from phaze.json_records import to_document
 
     findings = _search_findings(arguments) if is_journal(arguments.plan) else _plan_findings(arguments)
     wrong = [finding for finding in findings if not finding.holds]
@@ -43,8 +43,8 @@ def run(arguments: Namespace, console: Console) -> int:
 def _plan_findings(arguments: Namespace) -> list[Finding]:
     import phaze
     from phaze.errors import QuestionError
-    from phaze.planner.audit import check_plan
-    from phaze.planner.watch import Watch
+    from phaze.planner.progress import Watch
+    from phaze.verify.plan_checks import check_plan
 
     plan = phaze.load_plan(arguments.plan)
     if len(arguments.model) > 1:
@@ -55,8 +55,8 @@ def _plan_findings(arguments: Namespace) -> list[Finding]:
 
 
 def _search_findings(arguments: Namespace) -> list[Finding]:
-    from phaze.explore.audit import check_search
     from phaze.explore.executors import open_workers
+    from phaze.verify.search_checks import check_search
 
     found = [find_model(text) for text in arguments.model]
     inputs = found[0][1] if len(found) == 1 else [one for _, one in found]

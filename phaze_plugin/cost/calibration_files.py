@@ -8,7 +8,7 @@ from typing import Any
 
 from phaze.cost.calibration import Calibration
 from phaze.errors import FormatError, shown
-from phaze.records import from_document, read_document, to_document, write_whole
+from phaze.json_records import from_document, read_document, to_document, write_whole
 
 __all__ = ["load_calibration", "save_calibration"]
 

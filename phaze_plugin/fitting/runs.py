@@ -20,21 +20,21 @@ from phaze.fitting.pass_parts import PassParts, pass_parts
 from phaze.hardware import Cluster, PrecisionRecipe
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
+from phaze.parallelism import Limits, degrees_of, read_limits
 from phaze.place import LayerProfile, PlacementProblem
-from phaze.place.assemble import stage_times
-from phaze.place.degrees import Degrees
-from phaze.place.network import Network
-from phaze.place.orders import in_flight, pipeline_order
-from phaze.place.profile import Bounded
-from phaze.place.simulate import Program, StageTimes, compile_order, simulate
-from phaze.place.stages import StageTable, build_stage_table, update_s_per_parameter
-from phaze.place.states import StageSpace
-from phaze.place.widths import build_width_table
-from phaze.planner.choose import graph_at
-from phaze.planner.limits import Limits, degrees_of, read_limits
-from phaze.planner.profiles import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
-from phaze.planner.request import Request, read_request
-from phaze.planner.slices import layer_keys, layer_variants, repeated_layers, slice_model
+from phaze.place.model.network_prices import Network
+from phaze.place.model.stage_costs import StageTable, build_stage_table, update_s_per_parameter
+from phaze.place.model.stage_space import StageSpace
+from phaze.place.model.stage_sums import build_width_table
+from phaze.place.search.parallelism_table import Degrees
+from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
+from phaze.place.simulation.pass_orders import in_flight, pipeline_order
+from phaze.place.simulation.placement_assembly import stage_times
+from phaze.planner.strategy_search import graph_at
+from phaze.profile.layer_passes import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
+from phaze.profile.layer_profile import Bounded
+from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slice_model
+from phaze.question import Request, read_request
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from phaze.ir.dtype import DType
 from phaze.ir.graph import Graph, Role, Tensor
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
-from phaze.records import write_whole
+from phaze.json_records import write_whole
 
 __all__ = ["FORMAT", "VERSION", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
 

@@ -1,8 +1,11 @@
 """Placement: stages, memory, pipeline schedules; the program over data x pipeline x tensor parallelism."""
 
-from phaze.place.assemble import evaluate_placement
-from phaze.place.degrees import Degrees
-from phaze.place.front import (
+from phaze.place.memory.device_memory import DeviceMemory, Fit
+from phaze.place.memory.remedies import Infeasibility, Lever, LeverKind
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.paper.paper_problem import PaperInstance, read_paper_instance
+from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_paper, reconstruct
+from phaze.place.search.best_placement import (
     Alternative,
     PlacementResult,
     PlacementStatus,
@@ -12,14 +15,13 @@ from phaze.place.front import (
     paper_instance,
     place_as_paper,
 )
-from phaze.place.ground import Ground
-from phaze.place.levers import Infeasibility, Lever, LeverKind
-from phaze.place.memory import DeviceMemory, Fit
-from phaze.place.paper import PaperPlacement, PaperResult, place_paper, reconstruct
-from phaze.place.paper_instance import PaperInstance, read_paper_instance
-from phaze.place.placement import PlacedStage, Placement, TimeParts
-from phaze.place.problem import PlacementProblem
-from phaze.place.profile import (
+from phaze.place.search.parallelism_search import Effort
+from phaze.place.search.parallelism_table import Degrees
+from phaze.place.search.prepared_problem import Ground
+from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts
+from phaze.place.simulation.placement_assembly import evaluate_placement
+from phaze.place.simulation.timeline import Event, EventKind, Timeline
+from phaze.profile.layer_profile import (
     BoundaryTensor,
     Bounded,
     Flow,
@@ -28,8 +30,6 @@ from phaze.place.profile import (
     PlacementLayer,
     RecomputeMode,
 )
-from phaze.place.search_degrees import Effort
-from phaze.place.timeline import Event, EventKind, Timeline
 
 __all__ = [
     "Alternative",

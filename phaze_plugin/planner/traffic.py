@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from phaze.cost import Collective
 from phaze.ir import Graph, Op, OpKind, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.plan import Plan
-from phaze.planner.belongs import request_of
-from phaze.planner.choose import graph_at
-from phaze.planner.limits import limits_of
-from phaze.planner.profiles import placement_graph
-from phaze.planner.request import Request
-from phaze.planner.slices import repeated_layers, slice_model
+from phaze.parallelism import limits_of
+from phaze.plan.plan import Plan
+from phaze.planner.strategy_search import graph_at
+from phaze.profile.layer_passes import placement_graph
+from phaze.profile.model_profiles import repeated_layers, slice_model
+from phaze.question import Request
 from phaze.shard import WHOLE, ShardedModel, slice_layer
+from phaze.verify.saved_plan import request_of
 
 __all__ = ["StageTraffic", "planned_traffic"]
 

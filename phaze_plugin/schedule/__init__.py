@@ -1,7 +1,7 @@
 """Operators of a layer on the cores of one accelerator: schedules with a proof."""
 
+from phaze.profile.layer_jobs import PricedPass, price_pass
 from phaze.schedule.bounds import lower_bounds
-from phaze.schedule.from_layer import PricedPass, price_pass
 from phaze.schedule.gantt import format_gantt
 from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
 from phaze.schedule.result import Schedule, ScheduledOp, ScheduleStatus

@@ -23,8 +23,8 @@ import phaze
 from phaze.backends.jax import ScanStages
 from phaze.backends.jax.stored import store
 from phaze.errors import PlanError
-from phaze.plan import Plan, PlanStatus, SplitDim
-from phaze.planner.audit import check_plan
+from phaze.plan.plan import Plan, PlanStatus, SplitDim
+from phaze.verify.plan_checks import check_plan
 
 QUESTION: dict[str, Any] = {"global_batch_size": 16, "precision": "fp32"}
 FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "zero": 0}

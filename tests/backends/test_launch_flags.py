@@ -7,7 +7,7 @@ from plans import small_cluster, small_graph
 
 import phaze
 from phaze.errors import PlanError
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 
 FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "tp": 1, "dp": 8, "zero": 0}
 

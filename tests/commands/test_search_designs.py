@@ -9,7 +9,7 @@ from designs import tiny_model
 
 from phaze.cli import main
 from phaze.commands.search_designs import goes_on, progress_text
-from phaze.explore.result import SearchProgress
+from phaze.explore.search_result import SearchProgress
 
 SPACE = {
     "format": "phaze-space",

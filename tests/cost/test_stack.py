@@ -20,7 +20,7 @@ from phaze.cost import (
 )
 from phaze.hardware import parse_cluster, preset
 from phaze.ir import OpKind, Phase
-from phaze.schedule.from_layer import price_pass
+from phaze.profile.layer_jobs import price_pass
 from phaze.schedule.problem import OpKind as ScheduledKind
 
 CHIP = preset("a100-80gb").accelerator

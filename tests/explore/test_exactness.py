@@ -8,11 +8,11 @@ import pytest
 from designs import searched, small_question, some_points, tiny_model
 from plans import small_graph
 
-from phaze.explore.boxes import Box
-from phaze.explore.engine import Engine
-from phaze.explore.goals import front_of
-from phaze.explore.state import Evaluated
-from phaze.explore.tasks import EvaluateTask, evaluate_point
+from phaze.explore.best_first_search import Engine
+from phaze.explore.design_boxes import Box
+from phaze.explore.objectives import front_of
+from phaze.explore.search_state import Evaluated
+from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
 
 
 def every_point(engine: Engine) -> list[Evaluated]:

@@ -16,7 +16,7 @@ from designs import SMALL, some_points, tiny_model
 import phaze
 from phaze.errors import PlanError, QuestionError
 from phaze.explore.executors import Workers, open_workers
-from phaze.explore.result import SearchProgress
+from phaze.explore.search_result import SearchProgress
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "gap": 0.0}
 

@@ -11,9 +11,9 @@ from plans import small_graph
 
 import phaze
 from phaze.errors import PlanError, QuestionError
-from phaze.explore.goals import front_of
-from phaze.explore.result import SearchProgress
-from phaze.planner.audit import check_plan
+from phaze.explore.objectives import front_of
+from phaze.explore.search_result import SearchProgress
+from phaze.verify.plan_checks import check_plan
 
 QUESTION: dict[str, Any] = {**SMALL, "executor": "serial"}
 

@@ -12,16 +12,16 @@ from designs import SMALL, searched, small_question, some_points, tiny_model
 import phaze
 from phaze.cost import Calibration
 from phaze.errors import PlanError
-from phaze.explore.engine import Engine
+from phaze.explore.best_first_search import Engine
+from phaze.explore.design_search import answer
 from phaze.explore.executors import Workers
-from phaze.explore.front import answer
 from phaze.explore.journal import Journal
-from phaze.explore.result import SearchProgress
-from phaze.explore.sampled import _Evaluator
-from phaze.explore.tasks import EvaluateTask, evaluate_point
+from phaze.explore.sampled_search import _Evaluator
+from phaze.explore.search_result import SearchProgress
+from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
 from phaze.ir import Graph, OpKind, Role
 from phaze.ir.builder import GraphBuilder
-from phaze.planner.watch import TimeLimitError
+from phaze.planner.progress import TimeLimitError
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.0}
 

@@ -9,8 +9,8 @@ from plugins import SampleFrontend, graph_called, manager_of, plugin_with, raisi
 import phaze
 from phaze.errors import ImportModelError, PluginError, PluginWarning, UnknownNameError
 from phaze.hooks import PluginManager
-from phaze.imports import import_with_plugins
 from phaze.ir import Graph
+from phaze.model_import import import_with_plugins
 
 
 def frontends(*offered: SampleFrontend) -> Any:

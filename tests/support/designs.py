@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 import phaze
-from phaze.explore.engine import Engine
+from phaze.explore.best_first_search import Engine
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.question import SearchQuestion, read_question
+from phaze.explore.search_question import SearchQuestion, read_question
 from phaze.hardware import AcceleratorArray
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, OpKind, Role

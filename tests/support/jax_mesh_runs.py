@@ -20,9 +20,9 @@ import phaze
 from phaze.backends.jax.optimizers import Adam
 from phaze.backends.jax.state import TrainState
 from phaze.hardware import Cluster, find_accelerator, parse_cluster
-from phaze.plan import Plan
+from phaze.json_records import to_document
+from phaze.plan.plan import Plan
 from phaze.planner.traffic import planned_traffic
-from phaze.records import to_document
 
 BATCH = 16
 COUNT_BYTES = 4

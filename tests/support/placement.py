@@ -1,12 +1,12 @@
-"""All placements of a problem, tried one by one with the plain code of `phaze.planner.plain`."""
+"""All placements of a problem, tried one by one with the plain code of `phaze.verify.plain_placement`."""
 
 import itertools
 import math
 from collections.abc import Iterator
 
 from phaze.capabilities import PipelineSchedule
-from phaze.place.problem import PlacementProblem
-from phaze.planner.plain import PlainCosts, PlainStage, plain_in_flight, plain_order, plain_simulation
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_order, plain_simulation
 
 __all__ = ["PlainCosts", "PlainStage", "brute_force", "plain_in_flight", "plain_order", "plain_simulation", "splits"]
 

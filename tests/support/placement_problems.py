@@ -9,8 +9,8 @@ from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
-from phaze.place.problem import PlacementProblem
-from phaze.place.profile import (
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.profile.layer_profile import (
     BoundaryTensor,
     Bounded,
     Flow,

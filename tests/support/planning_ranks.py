@@ -9,7 +9,7 @@ from plans import QUESTION, small_cluster, small_graph
 
 import phaze
 from phaze.errors import PhazeError
-from phaze.plan import Plan
+from phaze.plan.plan import Plan
 from phaze.planner import Progress
 
 

@@ -9,8 +9,8 @@ import phaze
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.hardware import Cluster, InterconnectLevel, find_accelerator
 from phaze.ir import Graph
-from phaze.plan import Plan
-from phaze.planner.audit import check_plan
+from phaze.plan.plan import Plan
+from phaze.verify.plan_checks import check_plan
 
 SMALL_GPT: dict[str, Any] = {
     **TINY_CONFIGS["megatron-gpt"],

@@ -1,0 +1,132 @@
+"""Memory of one device, item by item.
+
+With p trained parameters on the device, d pipelines and n microbatches in flight:
+
+    parameters   p * parameter bytes (over d with ZeRO-3), and parameters that are not trained
+    gradients    p * gradient bytes (over d from ZeRO-2 on)
+    optimizer    p * (master + state bytes) (over d from ZeRO-1 on)
+    activations  n * what the stage stashes, relayed tensors included
+    working set  the largest of its layers while it runs, less what layers behind it stash (not yet in forward, no more
+                 in backward)
+    buffers      what is received at both ends; with ZeRO-3 two gathered layers (one in use, one on its way), from
+                 ZeRO-2 on the unreduced gradient of one layer as it is sent, of the largest layer each; what is spread
+                 over stages, whole, and its gradient
+
+A device with several chunks adds up the first four and takes the largest of the last two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.model.stage_space import FloatArray
+from phaze.place.model.stage_sums import WidthTable
+
+__all__ = ["DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
+
+
+class Fit(StrEnum):
+    """Whether a device holds its stage."""
+
+    FITS = "fits"
+    MARGINAL = "marginal"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on one device of a stage, and what it has."""
+
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    working_bytes: float
+    buffers_bytes: float
+    capacity_bytes: float
+    margin: float
+    reserve: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        """All items."""
+        return float(sum(getattr(self, item.name) for item in fields(self)[:6]))
+
+    @property
+    def reserved_bytes(self) -> float:
+        """What the calibration says that allocator and libraries hold besides."""
+        return self.reserve * self.total_bytes
+
+    @property
+    def fit(self) -> Fit:
+        """Fits with all that is reserved below the margin, is over when the items alone exceed the capacity."""
+        if self.total_bytes > self.capacity_bytes:
+            return Fit.OVER
+        held = self.total_bytes + self.reserved_bytes
+        return Fit.FITS if held <= self.capacity_bytes * (1 - self.margin) else Fit.MARGINAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryTable:
+    """The items of every stage on one device; per stage, or per (mode, stage)."""
+
+    parameters_bytes: FloatArray
+    gradients_bytes: FloatArray
+    optimizer_bytes: FloatArray
+    stashed_bytes: FloatArray
+    working_bytes: FloatArray
+    buffers_bytes: FloatArray
+
+    @property
+    def held_bytes(self) -> FloatArray:
+        """What chunks of one device add up, activations aside; per stage."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def scratch_bytes(self) -> FloatArray:
+        """What chunks of one device share, per (mode, stage)."""
+        return self.working_bytes + self.buffers_bytes
+
+    def of_device(self, problem: PlacementProblem, chunks: list[tuple[int, int]], in_flight: list[int]) -> DeviceMemory:
+        """The items of a device that holds these (mode, stage) chunks with so many microbatches in flight."""
+        stages = [stage for _, stage in chunks]
+        scratch = max(chunks, key=lambda chunk: float(self.scratch_bytes[chunk]))
+        return DeviceMemory(
+            parameters_bytes=float(self.parameters_bytes[stages].sum()),
+            gradients_bytes=float(self.gradients_bytes[stages].sum()),
+            optimizer_bytes=float(self.optimizer_bytes[stages].sum()),
+            activations_bytes=float(
+                sum(count * self.stashed_bytes[chunk] for chunk, count in zip(chunks, in_flight, strict=True))
+            ),
+            working_bytes=float(self.working_bytes[scratch]),
+            buffers_bytes=float(self.buffers_bytes[scratch[1]]),
+            capacity_bytes=float(problem.cluster.accelerator.hbm_bytes),
+            margin=problem.memory_margin,
+            reserve=problem.calibration.reserve,
+        )
+
+
+def build_memory_table(
+    problem: PlacementProblem, table: WidthTable, pipelines: int, zero_stage: int, whole_parameters: float
+) -> MemoryTable:
+    """The items of all stages at one width; `whole_parameters` are held in parts, and whole during a batch."""
+    recipe = problem.recipe
+    shards = [float(pipelines) if zero_stage >= least else 1.0 for least in (1, 2, 3)]
+    buffers = table.received_bytes + table.sent_bytes
+    buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
+    if pipelines > 1 and zero_stage >= 2:
+        buffers = buffers + recipe.reduction_bytes * table.largest_parameters
+    if pipelines > 1 and zero_stage == 3:
+        buffers = buffers + 2 * recipe.parameter_bytes * table.largest_parameters
+    return MemoryTable(
+        parameters_bytes=np.asarray(recipe.parameter_bytes * table.parameters / shards[2] + table.frozen_bytes),
+        gradients_bytes=np.asarray(recipe.gradient_bytes * table.parameters / shards[1]),
+        optimizer_bytes=np.asarray(recipe.optimizer_bytes * table.parameters / shards[0]),
+        stashed_bytes=table.stashed_bytes,
+        working_bytes=table.working_bytes,
+        buffers_bytes=buffers,
+    )

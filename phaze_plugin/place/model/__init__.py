@@ -1,0 +1,1 @@
+"""What is placed: the problem, every possible stage, and what each stage costs and holds."""

@@ -1,0 +1,106 @@
+"""Prices of what a placement sends, as latency plus bytes over bandwidth.
+
+Devices are laid out with the tensor axis innermost (stride 1), then the pipelines (stride t), then the stages (stride
+d*t). Prices depend on the degrees and on how many devices the plan uses, never on how many more the cluster has: a plan
+costs the same on a larger cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from phaze.cost import Calibration, Collective, price_collective
+from phaze.hardware import Cluster, InterconnectLevel
+from phaze.hardware.energy import EnergyModel, energy_model
+from phaze.place.model.stage_space import IntArray
+
+__all__ = ["Network", "Price"]
+
+_PROBE_BYTES = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds of a message: ``latency_s`` (if there is one at all) plus bytes times ``s_per_byte``."""
+
+    latency_s: float = 0.0
+    s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are."""
+
+    cluster: Cluster
+    calibration: Calibration
+    energy: EnergyModel = field(default_factory=energy_model)
+    known: dict[tuple[Collective, int, int, int], Price] = field(default_factory=dict)
+
+    @property
+    def joined(self) -> int:
+        """Devices that the levels could join."""
+        return max(self.cluster.device_count, math.prod(level.size for level in self.cluster.levels))
+
+    @property
+    def least_s_per_byte(self) -> float:
+        """On the fastest link."""
+        shares = [self.calibration.link, *[self.calibration.network] * len(self.cluster.levels)]
+        rates = [share * level.bandwidth_bytes_per_s for share, level in zip(shares, self.cluster.levels, strict=False)]
+        return 1.0 / max(rates) if rates else 0.0
+
+    def depths(self, most: int) -> IntArray:
+        """`depth` of 0, 1, .. up to ``most`` devices."""
+        blocks = np.cumprod([1, *(level.size for level in self.cluster.levels)])[1:]
+        return np.asarray((blocks < np.arange(most + 1)[:, None]).sum(axis=1))
+
+    def depth(self, used: int) -> int:
+        """How many levels are too small for ``used`` devices: plans of equal depth have equal prices."""
+        blocks, block = [], 1
+        for level in self.cluster.levels:
+            block *= level.size
+            blocks.append(block)
+        return sum(block < used for block in blocks)
+
+    def collective(self, collective: Collective, size: int, stride: int, used: int) -> Price:
+        """Of a collective over an axis of ``size`` devices at ``stride``, in a plan on ``used`` devices."""
+        if size == 1:
+            return Price()
+        key = (collective, size, stride, self.depth(used))
+        if key not in self.known:
+            part = self._part(used)
+            latency, probe = price_collective(
+                collective, [0.0, _PROBE_BYTES], part, size, stride, calibration=self.calibration, energy=self.energy
+            ).seconds.tolist()
+            self.known[key] = Price(latency, (probe - latency) / _PROBE_BYTES)
+        return self.known[key]
+
+    def _part(self, used: int) -> Cluster:
+        """A cluster of just the used devices.
+
+        Plans that mix widths count as many devices per stage as the widest takes; where that is more than there are,
+        the outermost level is thought larger.
+        """
+        levels = self.cluster.levels
+        if used > self.joined:
+            last = levels[-1]
+            levels = (*levels[:-1], InterconnectLevel(last.size * used, last.bandwidth_bytes_per_s, last.latency_s))
+        return Cluster(self.cluster.accelerator, used, levels)
+
+    def between_stages(self, collective: Collective, members: int, stages: int, stride: int, used: int) -> Price:
+        """Between ``members`` of the stages at ``stride`` devices, on those of their links that reach farthest."""
+        if stages == 1:
+            return Price()
+        key = (collective, members, -stages, self.depth(used) * self.joined * 2 + min(stride, self.joined))
+        if key in self.known:
+            return self.known[key]
+        farthest = self._part(used).axis_levels(stages, stride)[-1]
+        level = InterconnectLevel(members, farthest.bandwidth_bytes_per_s, farthest.latency_s)
+        inner = self.cluster.levels[0]
+        is_inner = farthest.bandwidth_bytes_per_s == inner.bandwidth_bytes_per_s
+        share = self.calibration if is_inner else replace(self.calibration, link=self.calibration.network)
+        alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
+        self.known[key] = alone.collective(collective, members, 1, members)
+        return self.known[key]

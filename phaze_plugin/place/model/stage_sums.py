@@ -1,0 +1,224 @@
+"""What every stage holds and computes at one tensor width, before pipelines, ZeRO and schedules are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
+from phaze.profile.layer_profile import LayerProfile
+
+__all__ = ["WidthTable", "build_width_table", "cut_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WidthTable:
+    """Sums over every stage of one microbatch. Axes: mode (of the problem's recompute modes), stage or layer.
+
+    Attributes:
+        width: tensor width.
+        forward_s: per (mode, stage).
+        backward_input_s: per (mode, stage).
+        backward_weight_s: per (mode, stage).
+        recompute_s: per (mode, stage).
+        layer_backward_s: input and weight part together, per (mode, layer).
+        layer_weight_s: the weight part, per (mode, layer).
+        layer_parameters: trained parameters without tied ones, per layer.
+        parameters: trained parameters per stage, tied ones counted once (where they are sliced unequally, the most).
+        summed_parameters: the same, tied ones counted for every layer that has them.
+        largest_parameters: of one layer, per stage.
+        parameter_layers: how many layers have parameters, per stage.
+        tied_parameters: parameters that other layers (here or elsewhere) share, per stage.
+        tied_groups: how many ties the stage takes part in.
+        split_ties: per (tie, stage), the shared parameters if other stages hold them too, else 0.
+        frozen_bytes: parameters that are not trained, per stage.
+        stashed_bytes: per microbatch in flight, relayed tensors included, per (mode, stage).
+        working_bytes: what the stage needs at its fullest beyond one microbatch's stash, per (mode, stage).
+        received_bytes: what crosses the cut before the stage, per stage.
+        sent_bytes: what crosses the cut after it.
+        received_whole_bytes: the part of it that every device of the stage holds whole.
+        sent_whole_bytes: likewise.
+        is_sliced: whether some layer of the stage is tensor-parallel.
+        unsliced_layers: how many layers of the graph are not.
+        body_layers: how many layers of the most frequent kind the stage has.
+        spread_layers: whether several stages spread a layer's parameters over all of them, per layer.
+        spread_parameters: those of such layers and tied ones, per stage.
+        all_spread_parameters: those of the whole model.
+    """
+
+    width: int
+    forward_s: FloatArray
+    backward_input_s: FloatArray
+    backward_weight_s: FloatArray
+    recompute_s: FloatArray
+    layer_backward_s: FloatArray
+    layer_weight_s: FloatArray
+    layer_parameters: FloatArray
+    parameters: FloatArray
+    summed_parameters: FloatArray
+    largest_parameters: FloatArray
+    parameter_layers: FloatArray
+    tied_parameters: FloatArray
+    tied_groups: FloatArray
+    split_ties: FloatArray
+    frozen_bytes: FloatArray
+    stashed_bytes: FloatArray
+    working_bytes: FloatArray
+    received_bytes: FloatArray
+    sent_bytes: FloatArray
+    received_whole_bytes: FloatArray
+    sent_whole_bytes: FloatArray
+    is_sliced: BoolArray
+    unsliced_layers: int
+    body_layers: IntArray
+    spread_layers: BoolArray
+    spread_parameters: FloatArray
+    all_spread_parameters: float
+
+    @property
+    def least_s(self) -> FloatArray:
+        """Seconds of one microbatch per stage, the least over modes."""
+        return np.asarray((self.forward_s + self.backward_input_s + self.backward_weight_s).min(axis=0))
+
+    @property
+    def recompute_s_per_byte(self) -> tuple[float, ...]:
+        """What each recompute mode costs over the one before it per byte of stash saved, on the whole model."""
+        whole = int(self.parameter_layers.argmax()) if self.parameter_layers.any() else 0
+        prices = []
+        for mode in range(1, len(self.recompute_s)):
+            saved = float(self.stashed_bytes[mode - 1, whole] - self.stashed_bytes[mode, whole])
+            spent = float(self.recompute_s[mode, whole] - self.recompute_s[mode - 1, whole])
+            if saved > 0 and spent > 0:
+                prices.append(spent / saved)
+        return tuple(prices)
+
+    @property
+    def own_parameters(self) -> FloatArray:
+        """Parameters per stage without those that are spread."""
+        return np.asarray(np.maximum(self.parameters - self.spread_parameters, 0.0))
+
+    def take(self, stages: IntArray) -> WidthTable:
+        """The same table with only some of the stages."""
+        kept = {"width", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters"}
+        kept |= {"spread_layers", "all_spread_parameters"}
+        return replace(self, **{name: getattr(self, name)[..., stages] for name in self.__slots__ if name not in kept})
+
+    def spread_over(self, stages: int) -> WidthTable:
+        """The table of so many stages: each has an equal part of what is spread, reduced behind all others."""
+        if stages == 1 or not self.all_spread_parameters:
+            return self
+        part = self.all_spread_parameters / stages
+        return replace(
+            self,
+            parameters=self.own_parameters + part,
+            layer_parameters=np.where(self.spread_layers, 0.0, self.layer_parameters),
+            tied_parameters=np.full_like(self.parameters, part),
+            tied_groups=np.ones_like(self.tied_groups),
+            split_ties=np.zeros_like(self.split_ties),
+        )
+
+
+def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, use_bounds: bool) -> WidthTable:
+    """The table of one width; seconds are the profiles' values, or their lower bounds."""
+    modes, layers = problem.recompute_modes, range(space.layers)
+    first = [problem.profile(layer, width, modes[0]) for layer in layers]
+    seconds = {
+        name: np.stack([problem.seconds(name, width, mode, use_bounds) for mode in modes])
+        for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+    }
+    per_mode = [[problem.profile(layer, width, mode) for layer in layers] for mode in modes]
+    stash, working = (
+        np.array([[getattr(profile, name) for profile in row] for row in per_mode])
+        for name in ("stashed_bytes", "peak_working_bytes")
+    )
+    parameters = np.array([profile.parameters for profile in first])
+    tied = np.array([sum(profile.tied_parameters.values()) for profile in first])
+    ties = _ties(problem, space, first)
+    cut, whole = cut_bytes(problem, space, first), cut_bytes(problem, space, first, only_whole=True)
+    summed = space.sums(parameters)
+    sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
+    is_spread = problem.spread_layers
+    spread = space.sums(np.where(is_spread, parameters - tied, 0.0)) + ties.held * is_spread.any()
+    return WidthTable(
+        width=width,
+        **{name: space.sums(values) for name, values in seconds.items()},
+        layer_backward_s=seconds["backward_input_s"] + seconds["backward_weight_s"],
+        layer_weight_s=seconds["backward_weight_s"],
+        layer_parameters=np.maximum(parameters - tied, 0.0),
+        parameters=np.maximum(summed - ties.repeated, 0.0),
+        summed_parameters=summed,
+        largest_parameters=space.maxima(parameters),
+        parameter_layers=np.rint(space.sums((parameters > 0).astype(float))),
+        tied_parameters=ties.held,
+        tied_groups=ties.groups,
+        split_ties=ties.split,
+        frozen_bytes=space.sums(np.array([profile.frozen_bytes for profile in first])),
+        stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, first),
+        working_bytes=space.largest_above(working, stash),
+        received_bytes=cut[space.source],
+        sent_bytes=cut[space.target],
+        received_whole_bytes=whole[space.source],
+        sent_whole_bytes=whole[space.target],
+        is_sliced=space.sums(sliced) > 0.5,
+        unsliced_layers=int((sliced == 0).sum()),
+        body_layers=np.rint(space.sums(np.array(problem.graph.body, dtype=float))).astype(np.int64),
+        spread_layers=is_spread,
+        spread_parameters=spread,
+        all_spread_parameters=float(spread.max()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ties:
+    """Per stage: shared parameters (of each tie the largest here), the rest, ties; per (tie, stage): with others."""
+
+    held: FloatArray
+    repeated: FloatArray
+    groups: FloatArray
+    split: FloatArray
+
+
+def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> _Ties:
+    stages = len(space.source)
+    held, repeated, groups = np.zeros((3, stages))
+    split = np.zeros((len(problem.graph.ties), stages))
+    for index, (name, members) in enumerate(problem.graph.ties.items()):
+        belongs, sizes = np.zeros((2, space.layers))
+        for layer in set(members):
+            belongs[layer], sizes[layer] = 1.0, profiles[layer].tied_parameters.get(name, 0.0)
+        count, size = np.rint(space.sums(belongs)), space.maxima(sizes)
+        held += size
+        groups += size > 0
+        repeated += np.where(count > 1, space.sums(sizes) - size, 0.0)
+        split[index] = np.where(count < belongs.sum(), size, 0.0)
+    return _Ties(held=held, repeated=repeated, groups=groups, split=split)
+
+
+def cut_bytes(
+    problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile], *, only_whole: bool = False
+) -> FloatArray:
+    """Per state: bytes of every tensor (or only of whole ones) that was made before the cut and is read after it."""
+    cut = np.zeros(space.states)
+    for flow in problem.graph.flows:
+        crosses = space.inside[:, flow.producer] & ~space.inside[:, list(flow.consumers)].all(axis=1)
+        tensor = profiles[flow.producer].outputs[flow.output]
+        if tensor.is_whole or not only_whole:
+            cut += np.where(crosses, tensor.size_bytes, 0.0)
+    return cut
+
+
+def _relayed_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> FloatArray:
+    """Per stage: bytes of tensors that only pass through it, made before, read after, and not read inside."""
+    relayed = np.zeros(len(space.source))
+    for flow in problem.graph.flows:
+        if max(flow.consumers) == flow.producer + 1 and space.is_chain:
+            continue
+        read = space.inside[:, list(flow.consumers)]
+        made = space.inside[space.source, flow.producer]
+        later = ~read[space.target].all(axis=1)
+        unread = (read[space.target] == read[space.source]).all(axis=1)
+        size = profiles[flow.producer].outputs[flow.output].size_bytes
+        relayed += np.where(made & later & unread, size, 0.0)
+    return relayed

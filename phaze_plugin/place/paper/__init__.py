@@ -1,0 +1,1 @@
+"""The paper's own placement program, counted exactly as the paper counts."""

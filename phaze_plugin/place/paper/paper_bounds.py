@@ -1,0 +1,218 @@
+"""A group of the paper's program: one choice of recompute, one tensor width, many accelerators.
+
+Arrays have the layer first and the accelerator last, so that one numpy call serves all accelerators.
+
+Before any stage is built, each number of stages S has a floor under the time of its plans. If the first stage has j
+layers, the bottleneck V is at least their work plus a transfer, at least the longest layer, and at least the other
+layers' work and transfers over S-1. With recompute all but the last stage run forward twice, and the last one's forward
+is part of its load: the others' work with two forwards over S-1+q, q the largest part that forward has in one layer's
+time, and only received activations are certain to be paid.
+With P_j the parameters of the first stage over the bandwidth and r(d) = 4(d-1)/d,
+
+    time >= V (S-1) + min over d of V m/d + r(d) P_j
+
+which is linear in 1/d, so that d = 1 or the largest d decides. Past the first j whose work alone exceeds the even share
+nothing improves. Where S stages cannot hold the model the floor is infinite: packed from the end, each stage as full as
+its position allows, layers need the fewest stages (what recomputing stages stash is left out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance
+
+__all__ = ["Group", "build_group", "build_groups"]
+
+_SLACK = 1e-11
+"""Floors are lowered by this part of themselves, so that rounding never refutes an optimum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """One (recompute, width) on some accelerators.
+
+    Attributes:
+        recompute: whether all stages but the last recompute.
+        width: tensor-parallel width.
+        unit: devices of a stage that holds a sliced layer: the width, or 1 if no layer is sliced.
+        single_run: how many layers from i on are not sliced, where some layers are and some are not: a stage within
+            such a run takes one device. Zeros otherwise.
+        forward_s: seconds per (layer, accelerator).
+        backward_s: the same, of backward.
+        parameter_bytes: per layer.
+        activation_bytes: per layer.
+        held_bytes: per layer, parameters as often as the optimizer needs them, and activations.
+        edge_bytes: per edge.
+        transfer_s: the least that any boundary between stages costs in one direction.
+        accelerator: indices into the instance's accelerators.
+        capacity_bytes: per accelerator.
+        slots: per S, ceil(microbatches/d) + S - 1 with the largest d; infinite where devices do not suffice.
+        floor_s: per (S, accelerator), a bound under the time of every plan of S stages.
+    """
+
+    recompute: bool
+    width: int
+    unit: int
+    single_run: IntArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    parameter_bytes: FloatArray
+    activation_bytes: FloatArray
+    held_bytes: FloatArray
+    edge_bytes: FloatArray
+    transfer_s: float
+    accelerator: IntArray
+    capacity_bytes: FloatArray
+    slots: FloatArray
+    floor_s: FloatArray
+
+    @property
+    def single_limit(self) -> int:
+        """How many stages can take one device although the width is larger."""
+        return int((self.single_run > 0).sum())
+
+    def keep(self, alive: BoolArray) -> Group:
+        """The same on fewer accelerators."""
+        if alive.all():
+            return self
+        names = ("forward_s", "backward_s", "accelerator", "capacity_bytes", "floor_s")
+        return replace(self, **{name: getattr(self, name)[..., alive] for name in names})
+
+    def caps(self, target_s: FloatArray) -> FloatArray:
+        """Per (S, accelerator): the largest bottleneck of a plan of S or more stages that beats the target, or -1."""
+        slots = np.where(self.floor_s < target_s, self.slots[:, None], np.inf)
+        least = np.minimum.accumulate(slots[::-1], axis=0)[::-1]
+        return np.where(np.isfinite(least), np.minimum(target_s, 1e300) / least, -1.0)
+
+    def refute(self, target_s: FloatArray) -> Group:
+        """Raise to infinity the floors of stage counts that cannot beat the target, by packing layers from the end.
+
+        With one least transfer per stage, a stage below the cap stays below it after losing a layer, so that filling
+        each stage as far as the cap allows needs the fewest stages.
+        """
+        stages, lane = np.nonzero((self.floor_s < target_s)[2:])
+        stages += 2
+        once = (self.forward_s + self.backward_s)[:, lane]
+        again = once + self.forward_s[:, lane] if self.recompute else once
+        cap_s = target_s[lane] / self.slots[stages] * (1 + _SLACK)
+        cap_s -= 0.0 if self.recompute else self.transfer_s * (1 - _SLACK)
+        used = np.ones(len(lane), dtype=np.int64)
+        load = np.zeros(len(lane))
+        for layer in range(len(once) - 1, -1, -1):
+            load += np.where(used == 1, once[layer], again[layer]) if self.recompute else once[layer]
+            over = load > cap_s
+            used += over
+            np.copyto(load, again[layer], where=over)
+        floor = self.floor_s.copy()
+        floor[stages[used > stages], lane[used > stages]] = np.inf
+        return replace(self, floor_s=floor)
+
+
+def build_groups(instance: PaperInstance, part: slice) -> list[Group]:
+    """All groups on some accelerators, the one with the lowest floor first."""
+    groups = [
+        build_group(instance, recompute, index, part)
+        for recompute in dict.fromkeys(instance.recompute)
+        for index in range(len(instance.widths))
+    ]
+    return sorted(groups, key=lambda group: float(group.floor_s.min(axis=0).mean()))
+
+
+def build_group(instance: PaperInstance, recompute: bool, index: int, part: slice) -> Group:
+    """The group of one recompute choice and one width (by index)."""
+    sliced = instance.is_tensor_parallel[index]
+    unit = instance.widths[index] if sliced.any() else 1
+    runs = _single_runs(sliced)
+    stages = np.arange(min(instance.device_count, len(sliced)) + 1)
+    singles = np.minimum(stages, (runs > 0).sum())
+    devices = np.maximum(unit * (stages - singles) + singles, 1)
+    pipelines = np.minimum(instance.device_count // devices, instance.micro_batches)
+    rounds = -(-instance.micro_batches // np.maximum(pipelines, 1))
+    parameters, activations = instance.parameter_bytes[index], instance.activation_bytes[index]
+    held = (3.0 if instance.uses_adam else 2.0) * parameters + activations
+    capacity = instance.memory_bytes[part]
+    capacities, which = np.unique(capacity, return_inverse=True)
+    stash = np.zeros_like(activations) if recompute else activations
+    fewest = np.array([_fewest_stages(held.tolist(), stash.tolist(), size) for size in capacities.tolist()])[which]
+    impossible = (stages[:, None] < fewest) | (pipelines < 1)[:, None]
+    group = Group(
+        recompute=recompute,
+        width=instance.widths[index],
+        unit=unit,
+        single_run=runs,
+        forward_s=np.ascontiguousarray(instance.forward_s[index, part].T),
+        backward_s=np.ascontiguousarray(instance.backward_s[index, part].T),
+        parameter_bytes=parameters,
+        activation_bytes=activations,
+        held_bytes=held,
+        edge_bytes=instance.edge_bytes[index],
+        transfer_s=_least_transfer_s(instance, index),
+        accelerator=np.arange(len(instance.memory_bytes))[part],
+        capacity_bytes=capacity,
+        slots=np.where(pipelines > 0, rounds + stages - 1.0, np.inf),
+        floor_s=np.where(impossible, np.inf, 0.0),
+    )
+    floor = _floors(instance, group, np.maximum(pipelines, 1)) * (1 - _SLACK)
+    return replace(group, floor_s=np.maximum(group.floor_s, floor))
+
+
+def _fewest_stages(held: list[float], stash: list[float], capacity: float) -> int:
+    """How many stages hold the layers at least; more than there are layers if no number does."""
+    used, full, stashed = 1, 0.0, 0.0
+    limit = capacity * (1 + _SLACK)
+    for layer in range(len(held) - 1, -1, -1):
+        full, stashed = full + held[layer], stashed + stash[layer]
+        if full + (used - 1) * stashed > limit:
+            used, full, stashed = used + 1, held[layer], stash[layer]
+            if full + (used - 1) * stashed > limit:
+                return len(held) + 1
+    return used
+
+
+def _least_transfer_s(instance: PaperInstance, index: int) -> float:
+    """What the cheapest boundary of a width costs; 0 where a single layer has none."""
+    edges = np.array(instance.edges, dtype=np.int64).reshape(-1, 2)
+    sizes = instance.edge_bytes[index, edges[:, 1] == edges[:, 0] + 1]
+    return float(sizes.min()) / instance.bandwidth_bytes_per_s if len(sizes) else 0.0
+
+
+def _single_runs(sliced: BoolArray) -> IntArray:
+    runs = np.zeros(len(sliced) + 1, dtype=np.int64)
+    if sliced.any() and not sliced.all():
+        for layer in range(len(sliced) - 1, -1, -1):
+            runs[layer] = 0 if sliced[layer] else runs[layer + 1] + 1
+    return runs[:-1]
+
+
+def _floors(instance: PaperInstance, group: Group, pipelines: IntArray) -> FloatArray:
+    """The floor per (S, accelerator), without the test of memory."""
+    once = group.forward_s + group.backward_s
+    again = once + group.forward_s if group.recompute else once
+    transfer = group.transfer_s
+    first, total = np.cumsum(again, axis=0), again.sum(axis=0)
+    limit, layers = len(group.slots) - 1, len(once)
+    shares = (first / np.maximum(total, np.finfo(float).tiny)).min(axis=1)
+    lengths = np.minimum(np.searchsorted(shares, 1 / np.arange(1, limit + 1)) + 1, layers)
+    lengths[0] = 1
+    starts = np.cumsum(lengths) - lengths
+    stages = np.repeat(np.arange(1, limit + 1), lengths)
+    taken = np.arange(len(stages)) - np.repeat(starts, lengths)
+    taken[0] = layers - 1
+    paid = stages - 1 if group.recompute else np.maximum(2 * stages - 3, 0)
+    bottleneck = (total + transfer * paid[:, None]) - first[taken]
+    others = np.maximum(stages - 1, 1)[:, None]
+    if group.recompute:
+        others = others + (group.forward_s / np.maximum(once, np.finfo(float).tiny)).max(axis=0)
+    bottleneck /= others
+    np.maximum(bottleneck, (first + (0.0 if group.recompute else transfer))[taken], out=bottleneck)
+    np.maximum(bottleneck, once.max(axis=0), out=bottleneck)
+    bottleneck[0] = once.sum(axis=0)
+    parameters = np.cumsum(group.parameter_bytes)[taken, None] / instance.bandwidth_bytes_per_s
+    share = (1 / pipelines)[stages, None]
+    time = bottleneck * (share * instance.micro_batches) + 4.0 * (1 - share) * parameters
+    np.minimum(time, bottleneck * instance.micro_batches, out=time)
+    time += bottleneck * (stages - 1)[:, None]
+    return np.concatenate([np.zeros((1, time.shape[1])), np.minimum.reduceat(time, starts, axis=0)])

@@ -1,0 +1,279 @@
+"""The paper's dynamic program over data, pipeline and tensor parallelism, for many accelerators in one call.
+
+For every way to count (recompute or not), tensor width t and number of stages S, let D_s(i) be the least bottleneck
+when layers i.. form exactly s stages:
+
+    D_1(i) = load of the last stage i..;    D_s(i) = min over w of max(load(i, i+w), D_{s-1}(i+w+1))
+
+over stages that fit at position s from the end. A stage with a tensor-parallel layer takes t devices, any other one.
+With d pipelines of k devices, d*k <= devices, d <= microbatches:
+
+    time = D_S(0) * (ceil(microbatches/d) + S - 1) + 4 (d-1)/d * parameters of the first stage / bandwidth
+
+so the first stage is chosen last. Where all layers are sliced or none is, k = t*S or S. Where only some are, D has one
+more index: the number of stages that take one device.
+
+What is skipped, without changing the answer: of all d with the same ceil(microbatches/d) only the least can win. And a
+plan that beats a time U has at most the bottleneck U / (ceil(microbatches/d) + S - 1), which bounds how long its stages
+are, and its S must have a floor below U (see `paper_group`). U starts a little above the least floor; if no plan beats
+it, it is raised, the last time to infinity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from phaze.place.paper.paper_bounds import Group, build_group, build_groups
+from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance
+from phaze.place.paper.paper_stage_loads import Stages, build_stages
+
+__all__ = ["PaperPlacement", "PaperResult", "place_paper", "reconstruct"]
+
+_ACCELERATORS_AT_ONCE = 256
+_ELEMENTS_PER_CALL = 8_000
+_GUESSES = (1.1, 1.3, 2.0, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaperResult:
+    """The optimum for every accelerator; where nothing fits, the time is infinite and the rest is 0.
+
+    Attributes:
+        time_s: seconds per batch.
+        recompute: whether the best plan recomputes.
+        width: tensor-parallel width.
+        pipelines: data-parallel degree.
+        stages: pipeline stages.
+        single_stages: stages that take one device although the width is larger (only where some layers are not sliced).
+        first_stage_layers: layers of the first stage.
+    """
+
+    time_s: FloatArray
+    recompute: BoolArray
+    width: IntArray
+    pipelines: IntArray
+    stages: IntArray
+    single_stages: IntArray
+    first_stage_layers: IntArray
+
+    @property
+    def is_feasible(self) -> BoolArray:
+        """Whether any plan fits, per accelerator."""
+        return np.isfinite(self.time_s)
+
+
+def place_paper(instance: PaperInstance) -> PaperResult:
+    """The least time per batch on every accelerator of the instance."""
+    accelerators = len(instance.memory_bytes)
+    whole = {name: np.zeros(accelerators, dtype=np.int64) for name in PaperResult.__slots__}
+    best = PaperResult(**{**whole, "time_s": np.full(accelerators, np.inf), "recompute": np.zeros(accelerators, bool)})
+    for start in range(0, accelerators, _ACCELERATORS_AT_ONCE):
+        _search(instance, build_groups(instance, slice(start, start + _ACCELERATORS_AT_ONCE)), best)
+    return best
+
+
+def _search(instance: PaperInstance, groups: list[Group], best: PaperResult) -> None:
+    """Improve ``best`` by the plans of these groups, under targets that rise until they are met."""
+    accelerator = groups[0].accelerator
+    floor = np.minimum.reduce([group.floor_s.min(axis=0) for group in groups])
+    for guess in _GUESSES:
+        target = guess * floor
+        for group in groups:
+            _beat(instance, group, np.minimum(best.time_s[accelerator], target), best)
+        unmet = (best.time_s[accelerator] > target) & np.isfinite(floor)
+        if not unmet.any():
+            return
+        groups = [group.keep(unmet) for group in groups]
+        accelerator, floor = accelerator[unmet], floor[unmet]
+
+
+def _beat(instance: PaperInstance, group: Group, target_s: FloatArray, best: PaperResult) -> None:
+    """Find the best plan of a group on every accelerator where it beats the target."""
+    alive = _any(group.floor_s < target_s)
+    if not alive.any():
+        return
+    group, target_s = group.keep(alive).refute(target_s[alive]), target_s[alive]
+    alive = _any(group.floor_s < target_s)
+    if not alive.any():
+        return
+    group, target_s = group.keep(alive), target_s[alive]
+    stages = build_stages(instance, group, group.caps(target_s))
+    if not len(stages.first_load_s):
+        return
+    counts = np.flatnonzero((group.floor_s < target_s).any(axis=1))
+    if counts[0] == 1:
+        _finish(instance, group, _only_stage(stages), 1, best)
+    if counts[-1] > 1:
+        table = bottlenecks(group, stages, int(counts[-1]) - 1)
+        plans = first_stages(group, stages, table, int(counts[-1]))
+        least = (plans.min(axis=(0, 1)) * group.slots[2 : counts[-1] + 1, None]).min(axis=1)
+        for index in np.argsort(least, kind="stable").tolist():
+            if least[index] >= best.time_s[group.accelerator].max():
+                break
+            _finish(instance, group, plans[:, :, index], index + 2, best)
+
+
+def _any(matrix: BoolArray) -> BoolArray:
+    return np.asarray(matrix.any(axis=0))
+
+
+def bottlenecks(group: Group, stages: Stages, limit: int) -> FloatArray:
+    """D per (i, single stages, s-1, accelerator) for s up to ``limit`` and i > 0; infinite where impossible."""
+    layers, count = stages.last_load_s.shape
+    height = layers + max(len(stages.load_s), len(stages.first_load_s)) + 1
+    table = np.full((height, group.single_limit + 1, max(limit, 1), count), np.inf)
+    blocks = _blocks(stages.windows, limit, count)
+    for start in range(layers - 1, 0, -1):
+        table[start, int(group.single_run[start] >= layers - start), 0] = stages.last_load_s[start]
+        for first, last in blocks:
+            inner = slice(stages.windows[first]), start
+            choices = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (first, last))
+            np.minimum.reduce(choices, axis=0, out=table[start, :, first - 1 : last])
+    return table
+
+
+def first_stages(group: Group, stages: Stages, table: FloatArray, limit: int) -> FloatArray:
+    """Bottleneck per (w, single stages, S-2, accelerator) of plans of S = 2..limit stages, the first of w+1 layers."""
+    return _join(group, stages.first_load_s, stages.first_positions, table, 0, (2, limit))
+
+
+def _only_stage(stages: Stages) -> FloatArray:
+    """The same for plans of one stage, without S: only the longest is possible."""
+    only = np.full((len(stages.last_load_s), 1, stages.last_load_s.shape[1]), np.inf)
+    only[-1, 0] = stages.last_load_s[0]
+    return only
+
+
+def _blocks(windows: IntArray, limit: int, accelerators: int) -> list[tuple[int, int]]:
+    """Ranges of positions 2..limit that are worth a numpy call of their own, as long as there is a window."""
+    blocks: list[tuple[int, int]] = []
+    reach = [int(window) for window in windows[: limit + 1]]
+    for position in range(2, limit + 1):
+        if not reach[position]:
+            break
+        saved = (reach[blocks[-1][0]] - reach[position]) * (limit + 1 - position) * accelerators if blocks else 0
+        if blocks and saved < _ELEMENTS_PER_CALL:
+            blocks[-1] = (blocks[-1][0], position)
+        else:
+            blocks.append((position, position))
+    return blocks
+
+
+def _join(
+    group: Group,
+    load_s: FloatArray,
+    positions: IntArray,
+    table: FloatArray,
+    start: int,
+    position: tuple[int, int],
+) -> FloatArray:
+    """Bottleneck per (w, single stages, s, accelerator) when layers ``start``.. begin with a stage of w+1 layers.
+
+    Loads and positions are those of that stage per (w, accelerator), s runs from the first to the last ``position``
+    from the end, and ``table`` places what comes after it.
+    """
+    first, last = position
+    after = table[start + 1 : start + 1 + len(load_s), :, first - 2 : last - 1]
+    single = int(min(group.single_run[start], len(load_s)))
+    if single:
+        fewer = np.full_like(after[:single, :1], np.inf)
+        after = np.concatenate([np.concatenate([fewer, after[:single, :-1]], axis=1), after[single:]])
+    result = np.maximum(load_s[:, None, None], after)
+    if positions.min(initial=last) < last:
+        where = positions[:, None] < np.arange(first, last + 1)[:, None]
+        np.copyto(result, np.inf, where=where[:, None])
+    return result
+
+
+def _finish(instance: PaperInstance, group: Group, bottleneck_s: FloatArray, stages: int, best: PaperResult) -> None:
+    """Choose the first stage (w) and the number of pipelines for plans of so many stages; keep what is better.
+
+    ``bottleneck_s`` is per (w, single stages, accelerator).
+    """
+    parameters_s = np.cumsum(group.parameter_bytes)[: len(bottleneck_s)] / instance.bandwidth_bytes_per_s
+    least = bottleneck_s.min(axis=0)
+    known = best.time_s[group.accelerator]
+    for single in np.flatnonzero((least * group.slots[stages] < known).any(axis=1)).tolist():
+        known = best.time_s[group.accelerator]
+        better = np.flatnonzero(least[single] * group.slots[stages] < known)
+        allowed = instance.device_count // (group.unit * (stages - single) + single) if single <= stages else 0
+        if not len(better) or not allowed:
+            continue
+        slowest = (known[better] / np.maximum(least[single, better], np.finfo(float).tiny)).max() - stages + 1
+        pipelines = _pipeline_counts(instance.micro_batches, allowed)
+        rounds = -(-instance.micro_batches // pipelines)
+        pipelines, rounds = pipelines[rounds <= slowest], rounds[rounds <= slowest]
+        times = bottleneck_s[:, single][:, None, better] * (rounds + stages - 1.0)[:, None]
+        times += np.multiply.outer(parameters_s, 4.0 * (pipelines - 1) / pipelines)[..., None]
+        flat = times.reshape(-1, len(better))
+        choice = flat.argmin(axis=0) if len(flat) else np.zeros(0, dtype=np.int64)
+        time = flat[choice, np.arange(len(choice))]
+        wins = np.flatnonzero(time < known[better[: len(time)]])
+        at = group.accelerator[better[wins]]
+        best.time_s[at], best.recompute[at], best.width[at] = time[wins], group.recompute, group.width
+        best.first_stage_layers[at] = choice[wins] // max(len(pipelines), 1) + 1
+        best.pipelines[at] = pipelines[choice[wins] % max(len(pipelines), 1)]
+        best.stages[at], best.single_stages[at] = stages, single
+
+
+def _pipeline_counts(micro_batches: int, most: int) -> IntArray:
+    """The least d for each value of ceil(microbatches/d) with d up to ``most``, ascending."""
+    counts = np.arange(1, min(micro_batches, most) + 1)
+    rounds = -(-micro_batches // counts)
+    return np.asarray(counts[np.diff(rounds, prepend=rounds[0] + 1) != 0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperPlacement:
+    """One accelerator's plan: `stages` holds the ids of the layers, `stage_devices` the devices of each."""
+
+    time_s: float
+    recompute: bool
+    width: int
+    pipelines: int
+    stages: tuple[tuple[int | str, ...], ...]
+    stage_devices: tuple[int, ...]
+
+
+def reconstruct(instance: PaperInstance, result: PaperResult, accelerator: int = 0) -> PaperPlacement | None:
+    """The stages of one accelerator's optimum, or None where nothing fits. Several optimal plans may exist."""
+    if not result.is_feasible[accelerator]:
+        return None
+    chosen = {name: getattr(result, name)[accelerator].item() for name in PaperResult.__slots__}
+    width = instance.widths.index(chosen["width"])
+    group = build_group(instance, chosen["recompute"], width, slice(accelerator, accelerator + 1))
+    lengths = _stage_lengths(instance, group, chosen)
+    starts = np.cumsum([0, *lengths]).tolist()
+    return PaperPlacement(
+        time_s=chosen["time_s"],
+        recompute=chosen["recompute"],
+        width=chosen["width"],
+        pipelines=chosen["pipelines"],
+        stages=tuple(instance.layer_ids[start:end] for start, end in pairwise(starts)),
+        stage_devices=tuple(
+            1 if group.single_run[start] >= length else group.unit
+            for start, length in zip(starts, lengths, strict=False)
+        ),
+    )
+
+
+def _stage_lengths(instance: PaperInstance, group: Group, chosen: dict[str, int]) -> list[int]:
+    """How many layers each stage has, walking through D from the first stage on."""
+    count, lengths = chosen["stages"], [chosen["first_stage_layers"]]
+    if count == 1:
+        return lengths
+    target = np.array([chosen["time_s"] * (1 + 1e-9)])
+    floors = np.where(np.arange(len(group.slots))[:, None] == count, group.floor_s, np.inf)
+    stages = build_stages(instance, group, replace(group, floor_s=floors).caps(target))
+    table = bottlenecks(group, stages, count - 1)
+    start, single = lengths[0], chosen["single_stages"] - int(group.single_run[0] >= lengths[0])
+    for position in range(count - 1, 1, -1):
+        inner = slice(None), start
+        choices = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (position, position))
+        lengths.append(int(choices[:, single, 0, 0].argmin()) + 1)
+        single -= int(group.single_run[start] >= lengths[-1])
+        start += lengths[-1]
+    return [*lengths, len(group.single_run) - start]

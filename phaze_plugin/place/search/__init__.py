@@ -1,0 +1,1 @@
+"""The search for the fastest placement: over strategies, and over the stages of each."""

@@ -1,0 +1,278 @@
+"""Placement's front door: the best plan, the runners-up with what they lose, a bound, or reasons why nothing fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+import numpy as np
+
+from phaze.errors import PlacementError
+from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
+from phaze.place.model.network_prices import Network
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.paper.paper_problem import PaperInstance
+from phaze.place.paper.paper_program import PaperPlacement, place_paper, reconstruct
+from phaze.place.search.parallelism_search import Effort, SearchAnswer, is_refuted, search_degrees, try_degrees
+from phaze.place.search.parallelism_table import Degrees
+from phaze.place.search.prepared_problem import Ground
+from phaze.place.simulation.placement import Placement, TimeParts
+from phaze.place.simulation.placement_assembly import assemble
+from phaze.profile.layer_profile import RecomputeMode
+
+__all__ = [
+    "Alternative",
+    "PlacementResult",
+    "PlacementStatus",
+    "bound_placement",
+    "find_placement",
+    "is_beaten",
+    "paper_instance",
+    "place_as_paper",
+]
+
+_EQUAL = 1e-9
+
+
+class PlacementStatus(StrEnum):
+    """What is known about the answer."""
+
+    OPTIMAL = "optimal"
+    WITHIN = "within the gap of an optimum"
+    INFEASIBLE = "nothing fits"
+    CUT_OFF = "nothing is faster than the cutoff"
+    UNKNOWN = "nothing was found in the effort allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another choice of degrees, and what it loses against the best."""
+
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementResult:
+    """The answer.
+
+    Attributes:
+        status: whether the best plan is proven.
+        best: the fastest plan found.
+        alternatives: the next fastest choices of degrees.
+        bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds. At most the cutoff.
+        infeasibility: why nothing fits.
+        choices: degrees whose stages were looked at.
+        nodes: partial pipelines that were extended.
+        simulated: pipelines that were simulated.
+    """
+
+    status: PlacementStatus
+    best: Placement | None
+    alternatives: tuple[Alternative, ...]
+    bound_s: float
+    infeasibility: Infeasibility | None
+    choices: int
+    nodes: int
+    simulated: int
+
+    @property
+    def gap(self) -> float:
+        """How much faster an optimum could be, as a part of the best time; 0 if it is proven."""
+        if self.best is None or self.status is PlacementStatus.OPTIMAL:
+            return 0.0
+        return 1 - self.bound_s / self.best.time_s
+
+
+def find_placement(
+    problem: PlacementProblem,
+    *,
+    top: int = 3,
+    effort: Effort | None = None,
+    smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = (),
+    cutoff_s: float = math.inf,
+    gap: float = 0.0,
+    network: Network | None = None,
+    likely: Degrees | None = None,
+) -> PlacementResult:
+    """The fastest placement, the ``top`` choices of degrees, and a bound.
+
+    Args:
+        problem: what to place; its choices may be as narrow as one strategy.
+        top: how many choices of degrees to return.
+        effort: deterministic limits of the search.
+        smaller_micro_batches: the same problem with smaller microbatches, to be tried as levers.
+        cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
+        gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
+            for it, the bound tells what it left open, and alternatives are the best that it came across.
+        network: as `Ground.of` takes it.
+        likely: degrees that may well be the best ones. If they are, up to the gap, the search is over at once, without
+            alternatives; if not, they change nothing.
+
+    Raises:
+        ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
+        PlacementError: the layer graph branches too much.
+    """
+    if top < 1:
+        raise ValueError(f"top is {top}; expected at least 1.")
+    if not cutoff_s > 0:
+        raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
+    if not 0 <= gap < 1:
+        raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
+    ground = Ground.of(problem, network=network)
+    answer = None if likely is None else _answer_if_best(ground, likely, effort, cutoff_s, gap)
+    if answer is not None:
+        bound_s = answer.bound_s
+    else:
+        answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
+        bound_s = _bound_s(ground, answer, effort, cutoff_s, gap)
+    placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
+    best = placements[0] if placements else None
+    if best is not None:
+        status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - _EQUAL) else PlacementStatus.WITHIN
+    else:
+        status = PlacementStatus.UNKNOWN
+        if answer.bound_s >= cutoff_s * (1 - gap):
+            status = PlacementStatus.INFEASIBLE if math.isinf(cutoff_s) else PlacementStatus.CUT_OFF
+    is_explained = best is None and math.isinf(cutoff_s)
+    return PlacementResult(
+        status=status,
+        best=best,
+        alternatives=tuple(Alternative(other, _reason(placements[0], other)) for other in placements[1:]),
+        bound_s=bound_s,
+        infeasibility=explain_infeasibility(ground, smaller_micro_batches) if is_explained else None,
+        choices=answer.choices,
+        nodes=answer.nodes,
+        simulated=answer.simulated,
+    )
+
+
+def _bound_s(ground: Ground, answer: SearchAnswer, effort: Effort | None, cutoff_s: float, gap: float) -> float:
+    """What an answer proves by the profiles' lower bounds."""
+    if not _is_bounded_loosely(ground.problem) or not (answer.found or cutoff_s < math.inf):
+        return answer.bound_s
+    enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
+    proof = search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
+    return min(answer.bound_s, proof.bound_s)
+
+
+def _answer_if_best(
+    ground: Ground, degrees: Degrees, effort: Effort | None, cutoff_s: float, gap: float
+) -> SearchAnswer | None:
+    """The best plan with some degrees below the cutoff; None where another may be faster by more than the gap."""
+    found = try_degrees(ground, degrees, cutoff_s=cutoff_s, gap=gap)
+    best_s = cutoff_s if found is None else found.time_s
+    if math.isinf(best_s):
+        return None
+    bounded = ground.with_bounds() if _is_bounded_loosely(ground.problem) else ground
+    proof = search_degrees(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
+    if proof.found or proof.bound_s < best_s * (1 - gap):
+        return None
+    return replace(proof, found=() if found is None else (found,))
+
+
+def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:
+    """Whether closed forms and packing prove that no plan takes less than some time, by the profiles' lower bounds."""
+    return is_refuted(Ground.of(problem, use_bounds=True, network=network), time_s)
+
+
+def bound_placement(
+    problem: PlacementProblem,
+    *,
+    cutoff_s: float = math.inf,
+    effort: Effort | None = None,
+    network: Network | None = None,
+) -> float:
+    """Seconds below which no plan is, at most the cutoff; infinite if nothing fits.
+
+    The profiles' lower bounds serve for their values. By default only closed forms and packing are asked, which takes a
+    fraction of a search; with the effort of a search the bound is that of `find_placement`. ``network`` is as
+    `Ground.of` takes it.
+
+    Raises:
+        PlacementError: the layer graph branches too much.
+    """
+    ground, quick = Ground.of(problem, use_bounds=True, network=network), Effort(choices=0, nodes=0)
+    return search_degrees(ground, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
+
+
+def _is_bounded_loosely(problem: PlacementProblem) -> bool:
+    """Whether some second of some profile is not its own bound."""
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+    return any(
+        getattr(profile, name).bound[problem.accelerator] < getattr(profile, name).value[problem.accelerator]
+        for profile in problem.profiles.values()
+        for name in names
+    )
+
+
+def _reason(best: Placement, other: Placement) -> str:
+    """What another plan spends more on than the best one."""
+    slower = other.time_s / best.time_s - 1
+    more = {
+        part.name.removesuffix("_s"): getattr(other.parts, part.name) - getattr(best.parts, part.name)
+        for part in fields(TimeParts)
+    }
+    name, seconds = max(more.items(), key=lambda item: item[1])
+    if seconds <= 0:
+        return f"{slower:.2%} slower"
+    before = getattr(best.parts, f"{name}_s")
+    return f"{slower:.2%} slower: {name} takes {before + seconds:.4g} s instead of {before:.4g} s"
+
+
+def place_as_paper(problem: PlacementProblem) -> PaperPlacement | None:
+    """The optimum as the paper counts it (`compatibility="paper"`), or None if nothing fits.
+
+    Raises:
+        GraphError: the layer graph branches; the paper's program places chains.
+    """
+    instance = paper_instance(problem)
+    return reconstruct(instance, place_paper(instance), problem.accelerator)
+
+
+def paper_instance(problem: PlacementProblem) -> PaperInstance:
+    """The problem as the paper's program reads it, for every accelerator that was profiled.
+
+    Schedules, ZeRO, ties, margins and latencies are left out; the outermost links serve for all transfers.
+
+    Raises:
+        PlacementError: no profile without recompute, or no links to send over.
+    """
+    if RecomputeMode.NONE not in problem.recompute_modes:
+        raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
+    layers, widths = range(len(problem.graph.layers)), problem.widths
+    rows = [[problem.profile(layer, width, RecomputeMode.NONE) for layer in layers] for width in widths]
+    pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
+    sizes = np.zeros((len(widths), len(pairs)))
+    for flow in problem.graph.flows:
+        for consumer in flow.consumers:
+            for index, profiles in enumerate(rows):
+                sizes[index, pairs.index((flow.producer, consumer))] += (
+                    profiles[flow.producer].outputs[flow.output].size_bytes
+                )
+    levels, accelerator = problem.cluster.levels, problem.cluster.accelerator
+    forward, backward_input, weight = (
+        np.array([[getattr(profile, name).value for profile in profiles] for profiles in rows]).transpose(0, 2, 1)
+        for name in ("forward_s", "backward_input_s", "backward_weight_s")
+    )
+    return PaperInstance(
+        layer_ids=tuple(layer.name for layer in problem.graph.layers),
+        widths=widths,
+        forward_s=forward,
+        backward_s=backward_input + weight,
+        parameter_bytes=np.array(
+            [[sum(profile.parameter_bytes.values()) for profile in profiles] for profiles in rows]
+        ),
+        activation_bytes=np.array([[profile.stashed_bytes for profile in profiles] for profiles in rows]),
+        is_tensor_parallel=np.array([[profile.is_tensor_parallel for profile in profiles] for profiles in rows]),
+        edges=tuple(pairs),
+        edge_bytes=sizes,
+        memory_bytes=np.full(forward.shape[1], float(accelerator.hbm_bytes)),
+        bandwidth_bytes_per_s=levels[-1].bandwidth_bytes_per_s if levels else 1.0,
+        device_count=problem.cluster.device_count,
+        micro_batches=problem.micro_batches,
+        recompute=(False, True) if RecomputeMode.FULL in problem.recompute_modes else (False,),
+        uses_adam=problem.recipe.state_bytes > 0,
+    )

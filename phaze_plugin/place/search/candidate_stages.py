@@ -1,0 +1,147 @@
+"""The stages that one choice of degrees may use, as a list sorted by where they start.
+
+A candidate is a stage with a recompute mode. It is dropped where it fits nowhere, where the target wants even stages
+and it is not one, and where another mode of the same stage is nowhere slower and always fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.model.stage_costs import StageTable
+from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
+from phaze.place.model.stage_sums import WidthTable
+from phaze.place.search.parallelism_table import Degrees
+from phaze.place.simulation.event_simulation import StageTimes
+from phaze.place.simulation.pass_orders import in_flight
+
+__all__ = ["Candidates", "build_candidates"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """Parallel arrays, one entry per candidate, sorted by source.
+
+    Attributes:
+        mode: index of the recompute mode.
+        stage: index into the stage space.
+        source: state before the stage.
+        target: state after it.
+        first: per state, the first candidate that starts there; one more entry for the end.
+        forward_s: F.
+        backward_s: B, without weights where they are split off.
+        weight_s: W, or 0.
+        exposed_s: reduction beyond the last pass.
+        reduction_s: all of the reduction.
+        tie_s: reduction between stages.
+        finish_s: update and gather.
+        is_single: whether the stage takes one device although the width is larger.
+        held_bytes: parameters, gradients and optimizer state.
+        scratch_bytes: working set and buffers.
+        stashed_bytes: per microbatch in flight.
+        most_in_flight: how many microbatches fit when the device has no other stage.
+    """
+
+    mode: IntArray
+    stage: IntArray
+    source: IntArray
+    target: IntArray
+    first: IntArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    weight_s: FloatArray
+    exposed_s: FloatArray
+    reduction_s: FloatArray
+    tie_s: FloatArray
+    finish_s: FloatArray
+    is_single: BoolArray
+    held_bytes: FloatArray
+    scratch_bytes: FloatArray
+    stashed_bytes: FloatArray
+    most_in_flight: FloatArray
+
+    @property
+    def tail_s(self) -> FloatArray:
+        """What follows the last pass of a stage at least."""
+        return self.exposed_s + self.tie_s + self.finish_s
+
+    def least_by_source(self, values: FloatArray, states: int) -> FloatArray:
+        """The least of ``values`` (..., candidate) among the candidates that start in each state."""
+        least = np.full((*values.shape[:-1], states), np.inf)
+        starts = np.flatnonzero(np.diff(self.first))
+        if len(starts):
+            least[..., starts] = np.minimum.reduceat(values, self.first[starts], axis=-1)
+        return least
+
+    def times(self, picks: IntArray, devices: int) -> StageTimes:
+        """Durations of plans, given as candidates per (plan, stage)."""
+        by_device = picks.reshape(len(picks), -1, devices).transpose(0, 2, 1)
+        names = ("forward_s", "backward_s", "weight_s", "exposed_s", "reduction_s", "tie_s", "finish_s")
+        return StageTimes(**{name: getattr(self, name)[by_device] for name in names})
+
+
+def build_candidates(
+    problem: PlacementProblem,
+    space: StageSpace,
+    table: WidthTable,
+    stages: StageTable,
+    degrees: Degrees,
+    listed: IntArray,
+) -> Candidates:
+    """The candidates of one choice of degrees; ``listed`` are the stages of the space that ``stages`` describes."""
+    forward, backward = stages.forward_s, stages.backward_s
+    weight, exposed = stages.weight_s, stages.exposed_s
+    held, scratch, stash = stages.memory.held_bytes, stages.memory.scratch_bytes, stages.memory.stashed_bytes
+    room = problem.usable_bytes - held - scratch
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.where(room >= 0, np.where(stash > 0, np.floor(room / stash), np.inf), -1.0)
+    keep = (most >= 1) & ~_dominated(problem, degrees, most, (forward, backward, weight, exposed))
+    if not problem.capabilities.allows_uneven_stages:
+        keep &= table.body_layers[listed] * degrees.stages == table.body_layers.max()
+    stage, mode = np.nonzero(keep.T)
+    at = (mode, stage)
+    source = space.source[listed[stage]]
+    return Candidates(
+        mode=mode,
+        stage=listed[stage],
+        source=source,
+        target=space.target[listed[stage]],
+        first=np.searchsorted(source, np.arange(space.states + 1)),
+        forward_s=forward[at],
+        backward_s=backward[at],
+        weight_s=weight[at],
+        exposed_s=exposed[at],
+        reduction_s=stages.reduction_s[stage],
+        tie_s=stages.tie_s[stage],
+        finish_s=stages.finish_s[stage],
+        is_single=stages.devices[stage] < degrees.width,
+        held_bytes=held[stage],
+        scratch_bytes=scratch[at],
+        stashed_bytes=stash[at],
+        most_in_flight=most[at],
+    )
+
+
+def _dominated(
+    problem: PlacementProblem, degrees: Degrees, most: FloatArray, times: tuple[FloatArray, ...]
+) -> BoolArray:
+    """Whether another mode is nowhere slower, and fits with as many microbatches as can ever be in flight.
+
+    Not asked of chunks that share a device's memory: there the mode that needs least may be needed.
+    """
+    dominated = np.zeros(most.shape, dtype=bool)
+    if degrees.chunks > 1:
+        return dominated
+    rounds = degrees.rounds(problem.micro_batches)
+    needed = int(in_flight(degrees.schedule, degrees.devices, rounds).max()) if degrees.schedule else 1
+    for one in range(len(most)):
+        for other in range(len(most)):
+            if one != other:
+                never_slower = np.all([seconds[other] <= seconds[one] for seconds in times], axis=0)
+                equal = np.all([seconds[other] == seconds[one] for seconds in times], axis=0)
+                wins = never_slower & (most[other] >= needed) & (~equal | (other < one))
+                dominated[one] |= wins & ~dominated[other]
+    return dominated

@@ -1,0 +1,183 @@
+"""Event simulation of a placed pipeline: every pass of every microbatch, and what follows the last backward.
+
+A device runs its passes in the fixed order of its schedule (`orders.py`). A pass starts when the device is free and its
+input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on the last
+stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the transfer
+or the recompute, whichever is longer, and then the layers. Sending is free for the sender.
+
+With E the end of a stage's last pass that makes gradients of weights, its reduction over pipelines ends at
+
+    max(E + exposed, end of the device's previous reduction + reduction)
+
+(chunks reduce one after the other, the last one first). Stages that share a parameter then wait for each other and
+reduce it, and the device updates its parameters (and gathers them, with ZeRO). The batch ends with the last device.
+
+Since orders are fixed, every end is a sum of durations along some path: shorter durations never make the batch longer.
+Candidates with the same order are simulated together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.place.simulation.pass_orders import IntArray, Order, Pass
+
+__all__ = ["Program", "Simulation", "StageTimes", "compile_order", "simulate"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds per (candidate, device, chunk).
+
+    Attributes:
+        forward_s: one F, its transfer included.
+        backward_s: one B, transfer and recompute included, and the weights' part unless it is split off.
+        weight_s: one W; unused where backward is not split.
+        exposed_s: what the reduction takes beyond the last pass when the network was free.
+        reduction_s: all of the reduction.
+        tie_s: reduction of parameters shared with other stages; 0 where there is none.
+        finish_s: update and gather.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    weight_s: FloatArray
+    exposed_s: FloatArray
+    reduction_s: FloatArray
+    tie_s: FloatArray
+    finish_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """An order made ready to run: passes sorted so that each stands after what it waits for.
+
+    Attributes:
+        order: what was compiled.
+        starts: where each level of passes that do not wait for each other starts, and the end.
+        duration: index of each pass into the flat (kind, device, chunk) durations.
+        before: index of the same device's previous pass, or the number of passes if there is none.
+        awaited: index of the pass whose result is received, or the number of passes.
+        place: where the pass at (device, step) stands.
+    """
+
+    order: Order
+    starts: tuple[int, ...]
+    duration: IntArray
+    before: IntArray
+    awaited: IntArray
+    place: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulation:
+    """Ends of everything, per candidate.
+
+    Attributes:
+        time_s: seconds per batch, per candidate.
+        pass_end_s: per (candidate, device, step).
+        compute_end_s: end of the last pass per (candidate, device).
+        reduced_s: end of all gradient reductions per (candidate, device).
+        device_end_s: end of the update per (candidate, device).
+    """
+
+    time_s: FloatArray
+    pass_end_s: FloatArray
+    compute_end_s: FloatArray
+    reduced_s: FloatArray
+    device_end_s: FloatArray
+
+
+def compile_order(order: Order) -> Program:
+    """Sort the passes of an order by levels."""
+    devices, steps = order.kind.shape
+    count = devices * steps
+    stage = order.chunk * devices + np.arange(devices)[:, None]
+    own = np.arange(count).reshape(devices, steps)
+    where = np.full((3, devices * order.chunks, order.micro_batches), count)
+    where[order.kind, stage, order.micro_batch] = own
+    awaited = _awaited(order, stage, where, count)
+    level = _levels(awaited)
+    rank = np.argsort(level.ravel(), kind="stable")
+    place = np.empty(count + 1, dtype=np.int64)
+    place[rank], place[count] = np.arange(count), count
+    before = np.where(np.arange(steps) > 0, own - 1, count)
+    duration = (order.kind * devices + np.arange(devices)[:, None]) * order.chunks + order.chunk
+    counts = np.bincount(level.ravel())
+    return Program(
+        order=order,
+        starts=(0, *np.cumsum(counts).tolist()),
+        duration=duration.ravel()[rank],
+        before=place[before.ravel()[rank]],
+        awaited=place[awaited.ravel()[rank]],
+        place=place[:count].reshape(devices, steps),
+    )
+
+
+def _awaited(order: Order, stage: IntArray, where: IntArray, count: int) -> IntArray:
+    """Per (device, step): the flat index of the pass whose result is received."""
+    last = stage.max()
+    batch = order.micro_batch
+    forward = np.where(stage > 0, where[Pass.FORWARD, np.maximum(stage - 1, 0), batch], count)
+    above = where[Pass.BACKWARD, np.minimum(stage + 1, last), batch]
+    backward = np.where(stage < last, above, where[Pass.FORWARD, stage, batch])
+    weight = where[Pass.BACKWARD, stage, batch]
+    return np.choose(order.kind, [forward, backward, weight])
+
+
+def _levels(awaited: IntArray) -> IntArray:
+    """Per (device, step): the first round in which it can run if every pass takes one round."""
+    devices, steps = awaited.shape
+    waits, none = awaited.tolist(), devices * steps
+    level = [none] * none + [-1]
+    at, now, left = [0] * devices, 0, none
+    while left:
+        ready = [device for device in range(devices) if at[device] < steps and level[waits[device][at[device]]] < now]
+        assert ready, "the order waits for itself"
+        for device in ready:
+            level[device * steps + at[device]] = now
+            at[device] += 1
+        left -= len(ready)
+        now += 1
+    return np.array(level[:-1]).reshape(devices, steps)
+
+
+def simulate(program: Program, times: StageTimes) -> Simulation:
+    """Run all candidates of ``times`` through the order of ``program``."""
+    candidates = len(times.forward_s)
+    durations = np.stack([times.forward_s, times.backward_s, times.weight_s], axis=0)
+    flat = durations.transpose(0, 2, 3, 1).reshape(-1, candidates)
+    taken = flat[program.duration]
+    end = np.zeros((len(taken) + 1, candidates))
+    for start, stop in zip(program.starts, program.starts[1:], strict=False):
+        ready = np.maximum(end[program.before[start:stop]], end[program.awaited[start:stop]])
+        np.add(ready, taken[start:stop], out=end[start:stop])
+    pass_end = np.moveaxis(end[program.place], 2, 0)
+    return _finish(program.order, times, pass_end)
+
+
+def _finish(order: Order, times: StageTimes, pass_end_s: FloatArray) -> Simulation:
+    """Reductions, ties and updates after the last passes."""
+    last_kind = int(order.kind.max())
+    ends = np.full(times.forward_s.shape, -np.inf)
+    reduced = np.full(pass_end_s.shape[:2], -np.inf)
+    for chunk in range(order.chunks - 1, -1, -1):
+        makes_gradients = (order.kind == last_kind) & (order.chunk == chunk)
+        ends[..., chunk] = np.where(makes_gradients, pass_end_s, -np.inf).max(axis=2)
+        reduced = np.maximum(ends[..., chunk] + times.exposed_s[..., chunk], reduced + times.reduction_s[..., chunk])
+    tie = times.tie_s.sum(axis=2)
+    together = np.where(tie > 0, reduced, -np.inf).max(axis=1, keepdims=True)
+    settled = np.where(tie > 0, together + tie, reduced)
+    device_end = settled + times.finish_s.sum(axis=2)
+    return Simulation(
+        time_s=device_end.max(axis=1),
+        pass_end_s=pass_end_s,
+        compute_end_s=pass_end_s[:, :, -1],
+        reduced_s=settled,
+        device_end_s=device_end,
+    )

@@ -1,0 +1,99 @@
+"""From a plan to what runs it: the emitter is found by name, and the plan is held against what it can run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.errors import PlanError
+from phaze.interfaces import Applier, Emitter
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+    from phaze.plan.plan import Plan
+
+__all__ = ["apply_plan", "export_plan", "obstacles"]
+
+
+def apply_plan(
+    plan: Plan, plugins: PluginManager, model: object, mesh: object, loss_fn: object, options: Mapping[str, object]
+) -> Any:
+    """What the plan's own target makes of a live model."""
+    if plan.question.target is None:
+        raise PlanError(
+            "this plan is analysis only and is not executable: it was made with target=None, or for a model that is "
+            "known by name. Plan the live model itself with target='auto', then apply that plan."
+        )
+    emitter = _emitter(plan, plugins, plan.question.target)
+    if not isinstance(emitter, Applier):
+        raise PlanError(
+            f"target {emitter.name!r} writes files and arranges no live model; use plan.export({emitter.name!r}), or "
+            "plan with target='auto'."
+        )
+    return emitter.apply(plan, model, mesh=mesh, loss_fn=loss_fn, options=options)
+
+
+def export_plan(plan: Plan, plugins: PluginManager, target: str, model: object) -> Mapping[str, str]:
+    """What a target writes for a plan: texts by file name."""
+    emitter = _emitter(plan, plugins, target)
+    if isinstance(emitter, Applier):
+        raise PlanError(f"target {target!r} arranges a live model and writes no file; use plan.apply(model).")
+    emitted = emitter.emit(plan, model)
+    if isinstance(emitted, str):
+        return {f"{target}.txt": emitted}
+    if isinstance(emitted, Mapping) and all(isinstance(one, str) for pair in emitted.items() for one in pair):
+        return {str(name): str(text) for name, text in emitted.items()}
+    raise PlanError(
+        f"target {target!r} gave {type(emitted).__name__} where texts by file name were expected; its plugin must "
+        "return a mapping from file names to text."
+    )
+
+
+def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
+    """What a plan has that a target does not run, in words; empty where the target runs all of it."""
+    chosen, recipe = plan.strategy, plan.question.precision
+    found = []
+    if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
+        needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
+        found.append(f"ZeRO stage {chosen.zero}{needs}")
+    unknown = sorted(set(chosen.recompute) - capabilities.recompute_modes)
+    if unknown:
+        found.append(f"recompute mode {unknown[0]}")
+    if len(plan.stages) > 1:
+        schedule = PipelineSchedule(chosen.schedule)
+        if schedule not in capabilities.schedules:
+            found.append(f"a pipeline with schedule {schedule.value}")
+        elif (schedule, chosen.zero) in capabilities.excluded_pairs:
+            found.append(f"schedule {schedule.value} together with ZeRO stage {chosen.zero}")
+    if len({stage.tensor_width for stage in plan.stages}) > 1 and not capabilities.allows_mixed_widths:
+        found.append("stages of different tensor widths")
+    used = {device for stage in plan.stages for device in stage.devices}
+    if len(used) < plan.cluster.device_count and not capabilities.allows_idle_devices:
+        found.append(f"{plan.cluster.device_count - len(used)} idle devices")
+    uneven = plan.question.global_batch_size % (chosen.dp * chosen.micro_batch_size) > 0
+    if uneven and not capabilities.allows_uneven_micro_batches:
+        found.append("a batch that the pipelines do not divide")
+    strided = sorted(name for name, splits in plan.layouts.parameters.items() if any(one.outer > 1 for one in splits))
+    if strided and not capabilities.allows_strided_parameters:
+        found.append(f"parameters that are split inside a dimension ({strided[0]})")
+    return found
+
+
+def _emitter(plan: Plan, plugins: PluginManager, name: str) -> Emitter:
+    """The emitter, with its libraries there, for a plan that fits and that it can run; raises what is wrong."""
+    emitter = plugins.emitters().get(name)
+    if not plan.is_feasible:
+        levers = "; ".join(lever.text for lever in plan.levers) or "plan.explain() says more"
+        raise PlanError(f"this plan does not fit its devices and cannot run. What would fit: {levers}.")
+    missing = [library for library in emitter.libraries if importlib.util.find_spec(library) is None]
+    if missing:
+        raise PlanError(
+            f"target {name!r} needs {', '.join(missing)}, which cannot be imported; install it with the extra of its "
+            f"name: pip install 'phaze-plugin[{missing[0]}]'."
+        )
+    found = obstacles(plan, emitter.capabilities)
+    if found:
+        raise PlanError(f"target {name!r} cannot run this plan: it has {', '.join(found)}. Plan with target={name!r}.")
+    return emitter

@@ -1,0 +1,371 @@
+"""The answer: what to do, how fast it is, how full each device gets, and how each number was obtained.
+
+A plan is plain data: it is saved as JSON under the names of its fields, and loads without the model. Wall-clock figures
+stand under `run` alone; everything else is equal whenever the question was equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import phaze
+from phaze.cost import Calibration
+from phaze.errors import FormatError, PlanError
+from phaze.hardware import PrecisionRecipe
+from phaze.json_records import from_document, read_document, to_document, write_whole
+from phaze.shard import LayoutConstraint
+
+if TYPE_CHECKING:
+    from phaze.hardware import Cluster
+
+__all__ = [
+    "FORMAT",
+    "UNEXPLAINED",
+    "VERSION",
+    "Change",
+    "Hashes",
+    "Layouts",
+    "Lever",
+    "ModelFacts",
+    "Plan",
+    "PlanStatus",
+    "Provenance",
+    "Question",
+    "RunFacts",
+    "RunnerUp",
+    "SplitDim",
+    "Stage",
+    "Strategy",
+    "TimeSplit",
+    "load_plan",
+    "plan_from_document",
+]
+
+FORMAT = "phaze-plan"
+VERSION = 1
+UNEXPLAINED = "the explanation was interrupted"
+"""The note of a plan whose runners-up and changes were not all looked for."""
+
+
+class PlanStatus(StrEnum):
+    """What is known about a plan."""
+
+    OPTIMAL = "optimal"
+    WITHIN_GAP = "within the gap"
+    INTERRUPTED = "interrupted"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How a batch is divided. The keys are those that `phaze.evaluate` takes.
+
+    `dp` pipelines of `pp` x `tp` devices; `schedule` is "none" for a single stage; `chunks` are stages per device;
+    `recompute` has one mode per stage.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    micro_batch_size: int
+    schedule: str
+    chunks: int
+    zero: int
+    sequence_parallel: bool
+    recompute: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage: its layers, and the ranks that run it, all copies, tensor-parallel neighbours side by side.
+
+    `place` counts pipeline devices and `chunk` the stages of one; the memory is that of one device of the place, all
+    its chunks together, by item, with `total` and `capacity`.
+    """
+
+    layers: tuple[str, ...]
+    place: int
+    chunk: int
+    tensor_width: int
+    devices: tuple[int, ...]
+    recompute: str
+    forward_s: float
+    backward_s: float
+    memory_bytes: Mapping[str, float]
+    fit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitDim:
+    """A dimension cut over the tensor axis: see `phaze.shard.Split`."""
+
+    dim: int
+    outer: int
+    chunk: int
+    ways: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Splits by name; a tensor without splits is whole on every device of its stage."""
+
+    parameters: Mapping[str, tuple[SplitDim, ...]]
+    boundaries: Mapping[str, tuple[SplitDim, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSplit:
+    """Where a step goes on the device that ends last; the parts add up to the step.
+
+    Compute includes what is recomputed; exposed communication is what no work hides.
+    """
+
+    compute_s: float
+    exposed_communication_s: float
+    bubble_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The model that was planned. A model without a sequence has one token per sample."""
+
+    name: str
+    parameter_count: int
+    layers: int
+    tokens_per_sample: int
+    matmul_flops_per_sample: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What was asked, defaults settled; `strategy` is what the user fixed, as `phaze.evaluate` took it."""
+
+    global_batch_size: int
+    micro_batch_sizes: tuple[int, ...]
+    tensor_widths: tuple[int, ...]
+    precision: PrecisionRecipe
+    calibration: Calibration
+    target: str | None
+    objective: str
+    gap: float
+    seed: int
+    constraints: tuple[LayoutConstraint, ...]
+    strategy: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """How the numbers were obtained.
+
+    `prices` is "ideal" or names the calibration; `target` is what the plan can be emitted to; `schedules` counts the
+    passes of layers that were scheduled and those proven within one percent; `coverage_bytes` is the share of the
+    model's bytes in ops that have a rule.
+    """
+
+    prices: str
+    target: str
+    method: str
+    schedules: int
+    schedules_proven: int
+    coverage_flops: float
+    coverage_bytes: float
+    unrestricted_step_time_s: float | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hashes:
+    """Content hashes: a plan holds for this graph and this hardware, answers this question, made by this version."""
+
+    graph: str
+    hardware: str
+    question: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """The best plan of another kind, and what it loses."""
+
+    kind: str
+    strategy: Strategy | None
+    step_time_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What another cluster would bring: the same question, one thing changed."""
+
+    text: str
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """A change after which something fits: in words, and as the argument of `optimize` that makes it."""
+
+    text: str
+    argument: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Wall-clock facts of one run; the only part of a plan that differs between equal questions."""
+
+    seconds: float = 0.0
+    is_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What `phaze.optimize` returns; see the module's words and those of its parts.
+
+    `bound_s`: no plan for the chosen slices of layers is faster. `gap` is (step_time_s - bound_s) / step_time_s.
+    """
+
+    model: ModelFacts
+    hardware: Mapping[str, object]
+    question: Question
+    status: PlanStatus
+    strategy: Strategy
+    stages: tuple[Stage, ...]
+    layouts: Layouts
+    step_time_s: float
+    step_time_parts: TimeSplit
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+    energy: Mapping[str, float]
+    bound_s: float
+    gap: float
+    provenance: Provenance
+    hashes: Hashes
+    binds: tuple[str, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    changes: tuple[Change, ...] = ()
+    levers: tuple[Lever, ...] = ()
+    run: RunFacts = field(default_factory=RunFacts)
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether every device holds its stage."""
+        return self.status is not PlanStatus.DOES_NOT_FIT
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices that it was made for."""
+        from phaze.hardware.files import cluster_from_json
+
+        return cluster_from_json(dict(self.hardware))
+
+    def to_json(self) -> str:
+        """The plan as one JSON document."""
+        document = {"format": FORMAT, "version": VERSION, **_document(self)}
+        return json.dumps(document, indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan: whole or not at all."""
+        write_whole(path, self.to_json() + "\n")
+
+    def explain(self) -> str:
+        """Why: what binds, what other kinds of plans would cost, what other hardware would bring, what would fit."""
+        from phaze.report.plan_text import explanation
+
+        return explanation(self)
+
+    def apply(self, model: object, mesh: object = None, *, loss_fn: object = None, **options: object) -> Any:
+        """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
+
+        `mesh` is a device mesh with axes dp, pp, tp of the plan's sizes; without one it is made. Raises PlanError for a
+        plan that does not fit or is analysis only, and where the model is not the planned one or a library is missing.
+        """
+        from phaze.hooks import PluginManager
+        from phaze.plan.handover import apply_plan
+
+        return apply_plan(self, PluginManager.load(), model, mesh, loss_fn, options)
+
+    def export(self, target: str, model: object = None) -> Mapping[str, str]:
+        """The plan for another tool: texts by file name. `phaze doctor` lists the targets.
+
+        Raises UnknownNameError for an unknown target, PlanError for a plan that the target cannot run.
+        """
+        from phaze.hooks import PluginManager
+        from phaze.plan.handover import export_plan
+
+        return export_plan(self, PluginManager.load(), target, model)
+
+    def __str__(self) -> str:
+        from phaze.report.plan_text import summary
+
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        from phaze.report.plan_text import summary_html
+
+        return summary_html(self)
+
+
+def _document(plan: Plan) -> dict[str, object]:
+    document: dict[str, object] = to_document(plan)
+    return document
+
+
+def plan_from_document(document: object, where: str = "plan") -> Plan:
+    """The plan of a JSON document; raises FormatError where it is damaged, foreign or of another schema version."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise FormatError(f"{where} is not a saved plan: its format is not {FORMAT!r}.")
+    if document.get("version") != VERSION:
+        raise FormatError(
+            f"{where} has version {document.get('version')!r}; this is phaze {phaze.__version__} and reads version "
+            f"{VERSION}. Make the plan again."
+        )
+    body = {name: value for name, value in document.items() if name not in ("format", "version")}
+    return from_document(Plan, body, where)
+
+
+def load_plan(
+    path: str | os.PathLike[str],
+    model: object = None,
+    inputs: object = None,
+    *,
+    cluster: object = None,
+    reprice: bool = False,
+) -> Plan:
+    """The plan that `Plan.save` wrote.
+
+    With a `model` or a `cluster` it must still hold for them: a plan for another graph or other hardware is refused
+    with what differs, or with `reprice` its strategy is priced anew on what was given.
+
+    Raises FormatError for a damaged file, PlanError for a plan of something else.
+    """
+    plan = plan_from_document(read_document(path, "a saved plan"), os.fspath(path))
+    if model is None and cluster is None:
+        return plan
+    from phaze.verify.saved_plan import differences, priced_anew
+
+    found = differences(plan, model, inputs, cluster)
+    if found and reprice:
+        if model is None:
+            raise PlanError("a plan is priced anew on a model; pass a model as well.")
+        return priced_anew(plan, model, inputs, cluster)
+    if found:
+        listed = "\n  ".join(found)
+        raise PlanError(
+            f"{os.fspath(path)} is a plan for something else:\n  {listed}\n"
+            "Make a new plan, or pass reprice=True to price its strategy on what is given now."
+        )
+    return plan
+
+
+def with_run(plan: Plan, run: RunFacts) -> Plan:
+    """The same plan from another run."""
+    return replace(plan, run=run)

@@ -1,0 +1,306 @@
+"""What a plan's reader asks next: what binds, what other kinds of plans cost, what other hardware would bring.
+
+Every figure comes from the same search on the same slices with one thing changed, cut short: what is found is reached,
+and may be beaten by a little. The four most promising pairs of a microbatch size and a tensor width are tried, the
+plan's own one first; pairs that were pruned by their bound are not looked at. Faster links change the slices
+themselves, so only the plan's own pair is sliced again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.errors import PhazeError
+from phaze.hardware import Cluster, parse_cluster
+from phaze.ir import RecomputeMode
+from phaze.place import Effort, Ground, LeverKind, Placement, PlacementProblem
+from phaze.place.search.parallelism_search import search_degrees
+from phaze.place.simulation.placement_assembly import assemble
+from phaze.plan.plan import Change, Lever, Plan, RunnerUp, Strategy
+from phaze.planner.plan_building import MEMORY_ITEMS, strategy_of
+from phaze.planner.progress import Watch
+from phaze.planner.strategy_search import Answer, Candidate, placement_problem
+from phaze.profile.model_profiles import profile_options, schedule_slices, slice_model
+from phaze.question import Request
+from phaze.report.plan_text import seconds_text
+from phaze.shard import SequenceParallel
+
+__all__ = ["best_of", "binding", "changes", "levers", "runners_up", "unrestricted_s"]
+
+_EFFORT = Effort(nodes=300, nodes_per_choice=60, choices=600)
+_GAP = 0.01
+_MOST = 4
+
+
+def binding(plan: Plan) -> tuple[str, ...]:
+    """What keeps the plan from being faster, from its own numbers."""
+    parts, total = plan.step_time_parts, plan.step_time_s
+    named = {
+        "compute": parts.compute_s,
+        "exposed communication": parts.exposed_communication_s,
+        "the pipeline's bubble": parts.bubble_s,
+        "the update": parts.update_s,
+    }
+    name, seconds = max(named.items(), key=lambda item: item[1])
+    found = [f"time: {name} is {seconds / total:.1%} of the step"]
+    if len(plan.stages) > 1:
+        slowest = max(range(len(plan.stages)), key=lambda at: plan.stages[at].forward_s + plan.stages[at].backward_s)
+        mean = sum(stage.forward_s + stage.backward_s for stage in plan.stages) / len(plan.stages)
+        stage = plan.stages[slowest]
+        over = (stage.forward_s + stage.backward_s) / mean - 1
+        found.append(f"balance: stage {slowest} is the slowest, {over:.1%} above the average stage")
+    fullest = max(plan.stages, key=lambda stage: stage.memory_bytes["total"])
+    memory = fullest.memory_bytes
+    item = max(MEMORY_ITEMS, key=lambda one: memory[one])
+    found.append(
+        f"memory: stage {plan.stages.index(fullest)} is the fullest, {memory['total'] / 2**30:.1f} of "
+        f"{memory['capacity'] / 2**30:.1f} GiB, {memory[item] / 2**30:.1f} of it {item}"
+    )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Another kind of plan: what to call it, and how a problem becomes one that has only such plans.
+
+    `includes` says which pairs of a microbatch size and a tensor width have such plans, `has` which strategies are so.
+    """
+
+    name: str
+    has: Callable[[Strategy], bool]
+    narrow: Callable[[PlacementProblem], PlacementProblem | None] = lambda problem: problem
+    includes: Callable[[int, int], bool] = lambda size, width: True
+
+
+def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
+    """The best plan of each other kind."""
+    kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
+    watch.expect(len(kinds))
+    found = []
+    for kind in kinds:
+        watch.report(f"the best plan of another kind: {kind.name}")
+        found.append(_runner_up(kind, answer))
+        watch.step()
+    return tuple(_best_seen(kind, own, found) for kind, own in zip(kinds, found, strict=True))
+
+
+def _best_seen(kind: _Kind, own: RunnerUp, found: Sequence[RunnerUp]) -> RunnerUp:
+    """The best of a kind among all that were found: one plan may be of several kinds."""
+    best = own
+    for other in found:
+        if other.strategy is None or other.step_time_s is None or not kind.has(other.strategy):
+            continue
+        if best.step_time_s is None or other.step_time_s < best.step_time_s:
+            best = replace(other, kind=kind.name)
+    return best
+
+
+def _promising(answer: Answer) -> list[Candidate]:
+    """The plan's own slices, then others by the time that was found for them."""
+
+    def order(one: Candidate) -> tuple[bool, float]:
+        return one is not answer.candidate, math.inf if one.result.best is None else one.result.best.time_s
+
+    return sorted(answer.candidates, key=order)
+
+
+def _other_kinds(placement: Placement) -> Iterator[_Kind]:
+    degrees = placement.degrees
+    if degrees.devices > 1:
+        yield _Kind("no pipeline", lambda plan: plan.pp == 1, lambda problem: replace(problem, stage_counts=(1,)))
+        for schedule in PipelineSchedule:
+            if schedule is not degrees.schedule:
+                yield _Kind(f"schedule {schedule}", _is_scheduled(schedule), _with_schedule(schedule))
+    else:
+        yield _Kind("a pipeline", lambda plan: plan.pp > 1, _with_stages)
+    if degrees.width > 1:
+        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda size, width: width == 1)
+    else:
+        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda size, width: width > 1)
+    if degrees.zero_stage:
+        yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: replace(problem, zero_stages=(0,)))
+    else:
+        yield _Kind("ZeRO", lambda plan: plan.zero > 0, _with_zero)
+    other, name = RecomputeMode.FULL, "full recompute"
+    if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
+        other, name = RecomputeMode.NONE, "no recompute"
+    yield _Kind(
+        name,
+        lambda plan: set(plan.recompute) == {other.value},
+        lambda problem: replace(problem, recompute_modes=(other,)),
+    )
+
+
+def _is_scheduled(schedule: PipelineSchedule) -> Callable[[Strategy], bool]:
+    return lambda plan: plan.schedule == schedule.value
+
+
+def _with_schedule(schedule: PipelineSchedule) -> Callable[[PlacementProblem], PlacementProblem | None]:
+    def narrow(problem: PlacementProblem) -> PlacementProblem | None:
+        if schedule not in problem.schedules or schedule not in problem.capabilities.schedules:
+            return None
+        return _with_stages(replace(problem, schedules=(schedule,)))
+
+    return narrow
+
+
+def _with_stages(problem: PlacementProblem) -> PlacementProblem | None:
+    most = min(len(problem.graph.layers), problem.cluster.device_count)
+    allowed = range(2, most + 1) if problem.stage_counts is None else [n for n in problem.stage_counts if n > 1]
+    return replace(problem, stage_counts=tuple(allowed)) if len(allowed) else None
+
+
+def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
+    stages = tuple(zero for zero in problem.zero_stages if zero and zero in problem.capabilities.zero_stages)
+    return replace(problem, zero_stages=stages) if stages else None
+
+
+def _other_sizes(answer: Answer) -> Iterator[_Kind]:
+    own = answer.candidate.slices.micro_batch_size
+    sizes = {one.slices.micro_batch_size for one in answer.candidates} | {one.micro_batch_size for one in answer.pruned}
+    for other in sorted(sizes - {own}):
+        yield _of_size(other)
+
+
+def _of_size(wanted: int) -> _Kind:
+    return _Kind(
+        f"microbatch {wanted}",
+        lambda plan: plan.micro_batch_size == wanted,
+        includes=lambda size, width: size == wanted,
+    )
+
+
+def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
+    """The best plan of a kind, or why there is none; pruned slices count by their bound."""
+    best: tuple[Candidate, Placement] | None = None
+    is_proven = True
+    included = [one for one in _promising(answer) if kind.includes(one.slices.micro_batch_size, one.slices.width)]
+    narrowed = [(one, problem) for one in included if (problem := kind.narrow(one.problem)) is not None]
+    for candidate, problem in narrowed[:_MOST]:
+        cutoff_s = math.inf if best is None else best[1].time_s
+        if problem is candidate.problem and candidate.result.best is not None:
+            placement, is_searched = _known(candidate)
+        else:
+            placement, is_searched = _quick(problem, cutoff_s)
+        is_proven &= is_searched
+        if placement is not None and placement.time_s < cutoff_s:
+            best = (candidate, placement)
+    if best is not None:
+        strategy = strategy_of(*best)
+        return RunnerUp(kind=kind.name, strategy=strategy, step_time_s=best[1].time_s, reason="")
+    least = [one.least_s for one in answer.pruned if kind.includes(one.micro_batch_size, one.width)]
+    if least:
+        reason = f"no such plan takes less than {seconds_text(min(least))}"
+    elif not narrowed:
+        reason = "not possible here"
+    else:
+        is_proven &= len(narrowed) <= _MOST
+        reason = "nothing fits" if is_proven else "a short search found nothing that fits"
+    return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
+
+
+def _known(candidate: Candidate) -> tuple[Placement | None, bool]:
+    return candidate.result.best, True
+
+
+def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> float | None:
+    """The least time that a short search of several problems finds, or what is already known to be reached."""
+    best_s = least_s
+    for problem in problems:
+        placement, _ = _quick(problem, best_s)
+        best_s = best_s if placement is None else placement.time_s
+    return best_s if best_s < math.inf else None
+
+
+def _quick(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
+    """A fast placement if one was found soon, and whether everything was looked at."""
+    ground = Ground.of(problem)
+    answer = search_degrees(ground, effort=_EFFORT, cutoff_s=cutoff_s, gap=_GAP)
+    if not answer.found:
+        return None, answer.bound_s >= cutoff_s
+    return assemble(ground, answer.found[0].degrees, answer.found[0].stages), True
+
+
+def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...]:
+    """What twice the memory, twice the links' bandwidth or twice the devices would bring."""
+    cluster = request.cluster
+    chip = cluster.accelerator
+    larger = replace(cluster, accelerator=replace(chip, hbm_bytes=2 * chip.hbm_bytes))
+    wanted = [
+        (f"twice the memory ({2 * chip.hbm_bytes / 2**30:.0f} GiB)", larger),
+        (f"twice the devices ({2 * cluster.device_count})", twice_the_devices(cluster)),
+    ]
+    watch.expect(3)
+    found = []
+    for text, other in wanted:
+        watch.report(text)
+        least_s = answer.placement.time_s if other.device_count == cluster.device_count else math.inf
+        problems = [replace(one.problem, cluster=other) for one in _promising(answer)[:_MOST]]
+        found.append(Change(text=text, step_time_s=best_of(problems, least_s)))
+        watch.step()
+    if cluster.levels:
+        watch.report("twice the bandwidth of all links")
+        found.append(_faster_links(request, answer))
+    watch.step()
+    return tuple(found)
+
+
+def twice_the_devices(cluster: Cluster) -> Cluster:
+    """Twice as many devices, the outermost level twice as large."""
+    if not cluster.levels:
+        return cluster
+    levels = (*cluster.levels[:-1], replace(cluster.levels[-1], size=2 * cluster.levels[-1].size))
+    return Cluster(cluster.accelerator, 2 * cluster.device_count, levels)
+
+
+def _faster_links(request: Request, answer: Answer) -> Change:
+    cluster = request.cluster
+    levels = tuple(replace(one, bandwidth_bytes_per_s=2 * one.bandwidth_bytes_per_s) for one in cluster.levels)
+    faster = replace(cluster, levels=levels)
+    slices = answer.candidate.slices
+    sequence = SequenceParallel.ON if any(slices.sharded.is_sequence_split) else SequenceParallel.FREE
+    model = slice_model(request, slices.graph, slices.width, sequence, faster)
+    problem = placement_problem(request, schedule_slices(model, profile_options(request, slices.modes)), faster)
+    step_time_s = best_of([problem], answer.placement.time_s)
+    return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
+
+
+def unrestricted_s(answer: Answer) -> float | None:
+    """The step time without the target's limits, on the same slices."""
+    everything = Capabilities.everything()
+    problems = (replace(one.problem, capabilities=everything) for one in _promising(answer)[:_MOST])
+    return best_of(problems, answer.placement.time_s)
+
+
+def _cluster_value(cluster: Cluster, count: int) -> str:
+    """More of the same devices as an argument: as text where text says which they are, else in words."""
+    name = cluster.accelerator.name
+    try:
+        is_plain = parse_cluster(f"{name}:{cluster.device_count}") == cluster
+    except PhazeError:
+        is_plain = False
+    return repr(f"{name}:{count}") if is_plain else f"<{count} devices like these>"
+
+
+def levers(request: Request, answer: Answer) -> tuple[Lever, ...]:
+    """Single changes after which something fits, as arguments of `optimize`."""
+    found: dict[str, Lever] = {}
+    for candidate in answer.candidates:
+        reasons = candidate.result.infeasibility
+        for lever in reasons.levers if reasons is not None else ():
+            cluster = lever.problem.cluster
+            if lever.kind is LeverKind.DEVICES:
+                value = _cluster_value(request.cluster, cluster.device_count)
+                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
+            elif lever.kind is LeverKind.HBM:
+                value = f"<{request.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
+                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
+            elif lever.kind is LeverKind.TENSOR_WIDTH:
+                found.setdefault(
+                    lever.kind,
+                    Lever(text=lever.text, argument="tensor_widths", value=repr(lever.problem.tensor_widths)),
+                )
+    return tuple(found.values())

@@ -1,0 +1,244 @@
+"""From an answer to a plan: every number of the plan is settled here, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import phaze
+from phaze.hardware.files import cluster_to_json
+from phaze.ir.layers import Boundary
+from phaze.json_records import from_document, to_document
+from phaze.parallelism import NO_SCHEDULE
+from phaze.place import DeviceMemory, Fit, Placement
+from phaze.plan.plan import (
+    Hashes,
+    Layouts,
+    ModelFacts,
+    Plan,
+    PlanStatus,
+    Provenance,
+    Question,
+    SplitDim,
+    Stage,
+    Strategy,
+    TimeSplit,
+)
+from phaze.planner.plan_energy import step_energy
+from phaze.planner.strategy_search import Answer, Candidate, step_flops
+from phaze.profile.model_profiles import Slices
+from phaze.question import Request, content_hash, tokens_per_sample
+from phaze.shard import Layout, ShardedModel
+
+__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_of", "strategy_of"]
+
+MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
+PROVEN_GAP = 0.01
+_EQUAL = 1e-9
+
+
+def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) -> Plan:
+    """The plan of an answer; `asked` is the strategy that the user fixed."""
+    placement = answer.placement
+    tokens = tokens_per_sample(request.graph)
+    seconds = placement.time_s
+    samples_per_s = request.global_batch_size / seconds
+    bound_s = min(answer.bound_s, seconds)
+    gap = (seconds - bound_s) / seconds
+    question = from_document(Question, to_document(question_of(request, asked)), "question")
+    peak = request.cluster.accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
+    return Plan(
+        model=ModelFacts(
+            name=request.graph.name,
+            parameter_count=request.graph.parameter_count,
+            layers=len(request.graph.layers),
+            tokens_per_sample=tokens,
+            matmul_flops_per_sample=step_flops(request) / request.global_batch_size,
+        ),
+        hardware=to_document(cluster_to_json(request.cluster)),
+        question=question,
+        status=_status(answer, gap),
+        strategy=strategy_of(answer.candidate, placement),
+        stages=_stages(answer),
+        layouts=_layouts(answer),
+        step_time_s=seconds,
+        step_time_parts=time_split(answer),
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens,
+        mfu=step_flops(request) / seconds / peak,
+        energy=step_energy(request, answer, float(request.global_batch_size * tokens)),
+        bound_s=bound_s,
+        gap=gap,
+        provenance=_provenance(request, answer),
+        hashes=Hashes(
+            graph=request.graph_hash,
+            hardware=request.hardware_hash,
+            question=content_hash(json.dumps(to_document(question), sort_keys=True)),
+            version=phaze.__version__,
+        ),
+    )
+
+
+def question_of(request: Request, asked: Mapping[str, object]) -> Question:
+    """What was asked, as a plan keeps it."""
+    return Question(
+        global_batch_size=request.global_batch_size,
+        micro_batch_sizes=request.micro_batch_sizes,
+        tensor_widths=request.tensor_widths,
+        precision=request.recipe,
+        calibration=request.calibration,
+        target=request.target.name,
+        objective=request.objective,
+        gap=request.gap,
+        seed=request.seed,
+        constraints=request.constraints,
+        strategy=to_document(asked),
+    )
+
+
+def _status(answer: Answer, gap: float) -> PlanStatus:
+    if not answer.is_feasible:
+        return PlanStatus.DOES_NOT_FIT
+    if answer.is_interrupted:
+        return PlanStatus.INTERRUPTED
+    return PlanStatus.OPTIMAL if gap <= _EQUAL else PlanStatus.WITHIN_GAP
+
+
+def strategy_of(candidate: Candidate, placement: Placement) -> Strategy:
+    """A placement's strategy under the names that users know."""
+    degrees = placement.degrees
+    sharded = candidate.slices.sharded
+    return Strategy(
+        dp=degrees.pipelines,
+        tp=degrees.width,
+        pp=degrees.devices,
+        micro_batch_size=candidate.slices.micro_batch_size,
+        schedule=NO_SCHEDULE if degrees.schedule is None else degrees.schedule.value,
+        chunks=degrees.chunks,
+        zero=degrees.zero_stage,
+        sequence_parallel=any(sharded.is_sequence_split),
+        recompute=tuple(stage.recompute.value for stage in placement.stages),
+    )
+
+
+def _stages(answer: Answer) -> tuple[Stage, ...]:
+    placement, layers = answer.placement, answer.candidate.problem.graph.layers
+    ranks = _ranks(placement)
+    return tuple(
+        Stage(
+            layers=tuple(layers[layer].name for layer in stage.layers),
+            place=stage.device,
+            chunk=stage.chunk,
+            tensor_width=stage.width,
+            devices=ranks[stage.device],
+            recompute=stage.recompute.value,
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            memory_bytes=_memory(placement.memory[stage.device]),
+            fit=placement.memory[stage.device].fit.value,
+        )
+        for stage in placement.stages
+    )
+
+
+def _ranks(placement: Placement) -> list[tuple[int, ...]]:
+    """The ranks of each place: stages one after the other, in each the copies, in each the tensor-parallel devices."""
+    found, first = [], 0
+    for place in range(len(placement.memory)):
+        width = max(stage.width for stage in placement.stages if stage.device == place)
+        count = placement.degrees.pipelines * width
+        found.append(tuple(range(first, first + count)))
+        first += count
+    return found
+
+
+def _memory(memory: DeviceMemory) -> dict[str, float]:
+    items = {item: getattr(memory, f"{item}_bytes") for item in MEMORY_ITEMS}
+    if memory.reserved_bytes:
+        items["reserved"] = memory.reserved_bytes
+    return {**items, "total": memory.total_bytes + memory.reserved_bytes, "capacity": memory.capacity_bytes}
+
+
+def _layouts(answer: Answer) -> Layouts:
+    """What is split; stages that take one device hold their tensors whole."""
+    placement, slices = answer.placement, answer.candidate.slices
+    model = slices.sharded
+    wide = {layer for stage in placement.stages if stage.width > 1 for layer in stage.layers}
+    parameters: dict[str, tuple[SplitDim, ...]] = {}
+    boundaries: dict[str, tuple[SplitDim, ...]] = {}
+    for layer in slices.graph.layers:
+        if layer.index not in wide:
+            continue
+        for name in layer.parameters:
+            layout = model.parameters.get(name)
+            if layout is not None and layout.splits:
+                parameters[name] = _splits(layout)
+    for boundary in slices.graph.layer_graph.boundaries:
+        if boundary.producer in wide and (layout := _boundary_layout(slices, model, boundary)) is not None:
+            boundaries[boundary.tensor] = _splits(layout)
+    return Layouts(parameters=parameters, boundaries=boundaries)
+
+
+def _boundary_layout(slices: Slices, model: ShardedModel, boundary: Boundary) -> Layout | None:
+    """The layout in which a tensor leaves its layer; equal layers share one answer, which names its own tensors."""
+    outputs = slices.graph.layers[boundary.producer].outputs
+    task = model.layers[boundary.producer].task
+    return task.layouts.get(task.layer.outputs[outputs.index(boundary.tensor)])
+
+
+def _splits(layout: Layout) -> tuple[SplitDim, ...]:
+    return tuple(
+        SplitDim(dim=split.dim, outer=split.outer, chunk=split.chunk, ways=split.ways, stride=split.stride)
+        for split in layout.splits
+    )
+
+
+def time_split(answer: Answer) -> TimeSplit:
+    """The parts of the step on the device that ends last; links that layers wait for count as communication."""
+    placement, parts = answer.placement, answer.placement.parts
+    last = min(event.device for event in placement.timeline.events if event.end_s >= placement.time_s)
+    waiting = 0.0
+    for stage in placement.stages:
+        if stage.device == last:
+            for layer in stage.layers:
+                report = answer.candidate.slices.report(layer, stage.recompute)
+                passes = (report.forward, report.backward, report.recompute)
+                waiting += sum(one.exposed_link_s for one in passes)
+    sent = parts.transfer_s + parts.collective_s + parts.reduction_s + waiting * placement.micro_batches
+    least = _EQUAL * placement.time_s
+    sent, bubble, update = (part if part > least else 0.0 for part in (sent, parts.bubble_s, parts.update_s))
+    return TimeSplit(
+        compute_s=placement.time_s - sent - bubble - update,
+        exposed_communication_s=sent,
+        bubble_s=bubble,
+        update_s=update,
+    )
+
+
+def _provenance(request: Request, answer: Answer) -> Provenance:
+    reports = [
+        one
+        for candidate in answer.candidates
+        for report in candidate.slices.reports.values()
+        for one in (report.forward, report.backward, report.recompute)
+        if one.ops
+    ]
+    proven = sum(one.time_s - one.bound_s <= PROVEN_GAP * one.time_s * (1 + _EQUAL) for one in reports)
+    coverage = request.graph.coverage()
+    refused = [f"tensor width {width} is left out: {reason}" for width, reason in answer.refused.items()]
+    return Provenance(
+        prices=request.calibration.name,
+        target=str(request.target),
+        method="integer program per layer, exact schedule per pass, placement by bounded search, event simulation",
+        schedules=len(reports),
+        schedules_proven=proven,
+        coverage_flops=coverage.flops_share,
+        coverage_bytes=coverage.bytes_share,
+        unrestricted_step_time_s=None,
+        notes=(*request.notes, *request.target.notes, *refused, *_marginal(answer)),
+    )
+
+
+def _marginal(answer: Answer) -> list[str]:
+    is_marginal = any(memory.fit is Fit.MARGINAL for memory in answer.placement.memory)
+    return ["some device uses the memory that is kept free as a margin"] if is_marginal else []

@@ -1,0 +1,106 @@
+"""Two plans side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from phaze.errors import shown
+from phaze.plan.plan import Plan, Strategy
+from phaze.report.plan_text import seconds_text
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of both plans, as text; the third text says how the second differs."""
+
+    name: str
+    first: str
+    second: str
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two plans, and how much faster the second is."""
+
+    first: Plan
+    second: Plan
+    rows: tuple[Row, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Samples per second of the second plan over those of the first."""
+        return self.second.samples_per_s / self.first.samples_per_s
+
+    def __str__(self) -> str:
+        cells = [("", "first", "second", "second against first")]
+        cells += [(row.name, row.first, row.second, row.difference) for row in self.rows]
+        widths = [max(len(row[column]) for row in cells) for column in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+        return "\n".join([*lines, f"the second plan's throughput is {self.speedup:.4g} times the first one's"])
+
+
+def compare(first: Plan, second: Plan) -> Comparison:
+    """What differs between two plans: the question, the strategy, where time goes and how full devices get.
+
+    Raises TypeError for anything but plans.
+    """
+    for plan in (first, second):
+        if not isinstance(plan, Plan):
+            raise TypeError(f"compare got {shown(plan)}; expected two plans, such as phaze.load_plan gives.")
+    rows = [Row(name, read(first), read(second), "") for name, read in _FACTS.items() if read(first) != read(second)]
+    for name in (field.name for field in fields(Strategy)):
+        one, other = (_words(getattr(plan.strategy, name)) for plan in (first, second))
+        if one != other:
+            rows.append(Row(name, one, other, ""))
+    rows += [_seconds_row(name, read(first), read(second)) for name, read in _SECONDS.items()]
+    rows.append(_figure("tokens/s", first.tokens_per_s, second.tokens_per_s, "{:,.0f}"))
+    rows.append(_figure("MFU", first.mfu, second.mfu, "{:.1%}"))
+    rows.append(_figure("J per token", first.energy["per_token_j"], second.energy["per_token_j"], "{:.4g}"))
+    rows.append(_figure("fullest device, GiB", _fullest(first), _fullest(second), "{:.1f}"))
+    return Comparison(first, second, tuple(rows))
+
+
+_FACTS: dict[str, Callable[[Plan], str]] = {
+    "model": lambda plan: plan.model.name,
+    "devices": lambda plan: f"{plan.cluster.device_count} x {plan.cluster.accelerator.name}",
+    "global batch": lambda plan: str(plan.question.global_batch_size),
+    "precision": lambda plan: plan.question.precision.name,
+    "status": lambda plan: plan.status.value,
+}
+
+_SECONDS: dict[str, Callable[[Plan], float]] = {
+    "step": lambda plan: plan.step_time_s,
+    "compute": lambda plan: plan.step_time_parts.compute_s,
+    "exposed communication": lambda plan: plan.step_time_parts.exposed_communication_s,
+    "bubble": lambda plan: plan.step_time_parts.bubble_s,
+    "update": lambda plan: plan.step_time_parts.update_s,
+    "bound": lambda plan: plan.bound_s,
+}
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"{one} x{value.count(one)}" for one in dict.fromkeys(value))
+    return str(value)
+
+
+def _seconds_row(name: str, one: float, other: float) -> Row:
+    return Row(name, seconds_text(one), seconds_text(other), _ratio(one, other))
+
+
+def _figure(name: str, one: float, other: float, form: str) -> Row:
+    return Row(name, form.format(one), form.format(other), _ratio(one, other))
+
+
+def _ratio(one: float, other: float) -> str:
+    return f"{other / one - 1:+.2%}" if one > 0 else ""
+
+
+def _fullest(plan: Plan) -> float:
+    return max(stage.memory_bytes["total"] for stage in plan.stages) / 2**30

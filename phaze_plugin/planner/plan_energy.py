@@ -1,0 +1,114 @@
+"""Energy of one step, all devices together.
+
+compute        every pass of every microbatch on every device of its stage, what is recomputed included
+communication  bytes that devices send (tensor-parallel collectives, gradients, gathered parameters, boundaries)
+update         the optimizer on every shard
+static         leakage and clocks of all devices of the cluster for the whole step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phaze.cost import price_works, update_work
+from phaze.hardware import AcceleratorArray, energy_model
+from phaze.place import Flow, PlacedStage
+from phaze.planner.strategy_search import Answer
+from phaze.question import Request
+
+__all__ = ["step_energy"]
+
+
+def step_energy(request: Request, answer: Answer, tokens: float) -> dict[str, float]:
+    """Joules by item, in all, and per token."""
+    placement, model = answer.placement, energy_model()
+    compute = links = update = sent = 0.0
+    batches = float(answer.candidate.problem.micro_batches)
+    for stage in placement.stages:
+        passes = list(_passes(answer, stage))
+        compute += stage.width * batches * sum(energy for energy, _ in passes)
+        links += stage.width * batches * sum(energy for _, energy in passes)
+        parameters = sum(
+            answer.candidate.problem.profile(layer, placement.degrees.width, stage.recompute).parameters
+            for layer in stage.layers
+        )
+        copies = placement.degrees.pipelines
+        shards = copies if placement.degrees.zero_stage else 1
+        update += stage.width * copies / shards * parameters * _update_j_per_parameter(request)
+        sent += stage.width * _sent_over_copies(request, answer, parameters)
+        sent += stage.width * batches * 2 * _received_bytes(answer, stage)
+    sent += _sent_of_spread(request, answer)
+    power = float(model.static_power_w(AcceleratorArray.of([request.cluster.accelerator]))[0])
+    items = {
+        "compute_j": compute,
+        "communication_j": links + sent * model.link_j_per_byte,
+        "update_j": update,
+        "static_j": power * request.cluster.device_count * placement.time_s,
+    }
+    total = sum(items.values())
+    return {**items, "total_j": total, "per_token_j": total / tokens}
+
+
+def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]:
+    """Energy of the cores and of the links, pass by pass."""
+    for layer in stage.layers:
+        report = answer.candidate.slices.report(layer, stage.recompute)
+        for one in (report.forward, report.backward, report.recompute):
+            yield one.energy_j, one.link_energy_j
+
+
+def _update_j_per_parameter(request: Request) -> float:
+    probe = 1 << 30
+    estimate = price_works(
+        [update_work(request.recipe, probe, stack=request.calibration.stack)], request.cluster.accelerator
+    )
+    return float(estimate.spread_energy_j[0, 0]) / probe
+
+
+def _sent_over_copies(request: Request, answer: Answer, parameters: float) -> float:
+    """Bytes that all copies of one device of a stage send for gradients and gathered parameters, in one step."""
+    degrees, recipe = answer.placement.degrees, request.recipe
+    copies, batches = degrees.pipelines, float(answer.candidate.problem.micro_batches)
+    gradient, weight = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters
+    once = copies - 1.0  # a ring sends (copies - 1) / copies of the tensor from each of the copies
+    match degrees.zero_stage:
+        case 0:
+            return once * 2 * gradient
+        case 1:
+            return once * (gradient + weight)
+        case 2:
+            return once * (batches / copies * gradient + weight)
+        case _:
+            return once * batches / copies * (gradient + 2 * weight)
+
+
+def _sent_of_spread(request: Request, answer: Answer) -> float:
+    """Bytes that all devices send for parameters which stages hold in parts, gathered and scattered once."""
+    problem, degrees = answer.candidate.problem, answer.placement.degrees
+    if degrees.devices == 1:
+        return 0.0
+    profiles = [
+        problem.profile(layer, degrees.width, problem.recompute_modes[0]) for layer in range(len(problem.graph.layers))
+    ]
+    parameters = sum(
+        one.parameters for one, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
+    )
+    each = (request.recipe.parameter_bytes + request.recipe.reduction_bytes) * parameters
+    return degrees.width * degrees.pipelines * (degrees.devices - 1) * each
+
+
+def _received_bytes(answer: Answer, stage: PlacedStage) -> float:
+    """Bytes that one device of a stage receives for one forward."""
+    problem, width = answer.candidate.problem, answer.placement.degrees.width
+    first = min(stage.layers)
+    own = set(stage.layers)
+
+    def crosses(flow: Flow) -> bool:
+        later = [layer for layer in flow.consumers if layer in own or layer > first]
+        return flow.producer not in own and flow.producer < first and bool(later)
+
+    return sum(
+        problem.profile(flow.producer, width, stage.recompute).outputs[flow.output].size_bytes
+        for flow in problem.graph.flows
+        if crosses(flow)
+    )

@@ -1,0 +1,258 @@
+"""The best strategy over all microbatch sizes and tensor widths: slice, bound, schedule, place, and keep the best.
+
+Every pair of a size and a width is a placement problem of its own. The best time so far is handed to the next one: if
+the slices' own bound does not beat it, nothing is scheduled; else placement looks for better only. What is left
+unlooked is bounded from below by that time. When the clock or the user ends the work, pairs that were not looked at are
+bounded by the least that any plan takes: the matrix products at peak on all devices. Schedules get the requested gap,
+placements half of it: what is reached in all is measured. At the end a short search of every pair takes what is better
+by less than the gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from phaze.cost import cast_graph
+from phaze.errors import PlanError, ShardError
+from phaze.hardware import Cluster
+from phaze.ir import Graph, Phase
+from phaze.parallelism import Limits
+from phaze.place import (
+    Effort,
+    Ground,
+    Placement,
+    PlacementProblem,
+    PlacementResult,
+    PlacementStatus,
+    find_placement,
+)
+from phaze.place.search.parallelism_search import search_degrees
+from phaze.place.simulation.placement_assembly import assemble
+from phaze.planner.progress import TimeLimitError, Watch
+from phaze.profile.layer_passes import ProfileOptions
+from phaze.profile.model_profiles import Slices, least_step_s, profile_options, schedule_slices, slice_model
+from phaze.question import Request
+from phaze.shard import SequenceParallel
+
+__all__ = [
+    "Answer",
+    "Candidate",
+    "Pruned",
+    "choose",
+    "graph_at",
+    "least_time_s",
+    "nearest_width",
+    "placement_problem",
+    "step_flops",
+]
+
+_POLISH = Effort(nodes=60, nodes_per_choice=30, choices=20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """One microbatch size and tensor width: its slices, its placement problem and what was found."""
+
+    slices: Slices
+    problem: PlacementProblem
+    result: PlacementResult
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A microbatch size and tensor width of which no plan takes less than so many seconds."""
+
+    micro_batch_size: int
+    width: int
+    least_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """The best placement, where it was found, everything that was looked at, and a bound under every plan.
+
+    `placement` is the least-memory one where nothing fits; `refused` says by width why a model cannot be sliced so.
+    """
+
+    placement: Placement
+    candidate: Candidate
+    candidates: tuple[Candidate, ...]
+    pruned: tuple[Pruned, ...] = ()
+    refused: dict[int, str] = field(default_factory=dict)
+    bound_s: float
+    is_interrupted: bool = False
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether something fits."""
+        return self.candidate.result.best is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """What is known so far."""
+
+    request: Request
+    limits: Limits
+    watch: Watch
+    options: ProfileOptions
+    candidates: list[Candidate] = field(default_factory=list)
+    pruned: list[Pruned] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def best_s(self) -> float:
+        """The least time so far."""
+        return min((one.result.best.time_s for one in self.candidates if one.result.best), default=math.inf)
+
+    def look_at(self, graph: Graph, width: int) -> None:
+        """Slice, bound, schedule and place one size and width."""
+        request, size = self.request, graph.micro_batch_size
+        self.watch.report(f"microbatch {size}: slicing layers {width} ways")
+        try:
+            model = slice_model(request, graph, width, self.limits.sequence)
+        except ShardError as error:
+            self.refused[width] = str(error)
+            return
+        best_s = self.best_s
+        if best_s < math.inf:
+            least_s = least_step_s(request, model, self.options)
+            if least_s >= best_s * (1 - request.gap / 2):
+                self.pruned.append(Pruned(size, width, least_s))
+                return
+        self.watch.report(f"microbatch {size}: scheduling layers sliced {width} ways")
+        slices = schedule_slices(model, self.options)
+        self.watch.report(f"microbatch {size}: placing layers sliced {width} ways")
+        problem = self.limits.narrow(placement_problem(request, slices))
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=request.gap / 2)
+        self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
+        if result.best is not None:
+            self.watch.best_step_time_s = result.best.time_s
+
+    def polish(self) -> None:
+        """Look once more for what is better by less than the gap."""
+        for index, candidate in enumerate(self.candidates):
+            best_s = self.best_s
+            if best_s == math.inf or candidate.result.bound_s >= best_s:
+                continue
+            ground = Ground.of(candidate.problem)
+            found = search_degrees(ground, effort=_POLISH, cutoff_s=best_s).found
+            if found:
+                placement = assemble(ground, found[0].degrees, found[0].stages)
+                result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
+                self.candidates[index] = replace(candidate, result=result)
+                self.watch.best_step_time_s = placement.time_s
+
+
+def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
+    """Look at every microbatch size and tensor width within the limits.
+
+    Raises PlanError if nothing was found before the time was over, or if nothing is possible.
+    """
+    sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
+    widths = [width for width in request.tensor_widths if limits.tp in (None, width)]
+    watch.best_step_time_s = None
+    watch.expect(len(sizes) * len(widths))
+    search = _Search(request=request, limits=limits, watch=watch, options=profile_options(request, limits.modes))
+    is_interrupted = False
+    try:
+        for graph in (graph_at(request, size) for size in sizes):
+            for width in widths:
+                search.look_at(graph, width)
+                watch.step()
+        watch.report("looking for what is a little better")
+        search.polish()
+    except (TimeLimitError, KeyboardInterrupt) as error:
+        if search.best_s == math.inf:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise PlanError(
+                f"nothing was found within {watch.time_limit_s} s; allow more time, or fewer microbatch sizes and "
+                "tensor widths."
+            ) from error
+        is_interrupted = True
+    if not search.candidates:
+        offer = nearest_width(request, sizes[0], max(widths), limits.sequence)
+        raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
+    answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
+    bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
+    if is_interrupted:
+        bounds.append(least_time_s(request))
+    return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
+
+
+def nearest_width(request: Request, size: int, width: int, sequence: SequenceParallel) -> str:
+    """The largest smaller tensor width that slices the model and divides the devices, as an offer."""
+    for smaller in range(width - 1, 0, -1):
+        if request.cluster.device_count % smaller:
+            continue
+        try:
+            slice_model(request, graph_at(request, size), smaller, sequence)
+        except ShardError:
+            continue
+        return f" The nearest width that runs is {smaller}: tensor_widths=({smaller},), or tp={smaller} in a strategy."
+    return ""
+
+
+def graph_at(request: Request, size: int) -> Graph:
+    """The model at a microbatch size, in the types of the precision recipe."""
+    return cast_graph(request.graph.with_micro_batch(size), request.recipe)
+
+
+def placement_problem(request: Request, slices: Slices, cluster: Cluster | None = None) -> PlacementProblem:
+    """The placement problem of some slices, on the request's cluster or another one."""
+    return PlacementProblem(
+        graph=slices.placement,
+        profiles=slices.profiles,
+        cluster=cluster or request.cluster,
+        micro_batches=request.global_batch_size // slices.micro_batch_size,
+        recipe=request.recipe,
+        capabilities=request.capabilities,
+        recompute_modes=slices.modes,
+        memory_margin=request.calibration.margin,
+        calibration=request.calibration,
+    )
+
+
+def _best(candidates: Sequence[Candidate]) -> Answer:
+    """The fastest that fits; where nothing does, the one that needs least memory."""
+    fitting = [one for one in candidates if one.result.best is not None]
+    bound_s = min(one.result.bound_s for one in candidates)
+    if fitting:
+        best = min(fitting, key=lambda one: one.result.best.time_s)  # type: ignore[union-attr]
+        assert best.result.best is not None
+        placement = best.result.best
+    else:
+        best, placement = _least_memory(candidates)
+        bound_s = placement.time_s
+    return Answer(placement=placement, candidate=best, candidates=tuple(candidates), bound_s=bound_s)
+
+
+def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement]:
+    found = []
+    for one in candidates:
+        reasons = one.result.infeasibility
+        if reasons is not None and reasons.least is not None:
+            found.append((max(memory.total_bytes for memory in reasons.least.memory), one, reasons.least))
+    if not found:
+        reasons = candidates[0].result.infeasibility
+        raise PlanError(f"no plan is possible: {reasons or candidates[0].result.status}")
+    _, best, placement = min(found, key=lambda row: row[0])
+    return best, placement
+
+
+def step_flops(request: Request) -> float:
+    """Matrix flops of one step: forward and backward of the whole batch, nothing recomputed."""
+    graph = request.graph
+    once = graph.matmul_flops(Phase.FORWARD) + graph.matmul_flops(Phase.BACKWARD)
+    return once / graph.micro_batch_size * request.global_batch_size
+
+
+def least_time_s(request: Request) -> float:
+    """What no plan beats: the matrix products at peak on all devices."""
+    accelerator = request.cluster.accelerator
+    return step_flops(request) / (
+        accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
+    )

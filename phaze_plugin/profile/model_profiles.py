@@ -1,0 +1,198 @@
+"""A model at one microbatch size and one tensor width, sliced, priced and scheduled: what placement chooses from.
+
+Equal layers may be sliced differently (the first block reads a whole tensor, the others one that is split along the
+sequence), so layers share profiles only where they are equal and sliced alike.
+
+Before anything is scheduled, lower bounds of the passes tell the least that any plan of these slices takes: all
+microbatches of all layers, each on as many devices as it is sliced for, on all devices without a pause.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phaze.cost import Calibration
+from phaze.errors import ShardError
+from phaze.hardware import Cluster
+from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
+from phaze.place import LayerProfile, PlacementGraph
+from phaze.place.model.placement_problem import ProfileKey
+from phaze.profile.layer_passes import (
+    LayerReport,
+    ProfileOptions,
+    least_pass_seconds,
+    placement_graph,
+    profile_and_report,
+)
+from phaze.question import Request
+from phaze.shard import (
+    Axis,
+    LayerTask,
+    SequenceParallel,
+    ShardedLayer,
+    ShardedModel,
+    ShardOptions,
+    sequence_lengths,
+    shard_model,
+    unsharded,
+)
+
+__all__ = [
+    "Slices",
+    "layer_keys",
+    "layer_variants",
+    "least_step_s",
+    "profile_options",
+    "recomputed_keys",
+    "repeated_layers",
+    "schedule_slices",
+    "slice_model",
+]
+
+_WORK = 400_000
+"""Moves that the schedule of one pass may look at: a second or two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slices:
+    """The profiles of all layers at one microbatch size and tensor width.
+
+    Attributes:
+        graph: in the types of the precision recipe, at this microbatch.
+        sharded: the layouts of every layer.
+        placement: its layers as placement sees them.
+        modes: recompute modes that were profiled.
+        profiles: by layer, width and recompute mode.
+        reports: the passes behind the profiles.
+    """
+
+    graph: Graph
+    sharded: ShardedModel
+    placement: PlacementGraph
+    modes: tuple[RecomputeMode, ...]
+    profiles: Mapping[ProfileKey, LayerProfile]
+    reports: Mapping[ProfileKey, LayerReport]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in a microbatch."""
+        return self.graph.micro_batch_size
+
+    @property
+    def width(self) -> int:
+        """Devices that share a layer."""
+        return self.sharded.axis.width
+
+    def report(self, layer: int, mode: RecomputeMode) -> LayerReport:
+        """The passes of one layer of the graph."""
+        return self.reports[self.placement.layers[layer].key, self.width, mode]
+
+
+def profile_options(request: Request, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
+    """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
+    return ProfileOptions(
+        gap=request.gap,
+        work=None if request.gap == 0.0 else _WORK,
+        prices=request.prices,
+        gradient_bytes=request.recipe.gradient_bytes,
+        modes=modes,
+        trims_recompute=request.capabilities.trims_recompute,
+    )
+
+
+def slice_model(
+    request: Request,
+    graph: Graph,
+    width: int,
+    sequence_parallel: SequenceParallel = SequenceParallel.FREE,
+    cluster: Cluster | None = None,
+) -> ShardedModel:
+    """Layouts of every layer, each distinct one solved once; raises ShardError where the width is impossible."""
+    axis = Axis(cluster or request.cluster, width, request.calibration)
+    if width > 1:
+        options = ShardOptions(
+            sequence_parallel=_runnable(request, graph, width, sequence_parallel),
+            constraints=request.constraints,
+            may_stride_parameters=request.capabilities.allows_strided_parameters,
+        )
+        return shard_model(graph, axis, options)
+    whole = {layer.key: unsharded(LayerTask(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers}
+    return ShardedModel(
+        graph=graph,
+        axis=axis,
+        layers=tuple(whole[layer.key] for layer in graph.layers),
+        parameters={},
+        is_sequence_split=(False,) * len(graph.layers),
+    )
+
+
+def _runnable(request: Request, graph: Graph, width: int, wanted: SequenceParallel) -> SequenceParallel:
+    """Off where the target splits sequences only evenly and these are not divided; ShardError where it must be on."""
+    odd = [length for length in sequence_lengths(graph) if length % width]
+    if request.capabilities.allows_uneven_sequences or not odd:
+        return wanted
+    if wanted is SequenceParallel.ON:
+        raise ShardError(
+            f"a sequence of {odd[0]} cannot be split evenly {width} ways, as target {request.target} does it; leave "
+            "sequence_parallel out, or train on lengths that the width divides."
+        )
+    return SequenceParallel.OFF
+
+
+def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions) -> float:
+    """What no plan of these slices beats."""
+    once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
+    batches = request.global_batch_size // model.graph.micro_batch_size
+    devices = model.axis.cluster.device_count // model.axis.width
+    return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
+
+
+def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
+    """Price and schedule every distinct layer once."""
+    profiles: dict[ProfileKey, LayerProfile] = {}
+    reports: dict[ProfileKey, LayerReport] = {}
+    repeated = repeated_layers(model)
+    for key, layer in layer_variants(model).items():
+        modes = options.modes if layer.task.layer.key in repeated else (RecomputeMode.NONE,)
+        found = profile_and_report(layer, modes, options)
+        for mode in options.modes:
+            profile, report = found.get(mode, found[RecomputeMode.NONE])
+            profiles[key, model.axis.width, mode] = profile
+            reports[key, model.axis.width, mode] = report
+    return Slices(
+        graph=model.graph,
+        sharded=model,
+        placement=placement_graph(model.graph, layer_keys(model)),
+        modes=options.modes,
+        profiles=profiles,
+        reports=reports,
+    )
+
+
+def repeated_layers(model: ShardedModel) -> frozenset[str]:
+    """Keys of the layers that may be recomputed: all, or those that repeat (all where none does)."""
+    return recomputed_keys(model.graph, model.axis.calibration)
+
+
+def recomputed_keys(graph: Graph, calibration: Calibration) -> frozenset[str]:
+    """The same of a graph under a calibration."""
+    counts = Counter(layer.key for layer in graph.layers)
+    often = frozenset(key for key, count in counts.items() if count > 1)
+    return frozenset(counts) if calibration.stack.recomputes_ends or not often else often
+
+
+def layer_keys(model: ShardedModel) -> list[str]:
+    """A key per layer: that of its content, and which of its slices it got."""
+    found: dict[str, dict[int, int]] = {}
+    keys = []
+    for layer, sharded in zip(model.graph.layers, model.layers, strict=True):
+        numbers = found.setdefault(layer.key, {})
+        keys.append(f"{layer.key}#{numbers.setdefault(id(sharded), len(numbers))}")
+    return keys
+
+
+def layer_variants(model: ShardedModel) -> dict[str, ShardedLayer]:
+    """One layer of each key."""
+    return dict(zip(layer_keys(model), model.layers, strict=True))

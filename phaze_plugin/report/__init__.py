@@ -1,0 +1,1 @@
+"""Plans as people read them: text for the terminal, HTML for notebooks."""

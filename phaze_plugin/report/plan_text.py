@@ -1,0 +1,216 @@
+"""A plan as people read it: a table within 100 columns, an explanation, and the same as HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, Strategy
+
+__all__ = ["explanation", "seconds_text", "strategy_text", "summary", "summary_html", "verdict"]
+
+COLUMNS = 100
+MOST_STAGES = 16
+_HEADINGS = ("stage", "layers", "devices", "recompute", "forward", "backward", "memory", "of it", "fit")
+
+
+def summary(plan: Plan) -> str:
+    """What to do, how fast it is, how full devices get, and how far from the bound."""
+    parts, total = plan.step_time_parts, plan.step_time_s
+    named = (
+        ("compute", parts.compute_s),
+        ("exposed communication", parts.exposed_communication_s),
+        ("bubble", parts.bubble_s),
+        ("update", parts.update_s),
+    )
+    unit = "tokens" if plan.model.tokens_per_sample > 1 else "samples"
+    lines = [
+        *_paragraph("", _title(plan)),
+        *_paragraph("strategy  ", strategy_text(plan.strategy)),
+        *_paragraph(
+            "step      ",
+            f"{seconds_text(total)} for {plan.question.global_batch_size:,} samples: {plan.tokens_per_s:,.0f} {unit}/s,"
+            f" MFU {plan.mfu:.1%}, about {plan.energy['per_token_j']:.3g} J per {unit[:-1]}",
+        ),
+        *_paragraph("of it     ", ", ".join(f"{name} {seconds_text(s)} ({s / total:.1%})" for name, s in named)),
+        *_paragraph("proof     ", verdict(plan)),
+        *_paragraph("prices    ", f"{plan.provenance.prices}; target {plan.provenance.target}"),
+        "",
+        *_stage_table(plan.stages),
+    ]
+    return "\n".join(lines)
+
+
+def _title(plan: Plan) -> str:
+    cluster = plan.cluster
+    return (
+        f"{plan.model.name} ({plan.model.parameter_count:,} parameters, {plan.model.layers} layers) on "
+        f"{cluster.device_count} x {cluster.accelerator.name}"
+    )
+
+
+def strategy_text(strategy: Strategy) -> str:
+    """One line: degrees first, then what they do."""
+    modes = list(dict.fromkeys(strategy.recompute))
+    recompute = (
+        modes[0] if len(modes) == 1 else " and ".join(f"{mode} x{strategy.recompute.count(mode)}" for mode in modes)
+    )
+    words = [f"dp {strategy.dp} x tp {strategy.tp} x pp {strategy.pp}", f"microbatch {strategy.micro_batch_size}"]
+    if strategy.pp > 1:
+        chunks = f" with {strategy.chunks} chunks" if strategy.chunks > 1 else ""
+        words.append(f"schedule {strategy.schedule}{chunks}")
+    words.append(f"ZeRO-{strategy.zero}")
+    if strategy.tp > 1:
+        words.append("sequence parallel" if strategy.sequence_parallel else "no sequence parallelism")
+    words.append(f"recompute {recompute}")
+    return ", ".join(words)
+
+
+def verdict(plan: Plan) -> str:
+    """What is proven, in words."""
+    about = "of this strategy" if plan.question.strategy else "for these slices of layers"
+    bound = f"no plan {about} takes less than {seconds_text(plan.bound_s)}"
+    match plan.status:
+        case PlanStatus.OPTIMAL:
+            return f"optimal: {bound}"
+        case PlanStatus.WITHIN_GAP:
+            of_what = "the best of this strategy" if plan.question.strategy else "the best"
+            return f"within {_percent_up(plan.gap)} of {of_what}: {bound}"
+        case PlanStatus.INTERRUPTED:
+            return f"interrupted: the best so far, within {_percent_up(plan.gap)} of the best: {bound}"
+        case PlanStatus.DOES_NOT_FIT:
+            if plan.question.strategy:
+                return "DOES NOT FIT: priced as if it did"
+            return "DOES NOT FIT: this is the plan that needs least memory; explain() lists what would fit"
+
+
+def _percent_up(share: float) -> str:
+    """A percentage that is never rounded down."""
+    return f"{-(-share * 1e4 // 1) / 1e2:.2f} %"
+
+
+def seconds_text(seconds: float) -> str:
+    """Four digits and a unit."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * scale >= 1.0:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us" if seconds else "0 s"
+
+
+def _stage_table(stages: Sequence[Stage]) -> list[str]:
+    shown = list(enumerate(stages))
+    left_out = len(shown) - MOST_STAGES
+    if left_out > 0:
+        shown = [*shown[: MOST_STAGES // 2], *shown[-MOST_STAGES // 2 :]]
+    rows = [_stage_row(index, stage) for index, stage in shown]
+    lines = _columns([_HEADINGS, *rows])
+    if left_out > 0:
+        lines.insert(1 + MOST_STAGES // 2, f"  ... {left_out} more stages ...")
+    return lines
+
+
+def _stage_row(index: int, stage: Stage) -> tuple[str, ...]:
+    memory = stage.memory_bytes
+    largest = max((item for item in memory if item not in ("total", "capacity")), key=lambda item: memory[item])
+    return (
+        str(index),
+        _layer_range(stage.layers),
+        f"{stage.devices[0]}-{stage.devices[-1]}" if len(stage.devices) > 1 else str(stage.devices[0]),
+        stage.recompute,
+        seconds_text(stage.forward_s),
+        seconds_text(stage.backward_s),
+        f"{memory['total'] / 2**30:.1f} of {memory['capacity'] / 2**30:.0f} GiB",
+        f"{largest} {memory[largest] / 2**30:.1f}",
+        stage.fit,
+    )
+
+
+def _layer_range(layers: Sequence[str]) -> str:
+    first, last = (_shortened(name) for name in (layers[0], layers[-1]))
+    return first if len(layers) == 1 else f"{first.partition(':')[0]}-{last.partition(':')[0]}"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 16 else f"{name[:13]}..."
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _paragraph(label: str, text: str) -> list[str]:
+    return _wrapped(text, label, " " * len(label)) or [label]
+
+
+def _bullets(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in _wrapped(text, "  - ", "    ")]
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """Lines of at most 100 columns; a number stays with its unit, and words with hyphens stay whole."""
+    joined = re.sub(r"(?<=\d) (?=(s|ms|us|GiB|%)\b|%)", "\u00a0", text)
+    lines = textwrap.wrap(joined, COLUMNS, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]
+
+
+def explanation(plan: Plan) -> str:
+    """What binds, what other kinds would cost, what other hardware would bring, and what would make it fit."""
+    lines = [*_paragraph("", f"{plan.model.name}: {strategy_text(plan.strategy)}, {verdict(plan)}."), ""]
+    sections = (
+        ("what binds", plan.binds),
+        ("would fit", [f"{lever.text}: optimize(..., {lever.argument}={lever.value})" for lever in plan.levers]),
+        ("the best of other kinds", [_runner_up_text(plan, other) for other in plan.runners_up]),
+        ("other hardware", [_change_text(plan, change.text, change.step_time_s) for change in plan.changes]),
+        ("how the numbers were obtained", _provenance(plan)),
+    )
+    for heading, texts in sections:
+        if texts:
+            lines += [f"{heading}:", *_bullets(texts), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _runner_up_text(plan: Plan, other: RunnerUp) -> str:
+    if other.step_time_s is None or other.strategy is None:
+        return f"{other.kind}: {other.reason}"
+    slower = other.step_time_s / plan.step_time_s - 1
+    reason = f"; {other.reason}" if other.reason else ""
+    return f"{other.kind}: {seconds_text(other.step_time_s)} ({slower:+.2%}): {strategy_text(other.strategy)}{reason}"
+
+
+def _change_text(plan: Plan, text: str, step_time_s: float | None) -> str:
+    if step_time_s is None:
+        return f"{text}: still nothing fits"
+    if not plan.is_feasible:
+        return f"{text}: {seconds_text(step_time_s)} per step"
+    faster = plan.step_time_s / step_time_s - 1
+    return f"{text}: {seconds_text(step_time_s)} per step ({faster:+.1%} throughput)"
+
+
+def _provenance(plan: Plan) -> list[str]:
+    facts = plan.provenance
+    lines = [
+        f"prices: {facts.prices}" + (" (nothing is fitted to measurements)" if facts.prices == "ideal" else ""),
+        f"{facts.schedules_proven} of {facts.schedules} scheduled passes of layers are proven within 1 %",
+        f"rules cover {facts.coverage_flops:.1%} of flops and {facts.coverage_bytes:.1%} of bytes",
+        f"target: {facts.target}",
+    ]
+    if facts.unrestricted_step_time_s is not None:
+        costs = plan.step_time_s / facts.unrestricted_step_time_s - 1
+        lines.append(
+            f"what the target cannot run costs {costs:.2%}: without its limits a step takes "
+            f"{seconds_text(facts.unrestricted_step_time_s)}"
+        )
+    return [*lines, *facts.notes]
+
+
+def summary_html(plan: Plan) -> str:
+    """The summary for notebooks."""
+    text = summary(plan)
+    head, _, table = text.partition("\n\n")
+    title, _, rest = head.partition("\n")
+    return (
+        f"<div><strong>{html.escape(title)}</strong><pre>{html.escape(rest)}</pre><pre>{html.escape(table)}</pre></div>"
+    )

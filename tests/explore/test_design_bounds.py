@@ -1,0 +1,145 @@
+"""No bound of a search exceeds what an evaluation finds: random models, accelerators, networks, memories and stacks."""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from designs import small_question, some_points, tiny_model
+from plans import small_graph
+
+import phaze
+from phaze.cost import Calibration
+from phaze.cost.calibration import LIBRARY_STACK
+from phaze.errors import ShardError
+from phaze.explore.design_bounds import Cell, FloatArray, Rows, corner_accelerator, sweep_cell
+from phaze.explore.search_question import SearchQuestion
+from phaze.explore.worker_tasks import (
+    BoundTask,
+    EvaluateTask,
+    ScheduleTask,
+    bound_corner,
+    evaluate_point,
+    schedule_options,
+    schedule_rows,
+)
+from phaze.hardware import AcceleratorArray
+from phaze.ir import Graph
+
+LIBRARY = Calibration(matrix=0.6, memory=0.8, link=0.7, overhead_s=2e-6, overlap=0.5, stack=LIBRARY_STACK)
+
+
+def random_points(draw: random.Random) -> AcceleratorArray:
+    if draw.random() < 0.5:
+        return some_points(4, seed=draw.randrange(10**6))
+    points = phaze.space.grid(
+        tensor_cores=draw.sample((1, 2, 3, 6, 17), 2),
+        tensor_rows=draw.sample((8, 64, 100), 2),
+        tensor_cols=draw.sample((8, 128, 200), 1),
+        vector_cores=draw.sample((1, 3, 16), 1),
+        vector_lanes=draw.sample((1, 64, 500), 1),
+        buffer_mib=draw.sample((1, 16), 1),
+        clock_hz=draw.uniform(2e8, 2e9),
+        hbm_bandwidth_bytes_per_s=draw.uniform(2e10, 4e12),
+    )
+    scale = np.array([draw.choice((0.5, 1.0)) for _ in range(len(points))])
+    return AcceleratorArray(
+        **{name: getattr(points, name) for name in AcceleratorArray.__slots__ if name != "rates"},
+        rates=points.rates * scale[:, None],
+    )
+
+
+def random_model(draw: random.Random) -> Graph:
+    if draw.random() < 0.25:
+        return tiny_model(draw.choice((2, 5)), draw.choice((64, 1000)))
+    return small_graph(num_layers=draw.choice((1, 2)), hidden_size=draw.choice((64, 256)), vocab_size=1000)
+
+
+def random_question(draw: random.Random) -> SearchQuestion:
+    changes: dict[str, Any] = {
+        "devices": draw.choice((2, 4, 6)),
+        "network": draw.choice(("paper", "dgx-a100", "tpuv4-pod")),
+        "hbm_gib": (draw.choice((0.01, 0.03, 1)),),
+        "micro_batch_sizes": (draw.choice((1, 2)),),
+        "tensor_widths": draw.choice(((1,), (2,))),
+        "gap": draw.choice((0.0, 0.01, 0.1)),
+        "optimizer": draw.choice(("adamw", "sgd")),
+        "compatibility": draw.choice((None, None, "paper")),
+        "schedules": draw.choice((("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"))),
+        "calibration": draw.choice((None, None, LIBRARY)),
+    }
+    return small_question([random_model(draw)], random_points(draw), **changes)
+
+
+def bounded(cell: Cell, question: SearchQuestion, rows: FloatArray, chosen: list[int], cutoff_s: float) -> float:
+    """The bound of some accelerators together."""
+    points = np.array(chosen)
+    problem = cell.problem_at(rows[points].min(axis=0), corner_accelerator(question.points, points))
+    return bound_corner(BoundTask(problem=problem, cutoff_s=cutoff_s, is_paper=cell.is_paper))
+
+
+def assert_bounds_hold(question: SearchQuestion, cell: Cell, rows: Rows, draw: random.Random) -> None:
+    request, count = question.requests[0], len(question.points)
+    chips = tuple(question.points.at(point) for point in range(count))
+    found = [
+        evaluate_point(EvaluateTask(request=request, accelerator=chip, cells=((0.0, cell),), cutoff_s=math.inf))
+        for chip in chips
+    ]
+    times = [math.inf if one.time_s is None else one.time_s for one in found]
+    options = schedule_options(request)
+    scheduled = np.array(schedule_rows(ScheduleTask(cell=cell, accelerators=chips, options=options)))
+    for point, (time_s, outcome) in enumerate(zip(times, found, strict=True)):
+        assert rows.least_s[point] <= time_s
+        assert outcome.energy_j is None or rows.least_j[point] <= outcome.energy_j
+        for table in (rows.seconds, np.maximum(rows.seconds, scheduled)):
+            for cutoff_s in (math.inf, time_s * 1.2):
+                assert bounded(cell, question, table, [point], cutoff_s) <= time_s * (1 + 1e-9)
+    some = draw.sample(range(count), min(3, count))
+    assert bounded(cell, question, rows.seconds, some, math.inf) <= min(times[point] for point in some) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 120))]
+)
+def test_no_bound_exceeds_an_evaluation(seed: int) -> None:
+    draw = random.Random(seed)
+    question = random_question(draw)
+    request = question.requests[0]
+    (size,), (width,) = request.micro_batch_sizes, request.tensor_widths
+    for is_tight in (True, False):
+        try:
+            cell, rows = sweep_cell(
+                request,
+                0,
+                size,
+                width,
+                question.points,
+                question.schedules,
+                is_paper=question.is_paper,
+                is_tight=is_tight,
+            )
+        except ShardError:
+            return
+        assert_bounds_hold(question, cell, rows, draw)
+
+
+@pytest.mark.parametrize(
+    ("name", "time_s"),
+    [
+        ("t2048x2x64-v4096x2-b8m", 0.10472054536807282),
+        ("t64x256x4-v64x256-b64m", 0.12469827787854895),
+        ("t256x64x16-v32x64-b16m", 0.10735388180997757),
+    ],
+)
+def test_an_accelerator_of_the_papers_space_keeps_the_step_time_that_it_had(name: str, time_s: float) -> None:
+    space = phaze.space.paper()
+    points = space.take(np.array([space.names.index(name)]))
+    question = small_question(
+        ["bert-large"], points, devices=1024, hbm_gib=(32,), micro_batch_sizes=(1,), global_batch_size=4096, gap=0.01
+    )
+    cell, _ = sweep_cell(question.requests[0], 0, 1, 1, question.points, question.schedules, is_tight=False)
+    task = EvaluateTask(
+        request=question.requests[0], accelerator=question.points.at(0), cells=((0.0, cell),), cutoff_s=math.inf
+    )
+    assert evaluate_point(task).time_s == pytest.approx(time_s, rel=1e-9)

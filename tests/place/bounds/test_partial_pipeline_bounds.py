@@ -1,0 +1,135 @@
+"""No bound under unfinished pipelines exceeds the simulated time of a pipeline that finishes them."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placement_problems import examples, random_problem
+
+from phaze.capabilities import PipelineSchedule
+from phaze.place.bounds.interleaved_closed_form import chunk_floors
+from phaze.place.search.parallelism_search import root_bound
+from phaze.place.search.parallelism_table import Choices, Degrees, list_choices
+from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.stage_branch_and_bound import SplitSearch, best_split
+from phaze.place.simulation.placement_assembly import assemble
+
+
+def random_pipeline(random: Random, search: SplitSearch) -> list[int] | None:
+    """Candidates from the empty to the full state, or None where the walk got stuck."""
+    candidates, state, picks = search.candidates, 0, []
+    for position in range(search.stages):
+        options = list(range(candidates.first[state], candidates.first[state + 1]))
+        if position + 1 == search.stages:
+            options = [pick for pick in options if candidates.target[pick] == search.full]
+        if not options:
+            return None
+        picks.append(random.choice(options))
+        state = int(candidates.target[picks[-1]])
+    return picks if state == search.full else None
+
+
+def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...], layers: int) -> Degrees | None:
+    schedule = random.choice([None, *PipelineSchedule])
+    pipelines = random.randrange(1, 4)
+    chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
+    devices = 1 if schedule is None else random.randrange(2, 6)
+    degrees = Degrees(
+        width=random.choice(widths),
+        pipelines=pipelines,
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        zero_stage=random.choice([0, 1, 2, 3]) if pipelines > 1 else 0,
+    )
+    rounds = degrees.rounds(problem_batches)
+    return None if degrees.stages > layers or (chunks > 1 and rounds % devices) else degrees
+
+
+@examples(200)
+@given(st.integers(0, 2**32 - 1))
+def test_bounds_never_exceed_simulated_times(seed: int) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=10, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
+    degrees = random_degrees(random, problem.micro_batches, problem.widths, len(problem.graph.layers))
+    if degrees is None:
+        return
+    ground = Ground.of(problem)
+    candidates = ground.candidates(degrees, math.inf)
+    search = ground.split_search(degrees, candidates)
+    for _ in range(5):
+        picks = random_pipeline(random, search)
+        if picks is None:
+            continue
+        time_s = search.simulated(np.array([picks]))[0]
+        row = search.bounds.root
+        for position, pick in enumerate(picks):
+            rows, bounds = search.bounds.extend(row, position, np.array([pick]), np.zeros(1, dtype=np.int64))
+            assert bounds[0] <= time_s * (1 + 1e-9)
+            row = rows[0]
+
+
+@examples(200)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(seed: int, interleaved: bool) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=12, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
+    ground = Ground.of(replace(problem, memory_margin=0.0))
+    every = choices_of(ground)
+    some = every.take((every.chunks > 1) == interleaved)
+    if not len(some):
+        return
+    degrees = some.degrees(random.randrange(len(some)))
+    search = ground.search(degrees, math.inf)
+    picks = None if search is None or search.needed or search.singles else random_pipeline(random, search)
+    if search is None or picks is None:
+        return
+    candidates = search.candidates
+    placement = assemble(ground, degrees, list(zip(candidates.stage[picks], candidates.mode[picks], strict=True)))
+    peak = max(memory.total_bytes for memory in placement.memory)
+    chip = replace(problem.cluster.accelerator, hbm_bytes=math.ceil(peak))
+    tight = Ground.of(replace(ground.problem, cluster=replace(problem.cluster, accelerator=chip)))
+    every = choices_of(tight)
+    choice = next(every.take(np.array([index])) for index in range(len(every)) if every.degrees(index) == degrees)
+    limit = placement.time_s * (1 + 1e-9)
+    assert choice.floor_s[0] <= limit
+    assert not tight.packing.refuted(choice, np.array([limit]))[0]
+    assert tight.packing.tightened(choice, 2 * limit)[0] <= limit
+    if interleaved and tight.space.is_chain:
+        assert chunk_floors(tight.packing, choice)[0] <= limit
+    search = tight.search(degrees, math.inf)
+    assert search is not None
+    assert root_bound(search) <= limit
+
+
+def choices_of(ground: Ground) -> Choices:
+    return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+
+
+@examples(40)
+@given(st.integers(0, 2**32 - 1))
+def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=6, most_devices=8, most_micro_batches=12, memory_bytes=10**12)
+    degrees = random_degrees(random, problem.micro_batches, problem.widths, len(problem.graph.layers))
+    if degrees is None or degrees.stages > 4:
+        return
+    ground = Ground.of(problem)
+    candidates = ground.candidates(degrees, math.inf)
+    search = ground.split_search(degrees, candidates)
+    unfinished = [((), 0)]
+    for _ in range(degrees.stages):
+        unfinished = [
+            ((*picks, pick), int(candidates.target[pick]))
+            for picks, state in unfinished
+            for pick in range(candidates.first[state], candidates.first[state + 1])
+        ]
+    finished = [picks for picks, state in unfinished if state == search.full]
+    answer = best_split(search, math.inf, 10**6)
+    expected = search.simulated(np.array(finished)).min() if finished else math.inf
+    assert answer.time_s == pytest.approx(expected, rel=1e-9)
+    assert answer.bound_s == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,119 @@
+"""Problems that cannot be are refused with the value, what was expected, and what to do."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placement_problems import random_problem
+
+from phaze.errors import GraphError, HardwareError, PlacementError
+from phaze.hardware import Cluster
+from phaze.place import Bounded, Flow, PlacementGraph, PlacementProblem, RecomputeMode, find_placement
+from phaze.place.model.stage_space import build_stage_space
+
+
+def problem() -> PlacementProblem:
+    """The first random problem on several devices in which something fits."""
+    return next(
+        found
+        for found in (random_problem(seed, largest=6, most_devices=8) for seed in range(100))
+        if found.cluster.device_count > 3 and RecomputeMode.FULL in found.recompute_modes and find_placement(found).best
+    )
+
+
+def test_an_empty_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match="layer graph is empty; expected at least one layer"):
+        PlacementGraph(layers=())
+
+
+def test_a_cluster_without_devices_is_refused() -> None:
+    with pytest.raises(HardwareError, match="device_count is 0"):
+        Cluster(problem().cluster.accelerator, 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_times_that_cannot_be_are_refused(value: float) -> None:
+    with pytest.raises(PlacementError, match="expected finite numbers of at least 0"):
+        Bounded.exact(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("field", ["stashed_bytes", "peak_working_bytes"])
+def test_sizes_that_cannot_be_are_refused(field: str, value: float) -> None:
+    profile = next(iter(problem().profiles.values()))
+    with pytest.raises(PlacementError, match=f"{field} is .*; expected a finite number of at least 0"):
+        replace(profile, **{field: value})
+
+
+def test_a_bound_above_its_value_is_refused() -> None:
+    with pytest.raises(PlacementError, match="do not lie under"):
+        Bounded(np.array([1.0]), np.array([2.0]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0; expected at least 1"),
+        ({"memory_margin": 1.0}, "memory_margin is 1.0; expected a part from 0 to below 1"),
+        ({"zero_stages": ()}, "zero_stages is empty"),
+        ({"zero_stages": (4,)}, "ZeRO stage 4; expected some of"),
+        ({"recompute_modes": ()}, "recompute_modes is empty"),
+        ({"chunk_counts": (1,)}, "chunk_counts is .1,.; expected whole numbers of at least 2"),
+        ({"stage_counts": (0,)}, "stage_counts is .0,.; expected whole numbers of at least 1"),
+        ({"recompute_modes": (RecomputeMode.SELECTIVE,)}, "has no profile at tensor width .* with recompute selective"),
+        ({"tensor_widths": (64,)}, r"no layer is sliced at any of the tensor widths \[64\]; allow or profile width 1"),
+        ({"accelerator": 5}, "accelerator 5 is not among the 2 that were profiled"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        replace(problem(), **changes)
+
+
+def test_fewer_microbatches_than_pipelines_are_refused() -> None:
+    with pytest.raises(PlacementError, match="8 pipelines share 4 microbatches; expected at least one each"):
+        replace(problem(), pipelines=(8,), micro_batches=4)
+
+
+def test_pipelines_never_outnumber_microbatches() -> None:
+    result = find_placement(replace(problem(), micro_batches=2, pipelines_divide_batch=False), top=50)
+    assert result.best is not None
+    assert all(other.placement.degrees.pipelines <= 2 for other in result.alternatives)
+
+
+def test_a_flow_that_goes_backward_or_nowhere_is_refused() -> None:
+    layers = PlacementGraph.chain(("a", "b", "c")).layers
+    with pytest.raises(GraphError, match="topological order"):
+        PlacementGraph(layers=layers, flows=(Flow(1, (0,)),))
+    with pytest.raises(GraphError, match="does not exist"):
+        PlacementGraph(layers=layers, flows=(Flow(1, (3,)),))
+    with pytest.raises(GraphError, match="expected two or more"):
+        PlacementGraph(layers=layers, ties={"w": (1,)})
+
+
+def test_a_tie_that_the_graph_does_not_know_is_refused() -> None:
+    base = problem()
+    profiles = {key: replace(profile, tied_parameters={"w": 1.0}) for key, profile in base.profiles.items()}
+    with pytest.raises(PlacementError, match="ties 'w', but the graph does not"):
+        replace(base, profiles=profiles, graph=replace(base.graph, ties={}))
+
+
+def test_a_graph_that_branches_too_much_is_refused_with_advice() -> None:
+    layers = PlacementGraph.chain(tuple("abcdefghijkl")).layers
+    with pytest.raises(PlacementError, match="merge parallel layers"):
+        build_stage_space(PlacementGraph(layers=layers))
+
+
+def test_parallel_branches_are_states_of_their_own() -> None:
+    layers = PlacementGraph.chain(("in", "left", "right", "out")).layers
+    graph = PlacementGraph(layers=layers, flows=(Flow(0, (1, 2)), Flow(1, (3,)), Flow(2, (3,))))
+    space = build_stage_space(graph)
+    assert space.states == 6
+    assert not space.is_chain
+    assert {space.members(stage) for stage in range(len(space.source)) if space.sizes[stage] == 1} == {
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    }

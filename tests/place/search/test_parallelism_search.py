@@ -1,0 +1,188 @@
+"""The default program against trying everything, and the laws that its answers keep."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placement import brute_force
+from placement_problems import examples, random_problem, spread_problem
+
+from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.hardware import Cluster
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.search.parallelism_search import Effort, search_degrees
+from phaze.place.search.parallelism_table import list_choices
+from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.stage_branch_and_bound import best_split
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def compare_with_brute_force(problem: PlacementProblem) -> None:
+    expected = brute_force(problem)
+    answer = search_degrees(Ground.of(problem), top=4)
+    times = sorted(expected.values())[:4]
+    assert [found.time_s for found in answer.found] == pytest.approx(times, rel=1e-9)
+    for found in answer.found:
+        degrees = found.degrees
+        key = (degrees.width, degrees.pipelines, degrees.devices, degrees.chunks, degrees.schedule, degrees.zero_stage)
+        assert found.time_s == pytest.approx(expected[key], rel=1e-9)
+    assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
+
+
+@examples(60)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
+    compare_with_brute_force(random_problem(seed))
+
+
+@examples(40)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_where_ends_are_spread(seed: int) -> None:
+    compare_with_brute_force(spread_problem(seed))
+
+
+@pytest.mark.exhaustive
+@examples(60)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight_devices(seed: int) -> None:
+    compare_with_brute_force(random_problem(seed, largest=6, most_devices=8))
+
+
+@examples(12)
+@given(seeds)
+def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
+    ground = Ground.of(random_problem(seed, largest=5, most_devices=8))
+    choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+    tightened = ground.packing.tightened(choices, 50.0)
+    for index in range(len(choices)):
+        search = ground.search(choices.degrees(index), math.inf)
+        if search is None:
+            continue
+        problem = replace(
+            ground.problem,
+            tensor_widths=(int(choices.width[index]),),
+            pipelines=(int(choices.pipelines[index]),),
+            stage_counts=(int(choices.devices[index]),),
+            zero_stages=(int(choices.zero_stage[index]),),
+        )
+        found = [
+            one for one in search_degrees(Ground.of(problem), top=20).found if one.degrees == choices.degrees(index)
+        ]
+        time_s = found[0].time_s if found else math.inf
+        assert choices.floor_s[index] <= time_s
+        assert tightened[index] <= time_s
+
+
+@examples(15)
+@given(seeds)
+def test_no_gate_changes_the_answer(seed: int) -> None:
+    ground = Ground.of(random_problem(seed, largest=9, most_devices=12, most_micro_batches=16))
+    choices = list_choices(
+        ground.problem, ground.space, ground.widths, ground.network, ground.update_s, checks_memory=False
+    )
+    times = [math.inf]
+    for index in range(len(choices)):
+        search = ground.search(choices.degrees(index), math.inf)
+        if search is not None:
+            times.append(best_split(search, min(times), 10**6).time_s)
+    answer = search_degrees(ground)
+    assert (answer.found[0].time_s if answer.found else math.inf) == pytest.approx(min(times), rel=1e-9)
+
+
+def relaxed(seed: int) -> PlacementProblem:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    return replace(problem, capabilities=Capabilities.everything(), pipelines_divide_batch=False)
+
+
+def optimum_s(problem: PlacementProblem) -> float:
+    answer = search_degrees(Ground.of(problem))
+    return answer.found[0].time_s if answer.found else math.inf
+
+
+@examples(60)
+@given(seeds)
+def test_more_bandwidth_never_makes_the_optimum_slower(seed: int) -> None:
+    problem = relaxed(seed)
+    levels = tuple(
+        replace(level, bandwidth_bytes_per_s=2 * level.bandwidth_bytes_per_s) for level in problem.cluster.levels
+    )
+    faster = replace(problem, cluster=replace(problem.cluster, levels=levels))
+    assert optimum_s(faster) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@examples(60)
+@given(seeds)
+def test_more_memory_never_makes_the_optimum_slower(seed: int) -> None:
+    problem = relaxed(seed)
+    accelerator = problem.cluster.accelerator
+    roomier = replace(accelerator, hbm_bytes=int(1.5 * accelerator.hbm_bytes))
+    more = replace(problem, cluster=replace(problem.cluster, accelerator=roomier))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@examples(60)
+@given(seeds, st.integers(1, 5))
+def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> None:
+    problem = relaxed(seed)
+    cluster = problem.cluster
+    more = replace(problem, cluster=Cluster(cluster.accelerator, cluster.device_count + extra, cluster.levels))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+KINDS = st.sets(st.sampled_from(PipelineSchedule))
+
+
+@examples(60)
+@given(seeds, KINDS, st.sampled_from(PipelineSchedule))
+def test_a_schedule_more_to_choose_from_never_makes_the_optimum_slower(
+    seed: int, kinds: set[PipelineSchedule], other: PipelineSchedule
+) -> None:
+    problem = replace(relaxed(seed), schedules=tuple(kinds))
+    more = replace(problem, schedules=(*kinds, other))
+    assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
+
+
+@examples(60)
+@given(seeds, KINDS, st.sampled_from([0.005, 0.05, 0.3]))
+def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_gap(
+    seed: int, kinds: set[PipelineSchedule], gap: float
+) -> None:
+    tight = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
+    few = replace(relaxed(seed), schedules=tight)
+    found, more = (
+        search_degrees(Ground.of(problem), gap=gap).found
+        for problem in (few, replace(few, schedules=(*sorted(kinds), *tight)))
+    )
+    assert not found or more[0].time_s <= found[0].time_s * (1 + 1e-9)
+
+
+@examples(30)
+@given(seeds)
+def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    thorough = search_degrees(Ground.of(problem))
+    hasty = search_degrees(Ground.of(problem), effort=Effort(nodes=2, nodes_per_choice=1, choices=3))
+    if thorough.found:
+        assert hasty.bound_s <= thorough.found[0].time_s * (1 + 1e-9)
+        if hasty.found:
+            assert hasty.found[0].time_s >= thorough.found[0].time_s * (1 - 1e-9)
+    elif not hasty.found:
+        assert hasty.bound_s == math.inf or math.isfinite(hasty.bound_s)
+
+
+def test_the_same_problem_gets_the_same_answer() -> None:
+    problem = random_problem(12, largest=6, most_devices=8)
+    first, second = (search_degrees(Ground.of(problem), top=5) for _ in range(2))
+    assert first == second
+
+
+def test_the_tables_of_many_degrees_are_not_shared_between_problems() -> None:
+    problem = random_problem(3)
+    ground = Ground.of(problem)
+    search_degrees(ground)
+    assert not Ground.of(problem).programs
+    assert np.isfinite(ground.update_s)

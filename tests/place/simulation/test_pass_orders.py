@@ -1,0 +1,57 @@
+"""Orders of passes, against orders written down pass by pass."""
+
+import itertools
+
+import numpy as np
+import pytest
+from placement import plain_in_flight, plain_order
+
+from phaze.capabilities import PipelineSchedule
+from phaze.errors import PlacementError
+from phaze.place.simulation.pass_orders import in_flight, pipeline_order
+
+SHAPES = [
+    (schedule, devices, batches, chunks)
+    for schedule in PipelineSchedule
+    for devices, batches, chunks in itertools.product(range(1, 6), range(1, 13), (1, 2, 3))
+    if (chunks > 1) == (schedule is PipelineSchedule.INTERLEAVED) and not (chunks > 1 and batches % devices)
+]
+
+
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+def test_every_device_runs_its_passes_in_the_textbook_order(schedule: PipelineSchedule) -> None:
+    for kind, devices, batches, chunks in SHAPES:
+        if kind is schedule:
+            order = pipeline_order(schedule, devices, batches, chunks)
+            for device in range(devices):
+                rows = zip(order.kind[device], order.chunk[device], order.micro_batch[device], strict=True)
+                assert [("FBW"[kind], chunk, batch) for kind, chunk, batch in rows] == plain_order(
+                    schedule, devices, batches, chunks, device
+                )
+
+
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+def test_microbatches_in_flight_are_those_of_the_order(schedule: PipelineSchedule) -> None:
+    for kind, devices, batches, chunks in SHAPES:
+        if kind is schedule:
+            expected = [
+                [plain_in_flight(schedule, devices, batches, chunks, device, chunk) for chunk in range(chunks)]
+                for device in range(devices)
+            ]
+            assert np.array_equal(in_flight(schedule, devices, batches, chunks), expected)
+
+
+def test_zero_bubble_never_keeps_more_in_flight_than_1f1b_on_its_first_device() -> None:
+    for devices, batches in itertools.product(range(1, 6), range(1, 10)):
+        peak = in_flight(PipelineSchedule.ONE_F_ONE_B, devices, batches).max()
+        assert in_flight(PipelineSchedule.ZERO_BUBBLE, devices, batches).max() == peak
+
+
+def test_an_interleaved_schedule_needs_a_multiple_of_its_devices() -> None:
+    with pytest.raises(PlacementError, match="needs a multiple of 4 microbatches per pipeline, not 6"):
+        pipeline_order(PipelineSchedule.INTERLEAVED, 4, 6, 2)
+
+
+def test_only_interleaved_schedules_have_chunks() -> None:
+    with pytest.raises(PlacementError, match="only interleaved schedules have several"):
+        pipeline_order(PipelineSchedule.GPIPE, 4, 8, 2)

@@ -1,0 +1,442 @@
+"""One call from a model to a plan, and the price of a strategy of one's own."""
+
+import itertools
+import json
+import math
+from dataclasses import fields, replace
+
+import pytest
+from graphs import tiny_graph
+from plans import FITTED_CHIP, IDEAL_CHIP, QUESTION, checked, small_cluster, small_graph, small_plan
+
+import phaze
+from phaze.errors import PhazeError, PlanError, QuestionError
+from phaze.plan.plan import UNEXPLAINED, PlanStatus, Strategy
+from phaze.planner import Progress
+
+
+def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
+    plan = small_plan()
+    parts = [getattr(plan.step_time_parts, part.name) for part in fields(plan.step_time_parts)]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(plan.step_time_s, rel=1e-12)
+
+
+def test_figures_follow_from_the_step_time() -> None:
+    plan = small_plan()
+    assert plan.samples_per_s == 32 / plan.step_time_s
+    assert plan.tokens_per_s == plan.samples_per_s * 256
+    peak = plan.cluster.accelerator.peak_flops_per_s("bfloat16") * 8
+    assert plan.mfu == pytest.approx(plan.model.matmul_flops_per_sample * 32 / plan.step_time_s / peak)
+    assert 0 < plan.mfu < 1
+    assert plan.gap == pytest.approx((plan.step_time_s - plan.bound_s) / plan.step_time_s)
+    assert 0 <= plan.gap <= 0.01
+
+
+def test_every_layer_is_in_one_stage_and_every_rank_in_one_place() -> None:
+    for plan in (small_plan(), small_plan(hbm_mib=80)):
+        layers = [layer for stage in plan.stages for layer in stage.layers]
+        assert [int(layer.partition(":")[0]) for layer in layers] == list(range(6))
+        ranks = [rank for stage in plan.stages if stage.chunk == 0 for rank in stage.devices]
+        assert ranks == list(range(len(ranks)))
+        assert len(ranks) <= 8
+
+
+def test_a_plan_fits_and_its_memory_is_itemised() -> None:
+    for stage in small_plan(hbm_mib=80).stages:
+        memory = dict(stage.memory_bytes)
+        total, capacity = memory.pop("total"), memory.pop("capacity")
+        assert sum(memory.values()) == pytest.approx(total)
+        assert total <= 0.95 * capacity
+        assert stage.fit == "fits"
+
+
+@pytest.mark.parametrize("chip_name", [IDEAL_CHIP, FITTED_CHIP])
+def test_less_memory_is_never_faster_and_changes_the_strategy(chip_name: str) -> None:
+    roomy, tight = (small_plan(hbm_mib=mib, chip_name=chip_name) for mib in (80 * 1024, 80))
+    assert tight.provenance.prices == roomy.provenance.prices
+    assert tight.step_time_s >= roomy.step_time_s
+    assert tight.strategy != roomy.strategy
+
+
+def test_two_runs_give_equal_documents_apart_from_the_run() -> None:
+    first, second = (
+        json.loads(phaze.optimize(small_graph(), cluster=small_cluster(), **QUESTION).to_json()) for _ in range(2)
+    )
+    assert first.pop("run").keys() == second.pop("run").keys()
+    assert json.dumps(first) == json.dumps(second)
+
+
+GRID = [
+    {"dp": dp, "tp": tp, "pp": 8 // dp // tp, "micro_batch_size": size, "recompute": mode, "zero": zero}
+    for dp, tp, size, mode, zero in itertools.product((2, 4, 8), (1, 2), (1, 2), ("none", "full"), (0, 1, 3))
+    if dp * tp <= 8
+]
+
+
+@pytest.mark.parametrize(("hbm_mib", "every"), [(80, 5), pytest.param(80, 1, marks=pytest.mark.exhaustive)])
+def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> None:
+    cluster, graph = small_cluster(hbm_mib * 2**20), small_graph()
+    asked = {**QUESTION, "tensor_widths": (1, 2), "gap": 0.0}
+    best = checked(phaze.optimize(graph, cluster=cluster, **asked))
+    fitting = 0
+    for strategy in GRID[::every]:
+        question = {**asked, "compares": False}
+        found = phaze.evaluate(graph, cluster=cluster, strategy=strategy, **question)
+        fitting += found.is_feasible
+        if found.is_feasible:
+            assert found.step_time_s >= best.step_time_s * (1 - 1e-9), strategy
+    assert fitting > len(GRID) // every // 8
+
+
+def test_a_strategy_of_ones_own_is_kept_and_what_is_left_out_is_optimised() -> None:
+    asked = {"dp": 2, "pp": 2, "tp": 2, "schedule": "gpipe", "micro_batch_size": 2, "recompute": "full", "zero": 1}
+    question = {**QUESTION, "tensor_widths": (1, 2)}
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
+    checked(found.plan)
+    for name, value in asked.items():
+        kept = getattr(found.plan.strategy, name)
+        assert kept == (("full", "full") if name == "recompute" else value)
+    assert found.best is not None
+    assert found.slower_than_best is not None
+    assert found.slower_than_best > 0
+    assert found.change is not None
+    assert "most valuable single change" in str(found)
+
+
+def test_a_size_and_width_outside_the_defaults_are_compared_with_a_best_that_may_use_them() -> None:
+    question = {**QUESTION, "micro_batch_sizes": (1,)}
+    asked = {"dp": 2, "tp": 4, "micro_batch_size": 4}
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
+    assert found.best is not None
+    assert found.best.question.micro_batch_sizes == (1, 4)
+    assert found.best.question.tensor_widths == (1, 4)
+    assert found.step_time_s >= found.best.bound_s * (1 - 1e-9)
+
+
+class _InterruptingExplanation:
+    """Presses Ctrl-C once the plan is found and other kinds are looked for."""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.doing.startswith("the best plan of another kind"):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=_InterruptingExplanation(), **QUESTION)
+    assert UNEXPLAINED in plan.provenance.notes
+    assert plan.runners_up == ()
+    assert plan.bound_s == small_plan().bound_s
+    checked(plan)
+
+
+def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
+    for plan in (small_plan(), small_plan(hbm_mib=80)):
+        strategy = {name: getattr(plan.strategy, name) for name in (field.name for field in fields(Strategy))}
+        if plan.strategy.tp == 1:
+            strategy.pop("sequence_parallel")
+        stages = [len(stage.layers) for stage in plan.stages]
+        hbm = int(plan.stages[0].memory_bytes["capacity"])
+        question = {**QUESTION, "compares": False}
+        again = phaze.evaluate(
+            small_graph(), cluster=small_cluster(hbm), strategy={**strategy, "stages": stages}, **question
+        )
+        assert again.plan.stages == plan.stages
+        assert again.step_time_s == plan.step_time_s
+
+
+def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> None:
+    question = {**QUESTION, "compares": False, "micro_batch_sizes": (2,), "tensor_widths": (1,)}
+    layers = len(small_graph().layers)
+    stages = (1, layers - 1)
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages}, **question)
+    assert [len(stage.layers) for stage in found.plan.stages] == list(stages)
+    rest = {"tp": 1, "micro_batch_size": 2, "stages": stages}
+    every = [
+        {"pp": 2, "chunks": 1, "dp": dp, "schedule": schedule, "zero": zero, "recompute": mode, **rest}
+        for dp in (1, 2, 4)
+        for schedule in ("gpipe", "1f1b", "zero-bubble")
+        for zero in ((0, 1, 2, 3) if dp > 1 else (0,))
+        for mode in ("none", "selective", "full")
+    ]
+    times = [
+        phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=one, **question).step_time_s for one in every
+    ]
+    assert found.step_time_s == min(times)
+
+
+def test_the_bound_of_given_stages_is_under_their_time_with_better_schedules() -> None:
+    strategy = {"dp": 2, "pp": 2, "tp": 1, "micro_batch_size": 1, "stages": (3, 3), "schedule": "1f1b", "zero": 0}
+    asked = {**QUESTION, "cluster": "tpuv4-paper:4@paper", "strategy": strategy, "compares": False}
+    near, exact = (phaze.evaluate(small_graph(), gap=gap, **asked).plan for gap in (0.9, 0.0))
+    assert exact.step_time_s < near.step_time_s
+    assert near.bound_s <= exact.step_time_s * (1 + 1e-9)
+    assert exact.status is PlanStatus.OPTIMAL
+    assert "no plan of this strategy takes less" in str(near)
+
+
+def test_given_stages_that_no_strategy_has_are_refused() -> None:
+    question = {**QUESTION, "compares": False}
+    with pytest.raises(PlanError, match="leave out stages, or what is fixed beside them"):
+        phaze.evaluate(
+            small_graph(),
+            cluster=small_cluster(),
+            strategy={"stages": (1, 5), "schedule": "interleaved-1f1b"},
+            **question,
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"dp": 2, "zero": 1}, r"zero 1 \(it runs 0, 3 in fp32-adam\), which target fsdp does not run"),
+        ({"pp": 2}, r"schedule of any kind \(it runs one stage only\)"),
+        ({"schedule": "1f1b"}, r"schedule 1f1b \(it runs one stage only\)"),
+        ({"recompute": "products"}, r"recompute products \(it runs full, none, selective\)"),
+    ],
+)
+def test_a_strategy_that_the_target_does_not_run_is_refused(strategy: dict[str, object], message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        phaze.evaluate(
+            small_graph(),
+            cluster=small_cluster(),
+            strategy=strategy,
+            **{**QUESTION, "target": "fsdp", "precision": "fp32"},
+        )
+
+
+def test_given_stages_leave_out_ways_to_fill_them_in_that_do_not_run() -> None:
+    question = {"global_batch_size": 6, "micro_batch_sizes": (2,), "target": None}
+    stages = (1, 1, 1, len(small_graph().layers) - 3)
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages, "tp": 1}, **question)
+    assert [len(stage.layers) for stage in found.plan.stages] == list(stages)  # 3 microbatches: not over 2 x 2
+
+
+@pytest.mark.parametrize("stages", [{}, {"stages": (3, 3)}])
+def test_a_strategy_of_more_devices_than_there_are_is_refused(stages: dict[str, object]) -> None:
+    strategy = {"dp": 8, "pp": 2, "tp": 1, **stages}
+    with pytest.raises(QuestionError, match="dp 8 x tp 1 x pp 2, 16 devices; the cluster has 8"):
+        phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=strategy, global_batch_size=16)
+
+
+def test_microbatches_too_large_for_a_given_dp_are_left_out() -> None:
+    question: dict[str, object] = {"cluster": small_cluster(), "global_batch_size": 8, "compares": False}
+    found = phaze.evaluate(small_graph(), strategy={"dp": 4}, micro_batch_sizes=(1, 2, 4, 8), **question).plan
+    assert found.strategy.dp == 4
+    assert found.strategy.micro_batch_size <= 2
+    with pytest.raises(QuestionError, match="8 samples are only 2 microbatches of 4; expected one per pipeline"):
+        phaze.evaluate(small_graph(), strategy={"dp": 4, "micro_batch_size": 4}, **question)
+
+
+def test_a_target_may_run_zero_stages_for_precisions_with_a_master_copy_only() -> None:
+    question = {**QUESTION, "compares": False, "target": "fsdp"}
+    found = phaze.evaluate(
+        small_graph(), cluster=small_cluster(), strategy={"dp": 2, "zero": 1}, **{**question, "precision": "bf16"}
+    )
+    assert found.plan.strategy.zero == 1
+
+
+def test_a_recompute_mode_that_is_not_searched_is_priced_and_verified_where_it_is_asked_for() -> None:
+    asked = {"dp": 4, "tp": 1, "pp": 2, "schedule": "1f1b", "zero": 1, "micro_batch_size": 2}
+    question = {**QUESTION, "compares": False}
+    plans = {}
+    for mode in ("none", "products", "full"):
+        strategy = {**asked, "recompute": mode}
+        found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=strategy, **question)
+        plans[mode] = checked(found.plan)
+    assert plans["products"].strategy.recompute == ("products", "products")
+    times, sizes = (
+        [read(plan) for plan in plans.values()]
+        for read in (lambda plan: plan.step_time_s, lambda plan: -plan.stages[0].memory_bytes["activations"])
+    )
+    assert times == sorted(times)
+    assert sizes == sorted(sizes)
+
+
+def test_a_strategy_that_does_not_fit_is_priced_and_says_so() -> None:
+    question = {**QUESTION, "compares": False}
+    asked = {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", "micro_batch_size": 2}
+    found = phaze.evaluate(small_graph(), cluster=small_cluster(80 * 2**20), strategy=asked, **question)
+    roomy = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
+    assert not found.is_feasible
+    assert found.plan.status is PlanStatus.DOES_NOT_FIT
+    assert found.step_time_s == roomy.step_time_s
+    assert {stage.fit for stage in found.plan.stages} == {"over"}
+    assert "DOES NOT FIT" in str(found)
+
+
+@pytest.mark.parametrize("chip_name", [IDEAL_CHIP, FITTED_CHIP])
+def test_a_model_that_cannot_fit_gets_levers_that_make_it_fit(chip_name: str) -> None:
+    cluster = small_cluster(20 * 2**20, 2, chip_name)
+    plan = checked(phaze.optimize(small_graph(), cluster=cluster, **QUESTION))
+    assert plan.status is PlanStatus.DOES_NOT_FIT
+    assert "DOES NOT FIT" in str(plan)
+    assert "would fit" in plan.explain()
+    assert plan.levers
+    by_text = {lever.text: lever for lever in plan.levers}
+    memory = next(lever for text, lever in by_text.items() if "GiB" in text)
+    needed = int(memory.value.split(" bytes")[0].rsplit(" ", 1)[1])
+    enough, less = (small_cluster(size, 2, chip_name) for size in (needed, int(needed * 0.98)))
+    assert phaze.optimize(small_graph(), cluster=enough, **QUESTION).is_feasible
+    assert not phaze.optimize(small_graph(), cluster=less, **QUESTION).is_feasible
+    devices = next((lever for text, lever in by_text.items() if "devices" in text), None)
+    if devices is not None:
+        count = int(devices.text.split()[0])
+        more = small_cluster(20 * 2**20, count, chip_name)
+        assert phaze.optimize(small_graph(), cluster=more, **QUESTION).is_feasible
+
+
+@pytest.mark.parametrize("devices", [1, 7])
+def test_one_device_and_a_prime_number_of_devices_work(devices: int) -> None:
+    plan = small_plan(devices=devices)
+    assert plan.is_feasible
+    assert plan.strategy.dp * plan.strategy.tp * plan.strategy.pp <= devices
+
+
+def test_a_batch_smaller_than_the_devices_works() -> None:
+    question = {**QUESTION, "global_batch_size": 2}
+    plan = checked(phaze.optimize(small_graph(), cluster=small_cluster(), **question))
+    assert plan.strategy.dp * plan.strategy.micro_batch_size <= 2
+
+
+@pytest.mark.parametrize("name", ["t5", "mixtral", "bert", "llama"])
+def test_every_kind_of_model_is_planned_and_verified(name: str) -> None:
+    graph = tiny_graph(name)
+    plan = phaze.optimize(graph, cluster=small_cluster(devices=4), global_batch_size=8, micro_batch_sizes=(2,))
+    checked(plan, graph)
+    assert plan.is_feasible
+
+
+WRONG = [
+    ({"loss_fn": 3}, "loss_fn is 3; expected a function"),
+    ({"cluster": "a100-80gb:0"}, "0 devices"),
+    ({"cluster": "a100-80gb"}, "CHIP:COUNT"),
+    ({"cluster": 8}, "cluster is 8"),
+    ({"cluster": None}, "pass for example cluster='a100-80gb:64'"),
+    ({"global_batch_size": 0}, "global_batch_size is 0"),
+    ({"global_batch_size": True}, "global_batch_size is True"),
+    ({"micro_batch_sizes": ()}, "micro_batch_sizes is empty"),
+    ({"micro_batch_sizes": (0,)}, "micro_batch_sizes is 0"),
+    ({"micro_batch_sizes": (5,)}, "divides the global batch of 32"),
+    ({"micro_batch_sizes": "all"}, "micro_batch_sizes is 'all'"),
+    ({"tensor_widths": (16,)}, "tensor_widths is .16., but the cluster has 8 devices"),
+    ({"optimizer": "lion"}, "optimizer is 'lion'; expected one of adam, adamw, sgd"),
+    ({"precision": "int4"}, "unknown precision"),
+    ({"precision": 16}, "precision is 16"),
+    ({"target": "tensorflow"}, "unknown target"),
+    ({"target": 3}, "target is 3"),
+    ({"constraints": "whole"}, "constraints is 'whole'"),
+    ({"constraints": {"no.such.*": 0}}, "matches no parameter"),
+    ({"calibration": 0.5}, "calibration is 0.5"),
+    ({"objective": "beauty"}, "objective is 'beauty'; expected one of throughput"),
+    ({"time_limit_s": -1}, "time_limit_s is -1"),
+    ({"gap": 1.0}, "gap is 1.0"),
+    ({"gap": math.nan}, "gap is nan"),
+    ({"seed": "x"}, "seed is 'x'"),
+    ({"progress": 3}, "progress is 3"),
+    ({"sequence_length": 8}, "takes no option 'sequence_length'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_wrong_argument_is_named_with_what_is_allowed(wrong: dict[str, object], message: str) -> None:
+    question: dict[str, object] = {"cluster": small_cluster(), **QUESTION, **wrong}
+    with pytest.raises(PhazeError, match=message):
+        phaze.optimize(small_graph(), **question)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"ddp": 8}, "Did you mean 'dp'"),
+        ({"dp": 0}, "dp 0; expected a whole number"),
+        ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
+        ({"zero": 4}, "zero 4; expected one of"),
+        ({"sequence_parallel": 1}, "sequence_parallel 1; expected True or False"),
+        ({"recompute": "some"}, "recompute 'some'; expected one of none, selective, products, full"),
+        ({"recompute": ["none", "full"]}, "say with `stages`"),
+        ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
+        ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),
+        ({"pp": 2, "stages": [6]}, "expected pp x chunks"),
+        ({"chunks": 2, "schedule": "gpipe"}, "expected interleaved"),
+        ("dp=8", "expected a mapping"),
+    ],
+)
+def test_a_wrong_strategy_is_refused_by_key(strategy: object, message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=strategy, **QUESTION)  # type: ignore[arg-type]
+
+
+def test_progress_counts_up_and_names_the_best_so_far() -> None:
+    heard: list[Progress] = []
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=heard.append, **QUESTION)
+    assert [one.done for one in heard] == sorted(one.done for one in heard)
+    assert all(one.done <= one.total for one in heard)
+    assert heard[-1].best_step_time_s == plan.step_time_s
+    assert heard[-1].remaining_s is not None
+
+
+class _Interrupting:
+    """Presses Ctrl-C when the second microbatch size begins."""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.doing.startswith("microbatch 2"):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_search_returns_the_best_so_far_marked_and_bounded() -> None:
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=_Interrupting(), **QUESTION)
+    assert plan.status is PlanStatus.INTERRUPTED
+    assert plan.strategy.micro_batch_size == 1
+    assert plan.bound_s <= small_plan().bound_s
+    assert "interrupted" in str(plan)
+    checked(plan)
+
+
+def test_a_time_limit_before_anything_is_found_says_what_to_do() -> None:
+    with pytest.raises(PlanError, match="allow more time"):
+        phaze.optimize(small_graph(), cluster=small_cluster(), time_limit_s=1e-9, **QUESTION)
+
+
+def test_a_calibrated_plan_says_so_and_is_slower() -> None:
+    from phaze.cost import Calibration
+
+    calibration = Calibration(name="half", matrix=0.5, vector=0.5, memory=0.5, link=0.5, network=0.5)
+    plan = checked(phaze.optimize(small_graph(), cluster=small_cluster(), calibration=calibration, **QUESTION))
+    assert plan.provenance.prices == "half"
+    assert plan.step_time_s == pytest.approx(2 * small_plan().step_time_s, rel=0.05)
+
+
+def test_a_fitted_chip_with_another_clock_says_why_its_prices_are_ideal() -> None:
+    cluster = small_cluster(chip_name=FITTED_CHIP)
+    quicker = replace(cluster, accelerator=replace(cluster.accelerator, clock_hz=2e9))
+    plan = phaze.optimize(small_graph(), cluster=quicker, **QUESTION)
+    assert plan.provenance.prices == "ideal"
+    assert any("another clock_hz than the chip of that name" in note for note in plan.provenance.notes)
+
+
+def test_layout_constraints_are_kept() -> None:
+    graph = small_graph()
+    name = next(tensor.id for tensor in graph.parameters if len(tensor.shape) == 2 and "mlp" in tensor.id)
+    question = {**QUESTION, "tensor_widths": (2,), "constraints": {name: 1}}
+    plan = checked(phaze.optimize(graph, cluster=small_cluster(), **question))
+    assert [split.dim for split in plan.layouts.parameters[name]] == [1]
+
+
+def test_twice_the_devices_are_among_the_changes_and_never_slower() -> None:
+    plan = small_plan(hbm_mib=80)
+    assert len(plan.changes) == 3
+    for change in plan.changes:
+        assert change.step_time_s is not None
+        assert change.step_time_s <= plan.step_time_s * 1.01
+
+
+def test_runners_up_are_of_other_kinds_and_not_faster_than_the_bound() -> None:
+    plan = small_plan(hbm_mib=80)
+    kinds = [other.kind for other in plan.runners_up]
+    assert len(set(kinds)) == len(kinds)
+    assert len(kinds) >= 4
+    for other in plan.runners_up:
+        assert other.step_time_s is None or other.step_time_s >= plan.bound_s * (1 - 1e-9)
+        assert other.strategy != plan.strategy
+    assert replace(plan, runners_up=()).runners_up == ()

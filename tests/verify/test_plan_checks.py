@@ -1,0 +1,101 @@
+"""Verification by another way: a good plan passes, and no number of it can be changed unnoticed."""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from designs import tiny_model
+from plans import small_graph, small_plan
+
+import phaze
+from phaze.errors import PhazeError
+from phaze.plan.plan import Plan, plan_from_document
+from phaze.verify.plan_checks import check_plan
+
+
+def test_a_plan_that_splits_the_sequences_of_some_layers_only_verifies() -> None:
+    options: dict[str, Any] = {"global_batch_size": 16, "micro_batch_sizes": (8,), "optimizer": "sgd"}
+    plan = phaze.optimize(tiny_model(), cluster="tpuv4-paper:4@paper", tensor_widths=(4,), **options)
+    assert plan.strategy.sequence_parallel
+    assert [finding for finding in check_plan(plan, tiny_model()) if not finding.holds] == []
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all numbers in a document."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(small_plan(hbm_mib=80).to_json())
+    return found
+
+
+def changed(path: tuple[Any, ...]) -> dict[str, Any]:
+    """The document with one number made a little larger."""
+    found = copy.deepcopy(document())
+    parent: Any = found
+    for key in path[:-1]:
+        parent = parent[key]
+    old = parent[path[-1]]
+    parent[path[-1]] = old + 1 if isinstance(old, int) else old * 1.001 + 1e-12
+    return found
+
+
+def holds(plan: Plan) -> bool:
+    return all(finding.holds for finding in check_plan(plan, small_graph()))
+
+
+def is_noticed(path: tuple[Any, ...]) -> bool:
+    try:
+        return not holds(plan_from_document(changed(path)))
+    except PhazeError:  # a plan that cannot be is refused
+        return True
+
+
+SOME = [
+    ("step_time_s",),
+    ("bound_s",),
+    ("mfu",),
+    ("energy", "total_j"),
+    ("stages", 0, "memory_bytes", "activations"),
+    ("strategy", "dp"),
+    ("question", "gap"),
+    ("question", "seed"),
+    ("hardware", "levels", 0, "bandwidth_bytes_per_s"),
+]
+
+
+def test_a_good_plan_holds() -> None:
+    findings = check_plan(small_plan(hbm_mib=80), small_graph())
+    assert all(finding.holds for finding in findings)
+    names = [finding.what for finding in findings]
+    assert "step time, simulated plainly" in names
+    assert "feasibility" in names
+    assert "every number, asked again" in names
+
+
+@pytest.mark.parametrize("path", SOME, ids=str)
+def test_a_changed_number_is_noticed(path: tuple[Any, ...]) -> None:
+    assert is_noticed(path)
+
+
+@pytest.mark.exhaustive
+def test_changed_numbers_all_over_the_plan_are_noticed() -> None:
+    numbers = [path for path in leaves(document()) if path[0] not in ("run", "version")]
+    assert len(numbers) > 100
+    assert [path for path in numbers[::5] if not is_noticed(path)] == []
+
+
+def test_a_plan_for_another_model_does_not_hold() -> None:
+    findings = check_plan(small_plan(hbm_mib=80), small_graph(num_layers=3))
+    assert not findings[0].holds
+    assert "model.layers: 6 in the plan, 5 now" in findings[0].found

@@ -1,0 +1,94 @@
+"""A search that holds is found to hold, and one that was tampered with is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from designs import SMALL, some_points, tiny_model
+
+import phaze
+from phaze.cli import main
+from phaze.errors import QuestionError
+from phaze.verify.plan_checks import Finding
+from phaze.verify.search_checks import check_search
+
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.02}
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The journal of a finished search, and its model beside it."""
+    path = tmp_path_factory.mktemp("audit") / "journal"
+    tiny_model().save(path.parent / "model.json")
+    phaze.search(tiny_model(), space=some_points(8), journal=path, **QUESTION)
+    return path
+
+
+def wrong(path: Path, model: object = None) -> list[Finding]:
+    return [one for one in check_search(path, model or tiny_model(), points=3) if not one.holds]
+
+
+def changed(journal: Path, path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join([journal.read_text().splitlines()[0], *lines]) + "\n")
+    return path
+
+
+def test_a_finished_search_holds_with_pruned_points_evaluated(journal: Path) -> None:
+    findings = check_search(journal, tiny_model(), points=3)
+    assert all(finding.holds for finding in findings), findings
+    assert sum(finding.what.endswith("is within its bound") for finding in findings) == 3
+
+
+def test_a_bound_that_was_raised_is_found(journal: Path, tmp_path: Path) -> None:
+    lines = journal.read_text().splitlines()[1:]
+    records = [json.loads(line) for line in lines]
+    at = next(at for at, record in enumerate(records) if record["result"].get("bound_s") and "bound/" in record["task"])
+    records[at]["result"]["bound_s"] *= 1.01
+    path = changed(journal, tmp_path / "raised", [json.dumps(record) for record in records])
+    assert records[at]["task"] in [finding.what for finding in wrong(path)]
+
+
+def test_an_unfinished_search_and_a_line_too_many_are_found(journal: Path, tmp_path: Path) -> None:
+    lines = journal.read_text().splitlines()[1:]
+    short = wrong(changed(journal, tmp_path / "short", lines[:-1]))
+    assert [finding.what for finding in short] == ["the search is finished"]
+    assert wrong(changed(journal, tmp_path / "empty", []))
+    invented = json.dumps({"task": "bound/none", "cutoff_s": None, "result": {"bound_s": 1.0}})
+    (extra,) = wrong(changed(journal, tmp_path / "long", [*lines, invented]))
+    assert "never asked: bound/none" in extra.found
+
+
+def test_another_model_is_found_before_anything_is_computed(journal: Path) -> None:
+    found = wrong(journal, tiny_model(size=256))
+    assert [finding.what for finding in found] == ["its models"]
+
+
+def test_models_of_another_number_or_order_are_named(tmp_path: Path) -> None:
+    models, path = [tiny_model(name="a"), tiny_model(size=256, name="b")], tmp_path / "journal"
+    phaze.search(models, space=some_points(1), journal=path, **QUESTION)
+    with pytest.raises(QuestionError, match=r"for 2 models \(a, b\) and 1 given"):
+        check_search(path, models[0])
+    assert [finding.what for finding in wrong(path, models[::-1])] == ["its models"]
+
+
+@pytest.mark.parametrize("task", ["bound/", "@"], ids=["a bound", "less memory"])
+def test_a_check_that_is_interrupted_finds_nothing_wrong(tmp_path: Path, task: str) -> None:
+    path, model = tmp_path / "journal", tiny_model(6, 2048)
+    phaze.search(model, space=some_points(8), journal=path, **{**QUESTION, "hbm_gib": (0.3, 8), "devices": 2})
+
+    heard: list[str] = []
+
+    def interrupt(doing: str) -> None:
+        heard.append(doing)
+        if [one for one in heard if task in one] == [doing]:  # the first time
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_search(path, model, report=interrupt)
+
+
+def test_the_command_verifies_a_journal(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", str(journal), "--model", str(journal.parent / "model.json"), "--executor", "serial"]
+    assert main(arguments) == 0
+    assert "checks hold" in capsys.readouterr().out
