@@ -1,1 +1,1 @@
-"""Emitters: a plan in, something the framework runs out."""
+"""Targets: each turns a plan into something that one framework or tool runs."""

@@ -14,12 +14,12 @@ from phaze.backends.launch_flags import block_counts, head_lines, strongest_reco
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
-from phaze.interfaces import Emitter
+from phaze.interfaces import Target
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["MegatronEmitter", "phaze_emitters"]
+__all__ = ["MegatronTarget", "phaze_targets"]
 
 SOURCE = "megatron/training/arguments.py at commit 000c4ac"
 _SCHEDULES = frozenset({PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED})
@@ -33,7 +33,7 @@ _RECOMPUTE: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronEmitter:
+class MegatronTarget:
     """Writes the arguments that a plan decides, one in each line."""
 
     name: str = "megatron-lm"
@@ -51,7 +51,7 @@ class MegatronEmitter:
             can_cut_stages=True,
         )
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """One file, which a shell sources: an array of arguments."""
         lines = head_lines(plan, "Megatron-LM", SOURCE)
         lines.append(
@@ -104,6 +104,6 @@ def _layout(plan: Plan) -> str:
 
 
 @hookimpl
-def phaze_emitters() -> tuple[Emitter, ...]:
+def phaze_targets() -> tuple[Target, ...]:
     """The arguments for Megatron-LM."""
-    return (MegatronEmitter(),)
+    return (MegatronTarget(),)

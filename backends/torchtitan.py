@@ -15,12 +15,12 @@ from phaze.backends.launch_flags import block_counts, head_lines, micro_batches,
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
-from phaze.interfaces import Emitter
+from phaze.interfaces import Target
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["TorchtitanEmitter", "phaze_emitters"]
+__all__ = ["TorchtitanTarget", "phaze_targets"]
 
 SOURCE = "torchtitan/config/job_config.py at commit 6404b93"
 _SCHEDULES = {
@@ -34,7 +34,7 @@ Section = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class TorchtitanEmitter:
+class TorchtitanTarget:
     """Writes the sections of a job's TOML that a plan decides."""
 
     name: str = "torchtitan"
@@ -52,7 +52,7 @@ class TorchtitanEmitter:
             can_cut_stages=True,
         )
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """One file: sections of a job configuration."""
         chosen = plan.strategy
         if chosen.zero == 0 and chosen.dp > 1 and chosen.tp * chosen.pp > 1:
@@ -125,6 +125,6 @@ def _recompute(plan: Plan) -> Section:
 
 
 @hookimpl
-def phaze_emitters() -> tuple[Emitter, ...]:
+def phaze_targets() -> tuple[Target, ...]:
     """The texts for torchtitan."""
-    return (TorchtitanEmitter(),)
+    return (TorchtitanTarget(),)

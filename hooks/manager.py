@@ -23,7 +23,7 @@ from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
 
 if TYPE_CHECKING:
     from phaze.hardware import Accelerator
-    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder, World
+    from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
     from phaze.solvers import LinearSolver
 
 __all__ = ["BUILT_IN_DISTRIBUTION", "PluginManager"]
@@ -113,11 +113,11 @@ class PluginManager:
 
         return self._collect("phaze_solvers", "solver", _instance_of(LinearSolver))
 
-    def emitters(self) -> Registry[Emitter]:
-        """All targets that a plan can be emitted to."""
-        from phaze.interfaces import Emitter
+    def targets(self) -> Registry[Target]:
+        """All targets that a plan can be written for."""
+        from phaze.interfaces import Target
 
-        return self._collect("phaze_emitters", "target", _instance_of(Emitter))
+        return self._collect("phaze_targets", "target", _instance_of(Target))
 
     def stage_builders(self) -> Registry[StageBuilder]:
         """All ways to cut models into stages."""

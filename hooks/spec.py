@@ -13,7 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from phaze.hardware import Accelerator
-    from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer, StageBuilder, World
+    from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
     from phaze.solvers import LinearSolver
 
 __all__ = ["PROJECT_NAME", "hookimpl"]
@@ -51,8 +51,8 @@ def phaze_solvers() -> Iterable[LinearSolver]:  # type: ignore[empty-body]
 
 
 @hookspec
-def phaze_emitters() -> Iterable[Emitter]:  # type: ignore[empty-body]
-    """Add targets that a plan can be emitted to, each with its Capabilities."""
+def phaze_targets() -> Iterable[Target]:  # type: ignore[empty-body]
+    """Add targets that a plan can be written for, each with its Capabilities."""
 
 
 @hookspec

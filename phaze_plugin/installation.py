@@ -84,7 +84,7 @@ class Diagnosis:
     libraries: tuple[Library, ...]
     solvers: tuple[SolverReport, ...]
     frontends: tuple[Part, ...]
-    backends: tuple[Part, ...]
+    targets: tuple[Part, ...]
     stage_builders: tuple[Part, ...]
     accelerators: tuple[Part, ...]
     op_prices: tuple[Part, ...]
@@ -104,7 +104,7 @@ def _diagnose(plugins: PluginManager) -> Diagnosis:
     solvers = plugins.solvers()
     registries: dict[str, Registry[object]] = {
         "frontends": plugins.frontends(),
-        "backends": plugins.emitters(),
+        "targets": plugins.targets(),
         "stage_builders": plugins.stage_builders(),
         "accelerators": plugins.accelerators(),
         "op_prices": plugins.op_prices(),

@@ -1,4 +1,4 @@
-"""What the core asks of the outside: the shapes of frontends, emitters, stage builders, prices, named models and
+"""What the core asks of the outside: the shapes of frontends, targets, stage builders, prices, named models and
 worlds.
 
 Plugins, built-in ones included, hand objects of these shapes to the hooks in `phaze.hooks`. None of them may import a
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phaze.ir import Graph, Op
     from phaze.plan.plan import Plan
 
-__all__ = ["Applier", "Emitter", "Frontend", "ModelFactory", "OpPricer", "StageBuilder", "World"]
+__all__ = ["Frontend", "ModelFactory", "OpPricer", "RunnableTarget", "StageBuilder", "Target", "World"]
 
 
 @runtime_checkable
@@ -69,17 +69,17 @@ class OpPricer(Protocol):
 
 
 @runtime_checkable
-class Emitter(Protocol):
-    """Turns a plan into something that one target runs."""
+class Target(Protocol):
+    """The runtime that a plan is written for, and the code that writes it: a framework or a tool."""
 
     @property
     def name(self) -> str:
-        """The target: what users pass as `target=`."""
+        """What users pass as `target=`."""
         ...
 
     @property
     def libraries(self) -> Sequence[str]:
-        """Modules that must be importable for this emitter to work."""
+        """Modules that must be importable for this target to work."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Emitter(Protocol):
         """What the target can run; a search for it stays inside."""
         ...
 
-    def emit(self, plan: Plan, model: object) -> object:
+    def export(self, plan: Plan, model: object) -> object:
         """The plan in the target's own terms: texts by file name, or whatever else the target runs.
 
         `plan.export` gives no model (None) where its caller has none.
@@ -96,8 +96,8 @@ class Emitter(Protocol):
 
 
 @runtime_checkable
-class Applier(Emitter, Protocol):
-    """An emitter that arranges a live model: `plan.apply` calls it."""
+class RunnableTarget(Target, Protocol):
+    """A target that arranges a live model: `plan.apply` calls it."""
 
     def apply(
         self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]
@@ -120,7 +120,7 @@ class StageBuilder(Protocol):
 
     @property
     def target(self) -> str:
-        """The emitter that it serves."""
+        """The name of the target that it serves."""
         ...
 
     def accepts(self, model: object) -> bool:

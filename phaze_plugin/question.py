@@ -21,7 +21,7 @@ from phaze.ir.backward import derive_backward
 from phaze.ir.serialize import graph_to_json
 from phaze.shard import LayoutConstraint
 from phaze.shard.constraints import check_constraints
-from phaze.target_choice import Target, find_target
+from phaze.target_choice import ChosenTarget, find_target
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -58,7 +58,7 @@ class Request:
     micro_batch_sizes: tuple[int, ...]
     tensor_widths: tuple[int, ...]
     recipe: PrecisionRecipe
-    target: Target
+    target: ChosenTarget
     constraints: tuple[LayoutConstraint, ...] = ()
     calibration: Calibration
     prices: Mapping[str, OpPricer] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
 
 def _import(
     model: object, inputs: object, options: Mapping[str, object], target: str | None, plugins: PluginManager
-) -> tuple[Graph, Target]:
+) -> tuple[Graph, ChosenTarget]:
     from phaze.model_import import import_with_plugins
 
     options = {name: value for name, value in options.items() if value is not None}

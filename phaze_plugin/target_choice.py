@@ -1,4 +1,4 @@
-"""What a plan is for: the emitter that will run it, and so what the search may choose from."""
+"""Which target a plan is for: found by name or by the model's framework, it bounds what a search may choose."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.interfaces import StageBuilder
 
-__all__ = ["ANALYSIS", "Target", "find_target"]
+__all__ = ["ANALYSIS", "ChosenTarget", "find_target"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ChosenTarget:
     """A target's name and what it can run; without a name the plan is analysis, and not executable.
 
     `notes` say what the model at hand takes away from what the target can run otherwise.
@@ -31,30 +31,30 @@ class Target:
         return self.name or "none, not executable"
 
 
-ANALYSIS = Target(None, Capabilities.everything())
+ANALYSIS = ChosenTarget(None, Capabilities.everything())
 
 
-def find_target(name: str | None, model: object, plugins: PluginManager, graph: object = None) -> Target:
-    """The target called `name`; "auto" is the emitter of the framework that the model comes from, if there is one.
+def find_target(name: str | None, model: object, plugins: PluginManager, graph: object = None) -> ChosenTarget:
+    """The target called `name`; "auto" is the target of the framework that the model comes from, if there is one.
 
-    Raises UnknownNameError for a name that no emitter has.
+    Raises UnknownNameError for a name that no target has.
     """
     if name is None:
         return ANALYSIS
     if not isinstance(name, str):
-        raise QuestionError(f"target is {shown(name)}; expected an emitter's name, 'auto', or None for analysis.")
-    emitters = {offer.name: offer.value for offer in plugins.emitters()}
+        raise QuestionError(f"target is {shown(name)}; expected a target's name, 'auto', or None for analysis.")
+    targets = {offer.name: offer.value for offer in plugins.targets()}
     if name != "auto":
-        if name not in emitters:
-            raise UnknownNameError("target", name, (*emitters, "auto"))
-        return _for_model(Target(name, emitters[name].capabilities), model, plugins, graph)
+        if name not in targets:
+            raise UnknownNameError("target", name, (*targets, "auto"))
+        return _for_model(ChosenTarget(name, targets[name].capabilities), model, plugins, graph)
     frontend = _frontend_of(model, plugins)
-    if frontend not in emitters:
+    if frontend not in targets:
         return ANALYSIS
-    return _for_model(Target(frontend, emitters[str(frontend)].capabilities), model, plugins, graph)
+    return _for_model(ChosenTarget(frontend, targets[str(frontend)].capabilities), model, plugins, graph)
 
 
-def _for_model(target: Target, model: object, plugins: PluginManager, graph: object) -> Target:
+def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, graph: object) -> ChosenTarget:
     """A target that cuts no model by itself has pipelines only for the models that some stage builder of its cuts.
 
     Builders are asked about the model and about its graph: some kinds of model show what they are in the graph only.

@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phaze.backends.jax.maxtext import MaxTextEmitter
-from phaze.backends.jax.pjit import PjitEmitter
-from phaze.backends.jax.stablehlo import StableHloEmitter
+from phaze.backends.jax.maxtext import MaxTextTarget
+from phaze.backends.jax.pjit import PjitTarget
+from phaze.backends.jax.stablehlo import StableHloTarget
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
-from phaze.interfaces import Emitter, StageBuilder
+from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["JaxEmitter", "ScanStages", "phaze_emitters", "phaze_stage_builders"]
+__all__ = ["JaxTarget", "ScanStages", "phaze_stage_builders", "phaze_targets"]
 
 _GPIPE = PipelineSchedule.GPIPE
 
 
 @dataclass(frozen=True, slots=True)
-class JaxEmitter:
+class JaxTarget:
     """Arranges a loss function or a linen module on a mesh.
 
     Options of `apply`: `inputs` as `optimize` took them (needed: they say the shapes), `optimizer` (an object with
@@ -52,7 +52,7 @@ class JaxEmitter:
             trims_recompute=True,
         )
 
-    def emit(self, plan: Plan, model: object) -> object:
+    def export(self, plan: Plan, model: object) -> object:
         """Nothing: this target arranges live models."""
         raise PlanError("target 'jax' writes no file; use plan.apply(model, inputs=...), or plan.export('pjit').")
 
@@ -90,9 +90,9 @@ class ScanStages:
 
 
 @hookimpl
-def phaze_emitters() -> tuple[Emitter, ...]:
+def phaze_targets() -> tuple[Target, ...]:
     """JAX itself, and texts."""
-    return (JaxEmitter(), PjitEmitter(), StableHloEmitter(), MaxTextEmitter())
+    return (JaxTarget(), PjitTarget(), StableHloTarget(), MaxTextTarget())
 
 
 @hookimpl

@@ -16,14 +16,14 @@ from phaze.capabilities import Capabilities, PipelineSchedule
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["MaxTextEmitter"]
+__all__ = ["MaxTextTarget"]
 
 _POLICIES = {"none": "minimal", "selective": "minimal", "full": "full"}
 SOURCE = "MaxText's configs/base.yml"
 
 
 @dataclass(frozen=True, slots=True)
-class MaxTextEmitter:
+class MaxTextTarget:
     """Writes a plan's degrees as overrides of MaxText's configuration; the model itself is chosen there."""
 
     name: str = "maxtext"
@@ -39,7 +39,7 @@ class MaxTextEmitter:
             can_cut_stages=True,
         )
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """One file: a key and a value in each line."""
         lines = head_lines(plan, "MaxText", SOURCE)
         lines.append("# remat_policy is the nearest to the plan's recompute mode.")

@@ -18,14 +18,14 @@ from phaze.capabilities import Capabilities
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["PjitEmitter"]
+__all__ = ["PjitTarget"]
 
 FORMAT = "phaze-shardings"
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PjitEmitter:
+class PjitTarget:
     """Writes `shardings.json` and `train_step.py`, which reads it."""
 
     name: str = "pjit"
@@ -36,7 +36,7 @@ class PjitEmitter:
         """One stage; every ZeRO stage, as layouts."""
         return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """Both files."""
         data = json.dumps(_data(plan), indent=1) + "\n"
         return {"shardings.json": data, "train_step.py": _source()}

@@ -13,11 +13,11 @@ from phaze.errors import PlanError
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["StableHloEmitter"]
+__all__ = ["StableHloTarget"]
 
 
 @dataclass(frozen=True, slots=True)
-class StableHloEmitter:
+class StableHloTarget:
     """Writes `model.mlir`: what `jax.jit(...).lower(...)` gave, annotated."""
 
     name: str = "stablehlo"
@@ -28,7 +28,7 @@ class StableHloEmitter:
         """One stage; ZeRO as layouts of arguments."""
         return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """The annotated module; it has been verified and parsed again."""
         if not hasattr(model, "compiler_ir"):
             raise PlanError(

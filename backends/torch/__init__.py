@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phaze.backends.torch.fsdp import FsdpEmitter
+from phaze.backends.torch.fsdp import FsdpTarget
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
-from phaze.interfaces import Emitter, StageBuilder
+from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"\w\.\d+$")
 
-__all__ = ["ModuleStages", "TorchEmitter", "phaze_emitters", "phaze_stage_builders"]
+__all__ = ["ModuleStages", "TorchTarget", "phaze_stage_builders", "phaze_targets"]
 
 
 @dataclass(frozen=True, slots=True)
-class TorchEmitter:
+class TorchTarget:
     """Arranges a module on a device mesh.
 
     Options of `apply`: `inputs` as `optimize` took them (needed for stages: they say what crosses the cuts) and
@@ -50,7 +50,7 @@ class TorchEmitter:
             allows_strided_parameters=True,
         )
 
-    def emit(self, plan: Plan, model: object) -> object:
+    def export(self, plan: Plan, model: object) -> object:
         """Nothing: this target arranges live models."""
         raise PlanError("target 'torch' writes no file; use plan.apply(model), or plan.export('fsdp').")
 
@@ -87,9 +87,9 @@ class ModuleStages:
 
 
 @hookimpl
-def phaze_emitters() -> tuple[Emitter, ...]:
+def phaze_targets() -> tuple[Target, ...]:
     """torch itself, and texts."""
-    return (TorchEmitter(), FsdpEmitter())
+    return (TorchTarget(), FsdpTarget())
 
 
 @hookimpl

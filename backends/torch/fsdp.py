@@ -18,7 +18,7 @@ from phaze.errors import PlanError
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["FsdpEmitter"]
+__all__ = ["FsdpTarget"]
 
 FORMAT = "phaze-fsdp"
 VERSION = 1
@@ -27,7 +27,7 @@ _RUNTIME = ("arrange", "split_collectives", "split_tensor", "split_rules", "spli
 
 
 @dataclass(frozen=True, slots=True)
-class FsdpEmitter:
+class FsdpTarget:
     """Writes `sharding.json`, `train_step.py`, which reads it, and what that imports."""
 
     name: str = "fsdp"
@@ -40,7 +40,7 @@ class FsdpEmitter:
             zero_stages=frozenset({0, 3}), master_zero_stages=frozenset({1, 2}), allows_strided_parameters=True
         )
 
-    def emit(self, plan: Plan, model: object) -> Mapping[str, str]:
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """All files."""
         source = files(_PACKAGE)
         texts = {f"{name}.py": source.joinpath(f"{name}.py").read_text() for name in _RUNTIME}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-COUNTED_PARTS = ("frontends", "backends", "solvers", "stage_builders", "accelerators", "op_prices", "named_models")
+COUNTED_PARTS = ("frontends", "targets", "solvers", "stage_builders", "accelerators", "op_prices", "named_models")
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _for_people(diagnosis: Diagnosis) -> Iterator[RenderableType]:
 
 
 def _part_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
-    for kind in ("frontends", "backends"):
+    for kind in ("frontends", "targets"):
         parts = getattr(diagnosis, kind)
         for part in parts:
             state = f"needs {', '.join(part.missing_libraries)}" if part.missing_libraries else "ready"
@@ -78,7 +78,7 @@ def _source(origin: Origin) -> str:
 doctor = Command(
     name="doctor",
     group=CommandGroup.INSTALLATION,
-    summary="show versions, solvers, frontends, backends and plugins, and where each came from",
+    summary="show versions, solvers, frontends, targets and plugins, and where each came from",
     configure=configure,
     run=run,
 )

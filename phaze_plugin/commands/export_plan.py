@@ -16,7 +16,7 @@ __all__ = ["export_plan"]
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("plan", metavar="PLAN", help="a plan that was saved")
-    parser.add_argument("--to", metavar="TARGET", required=True, help="the tool; `phaze doctor` lists those there are")
+    parser.add_argument("--target", metavar="NAME", required=True, help="the tool; `phaze doctor` lists them")
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="write the files here, print none")
     add_model_argument(parser, "--model", required=False)
     add_json_option(parser)
@@ -29,9 +29,9 @@ def run(arguments: Namespace, console: Console) -> int:
 
     plan = phaze.load_plan(arguments.plan)
     model = None if arguments.model is None else find_model(arguments.model)[0]
-    files = plan.export(arguments.to, model)
+    files = plan.export(arguments.target, model)
     if arguments.output is None:
-        show(console, arguments, {"target": arguments.to, "files": dict(files)})
+        show(console, arguments, {"target": arguments.target, "files": dict(files)})
         for name, text in () if arguments.json else files.items():
             console.out(text if len(files) == 1 else f"# ---- {name}\n{text}", highlight=False)
         return ExitCode.FINE
@@ -40,7 +40,7 @@ def run(arguments: Namespace, console: Console) -> int:
     for path, text in zip(paths, files.values(), strict=True):
         write_whole(path, text)
     written = [str(path) for path in paths]
-    show(console, arguments, {"target": arguments.to, "written": written}, *(f"wrote {path}" for path in written))
+    show(console, arguments, {"target": arguments.target, "written": written}, *(f"wrote {path}" for path in written))
     return ExitCode.FINE
 
 

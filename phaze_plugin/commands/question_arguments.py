@@ -46,7 +46,7 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
     )
-    parser.add_argument("--target", default="auto", metavar="NAME", help="an emitter, auto (default) or none")
+    parser.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
     parser.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
     )

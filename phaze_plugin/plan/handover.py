@@ -1,4 +1,4 @@
-"""From a plan to what runs it: the emitter is found by name, and the plan is held against what it can run."""
+"""From a plan to what runs it: the target is found by name, and the plan is held against what it can run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
-from phaze.interfaces import Applier, Emitter
+from phaze.interfaces import RunnableTarget, Target
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -26,27 +26,27 @@ def apply_plan(
             "this plan is analysis only and is not executable: it was made with target=None, or for a model that is "
             "known by name. Plan the live model itself with target='auto', then apply that plan."
         )
-    emitter = _emitter(plan, plugins, plan.question.target)
-    if not isinstance(emitter, Applier):
+    target = _find_target(plan, plugins, plan.question.target)
+    if not isinstance(target, RunnableTarget):
         raise PlanError(
-            f"target {emitter.name!r} writes files and arranges no live model; use plan.export({emitter.name!r}), or "
+            f"target {target.name!r} writes files and arranges no live model; use plan.export({target.name!r}), or "
             "plan with target='auto'."
         )
-    return emitter.apply(plan, model, mesh=mesh, loss_fn=loss_fn, options=options)
+    return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, options=options)
 
 
-def export_plan(plan: Plan, plugins: PluginManager, target: str, model: object) -> Mapping[str, str]:
+def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) -> Mapping[str, str]:
     """What a target writes for a plan: texts by file name."""
-    emitter = _emitter(plan, plugins, target)
-    if isinstance(emitter, Applier):
-        raise PlanError(f"target {target!r} arranges a live model and writes no file; use plan.apply(model).")
-    emitted = emitter.emit(plan, model)
-    if isinstance(emitted, str):
-        return {f"{target}.txt": emitted}
-    if isinstance(emitted, Mapping) and all(isinstance(one, str) for pair in emitted.items() for one in pair):
-        return {str(name): str(text) for name, text in emitted.items()}
+    target = _find_target(plan, plugins, name)
+    if isinstance(target, RunnableTarget):
+        raise PlanError(f"target {name!r} arranges a live model and writes no file; use plan.apply(model).")
+    exported = target.export(plan, model)
+    if isinstance(exported, str):
+        return {f"{name}.txt": exported}
+    if isinstance(exported, Mapping) and all(isinstance(one, str) for pair in exported.items() for one in pair):
+        return {str(file_name): str(text) for file_name, text in exported.items()}
     raise PlanError(
-        f"target {target!r} gave {type(emitted).__name__} where texts by file name were expected; its plugin must "
+        f"target {name!r} gave {type(exported).__name__} where texts by file name were expected; its plugin must "
         "return a mapping from file names to text."
     )
 
@@ -81,19 +81,19 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     return found
 
 
-def _emitter(plan: Plan, plugins: PluginManager, name: str) -> Emitter:
-    """The emitter, with its libraries there, for a plan that fits and that it can run; raises what is wrong."""
-    emitter = plugins.emitters().get(name)
+def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:
+    """The target of this name. Raises PlanError where its libraries are missing, or where it cannot run this plan."""
+    target = plugins.targets().get(name)
     if not plan.is_feasible:
         levers = "; ".join(lever.text for lever in plan.levers) or "plan.explain() says more"
         raise PlanError(f"this plan does not fit its devices and cannot run. What would fit: {levers}.")
-    missing = [library for library in emitter.libraries if importlib.util.find_spec(library) is None]
+    missing = [library for library in target.libraries if importlib.util.find_spec(library) is None]
     if missing:
         raise PlanError(
             f"target {name!r} needs {', '.join(missing)}, which cannot be imported; install it with the extra of its "
             f"name: pip install 'phaze-plugin[{missing[0]}]'."
         )
-    found = obstacles(plan, emitter.capabilities)
+    found = obstacles(plan, target.capabilities)
     if found:
         raise PlanError(f"target {name!r} cannot run this plan: it has {', '.join(found)}. Plan with target={name!r}.")
-    return emitter
+    return target

@@ -164,7 +164,7 @@ class Question:
 class Provenance:
     """How the numbers were obtained.
 
-    `prices` is "ideal" or names the calibration; `target` is what the plan can be emitted to; `schedules` counts the
+    `prices` is "ideal" or names the calibration; `target` is what the plan was written for; `schedules` counts the
     passes of layers that were scheduled and those proven within one percent; `coverage_bytes` is the share of the
     model's bytes in ops that have a rule.
     """

@@ -56,7 +56,7 @@ def optimize(
 
     `model` is anything that `import_graph` takes, `cluster` text such as "a100-80gb:64". Batches and microbatches count
     sequences. A module that returns no loss needs `loss_fn`, of its output, and of `targets` where those are given
-    (examples, as `inputs` are); its plan is applied with the same `loss_fn`. `target` names the emitter that is to run
+    (examples, as `inputs` are); its plan is applied with the same `loss_fn`. `target` names what is to run
     the plan, "auto" the one of the model's framework, None none. `time_limit_s` and Ctrl-C end the search with the best
     so far, marked as interrupted. A model that does not fit gets a plan that says so, with the changes after which it
     would. In a launch of several processes rank 0 plans for all.

@@ -82,9 +82,9 @@ def test_a_plan_for_analysis_is_refused() -> None:
 
 def test_zero_bubble_pipelines_and_partly_sharded_copies_are_never_planned_for_torch() -> None:
     plan = planned("uncut", 2, {"dp": 2})
-    from phaze.backends.torch import TorchEmitter
+    from phaze.backends.torch import TorchTarget
 
-    capabilities = TorchEmitter().capabilities
+    capabilities = TorchTarget().capabilities
     assert {schedule.value for schedule in capabilities.schedules} == {"gpipe", "1f1b", "interleaved-1f1b"}
     assert plan.strategy.zero in capabilities.zero_stages == frozenset({0, 3})
 

@@ -106,13 +106,13 @@ class EveryShape:
     options: tuple[str, ...] = ()
     target: str = "sample"
     capabilities = Capabilities()
-    accepts = import_model = emit = build_stages = is_importable = refusal = solve = raising(AssertionError())
+    accepts = import_model = export = build_stages = is_importable = refusal = solve = raising(AssertionError())
 
 
 LISTED = {
     "frontends": ("name", "libraries", "options", "accepts", "import_model"),
     "solvers": ("name", "is_importable", "refusal", "solve"),
-    "emitters": ("name", "libraries", "capabilities", "emit"),
+    "targets": ("name", "libraries", "capabilities", "export"),
     "stage_builders": ("name", "target", "accepts", "build_stages"),
 }
 

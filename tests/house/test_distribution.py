@@ -81,14 +81,14 @@ def test_the_sample_plugin_is_found_where_it_is_installed(python_with_sample: Pa
     plugin = document["plugins"][0]
     assert (plugin["origin"]["distribution"], plugin["origin"]["version"]) == ("phaze-sample", "1.2.3")
     assert Path(plugin["origin"]["file"]).is_relative_to(python_with_sample.parent.parent)
-    kinds = ("accelerators", "emitters", "frontends", "named_models", "op_prices")
+    kinds = ("accelerators", "frontends", "named_models", "op_prices", "targets")
     assert plugin["hooks"] == [f"phaze_{kind}" for kind in kinds]
     for kind, name in {
         "frontends": "toy",
         "accelerators": "toy-chip",
         "op_prices": "toy_shuffle",
         "named_models": "toy-tiny",
-        "backends": "toy-launcher",
+        "targets": "toy-launcher",
     }.items():
         parts = [part for part in document[kind] if part["name"] == name]
         assert [part["origin"]["plugin"] for part in parts] == ["sample"]
@@ -137,7 +137,8 @@ plan.save("plan.json")
 """
     told = run(python_with_sample, "-c", program, folder=tmp_path)
     assert told.split("{")[0] == "toy-launcher 1 "
-    run(python_with_sample, "-m", "phaze", "export", "plan.json", "--to", "toy-launcher", "-o", "out", folder=tmp_path)
+    command = ("-m", "phaze", "export", "plan.json", "--target", "toy-launcher", "-o", "out")
+    run(python_with_sample, *command, folder=tmp_path)
     written = (tmp_path / "out" / "launch.toy").read_text()
     assert written.startswith("copies ")
     assert repr(written) in told

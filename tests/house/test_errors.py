@@ -40,4 +40,4 @@ def test_an_unknown_name_offers_near_ones_and_lists_the_known(name: str, message
 
 
 def test_an_unknown_name_among_none_says_so() -> None:
-    assert str(UnknownNameError("emitter", "torch", [])) == "unknown emitter 'torch'. Known: none."
+    assert str(UnknownNameError("target", "torch", [])) == "unknown target 'torch'. Known: none."

@@ -80,11 +80,11 @@ def test_importing_every_module_but_those_of_torch_classes_brings_in_no_framewor
 
 
 def test_asking_every_plugin_brings_in_no_framework() -> None:
-    kinds = ["frontends", "emitters", "stage_builders", "accelerators", "named_models", "worlds"]
+    kinds = ["frontends", "targets", "stage_builders", "accelerators", "named_models", "worlds"]
     loaded = loaded_by(
         f"from phaze.hooks import PluginManager\nfound = PluginManager.load()\n"
         f"for kind in {kinds}: list(getattr(found, kind)())\n"
-        "for offer in found.emitters(): offer.value.capabilities"
+        "for offer in found.targets(): offer.value.capabilities"
     )
     assert {"torch", "jax", "jaxlib", "transformers"}.isdisjoint(loaded)
 

@@ -1,4 +1,4 @@
-"""A plan reaches the emitter of its target, or says why it cannot."""
+"""A plan reaches its target, or says why it cannot."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Writer:
     libraries: tuple[str, ...] = ()
     capabilities: Capabilities = EVERYTHING
 
-    def emit(self, plan: Plan, model: object) -> object:
+    def export(self, plan: Plan, model: object) -> object:
         return self.answer
 
 
@@ -57,9 +57,9 @@ class Cutter:
         return ()
 
 
-def manager_with(*emitters: Writer, cutters: tuple[Cutter, ...] = ()) -> PluginManager:
+def manager_with(*targets: Writer, cutters: tuple[Cutter, ...] = ()) -> PluginManager:
     manager = PluginManager()
-    plugin = SimpleNamespace(phaze_emitters=hookimpl(lambda: emitters), phaze_stage_builders=hookimpl(lambda: cutters))
+    plugin = SimpleNamespace(phaze_targets=hookimpl(lambda: targets), phaze_stage_builders=hookimpl(lambda: cutters))
     manager.register(plugin, Origin(plugin="ours"))
     return manager
 
@@ -69,7 +69,7 @@ def planned_for(target: str | None) -> Plan:
     return replace(plan, question=replace(plan.question, target=target))
 
 
-def test_apply_hands_everything_to_the_emitter_of_the_plans_target() -> None:
+def test_apply_hands_everything_to_the_plans_target() -> None:
     plan = planned_for("arranger")
     applied = apply_plan(plan, manager_with(Arranger()), "model", "mesh", "loss", {"option": 1})
     assert applied == (plan, "model", "mesh", "loss", {"option": 1})
@@ -104,7 +104,7 @@ def test_a_missing_library_names_the_extra() -> None:
         export_plan(small_plan(), manager_with(Writer(libraries=("no_such_library",))), "writer", None)
 
 
-def test_a_plan_that_does_not_fit_is_not_emitted_and_says_what_would() -> None:
+def test_a_plan_that_does_not_fit_is_not_exported_and_says_what_would() -> None:
     plan = phaze.optimize(small_graph(), cluster=small_cluster(20 * 2**20, 2), **QUESTION)
     assert plan.levers
     with pytest.raises(PlanError, match=r"does not fit its devices and cannot run. What would fit: ") as caught:

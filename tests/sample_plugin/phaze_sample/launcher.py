@@ -11,6 +11,6 @@ class ToyLauncher:
     libraries = ()
     capabilities = Capabilities()
 
-    def emit(self, plan: Plan, model: object) -> dict[str, str]:
+    def export(self, plan: Plan, model: object) -> dict[str, str]:
         """One file; the launcher needs no model."""
         return {"launch.toy": f"copies {plan.strategy.dp} width {plan.strategy.tp}\n"}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from phaze.hardware import Accelerator
 from phaze.hooks import hookimpl
-from phaze.interfaces import Emitter, Frontend, ModelFactory, OpPricer
+from phaze.interfaces import Frontend, ModelFactory, OpPricer, Target
 from phaze_sample.launcher import ToyLauncher
 from phaze_sample.shuffle import SHUFFLE, SHUFFLE_BACKWARD, price_shuffle
 from phaze_sample.toy_format import ToyFrontend, tiny
@@ -48,6 +48,6 @@ def phaze_op_prices() -> Mapping[str, OpPricer]:
 
 
 @hookimpl
-def phaze_emitters() -> Iterable[Emitter]:
+def phaze_targets() -> Iterable[Target]:
     """A target that runs no pipelines."""
     return [ToyLauncher()]
