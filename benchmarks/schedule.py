@@ -33,7 +33,8 @@ from phaze.cost import Collective
 from phaze.errors import PhazeError
 from phaze.hardware import AcceleratorArray, parse_cluster, preset
 from phaze.ir import Graph, Op, Phase
-from phaze.schedule import Problem, Schedule, ScheduleStatus, price_pass, schedule_layer
+from phaze.profile.layer_jobs import price_pass
+from phaze.schedule import Problem, Schedule, ScheduleStatus, schedule_layer
 from phaze.schedule.cores import makespan
 from phaze.schedule.cp_sat import solve_cp_sat
 from phaze.schedule.instances import read_instances

@@ -42,10 +42,11 @@ from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import ProfileKey
 from phaze.planner.strategy_search import graph_at, placement_problem
+from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
 from phaze.profile.model_profiles import layer_variants, profile_options, repeated_layers, schedule_slices, slice_model
 from phaze.question import Request
-from phaze.schedule import Compatibility, PricedPass
+from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
 __all__ = ["Cell", "FloatArray", "IntArray", "Rows", "corner_accelerator", "sweep_cell"]

@@ -1,6 +1,5 @@
 """Operators of a layer on the cores of one accelerator: schedules with a proof."""
 
-from phaze.profile.layer_jobs import PricedPass, price_pass
 from phaze.schedule.bounds import lower_bounds
 from phaze.schedule.gantt import format_gantt
 from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
@@ -16,7 +15,6 @@ __all__ = [
     "Method",
     "Op",
     "OpKind",
-    "PricedPass",
     "Problem",
     "Schedule",
     "ScheduleCache",
@@ -27,7 +25,6 @@ __all__ = [
     "chrome_trace",
     "format_gantt",
     "lower_bounds",
-    "price_pass",
     "schedule_layer",
     "utilization",
     "verify",

@@ -10,7 +10,8 @@ from phaze.cost import Collective, price_collective
 from phaze.errors import ScheduleError
 from phaze.hardware import AcceleratorArray, parse_cluster, preset
 from phaze.ir import Graph, Op, OpKind
-from phaze.schedule import Compatibility, price_pass, schedule_layer
+from phaze.profile.layer_jobs import price_pass
+from phaze.schedule import Compatibility, schedule_layer
 from phaze.schedule import OpKind as CoreUse
 from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
 
