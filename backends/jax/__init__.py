@@ -1,4 +1,8 @@
-"""JAX: plans as meshes, named shardings and a compiled training step; and as texts for other tools."""
+"""JAX as a target, and the door to its package: plans applied to live models, and written for pjit, XLA and MaxText.
+
+This module and the texts of `pjit_export.py` and `maxtext_export.py` load without JAX. All others import it at their
+top, and are imported here when a plan is applied or a module annotated.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phaze.backends.jax.maxtext import MaxTextTarget
-from phaze.backends.jax.pjit import PjitTarget
-from phaze.backends.jax.stablehlo import StableHloTarget
+from phaze.backends.jax.maxtext_export import MaxTextTarget
+from phaze.backends.jax.pjit_export import PjitTarget
 from phaze.capabilities import Capabilities, PipelineSchedule
-from phaze.errors import PlanError
+from phaze.errors import PlanError, shown
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
@@ -19,17 +22,22 @@ from phaze.ir import Graph
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["JaxTarget", "ScanStages", "phaze_stage_builders", "phaze_targets"]
+__all__ = ["JaxTarget", "ScanStages", "StableHloTarget", "phaze_stage_builders", "phaze_targets"]
 
 _GPIPE = PipelineSchedule.GPIPE
+_OPTIONS = ("inputs", "optimizer", "takes_mean")
+"""What `JaxTarget.apply` understands."""
 
 
 @dataclass(frozen=True, slots=True)
 class JaxTarget:
     """Arranges a loss function or a linen module on a mesh.
 
-    Options of `apply`: `inputs` as `optimize` took them (needed: they say the shapes), `optimizer` (an object with
-    `init` and `update`; Adam or plain gradient descent by default, as the plan's precision says).
+    Options of `apply`:
+        inputs: the arguments that `optimize` took; needed, because they say the shapes.
+        optimizer: an object with `init` and `update`, such as optax's; by default Adam or plain gradient descent, as
+            the plan's precision says.
+        takes_mean: True where the loss is no mean over samples, and the mean of the microbatches' losses is wanted.
     """
 
     name: str = "jax"
@@ -57,15 +65,52 @@ class JaxTarget:
         raise PlanError("target 'jax' writes no file; use plan.apply(model, inputs=...), or plan.export('pjit').")
 
     def apply(self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]) -> Any:
-        """See `phaze.backends.jax.applied.Applied`."""
-        from phaze.backends.jax.applied import apply_plan_to
+        """The model arranged on a mesh: see `phaze.backends.jax.applied_plan.AppliedPlan`.
+
+        Raises PlanError for a model or mesh that is not the plan's, and for options other than those above.
+        """
+        from phaze.backends.jax.applied_plan import apply_plan_to
 
         if loss_fn is not None:
             raise PlanError(
                 "a JAX plan is applied to a loss, which needs no loss_fn; plan and apply a function that computes it, "
                 "such as lambda params, x, y: loss_fn(model.apply({'params': params}, x), y)."
             )
-        return apply_plan_to(plan, model, mesh, options)
+        for name in options:
+            if name not in _OPTIONS:
+                raise PlanError(f"apply has no option {shown(name)} for JAX; expected some of {', '.join(_OPTIONS)}.")
+        return apply_plan_to(
+            plan,
+            model,
+            mesh,
+            inputs=options.get("inputs"),
+            optimizer=options.get("optimizer"),
+            takes_mean=bool(options.get("takes_mean")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StableHloTarget:
+    """Writes `model.mlir`: what `jax.jit(...).lower(...)` gave, annotated."""
+
+    name: str = "stablehlo"
+    libraries: tuple[str, ...] = ("jax",)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """One stage; ZeRO as layouts of arguments."""
+        return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
+
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
+        """The annotated module; it has been verified and parsed again."""
+        if not hasattr(model, "compiler_ir"):
+            raise PlanError(
+                f"stablehlo annotates a lowered function, and got {type(model).__name__}; pass one: "
+                "plan.export('stablehlo', jax.jit(jax.value_and_grad(loss)).lower(params, batch))."
+            )
+        from phaze.backends.jax.stablehlo_export import annotated_module
+
+        return {"model.mlir": annotated_module(plan, model)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from repository import ROOT
 
 import phaze
 from phaze.backends.jax import ScanStages
-from phaze.backends.jax.stored import store
+from phaze.backends.jax.parameter_storage import choose_storage
 from phaze.errors import PlanError
 from phaze.plan.plan import Plan, PlanStatus, SplitDim
 from phaze.verify.plan_checks import check_plan
@@ -296,7 +296,7 @@ def split(dim: int, chunk: int, ways: int, outer: int = 1, stride: int = 1) -> S
 
 
 @pytest.mark.parametrize(
-    ("shape", "splits", "data", "stored", "spec"),
+    ("shape", "splits", "shards", "stored", "spec"),
     [
         ((64, 32), (split(0, 16, 4),), 1, (64, 32), ("tp", None)),
         ((64, 32), (split(0, 16, 4),), 2, (64, 32), ("tp", "dp")),
@@ -310,18 +310,18 @@ def split(dim: int, chunk: int, ways: int, outer: int = 1, stride: int = 1) -> S
     ],
 )
 def test_a_parameter_is_stored_as_a_mesh_can_cut_it(
-    shape: tuple[int, ...], splits: tuple[SplitDim, ...], data: int, stored: tuple[int, ...], spec: tuple[Any, ...]
+    shape: tuple[int, ...], splits: tuple[SplitDim, ...], shards: int, stored: tuple[int, ...], spec: tuple[Any, ...]
 ) -> None:
-    found = store("w", shape, splits, is_stacked=False, tensor=4, data=data)
-    assert found.stored_shape == stored
-    assert found.spec(data="dp", tensor="tp") == PartitionSpec(*spec)
+    storage = choose_storage("w", shape, splits, is_stacked=False, tp=4, shards=shards)
+    assert storage.stored_shape == stored
+    assert storage.partition_spec("dp", "tp") == PartitionSpec(*spec)
     whole = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-    np.testing.assert_array_equal(found.unviewed(found.seen(found.stored(whole))), whole)
+    np.testing.assert_array_equal(storage.to_user_shape(storage.from_stored(storage.to_stored(whole))), whole)
 
 
 def test_a_split_that_no_sharding_expresses_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"'w' of shape \[8, 24\] is split as dim 1 in 3 runs / 4"):
-        store("w", (8, 24), (split(1, 3, 4, outer=3),), is_stacked=False, tensor=4, data=1)
+        choose_storage("w", (8, 24), (split(1, 3, 4, outer=3),), is_stacked=False, tp=4, shards=1)
 
 
 def test_maxtext_gets_its_own_names() -> None:

@@ -17,8 +17,7 @@ import numpy as np
 from hlo_traffic import LEAST_BYTES, axis_traffic
 
 import phaze
-from phaze.backends.jax.optimizers import Adam
-from phaze.backends.jax.state import TrainState
+from phaze.backends.jax.train_state import Adam, TrainState
 from phaze.hardware import Cluster, find_accelerator, parse_cluster
 from phaze.json_records import to_document
 from phaze.plan.plan import Plan

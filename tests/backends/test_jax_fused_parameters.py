@@ -1,16 +1,14 @@
-"""Fused parameters are seen as parts side by side by all that can read them so; layers are cut where least crosses."""
+"""Fused parameters are seen as parts side by side by all equations that can read them so."""
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from phaze.backends.jax.segments import segments
-from phaze.backends.jax.traced import evaluate, trace
-from phaze.backends.jax.views import View, with_views
+from phaze.backends.jax.fused_parameters import FusedView, with_fused_views
+from phaze.backends.jax.traced_loss import evaluate, trace_loss
 
 Take = Callable[[Any], list[Any]]
 
@@ -35,22 +33,9 @@ def test_views_give_what_flat_parameters_give(form: str) -> None:
 
     random = np.random.default_rng(0)
     weight, bias, x = (jnp.asarray(random.standard_normal(size), "f") for size in ((6, 12), (12,), (2, 5, 6)))
-    traced = trace(loss, [weight, bias], [x])
-    first, second = traced.parameters
-    equations = with_views(traced.equations, {first: View(1, 3), second: View(0, 3)})
+    trace = trace_loss(loss, [weight, bias], [x])
+    first, second = trace.parameters
+    equations = with_fused_views(trace.equations, {first: FusedView(1, 3), second: FusedView(0, 3)})
     seen = {first: weight.reshape(6, 3, 4), second: bias.reshape(3, 4)}
-    (found,) = evaluate(equations, [traced.loss], traced.start([x]), seen.__getitem__)
+    (found,) = evaluate(equations, [trace.loss], trace.known_values([x]), seen.__getitem__)
     np.testing.assert_allclose(found, loss([weight, bias], [x]), rtol=1e-5)
-
-
-def test_a_norm_belongs_to_the_layer_that_reads_it() -> None:
-    def loss(parameters: Any, batch: Any) -> Any:
-        x = batch[0]
-        for weight in parameters:
-            normal = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-            x = x + jax.nn.relu(normal @ weight)
-        return x.mean()
-
-    weights, x = [jnp.ones((4, 4))] * 3, jnp.ones((2, 4))
-    traced = trace(loss, weights, [x])
-    assert [len(segment.leaves) for segment in segments(traced, (0, 1, 2))] == [1, 1, 1]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from phaze.backends.jax.means import check_mean
-from phaze.backends.jax.micro_batches import Share
-from phaze.backends.jax.traced import Traced, trace
+from phaze.backends.jax.loss_function import BatchShare
+from phaze.backends.jax.mean_over_samples import check_mean_over_samples
+from phaze.backends.jax.traced_loss import TracedLoss, trace_loss
 from phaze.errors import PlanError
 
 Loss = Callable[[Any, Any, Any], Any]
@@ -55,21 +55,21 @@ OTHERS: dict[str, tuple[Loss, str]] = {
 }
 
 
-def traces(loss: Loss) -> tuple[Traced, Traced]:
-    def at(size: int) -> Traced:
+def traces(loss: Loss) -> tuple[TracedLoss, TracedLoss]:
+    def at(size: int) -> TracedLoss:
         batch = [jax.ShapeDtypeStruct((size, 5, 8), jnp.float32), jax.ShapeDtypeStruct((size, 5), jnp.int32)]
-        return trace(lambda own, given: loss(own[0], *given), [jax.ShapeDtypeStruct((8, 8), jnp.float32)], batch)
+        return trace_loss(lambda own, given: loss(own[0], *given), [jax.ShapeDtypeStruct((8, 8), jnp.float32)], batch)
 
     return at(3), at(6)
 
 
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_samples_are_seen(name: str) -> None:
-    check_mean(*traces(MEANS[name]), (Share.ROWS, Share.ROWS))
+    check_mean_over_samples(*traces(MEANS[name]), (BatchShare.ROWS, BatchShare.ROWS))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_refused_with_the_reason(name: str) -> None:
     loss, reason = OTHERS[name]
     with pytest.raises(PlanError, match=f"not a mean over samples: .*{reason}.*takes_mean=True"):
-        check_mean(*traces(loss), (Share.ROWS, Share.ROWS))
+        check_mean_over_samples(*traces(loss), (BatchShare.ROWS, BatchShare.ROWS))

@@ -44,7 +44,7 @@ class PjitTarget:
 
 def _source() -> str:
     """The program; it reads its plan from the data beside it."""
-    return files("phaze.backends.jax").joinpath("train_step.txt").read_text()
+    return files("phaze.backends.jax").joinpath("pjit_train_step.txt").read_text()
 
 
 def _data(plan: Plan) -> dict[str, Any]:

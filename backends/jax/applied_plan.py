@@ -1,0 +1,282 @@
+"""A plan applied to a live JAX model: checks that they belong together, and compiles the training step on the mesh.
+
+`apply_plan_to` reads the model's loss (`loss_function.py`), traces it at the plan's microbatch (`traced_loss.py`),
+decides how each parameter is stored (`parameter_storage.py`) and makes of these a `TrainingStep`, which it compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from phaze.backends.jax.jax_mesh import mesh_for_plan
+from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
+from phaze.backends.jax.mean_over_samples import check_mean_over_samples
+from phaze.backends.jax.micro_batch_loss import ArrangedLoss
+from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
+from phaze.backends.jax.traced_loss import TracedLoss, first_layers, read_variables, trace_loss
+from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
+from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
+from phaze.errors import PlanError, shown
+from phaze.model_import import import_graph
+from phaze.ir import Graph, RecomputeMode
+from phaze.plan.plan import Plan, SplitDim
+from phaze.verify.saved_plan import differences
+from phaze.profile.model_profiles import recomputed_keys
+
+__all__ = ["AppliedPlan", "apply_plan_to"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class AppliedPlan:
+    """A model arranged on a mesh: what `plan.apply` returns.
+
+    Attributes:
+        mesh: axes pp, dp, tp, all automatic.
+        specs: a PartitionSpec for every parameter, in the structure of the user's.
+        shardings: the same as NamedShardings.
+        step: `step(state, *batch) -> (state, loss)`, compiled at its first call; the old state is given up.
+        gradients: `gradients(state, *batch) -> (loss, gradients)`, these as the user has parameters.
+    """
+
+    mesh: Mesh
+    specs: PyTree
+    shardings: PyTree
+    step: CompiledProgram
+    gradients: CompiledProgram
+    _layout: StateLayout
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        calls = "start(parameters), step(state, *batch), gradients(state, *batch), parameters(state)"
+        return f"AppliedPlan({sizes}: {calls})"
+
+    def start(self, parameters: PyTree) -> TrainState:
+        """The state before the first step: parameters laid out as planned, and the optimizer's state beside them.
+
+        Instead of arrays it takes a function without arguments that makes them: then each device makes its own part.
+        """
+        return self._layout.start(parameters)
+
+    def parameters(self, state: TrainState) -> PyTree:
+        """The parameters of a state as the user has them."""
+        return self._layout.as_user_has_them(state.parameters if state.master is None else state.master)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CompiledProgram:
+    """A compiled function of a state and a batch; at every call the batch is compared with the planned one.
+
+    Attributes:
+        compiled: a function of a state and a flat batch, from `jax.jit`.
+        read_batch: gives the arrays of a batch, and raises PlanError for one that is not as planned.
+    """
+
+    compiled: jax.stages.Wrapped
+    read_batch: Callable[[tuple[PyTree, ...]], list[jax.Array]]
+
+    def __call__(self, state: TrainState, *batch: PyTree) -> PyTree:
+        """Run the program."""
+        if not isinstance(state, TrainState):
+            raise PlanError(f"state is a {type(state).__name__}; expected what start(parameters) or a step returned.")
+        return self.compiled(state, self.read_batch(batch))
+
+    def lower(self, state: TrainState, *batch: PyTree) -> jax.stages.Lowered:
+        """What `jax.jit(...).lower(...)` gives, for a state and a list of the batch's arrays."""
+        return self.compiled.lower(state, self.read_batch(batch))
+
+
+def apply_plan_to(
+    plan: Plan, model: object, mesh: object, *, inputs: object, optimizer: object, takes_mean: bool
+) -> AppliedPlan:
+    """Check that plan, model and mesh belong together, and arrange the model.
+
+    Args:
+        plan: made for this model.
+        model: a loss function of (parameters, *batch), or a linen or nnx module that returns its loss.
+        mesh: a `jax.sharding.Mesh` of the plan's sizes, or None for one of the first devices.
+        inputs: the arguments that `optimize` took, arrays or shapes.
+        optimizer: an object with `init` and `update`, such as optax's; None for Adam or plain gradient descent, as the
+            plan's precision says.
+        takes_mean: whether the mean of the microbatches' losses is wanted where the loss is no mean over samples.
+    """
+    loss_function = read_loss_function(model, inputs)
+    graph = import_graph(model, inputs)
+    mismatches = differences(plan, graph, None, None)
+    if mismatches:
+        listed = "\n  ".join(mismatches)
+        raise PlanError(f"the model is not the one that was planned:\n  {listed}\nPlan this one.")
+    checked_optimizer = _optimizer(plan, optimizer)
+    step = _training_step(plan, loss_function, graph, takes_mean=takes_mean)
+    return _applied_plan(plan, loss_function, step, checked_optimizer, mesh_for_plan(plan, mesh))
+
+
+def _optimizer(plan: Plan, optimizer: object) -> Optimizer:
+    if optimizer is None:
+        return Adam() if plan.question.precision.state_bytes else Sgd()
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(f"optimizer is {shown(optimizer)}; expected an object with init and update, such as optax's.")
+    return optimizer
+
+
+def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, takes_mean: bool) -> TrainingStep:
+    strategy, precision = plan.strategy, plan.question.precision
+    compute_dtype = jnp.dtype(precision.compute_dtype)
+    specs = loss_function.batch.specs
+    shares = tuple(batch_share(spec, graph.micro_batch_size) for spec in specs)
+    if BatchShare.ROWS not in shares:
+        raise PlanError("the model has no batch: no argument behind its parameters has a first dimension.")
+    dtypes = tuple(compute_dtype if jnp.issubdtype(spec.dtype, jnp.floating) else None for spec in specs)
+
+    def trace_at(micro_batch_size: int) -> TracedLoss:
+        batch = [
+            jax.ShapeDtypeStruct(_shape_with_rows(spec, share, micro_batch_size), dtype or spec.dtype)
+            for spec, dtype, share in zip(specs, dtypes, shares, strict=True)
+        ]
+        parameters = [jax.ShapeDtypeStruct(spec.shape, compute_dtype) for spec in loss_function.parameters]
+        return trace_loss(loss_function.loss, parameters, batch)
+
+    trace = trace_at(strategy.micro_batch_size)
+    is_divided = plan.question.global_batch_size > strategy.micro_batch_size
+    if is_divided and not takes_mean:
+        check_mean_over_samples(trace, trace_at(2 * strategy.micro_batch_size), shares)
+    _check_stages(plan, trace)
+    return TrainingStep(
+        arranged=_arranged_loss(plan, loss_function, graph, trace),
+        dp=strategy.dp,
+        pp=strategy.pp,
+        zero=strategy.zero if strategy.dp > 1 else 0,
+        micro_batch_size=strategy.micro_batch_size,
+        batch_shares=shares,
+        batch_dtypes=dtypes,
+        compute_dtype=compute_dtype,
+        gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
+    )
+
+
+def _shape_with_rows(spec: jax.ShapeDtypeStruct, share: BatchShare, rows: int) -> tuple[int, ...]:
+    """The shape of an argument of the batch where the batch has so many rows."""
+    return (rows, *spec.shape[1:]) if share is BatchShare.ROWS else tuple(spec.shape)
+
+
+def _arranged_loss(plan: Plan, loss_function: LossFunction, graph: Graph, trace: TracedLoss) -> ArrangedLoss:
+    strategy = plan.strategy
+    keys = recomputed_keys(graph, plan.question.calibration)
+    modes = {RecomputeMode(mode) for mode in strategy.recompute}
+    arranged = ArrangedLoss(
+        trace=trace,
+        storages=_storages(plan, loss_function, trace),
+        parameter_layers=first_layers(loss_function.names, graph),
+        # All stages run one program, so that the strongest of their modes holds for all.
+        recompute=next(mode for mode in reversed(RecomputeMode) if mode in modes),
+        recomputed_layers=frozenset(layer.index for layer in graph.layers if layer.key in keys),
+        last_layer=len(graph.layers) - 1,
+        gathers_parameters=strategy.zero == 3 and strategy.dp > 1,
+        tp=strategy.tp,
+        sequence_parallel=bool(plan.layouts.boundaries),
+    )
+    return arranged.with_gathered_vectors()
+
+
+def _check_stages(plan: Plan, trace: TracedLoss) -> None:
+    """A plan with stages needs a scan that can be cut into them."""
+    if plan.strategy.pp == 1:
+        return
+    scan = trace.scan
+    if scan is None or len(scan.stacked) < len(scan.scanned) or scan.equation.params["reverse"]:
+        raise PlanError(
+            "the plan has several stages, and the model has no scan over equal stacked layers to cut (one that takes "
+            "nothing but parameters apart, first layer first)."
+        )
+    read = {variable for equation in trace.equations for variable in read_variables(equation)}
+    if any(variable in read for variable in scan.collected):
+        raise PlanError(
+            "the plan has several stages, and the loss reads what the scan collects from all layers; carry it from "
+            "layer to layer instead, or plan with strategy pp=1."
+        )
+    if scan.length % plan.strategy.pp:
+        raise PlanError(f"{scan.length} layers cannot be cut into {plan.strategy.pp} equal stages.")
+
+
+def _storages(plan: Plan, loss_function: LossFunction, trace: TracedLoss) -> tuple[ParameterStorage, ...]:
+    stacked = set() if trace.scan is None else set(trace.scan.stacked.values())
+    strategy = plan.strategy
+    return tuple(
+        choose_storage(
+            name,
+            tuple(spec.shape),
+            _splits(plan, name, spec.shape, is_stacked=number in stacked),
+            is_stacked=number in stacked,
+            tp=strategy.tp,
+            shards=strategy.dp if strategy.zero else 1,
+            pp=strategy.pp,
+        )
+        for number, (name, spec) in enumerate(zip(loss_function.names, loss_function.parameters, strict=True))
+    )
+
+
+def _splits(plan: Plan, name: str, shape: Sequence[int], *, is_stacked: bool) -> tuple[SplitDim, ...]:
+    """How the plan splits a parameter; all layers of a stacked one must be split alike."""
+    layouts = plan.layouts.parameters
+    if not is_stacked:
+        return layouts.get(name, ())
+    different_splits = {layouts.get(f"{name}[{layer}]", ()) for layer in range(shape[0])}
+    if len(different_splits) > 1:
+        raise PlanError(
+            f"the plan splits {name!r} differently in different layers, and stacked layers share one layout; plan with "
+            f"constraints={{'{name}*': DIM}}, or write the layers one after the other."
+        )
+    return different_splits.pop()
+
+
+def _applied_plan(
+    plan: Plan, loss_function: LossFunction, training_step: TrainingStep, optimizer: Optimizer, mesh: Mesh
+) -> AppliedPlan:
+    layout = StateLayout(
+        loss_function=loss_function,
+        storages=training_step.storages,
+        mesh=mesh,
+        optimizer=optimizer,
+        zero=training_step.zero,
+        has_stages=training_step.pp > 1,
+        has_master=plan.question.precision.master_bytes > 0,
+        compute_dtype=training_step.compute_dtype,
+    )
+    compute_gradients = gradients_on_mesh(training_step, layout)
+
+    def step(state: TrainState, batch: Sequence[jax.Array]) -> tuple[TrainState, jax.Array]:
+        loss, stored_gradients = compute_gradients(jax.tree.leaves(state.parameters), batch)
+        return layout.updated(state, stored_gradients), loss
+
+    def gradients(state: TrainState, batch: Sequence[jax.Array]) -> tuple[jax.Array, PyTree]:
+        loss, stored_gradients = compute_gradients(jax.tree.leaves(state.parameters), batch)
+        return loss, layout.as_user_has_them(stored_gradients)
+
+    def read_batch(batch: tuple[PyTree, ...]) -> list[jax.Array]:
+        return _read_batch(loss_function, training_step.batch_shares, plan.question.global_batch_size, batch)
+
+    specs = layout.in_user_structure(layout.parameter_specs(*mesh.axis_names))
+    return AppliedPlan(
+        mesh=mesh,
+        specs=specs,
+        shardings=layout.shardings(specs),
+        step=CompiledProgram(compiled=jax.jit(step, donate_argnums=0), read_batch=read_batch),
+        gradients=CompiledProgram(compiled=jax.jit(gradients), read_batch=read_batch),
+        _layout=layout,
+    )
+
+
+def _read_batch(
+    loss_function: LossFunction, shares: Sequence[BatchShare], global_batch_size: int, batch: tuple[PyTree, ...]
+) -> list[jax.Array]:
+    """The arrays of a batch; raises PlanError where their structure or shapes are not the planned ones."""
+    arrays = loss_function.batch.arrays_of(batch)
+    for value, spec, share in zip(arrays, loss_function.batch.specs, shares, strict=True):
+        shape = _shape_with_rows(spec, share, global_batch_size)
+        if jnp.shape(value) != shape:
+            raise PlanError(f"the batch has an array of shape {list(jnp.shape(value))}; the plan's is {list(shape)}.")
+    return arrays

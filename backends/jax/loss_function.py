@@ -1,0 +1,304 @@
+"""The user's model as a loss function of flat parameters and a flat batch, and how that batch is divided.
+
+Functions, linen modules and nnx modules all become a `LossFunction`, with the names that plans give its parameters.
+Data-parallel copies and microbatches divide a batch by its rows; each argument of the batch has a `BatchShare` that
+says what of it one microbatch gets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
+
+from phaze.errors import PhazeError, PlanError
+
+__all__ = [
+    "BatchArguments",
+    "BatchShare",
+    "LossFunction",
+    "MicroBatches",
+    "PyTree",
+    "batch_share",
+    "divide_batch",
+    "read_loss_function",
+]
+
+PyTree: TypeAlias = Any
+"""Nested containers of arrays (or of what stands for arrays), as JAX understands them: it has no narrower type."""
+
+_NNX_WRAPPERS = ("value", "raw_value", "_value")
+"""Last words that nnx adds to the path of a variable."""
+
+_RAW_KEY_SHAPES = ((2,), (4,))
+"""Shapes of random keys that are plain arrays: two words of threefry, four of rbg."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchArguments:
+    """The arguments behind the parameters: arrays, and values of Python, which are part of the program.
+
+    Attributes:
+        structure: the tree of all arguments.
+        specs: shape and type of each array.
+        fixed: the values of Python, by their place among all leaves.
+    """
+
+    structure: PyTreeDef
+    specs: tuple[jax.ShapeDtypeStruct, ...]
+    fixed: Mapping[int, object]
+
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
+        """The arguments, with these arrays in their places."""
+        remaining = iter(arrays)
+        count = len(self.specs) + len(self.fixed)
+        leaves = [self.fixed[place] if place in self.fixed else next(remaining) for place in range(count)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def arrays_of(self, batch: PyTree) -> list[jax.Array]:
+        """The arrays among given arguments; raises PlanError where they are not what was planned."""
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self.structure:
+            raise PlanError(f"the batch has the structure {structure}; the plan was made for {self.structure}.")
+        for place, value in self.fixed.items():
+            if type(leaves[place]) is not type(value) or leaves[place] != value:
+                raise PlanError(f"argument {leaves[place]!r} of the batch was {value!r} in the inputs of the plan.")
+        return [leaf for place, leaf in enumerate(leaves) if place not in self.fixed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossFunction:
+    """`loss(parameters, batch)` of flat lists, and what puts the lists together again.
+
+    Attributes:
+        loss: the scalar loss.
+        names: the dotted path of each parameter, as plans name it.
+        parameters: shape and type of each parameter.
+        structure: the tree of the user's parameters.
+        batch: the other arguments.
+    """
+
+    loss: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
+    names: tuple[str, ...]
+    parameters: tuple[jax.ShapeDtypeStruct, ...]
+    structure: PyTreeDef
+    batch: BatchArguments
+
+
+def read_loss_function(model: object, inputs: object) -> LossFunction:
+    """The loss inside a model that was planned with these inputs (arrays, or their shapes).
+
+    Raises PlanError for what has no loss that could be differentiated here: whole train steps, lowered functions.
+    """
+    if inputs is None:
+        raise PlanError(
+            "a JAX model is arranged for given shapes: pass inputs= as optimize took them, for example "
+            "plan.apply(loss, inputs=(params, batch))."
+        )
+    if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
+        raise PlanError(f"inputs is a {type(inputs).__name__}; expected a tuple of positional arguments.")
+    # Modules are told by the names of their classes: flax is imported for those who use it only.
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    if "flax.linen.module.Module" in kinds:
+        parameters = _linen_parameters(model, inputs)
+        return _loss_function(partial(_linen_loss, model), "params", parameters, tuple(inputs))
+    if "flax.nnx.module.Module" in kinds:
+        loss, parameters = _nnx_loss(model)
+        return _loss_function(loss, "params", parameters, tuple(inputs))
+    if hasattr(model, "compiler_ir") or not callable(model) or not inputs:
+        raise PlanError(
+            f"{type(model).__name__} cannot be arranged on a mesh; expected a loss function of (parameters, *batch) or "
+            "a linen or nnx module that returns its loss."
+        )
+    return _loss_function(model, _first_argument_name(model), inputs[0], tuple(inputs[1:]))
+
+
+def _linen_loss(model: Any, parameters: PyTree, *batch: PyTree) -> jax.Array:
+    return model.apply({"params": parameters}, *batch)
+
+
+def _linen_parameters(model: Any, inputs: Sequence[PyTree]) -> PyTree:
+    def initialize(*arguments: PyTree) -> PyTree:
+        key = jax.random.key(0)
+        return model.init({"params": key, "dropout": key}, *arguments)
+
+    variables = jax.eval_shape(initialize, *inputs)
+    _refuse_other_state(model, sorted(name for name in variables if name != "params"))
+    _refuse_linen_noise(model, variables["params"], inputs)
+    return variables["params"]
+
+
+def _refuse_linen_noise(model: object, parameters: PyTree, inputs: Sequence[PyTree]) -> None:
+    from flax.errors import InvalidRngError  # here, because only a model of flax brings flax along
+
+    try:
+        jax.eval_shape(partial(_linen_loss, model), parameters, *inputs)
+    except InvalidRngError as error:
+        raise PlanError(
+            f"{type(model).__name__} draws random numbers (dropout), and a step here has no key for it; plan and apply "
+            "a loss function that takes a key: lambda params, key, *batch: model.apply({'params': params}, *batch, "
+            "rngs={'dropout': key})."
+        ) from error
+
+
+def _nnx_loss(model: object) -> tuple[Callable[..., jax.Array], PyTree]:
+    """The module as a function of its parameters, and these parameters."""
+    from flax import nnx  # here, because only a model of flax brings flax along
+
+    definition, parameters, other_state = nnx.split(model, nnx.Param, ...)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(other_state)]
+    _refuse_other_state(model, [".".join(re.findall(r"\w+", path)) for path in paths])
+    return lambda given, *batch: nnx.merge(definition, given, other_state)(*batch), parameters
+
+
+def _refuse_other_state(model: object, names: Sequence[str]) -> None:
+    if names:
+        raise PlanError(
+            f"{type(model).__name__} keeps {', '.join(names)} beside its parameters, and a step here updates "
+            "parameters only; pass a loss function that closes over them (with takes_mean=True where it takes means of "
+            "a batch inside), or that takes a key as an argument."
+        )
+
+
+def _first_argument_name(function: Callable[..., object]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters))
+    except (StopIteration, TypeError, ValueError):
+        return "argument0"
+
+
+def _loss_function(
+    function: Callable[..., object], first_argument: str, parameters: PyTree, arguments: tuple[PyTree, ...]
+) -> LossFunction:
+    leaves_with_paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
+    batch = _batch_arguments(arguments)
+    for path, leaf in leaves_with_paths:
+        if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = f"{first_argument}{jax.tree_util.keystr(path)}"
+            raise PlanError(f"{name} is no floating point array; a step trains such only.")
+
+    def loss(flat_parameters: Sequence[jax.Array], flat_batch: Sequence[jax.Array]) -> jax.Array:
+        result = function(jax.tree.unflatten(structure, flat_parameters), *batch.with_arrays(flat_batch))
+        if isinstance(result, tuple | list) or getattr(result, "shape", None) != ():
+            raise PlanError(
+                "the model returns more than a scalar loss; a plan of a whole train step is applied to its loss: plan "
+                "and apply the function that returns the loss alone."
+            )
+        return result
+
+    loss_function = LossFunction(
+        loss=loss,
+        names=tuple(_parameter_name(first_argument, path) for path, _ in leaves_with_paths),
+        parameters=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in leaves_with_paths),
+        structure=structure,
+        batch=batch,
+    )
+    try:
+        jax.eval_shape(loss, loss_function.parameters, batch.specs)
+    except PhazeError:
+        raise
+    except Exception as error:
+        raise PlanError(f"the loss failed while it was traced: {type(error).__name__}: {str(error)[:500]}") from error
+    return loss_function
+
+
+def _batch_arguments(arguments: tuple[PyTree, ...]) -> BatchArguments:
+    leaves, structure = jax.tree.flatten(arguments)
+    arrays = {place: leaf for place, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    return BatchArguments(
+        structure=structure,
+        specs=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays.values()),
+        fixed={place: leaf for place, leaf in enumerate(leaves) if place not in arrays},
+    )
+
+
+def _parameter_name(first_argument: str, path: jax.tree_util.KeyPath) -> str:
+    words = [first_argument, *re.findall(r"\w+", jax.tree_util.keystr(path))]
+    while len(words) > 1 and words[-1] in _NNX_WRAPPERS:
+        words.pop()
+    return ".".join(words)
+
+
+class BatchShare(StrEnum):
+    """What of an argument one microbatch gets: rows of its own, a random key of its own, or all of it."""
+
+    ROWS = "rows"
+    KEY = "key"
+    WHOLE = "whole"
+
+
+def batch_share(spec: jax.ShapeDtypeStruct, batch_size: int) -> BatchShare:
+    """The share that an argument's type and first dimension tell.
+
+    Raw keys (uint32 pairs) cannot be told from numbers, and are handed out as they are.
+    """
+    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        return BatchShare.WHOLE if spec.shape else BatchShare.KEY
+    is_raw_key = str(spec.dtype) == "uint32" and spec.shape in _RAW_KEY_SHAPES
+    return BatchShare.ROWS if spec.shape[:1] == (batch_size,) and not is_raw_key else BatchShare.WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatches:
+    """The batch of one data-parallel copy, cut into microbatches.
+
+    Attributes:
+        arguments: the arrays of the batch; those with rows have the shape (count, micro_batch_size, ...).
+        shares: what of each argument a microbatch gets.
+        count: how many microbatches there are.
+        dp: how many data-parallel copies there are.
+        dtypes: the type in which the loss reads each argument; None for the type in which it comes.
+    """
+
+    arguments: tuple[jax.Array, ...]
+    shares: tuple[BatchShare, ...]
+    count: int
+    dp: int
+    dtypes: tuple[DTypeLike | None, ...]
+
+    def arguments_of(self, number: jax.Array | int) -> list[jax.Array]:
+        """The arguments of one microbatch.
+
+        A key is folded with the number of the microbatch among those of all copies, unless there is only one.
+        """
+        arguments = []
+        for argument, share, dtype in zip(self.arguments, self.shares, self.dtypes, strict=True):
+            value = argument
+            if share is BatchShare.ROWS:
+                is_only_one = self.count == 1
+                value = argument[0] if is_only_one else jax.lax.dynamic_index_in_dim(argument, number, keepdims=False)
+            elif share is BatchShare.KEY and self.count * self.dp > 1:
+                value = jax.random.fold_in(argument, jax.lax.axis_index("dp") * self.count + number)
+            arguments.append(value if dtype is None else value.astype(dtype))
+        return arguments
+
+
+def divide_batch(
+    arguments: Sequence[jax.Array],
+    shares: Sequence[BatchShare],
+    micro_batch_size: int,
+    dp: int,
+    dtypes: Sequence[DTypeLike | None],
+) -> MicroBatches:
+    """The part of a batch that one of `dp` copies has, in microbatches."""
+    rows = next(value.shape[0] for value, share in zip(arguments, shares, strict=True) if share is BatchShare.ROWS)
+    count = rows // micro_batch_size
+    return MicroBatches(
+        arguments=tuple(
+            value.reshape(count, micro_batch_size, *value.shape[1:]) if share is BatchShare.ROWS else value
+            for value, share in zip(arguments, shares, strict=True)
+        ),
+        shares=tuple(shares),
+        count=count,
+        dp=dp,
+        dtypes=tuple(dtypes),
+    )

@@ -1,0 +1,247 @@
+"""Whether a loss is a mean over samples, so that the mean of the microbatches' losses is the loss of all of them.
+
+The loss is traced at a microbatch and at twice as many samples, and both traces are walked together. A value of the
+batch is *per sample* while it grows with the microbatch. A sum over the samples ends that, and from there on the value
+is known by its *growth*: the factor by which it changes when every sample comes twice. A sum doubles (2), a mean stays
+(1); only linear functions may follow. Anything else mixes samples, or weighs them by one another, and is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import jax
+from jax.extend import core
+
+from phaze.backends.jax.loss_function import BatchShare
+from phaze.backends.jax.traced_loss import TracedLoss, evaluate, primitive_name
+from phaze.errors import PlanError
+
+__all__ = ["check_mean_over_samples"]
+
+_PER_SAMPLE: Final = "per sample"
+_GROWTH_OF_A_MEAN = 1.0
+_GROWTH_OF_A_SUM = 2.0
+"""The larger trace has twice as many samples."""
+
+_SUMS = frozenset({"dot_general", "reduce_sum"})
+"""Primitives that may sum over the samples."""
+_LINEAR = frozenset(
+    {
+        *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "real", "reduce_sum"),
+        *("reduce_precision", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"),
+    }
+)
+"""Primitives of one operand that keep the growth of a sum."""
+_ADDITIONS = frozenset({"add", "add_any", "sub"})
+_ALONG = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cumlogsumexp": "axis", "sort": "dimension"}
+"""Primitives that run along one dimension, with the parameter that names it."""
+_INNER_TRACES = ("jaxpr", "call_jaxpr")
+"""The parameters under which a primitive has the trace that it calls."""
+
+Dependence: TypeAlias = str | float | None
+"""How a value depends on the batch: `_PER_SAMPLE`, or the growth of a sum over samples; None where it does not."""
+
+Computed: TypeAlias = Mapping[core.Var, Callable[[], jax.Array]]
+"""For some variables, functions that compute their values; these raise `_UnknownError` where that is impossible."""
+
+
+class _UnknownError(LookupError):
+    """A value cannot be computed without parameters or a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PairedTraces:
+    """The equations of one trace at both sizes (small, large), and the values that come from outside of them."""
+
+    equations: tuple[Sequence[core.JaxprEqn], Sequence[core.JaxprEqn]]
+    outside: tuple[Computed, Computed]
+
+    def value(self, size: int, variable: core.Var) -> jax.Array:
+        """The value of a variable in the small (0) or large (1) trace; raises _UnknownError where it has none yet."""
+
+        def read(outer: core.Var) -> jax.Array:
+            if outer not in self.outside[size]:
+                raise _UnknownError
+            return self.outside[size][outer]()
+
+        return evaluate(self.equations[size], [variable], {}, read)[0]
+
+    def growth(self, small: core.Var, large: core.Var) -> float:
+        """The growth of a factor that depends on no sample; 1 where it cannot be computed: then it is learned."""
+        try:
+            before, after = (self.value(size, variable) for size, variable in enumerate((small, large)))
+        except _UnknownError:
+            return 1.0
+        return float(after.ravel()[0] / before.ravel()[0]) if getattr(before, "size", 0) else float(after / before)
+
+
+def check_mean_over_samples(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchShare]) -> None:
+    """Raise PlanError unless the loss, traced at some number of samples and at twice as many, is a mean over them."""
+    constants = [{v: _constant(value) for v, value in trace.constants.items()} for trace in (small, large)]
+    traces = _PairedTraces(equations=(small.equations, large.equations), outside=(constants[0], constants[1]))
+    rows = [variable for variable, share in zip(small.batch, shares, strict=True) if share is BatchShare.ROWS]
+    dependences: dict[core.Var, Dependence] = dict.fromkeys(rows, _PER_SAMPLE)
+    _walk(traces, dependences)
+    loss = _dependence(dependences, small.loss)
+    if loss == _GROWTH_OF_A_SUM:
+        raise _refusal("it is a sum over the samples")
+    if loss not in (None, _GROWTH_OF_A_MEAN):
+        raise _refusal(f"it grows {loss}-fold when every sample comes twice")
+
+
+def _constant(value: jax.Array) -> Callable[[], jax.Array]:
+    return lambda: value
+
+
+def _refusal(reason: str) -> PlanError:
+    return PlanError(
+        f"the loss is not a mean over samples: {reason}. Copies and microbatches average their losses, which would "
+        "then train something else. Return a mean (divide by a constant number of samples or tokens), or pass "
+        "takes_mean=True to take the mean of their losses as the loss."
+    )
+
+
+def _dependence(dependences: Mapping[core.Var, Dependence], variable: core.Var | core.Literal) -> Dependence:
+    return None if isinstance(variable, core.Literal) else dependences.get(variable)
+
+
+def _walk(traces: _PairedTraces, dependences: dict[core.Var, Dependence]) -> None:
+    """Add how every variable of the small trace depends on the batch."""
+    if len(traces.equations[0]) != len(traces.equations[1]):
+        raise _refusal("it is traced differently for twice as many samples")
+    for small, large in zip(*traces.equations, strict=True):
+        if primitive_name(small) != primitive_name(large):
+            raise _refusal("it is traced differently for twice as many samples")
+        inputs = [_dependence(dependences, variable) for variable in small.invars]
+        if any(dependence is not None for dependence in inputs):
+            results = _results(traces, small, large, inputs)
+            dependences.update(zip(small.outvars, results, strict=True))
+
+
+def _results(
+    traces: _PairedTraces, small: core.JaxprEqn, large: core.JaxprEqn, inputs: list[Dependence]
+) -> list[Dependence]:
+    """How the results of an equation, which stands in both traces, depend on the batch."""
+    name = primitive_name(small)
+    if name == "scan":
+        return _results_of_scan(traces, small, large, inputs)
+    called = [next((e.params[key] for key in _INNER_TRACES if key in e.params), None) for e in (small, large)]
+    if all(hasattr(trace, "eqns") for trace in called):
+        return _results_of_call(traces, small, large, called, inputs)
+    kinds = {dependence for dependence in inputs if dependence is not None}
+    grows = [_grows(a, b) for a, b in zip(small.outvars, large.outvars, strict=True)]
+    if _PER_SAMPLE not in kinds:
+        return [_growth_behind_sums(traces, small, large, inputs, any(grows))] * len(grows)
+    if len(kinds) > 1:
+        raise _refusal(f"{name} joins single samples with a sum over all of them, as batch normalisation does")
+    axis = small.params.get(_ALONG.get(name, ""))
+    if axis is not None and small.invars[0].aval.shape[axis] != large.invars[0].aval.shape[axis]:
+        raise _refusal(f"{name} runs along the samples")
+    if not all(grows) and name not in _SUMS:
+        raise _refusal(f"it takes {name} over the samples")
+    return [_PER_SAMPLE if result_grows else _GROWTH_OF_A_SUM for result_grows in grows]
+
+
+def _grows(small: core.Var, large: core.Var) -> bool:
+    small_size, large_size = (math.prod(variable.aval.shape) for variable in (small, large))
+    if large_size not in (small_size, 2 * small_size):
+        raise _refusal("it compares samples with each other")
+    return bool(large_size != small_size)
+
+
+def _growth_behind_sums(
+    traces: _PairedTraces, small: core.JaxprEqn, large: core.JaxprEqn, inputs: list[Dependence], grows: bool
+) -> float:
+    """The growth of what is made of sums over samples, and of things that do not depend on the samples."""
+    name = primitive_name(small)
+    growths = [float(dependence) for dependence in inputs if dependence is not None]
+    if grows:
+        raise _refusal(f"{name} hands a sum over all samples to each of them, as batch normalisation does")
+    if name in _LINEAR:
+        return growths[0]
+    # To a mean anything may be added that does not depend on the samples; to a sum only another sum.
+    is_closed = len(growths) == len(inputs) or growths[0] == _GROWTH_OF_A_MEAN
+    if name in _ADDITIONS and len(set(growths)) == 1 and is_closed:
+        return growths[0]
+    if name in ("mul", "dot_general") and len(growths) == 1:
+        factor = inputs.index(None)
+        return growths[0] * (traces.growth(small.invars[factor], large.invars[factor]) if name == "mul" else 1.0)
+    if name == "div" and len(growths) == 1 and inputs[0] is not None:
+        return growths[0] / traces.growth(small.invars[1], large.invars[1])
+    if name == "div":
+        raise _refusal("it divides by a number that depends on the samples, as a count of unmasked tokens does")
+    raise _refusal(f"it takes {name} of a sum over the samples")
+
+
+def _called_traces(
+    traces: _PairedTraces,
+    small: core.JaxprEqn,
+    large: core.JaxprEqn,
+    called: Sequence[core.Jaxpr | core.ClosedJaxpr],
+    constant_count: int | None = None,
+) -> tuple[_PairedTraces, list[core.Var]]:
+    """The traces that an equation calls, and the small one's variables for its operands.
+
+    Only the first `constant_count` operands (all for None) have in the called trace the value that they have outside:
+    the others of a scan change from trip to trip.
+    """
+    jaxprs = [getattr(trace, "jaxpr", trace) for trace in called]
+    outside: list[Computed] = []
+    for size, (equation, jaxpr) in enumerate(zip((small, large), jaxprs, strict=True)):
+        pairs = zip(jaxpr.invars[:constant_count], equation.invars[:constant_count], strict=True)
+        operands = {inner: _value_outside(traces, size, outer) for inner, outer in pairs}
+        constants = getattr(called[size], "consts", ())
+        outside.append(operands | {v: _constant(value) for v, value in zip(jaxpr.constvars, constants, strict=False)})
+    inner_traces = _PairedTraces(equations=(jaxprs[0].eqns, jaxprs[1].eqns), outside=(outside[0], outside[1]))
+    return inner_traces, jaxprs[0].invars
+
+
+def _value_outside(traces: _PairedTraces, size: int, variable: core.Var) -> Callable[[], jax.Array]:
+    return lambda: traces.value(size, variable)
+
+
+def _results_of_call(
+    traces: _PairedTraces,
+    small: core.JaxprEqn,
+    large: core.JaxprEqn,
+    called: Sequence[core.Jaxpr | core.ClosedJaxpr],
+    inputs: list[Dependence],
+) -> list[Dependence]:
+    inner_traces, variables = _called_traces(traces, small, large, called)
+    dependences: dict[core.Var, Dependence] = dict(zip(variables, inputs, strict=True))
+    _walk(inner_traces, dependences)
+    return [_dependence(dependences, variable) for variable in getattr(called[0], "jaxpr", called[0]).outvars]
+
+
+def _results_of_scan(
+    traces: _PairedTraces, small: core.JaxprEqn, large: core.JaxprEqn, inputs: list[Dependence]
+) -> list[Dependence]:
+    """The results of a scan: what is handed on depends on the batch as soon as any trip makes it do so."""
+    called = [equation.params["jaxpr"] for equation in (small, large)]
+    first, count = small.params["num_consts"], small.params["num_carry"]
+    if small.params["length"] != large.params["length"]:
+        if count:
+            raise _refusal("it scans along the samples")
+        return [_PER_SAMPLE] * len(small.outvars)
+    inner_traces, variables = _called_traces(traces, small, large, called, first)
+    carried = inputs[first : first + count]
+    while True:
+        operands = [*inputs[:first], *carried, *inputs[first + count :]]
+        dependences: dict[core.Var, Dependence] = dict(zip(variables, operands, strict=True))
+        _walk(inner_traces, dependences)
+        results = [_dependence(dependences, variable) for variable in called[0].jaxpr.outvars]
+        joined = [_joined(before, after) for before, after in zip(carried, results[:count], strict=True)]
+        if joined == carried:
+            return [*joined, *results[count:]]
+        carried = joined
+
+
+def _joined(before: Dependence, after: Dependence) -> Dependence:
+    if before is None or after is None or before == after:
+        return after if before is None else before
+    raise _refusal("a scan joins single samples with a sum over all of them")

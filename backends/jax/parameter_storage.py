@@ -1,0 +1,264 @@
+"""How one parameter is stored on the mesh: which dimension each axis cuts, and how shards are gathered and reduced.
+
+A parameter keeps its own shape wherever a mesh can cut that shape. There are three exceptions:
+
+fused       a dimension of which the tensor axis cuts every one of several parts (query, key and value side by side) is
+            seen as two, (parts, part)
+padded      a dimension that the tensor axis does not divide is padded and stored as two, (tp, chunk)
+expanded    a dimension that both the tensor and the data axis cut is stored as two, (tp, chunk)
+
+Then the stored shape differs from the user's; `to_stored`, `from_stored` and `to_user_shape` lead from one to the
+other. Data-parallel shards (ZeRO) cut the longest dimension that they divide; a parameter without one stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from phaze.errors import PlanError
+from phaze.plan.plan import SplitDim
+
+__all__ = ["ParameterStorage", "choose_storage", "gather_shards", "reduce_to_shards"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterStorage:
+    """How one parameter lies on a mesh.
+
+    Attributes:
+        name: dotted path.
+        shape: the user's shape, or the fused view of it; a stacked parameter has its layers first.
+        is_stacked: whether a scan over layers takes it apart.
+        split_dim: the dimension of `shape` (after merging) that the tensor axis cuts; None for none.
+        is_merged: whether `split_dim` and the dimension behind it are stored as one.
+        parts: how many equal parts are fused in the user's dimension; they stand in front of `split_dim`. 1 for none.
+        is_expanded: whether `split_dim` is stored as (tp, chunk).
+        chunk: the elements of the split dimension on one device.
+        tp: how many devices the tensor axis has.
+        shard_dim: the stored dimension that data-parallel shards cut; None for none.
+        stage_dim: the stored dimension that stages cut; None for none. In a stack these are the layers. All stages run
+            one program and hold equal parts of the other parameters, for which it is a dimension that they divide.
+            Where it is also `shard_dim`, shards are parts of a stage's part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_stacked: bool = False
+    split_dim: int | None = None
+    is_merged: bool = False
+    parts: int = 1
+    is_expanded: bool = False
+    chunk: int = 0
+    tp: int = 1
+    shard_dim: int | None = None
+    stage_dim: int | None = None
+
+    def dim_cut_by(self, axis: str) -> int | None:
+        """The stored dimension whose shards the data ("dp") or pipeline ("pp") axis holds."""
+        return self.shard_dim if axis == "dp" else self.stage_dim
+
+    @property
+    def user_shape(self) -> tuple[int, ...]:
+        """The shape that the user's function sees."""
+        if self.parts == 1:
+            return self.shape
+        assert self.split_dim is not None
+        parts_dim = self.split_dim - 1
+        return (*self.shape[:parts_dim], self.parts * self.shape[self.split_dim], *self.shape[self.split_dim + 1 :])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the array that lies on the mesh."""
+        return self._stored_shape_of(self.shape, 0)
+
+    def _stored_shape_of(self, shape: Sequence[int], shift: int) -> tuple[int, ...]:
+        """The stored form of a shape of which `shift` leading dimensions are missing."""
+        sizes = list(shape)
+        if self.split_dim is None:
+            return tuple(sizes)
+        dim = self.split_dim - shift
+        if self.is_merged:
+            sizes[dim : dim + 2] = [sizes[dim] * sizes[dim + 1]]
+        if self.is_expanded:
+            sizes[dim : dim + 1] = [self.tp, self.chunk]
+        return tuple(sizes)
+
+    def to_stored(self, value: jax.Array) -> jax.Array:
+        """The user's array in its stored shape."""
+        value = jnp.reshape(value, self.shape)
+        if self.stored_shape == self.shape:
+            return value
+        assert self.split_dim is not None
+        merged = replace(self, is_expanded=False).stored_shape
+        missing = self.chunk * self.tp - merged[self.split_dim]
+        padding = [(0, missing if dim == self.split_dim else 0) for dim in range(len(merged))]
+        return jnp.pad(jnp.reshape(value, merged), padding).reshape(self.stored_shape)
+
+    def from_stored(self, value: jax.Array, *, is_layer: bool = False) -> jax.Array:
+        """A stored array, or one layer of a stacked one, in the form of `shape`: the user's, or its fused view."""
+        if self.stored_shape == self.shape:
+            return value
+        assert self.split_dim is not None
+        shift = 1 if is_layer else 0
+        shape, split_dim = self.shape[shift:], self.split_dim - shift
+        merged = replace(self, is_expanded=False)._stored_shape_of(shape, shift)
+        padded = [self.chunk * self.tp if dim == split_dim else size for dim, size in enumerate(merged)]
+        whole = jnp.reshape(value, padded)
+        if padded[split_dim] != merged[split_dim]:
+            whole = jax.lax.slice_in_dim(whole, 0, merged[split_dim], axis=split_dim)
+        return whole.reshape(shape)
+
+    def to_user_shape(self, value: jax.Array) -> jax.Array:
+        """What `from_stored` gave, in the user's shape."""
+        return value.reshape(self.user_shape)
+
+    def partition_spec(self, *axes: str, is_layer: bool = False) -> PartitionSpec:
+        """The dimensions that these axes cut, of the stored array or of one layer of it."""
+        cuts = ((self.split_dim, "tp"), (self.stage_dim, "pp"), (self.shard_dim, "dp"))
+        axes_of_dims: list[tuple[str, ...]] = [()] * len(self.stored_shape)
+        for dim, axis in cuts:
+            if dim is not None and axis in axes:
+                axes_of_dims[dim] = (*axes_of_dims[dim], axis)
+        entries = [None if not names else names[0] if len(names) == 1 else names for names in axes_of_dims]
+        return PartitionSpec(*(entries[1:] if is_layer else entries))
+
+
+def gather_shards(
+    storage: ParameterStorage, value: jax.Array, axis: str = "dp", *, is_layer: bool = False
+) -> jax.Array:
+    """All shards of a parameter, or of one layer of it, along the data or pipeline axis, side by side."""
+    dim = storage.dim_cut_by(axis)
+    if dim is None:
+        return value
+    gathered_dim = dim - (1 if is_layer else 0)
+
+    def gather(shard: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(shard, axis, axis=gathered_dim, tiled=True)
+
+    return _on_tensor_parts(storage, value, gather, is_layer=is_layer)
+
+
+def reduce_to_shards(storage: ParameterStorage, value: jax.Array, axis: str = "dp") -> jax.Array:
+    """The sum over an axis, of which each device keeps its shard (all of it where there are no shards)."""
+    dim = storage.dim_cut_by(axis)
+    if dim is None:
+        return jax.lax.psum(value, axis)
+
+    def scatter(summand: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(summand, axis, scatter_dimension=dim, tiled=True)
+
+    return _on_tensor_parts(storage, value, scatter, is_layer=False)
+
+
+def _on_tensor_parts(
+    storage: ParameterStorage, value: jax.Array, collective: Callable[[jax.Array], jax.Array], *, is_layer: bool
+) -> jax.Array:
+    """Run a collective on each device's part along the tensor axis.
+
+    The compiler's partitioner cannot divide a gather or a scatter that it did not write itself: it would first make the
+    array whole along the tensor axis. So this axis is made manual for the collective.
+    """
+    if storage.split_dim is None:
+        return collective(value)
+    spec = storage.partition_spec("tp", is_layer=is_layer)
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={"tp"}, check_vma=False)(value)
+
+
+def choose_storage(
+    name: str,
+    shape: tuple[int, ...],
+    splits: Sequence[SplitDim],
+    *,
+    is_stacked: bool,
+    tp: int,
+    shards: int,
+    pp: int = 1,
+) -> ParameterStorage:
+    """How a parameter with these splits is stored.
+
+    Args:
+        name: dotted path.
+        shape: the user's shape.
+        splits: how the plan splits it over the tensor axis; those of one layer for a stacked parameter.
+        is_stacked: whether a scan over layers takes it apart.
+        tp: how many devices the tensor axis has.
+        shards: how many data-parallel copies share its state (1: each has all of it).
+        pp: how many stages the pipeline has.
+
+    Raises PlanError for splits that no named sharding expresses.
+    """
+    storage = _split(ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp), splits)
+    if shards > 1:
+        shard_dim = _longest_free_dim(storage, shards, {storage.split_dim})
+        if shard_dim is not None:
+            storage = replace(storage, shard_dim=shard_dim)
+        elif storage.split_dim is not None and not storage.is_expanded and storage.chunk % shards == 0:
+            storage = replace(storage, is_expanded=True, shard_dim=storage.split_dim + 1)
+    if pp > 1:
+        stage_dim = 0 if is_stacked else _longest_free_dim(storage, pp, {storage.split_dim, storage.shard_dim})
+        if stage_dim is None and storage.shard_dim is not None:
+            is_divided_twice = storage.stored_shape[storage.shard_dim] % (shards * pp) == 0
+            stage_dim = storage.shard_dim if is_divided_twice else None
+        storage = replace(storage, stage_dim=stage_dim)
+    return storage
+
+
+def _longest_free_dim(storage: ParameterStorage, parts: int, taken: set[int | None]) -> int | None:
+    """The longest free dimension that so many parts divide, the first of equals; a stack's layers are not free."""
+    first = 1 if storage.is_stacked else 0
+    free_dims = [
+        dim
+        for dim, size in enumerate(storage.stored_shape)
+        if dim >= first and dim not in taken and size and size % parts == 0
+    ]
+    return max(free_dims, key=lambda dim: storage.stored_shape[dim], default=None)
+
+
+def _split(whole: ParameterStorage, splits: Sequence[SplitDim]) -> ParameterStorage:
+    """The storage with the plan's split over the tensor axis."""
+    shift = 1 if whole.is_stacked else 0
+    if not splits:
+        return whole
+    outer_split, *inner_splits = sorted(splits, key=lambda split: (split.dim, split.outer))
+    dim, ways = outer_split.dim + shift, math.prod(split.ways for split in splits)
+    if ways != whole.tp:
+        raise _inexpressible(whole, splits)
+    if not inner_splits:
+        if outer_split.outer > 1:
+            return _fused(whole, dim, outer_split, splits)
+        is_even = whole.shape[dim] == outer_split.chunk * ways
+        return replace(whole, split_dim=dim, chunk=outer_split.chunk, is_expanded=not is_even)
+    if len(inner_splits) > 1 or outer_split.outer != 1:
+        raise _inexpressible(whole, splits)
+    (inner_split,) = inner_splits
+    is_same_dim = inner_split.dim == outer_split.dim and inner_split.outer == outer_split.ways
+    if is_same_dim and whole.shape[dim] == inner_split.chunk * ways:
+        return replace(whole, split_dim=dim, chunk=inner_split.chunk)
+    is_next_dim = inner_split.dim == outer_split.dim + 1 and inner_split.outer == 1
+    is_outer_dim_used_up = outer_split.ways == whole.shape[dim] and outer_split.stride == inner_split.ways
+    if is_next_dim and is_outer_dim_used_up and whole.shape[dim + 1] == inner_split.chunk * inner_split.ways:
+        return replace(whole, split_dim=dim, is_merged=True, chunk=inner_split.chunk)
+    raise _inexpressible(whole, splits)
+
+
+def _fused(whole: ParameterStorage, dim: int, split: SplitDim, splits: Sequence[SplitDim]) -> ParameterStorage:
+    """The storage of a parameter of which every one of `split.outer` fused parts of a dimension is cut."""
+    part_size, remainder = divmod(whole.shape[dim], split.outer)
+    if remainder or part_size != split.chunk * split.ways:
+        raise _inexpressible(whole, splits)
+    shape = (*whole.shape[:dim], split.outer, part_size, *whole.shape[dim + 1 :])
+    return replace(whole, shape=shape, parts=split.outer, split_dim=dim + 1, chunk=split.chunk)
+
+
+def _inexpressible(whole: ParameterStorage, splits: Sequence[SplitDim]) -> PlanError:
+    listed = ", ".join(f"dim {split.dim} in {split.outer} runs / {split.ways}" for split in splits)
+    return PlanError(
+        f"parameter {whole.name!r} of shape {list(whole.shape)} is split as {listed}, which no NamedSharding on a "
+        f"tensor axis of {whole.tp} expresses; plan with another tp, or constrain that parameter."
+    )

@@ -1,0 +1,236 @@
+"""The training state: stored parameters, the optimizer's state and the fp32 master copy, and how they lie on the mesh.
+
+Optimizers have the shape that optax has: `init(parameters)` and `update(gradients, state, parameters)`. They see whole
+arrays; what they compute element by element runs on the shards that each device holds. `Adam` and `Sgd` are there for
+those who pass no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from phaze.backends.jax.loss_function import LossFunction, PyTree
+from phaze.backends.jax.parameter_storage import ParameterStorage
+from phaze.errors import PlanError
+
+__all__ = ["Adam", "Optimizer", "Sgd", "StateLayout", "TrainState"]
+
+Tree = TypeVar("Tree")
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """What a step needs of an optimizer; trees have the structure of the user's parameters."""
+
+    def init(self, parameters: PyTree) -> PyTree:
+        """The state before the first step: trees like that of the parameters, and scalars."""
+        ...
+
+    def update(self, gradients: PyTree, state: PyTree, parameters: PyTree) -> tuple[PyTree, PyTree]:
+        """What to add to the parameters, and the next state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
+
+    The decays, epsilon and learning rate are the defaults of Adam's paper (Kingma and Ba, arXiv:1412.6980).
+    """
+
+    learning_rate: float = 1e-3
+    first_decay: float = 0.9
+    second_decay: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+    def init(self, parameters: PyTree) -> Mapping[str, PyTree]:
+        """Two moments and a count of steps."""
+        zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), parameters)
+        return {"count": jnp.zeros((), jnp.int32), "first": zeros, "second": jax.tree.map(jnp.copy, zeros)}
+
+    def update(
+        self, gradients: PyTree, state: Mapping[str, PyTree], parameters: PyTree
+    ) -> tuple[PyTree, Mapping[str, PyTree]]:
+        """What to add to the parameters, and the next moments; m, v, g, p are the paper's symbols."""
+        count = state["count"] + 1
+        first = jax.tree.map(lambda m, g: self.first_decay * m + (1 - self.first_decay) * g, state["first"], gradients)
+        second = jax.tree.map(
+            lambda v, g: self.second_decay * v + (1 - self.second_decay) * g * g, state["second"], gradients
+        )
+        first_scale, second_scale = 1 - self.first_decay**count, 1 - self.second_decay**count
+
+        def change(m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
+            step = (m / first_scale) / (jnp.sqrt(v / second_scale) + self.epsilon)
+            return -self.learning_rate * (step + self.weight_decay * p)
+
+        return jax.tree.map(change, first, second, parameters), {"count": count, "first": first, "second": second}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sgd:
+    """Plain gradient descent: no state."""
+
+    learning_rate: float = 1e-2
+    """The usual first guess for gradient descent; who trains in earnest passes an optimizer."""
+
+    def init(self, parameters: PyTree) -> tuple[()]:
+        """The empty state."""
+        return ()
+
+    def update(self, gradients: PyTree, state: tuple[()], parameters: PyTree) -> tuple[PyTree, tuple[()]]:
+        """What to add to the parameters, and the empty state."""
+        return jax.tree.map(lambda gradient: -self.learning_rate * gradient, gradients), state
+
+
+class TrainState(NamedTuple):
+    """Parameters as they are stored, the optimizer's state, and the master copy.
+
+    Parameters and master have the structure of the user's parameters; `master` is None where the optimizer updates the
+    parameters themselves.
+    """
+
+    parameters: PyTree
+    optimizer: PyTree
+    master: PyTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateLayout:
+    """Where the parts of a training state lie on the mesh.
+
+    Attributes:
+        loss_function: the model, which says the structure of its parameters.
+        storages: how each parameter is stored.
+        mesh: the plan's mesh.
+        optimizer: whose state lies beside the parameters.
+        zero: the plan's ZeRO stage; 0 where there is one copy.
+        has_stages: whether there is more than one pipeline stage.
+        has_master: whether parameters are copies, in the compute type, of fp32 ones.
+        compute_dtype: the type in which the loss reads parameters.
+    """
+
+    loss_function: LossFunction
+    storages: tuple[ParameterStorage, ...]
+    mesh: Mesh
+    optimizer: Optimizer
+    zero: int
+    has_stages: bool
+    has_master: bool
+    compute_dtype: DTypeLike
+
+    def parameter_specs(self, *axes: str) -> list[PartitionSpec]:
+        """What of the parameters these axes cut: the data axis cuts them in ZeRO-3 only."""
+        return self._specs(axes, has_shards=self.zero == 3)
+
+    def owned_specs(self, *axes: str) -> list[PartitionSpec]:
+        """What these axes cut of gradients, master copy and whatever else belongs to a parameter."""
+        return self._specs(axes, has_shards=self.zero > 0)
+
+    def _specs(self, axes: Sequence[str], *, has_shards: bool) -> list[PartitionSpec]:
+        unused = {"dp"} if not has_shards else set[str]()
+        unused |= {"pp"} if not self.has_stages else set()
+        cutting = [axis for axis in axes if axis not in unused]
+        return [storage.partition_spec(*cutting) for storage in self.storages]
+
+    def in_user_structure(self, leaves: Sequence[object]) -> PyTree:
+        """Leaves, one for each parameter, in the structure of the user's parameters."""
+        return jax.tree.unflatten(self.loss_function.structure, leaves)
+
+    def state_specs(self) -> TrainState:
+        """The spec of everything in a state."""
+        owned = self.owned_specs(*self.mesh.axis_names)
+        master = self.in_user_structure(owned) if self.has_master else None
+        parameters = self.in_user_structure(self.parameter_specs(*self.mesh.axis_names))
+        return TrainState(parameters, self._optimizer_specs(owned), master)
+
+    def _optimizer_specs(self, owned: Sequence[PartitionSpec]) -> PyTree:
+        """Specs of the optimizer's state.
+
+        What lies in a parameter's place inside that state and has its shape is laid out like the parameter.
+        """
+        shapes = [jax.ShapeDtypeStruct(storage.stored_shape, jnp.float32) for storage in self.storages]
+        numbered = self.in_user_structure(range(len(shapes)))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+        known = {(path, leaf.shape): spec for path, leaf, spec in zip(paths, shapes, owned, strict=True)}
+
+        def spec(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+            # Optimizers nest trees of parameters at some depth: every end of the path may be a parameter's path.
+            ends = ((path[start:], tuple(leaf.shape)) for start in range(len(path) + 1))
+            return next((known[end] for end in ends if end in known), PartitionSpec())
+
+        state_shapes = jax.eval_shape(self.optimizer.init, self.in_user_structure(shapes))
+        return jax.tree_util.tree_map_with_path(spec, state_shapes)
+
+    def constrain(self, specs: PyTree, values: Tree) -> Tree:
+        """Values laid out by specs, inside a compiled function."""
+
+        def lay_out(spec: PartitionSpec, value: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+
+        laid_out: Tree = jax.tree.map(lay_out, specs, values, is_leaf=_is_spec)
+        return laid_out
+
+    def shardings(self, specs: PyTree) -> PyTree:
+        """Specs as shardings on the mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
+
+    def start(self, parameters: Any) -> TrainState:
+        """The state before the first step, of arrays or of a function that makes them on the mesh."""
+        make = parameters if callable(parameters) else None
+        self._check_parameters(jax.eval_shape(make) if make else parameters)
+        shardings = self.shardings(self.state_specs())
+        if make:
+            state: TrainState = jax.jit(lambda: self._first_state(make()), out_shardings=shardings)()
+        else:
+            state = jax.jit(self._first_state, out_shardings=shardings)(parameters)
+        return state
+
+    def _check_parameters(self, parameters: PyTree) -> None:
+        planned = self.loss_function
+        leaves, structure = jax.tree.flatten(parameters)
+        if structure != planned.structure:
+            raise PlanError(f"the parameters have the structure {structure}; planned were {planned.structure}.")
+        for name, leaf, spec in zip(planned.names, leaves, planned.parameters, strict=True):
+            if jnp.shape(leaf) != tuple(spec.shape):
+                raise PlanError(f"{name} has the shape {list(jnp.shape(leaf))}; planned was {list(spec.shape)}.")
+
+    def _first_state(self, parameters: PyTree) -> TrainState:
+        pairs = zip(self.storages, jax.tree.leaves(parameters), strict=True)
+        stored = [storage.to_stored(leaf) for storage, leaf in pairs]
+        exact = self.in_user_structure([value.astype(jnp.float32) for value in stored])
+        cast = self.in_user_structure([value.astype(self.compute_dtype) for value in stored])
+        return TrainState(cast, self.optimizer.init(exact), exact if self.has_master else None)
+
+    def as_user_has_them(self, stored: PyTree) -> PyTree:
+        """Stored arrays (parameters or gradients) in the shapes and the structure of the user's parameters."""
+        pairs = zip(self.storages, jax.tree.leaves(stored), strict=True)
+        return self.in_user_structure([storage.to_user_shape(storage.from_stored(value)) for storage, value in pairs])
+
+    def updated(self, state: TrainState, gradients: Sequence[jax.Array]) -> TrainState:
+        """The next state: each device updates what it owns, and parameters are gathered where they are whole.
+
+        The optimizer sees whole arrays, so that it may also compute norms over all of them.
+        """
+        owned_specs, specs = self.in_user_structure(self.owned_specs(*self.mesh.axis_names)), self.state_specs()
+        before = self.constrain(owned_specs, state.parameters) if state.master is None else state.master
+        owned_gradients = self.constrain(owned_specs, self.in_user_structure(gradients))
+        changes, optimizer = self.optimizer.update(owned_gradients, state.optimizer, before)
+        after = jax.tree.map(lambda value, change: value + change.astype(value.dtype), before, changes)
+        after = self.constrain(owned_specs, after)
+        cast = jax.tree.map(lambda value: value.astype(self.compute_dtype), after)
+        # Laid out as owned first, so that what is gathered has the compute type and not the master's.
+        parameters = self.constrain(specs.parameters, self.constrain(owned_specs, cast))
+        master = None if state.master is None else after
+        return TrainState(parameters, self.constrain(specs.optimizer, optimizer), master)
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)

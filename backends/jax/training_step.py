@@ -1,0 +1,162 @@
+"""The gradients of one training step on every device: microbatches, and the reduction that the ZeRO stage asks for.
+
+Microbatches run one after the other (`_accumulated_gradients`) or through a pipeline (`_pipelined_gradients`). Their
+gradients are reduced over the data-parallel copies:
+
+ZeRO-0   once, after all microbatches: every copy gets the sum (`_reduced`)
+ZeRO-1   once, after all microbatches: each copy keeps its shard of the sum (`_reduced`)
+ZeRO-2   after every microbatch: each copy keeps its shard of the sum (`_accumulable`)
+ZeRO-3   parameters are stored as shards, and the gathers of the passes scatter gradients in backward by themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from phaze.backends.jax.gpipe_scan import pipelined_loss
+from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
+from phaze.backends.jax.micro_batch_loss import ArrangedLoss, loss_of_micro_batch
+from phaze.backends.jax.parameter_storage import ParameterStorage, gather_shards, reduce_to_shards
+from phaze.backends.jax.train_state import StateLayout
+
+__all__ = ["TrainingStep", "gradients_on_mesh"]
+
+_MANUAL_AXES = frozenset({"pp", "dp"})
+"""Axes whose collectives are written here; the tensor axis is left to the compiler."""
+
+LossAndGradients: TypeAlias = tuple[jax.Array, list[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingStep:
+    """How the devices of a mesh divide a step.
+
+    Attributes:
+        arranged: the loss of one microbatch.
+        dp: data-parallel copies.
+        pp: pipeline stages.
+        zero: the plan's ZeRO stage; 0 where there is one copy.
+        micro_batch_size: samples of one microbatch of one copy.
+        batch_shares: what of each argument of the batch a microbatch gets.
+        batch_dtypes: the type in which the loss reads each argument; None for the type in which it comes.
+        compute_dtype: the type in which the loss reads parameters.
+        gradient_dtype: the type in which gradients are added up.
+    """
+
+    arranged: ArrangedLoss
+    dp: int
+    pp: int
+    zero: int
+    micro_batch_size: int
+    batch_shares: tuple[BatchShare, ...]
+    batch_dtypes: tuple[DTypeLike | None, ...]
+    compute_dtype: DTypeLike
+    gradient_dtype: DTypeLike
+
+    @property
+    def storages(self) -> tuple[ParameterStorage, ...]:
+        """How each parameter is stored."""
+        return self.arranged.storages
+
+
+def gradients_on_mesh(
+    step: TrainingStep, layout: StateLayout
+) -> Callable[[Sequence[jax.Array], Sequence[jax.Array]], LossAndGradients]:
+    """The loss and the gradients as a function of flat parameters and a flat batch, run on every device of the mesh."""
+    batch_specs = [PartitionSpec("dp") if share is BatchShare.ROWS else PartitionSpec() for share in step.batch_shares]
+    mapped = jax.shard_map(
+        lambda parameters, batch: _local_gradients(step, parameters, batch),
+        mesh=layout.mesh,
+        in_specs=(layout.parameter_specs(*_MANUAL_AXES), batch_specs),
+        out_specs=(PartitionSpec(), layout.owned_specs(*_MANUAL_AXES)),
+        axis_names=_MANUAL_AXES,
+        check_vma=False,
+    )
+    return lambda parameters, batch: mapped(parameters, layout.constrain(batch_specs, batch))
+
+
+def _local_gradients(
+    step: TrainingStep, parameters: Sequence[jax.Array], batch: Sequence[jax.Array]
+) -> LossAndGradients:
+    """The mean loss of the whole batch in fp32, and this device's part of its gradients."""
+    micro_batches = divide_batch(batch, step.batch_shares, step.micro_batch_size, step.dp, step.batch_dtypes)
+    compute = _pipelined_gradients if step.pp > 1 else _accumulated_gradients
+    loss, gradients = compute(step, parameters, micro_batches)
+    reduced = [_reduced(step, storage, g) for storage, g in zip(step.storages, gradients, strict=True)]
+    scale = 1 / step.dp
+    return jax.lax.psum(loss, "dp") * scale, [gradient * jnp.asarray(scale, gradient.dtype) for gradient in reduced]
+
+
+def _pipelined_gradients(
+    step: TrainingStep, parameters: Sequence[jax.Array], micro_batches: MicroBatches
+) -> LossAndGradients:
+    """Microbatches through all stages; their gradients are added up in the gradients' type.
+
+    For that, parameters enter in that type, and every tick reads them in the compute type again.
+    """
+    pairs = zip(step.storages, parameters, strict=True)
+    whole = [value if storage.is_stacked else gather_shards(storage, value, "pp") for storage, value in pairs]
+
+    def loss(exact_parameters: Sequence[jax.Array]) -> jax.Array:
+        return pipelined_loss(step.arranged, exact_parameters, step.compute_dtype, micro_batches, step.pp)
+
+    stage_loss, gradients = jax.value_and_grad(loss)([value.astype(step.gradient_dtype) for value in whole])
+    pairs = zip(step.storages, gradients, strict=True)
+    return jax.lax.psum(stage_loss, "pp"), [_accumulable(step, storage, gradient) for storage, gradient in pairs]
+
+
+def _accumulated_gradients(
+    step: TrainingStep, parameters: Sequence[jax.Array], micro_batches: MicroBatches
+) -> LossAndGradients:
+    """The means of the losses and gradients of microbatches, which run one after the other."""
+
+    def of_micro_batch(number: jax.Array | int) -> LossAndGradients:
+        batch = micro_batches.arguments_of(number)
+        differentiated = jax.value_and_grad(lambda given: loss_of_micro_batch(step.arranged, given, batch))
+        loss, gradients = differentiated(list(parameters))
+        pairs = zip(step.storages, gradients, strict=True)
+        return loss.astype(jnp.float32), [_accumulable(step, storage, gradient) for storage, gradient in pairs]
+
+    if micro_batches.count == 1:
+        return of_micro_batch(0)
+
+    def add(sums: LossAndGradients, number: jax.Array) -> tuple[LossAndGradients, None]:
+        loss_sum, gradient_sums = sums
+        loss, gradients = of_micro_batch(number)
+        return (loss_sum + loss, [total + g for total, g in zip(gradient_sums, gradients, strict=True)]), None
+
+    shapes = jax.eval_shape(lambda: of_micro_batch(0))
+    no_loss, zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    no_gradients = [_split_like_parameter(step, storage, z) for storage, z in zip(step.storages, zeros, strict=True)]
+    (loss, gradients), _ = jax.lax.scan(add, (no_loss, no_gradients), jnp.arange(micro_batches.count))
+    return loss / micro_batches.count, [gradient / micro_batches.count for gradient in gradients]
+
+
+def _accumulable(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
+    """A gradient as it is added up: in the gradients' type, and with ZeRO-2 this device's shard of the sum."""
+    exact = _split_like_parameter(step, storage, gradient.astype(step.gradient_dtype))
+    return reduce_to_shards(storage, exact) if step.zero == 2 else exact
+
+
+def _split_like_parameter(step: TrainingStep, storage: ParameterStorage, value: jax.Array) -> jax.Array:
+    if step.arranged.tp == 1:
+        return value
+    return jax.lax.with_sharding_constraint(value, storage.partition_spec("tp"))
+
+
+def _reduced(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
+    """The gradient with what is left to add up over stages and copies."""
+    if step.pp > 1 and not storage.is_stacked:
+        gradient = reduce_to_shards(storage, gradient, "pp")
+    if step.dp == 1:
+        return gradient
+    if step.zero == 0 or (step.zero == 3 and storage.shard_dim is None):
+        return jax.lax.psum(gradient, "dp")
+    return reduce_to_shards(storage, gradient) if step.zero == 1 else gradient
