@@ -22,11 +22,11 @@ from phaze.backends.jax.traced_loss import TracedLoss, first_layers, read_variab
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
 from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
 from phaze.errors import PlanError, shown
-from phaze.model_import import import_graph
 from phaze.ir import Graph, RecomputeMode
+from phaze.model_import import import_graph
 from phaze.plan.plan import Plan, SplitDim
-from phaze.verify.saved_plan import differences
 from phaze.profile.model_profiles import recomputed_keys
+from phaze.verify.saved_plan import differences
 
 __all__ = ["AppliedPlan", "apply_plan_to"]
 
