@@ -10,7 +10,7 @@
 with `N/N optimal`. --models schedules the forward and backward pass of every distinct layer of nine models on twelve
 accelerators, to a gap of 1 %; the last line counts rows proven, the median and the largest seconds. --sharded does the
 same for tensor-parallel blocks with their collectives. --agree proves the passes of at least 30 ops to gap 0 by two
-independent methods, the frontier search and CP-SAT; CP-SAT knows the list schedule and nothing of the search (`--work`
+independent methods, the exact method and CP-SAT; CP-SAT knows the list schedule and nothing of the search (`--work`
 is its deterministic seconds for each; several workers prove more, not always the same). --bounds prices the lower
 bounds of one layer on the paper's 29,360 accelerators.
 """
@@ -32,15 +32,17 @@ import phaze
 from phaze.cost import Collective
 from phaze.errors import PhazeError
 from phaze.hardware import AcceleratorArray, parse_cluster, preset
+from phaze.hooks import PluginManager
 from phaze.ir import Graph, Op, Phase
 from phaze.profile.layer_jobs import price_pass
-from phaze.schedule import Problem, Schedule, ScheduleStatus, schedule_layer
-from phaze.schedule.cores import makespan
-from phaze.schedule.cp_sat import solve_cp_sat
+from phaze.schedule import Schedule, ScheduleStatus, SchedulingProblem, schedule_layer
+from phaze.schedule.core_timeline import makespan
+from phaze.schedule.cp_sat_model import solve_cp_sat
 from phaze.schedule.instances import read_instances
-from phaze.schedule.list_schedule import list_schedule
-from phaze.schedule.reduce import reduce_problem
+from phaze.schedule.list_scheduling import list_schedule
+from phaze.schedule.reduced_problem import reduce_problem
 from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
+from phaze.solvers import choose_solver
 
 MODELS = (
     "bert-large",
@@ -83,10 +85,10 @@ class Row:
     layer: str
     phase: str
     where: str  # the accelerator's cores, or the cluster and the tensor-parallel width
-    problem: Problem
+    problem: SchedulingProblem
 
     def __str__(self) -> str:
-        return f"{self.model:<17}{self.layer[-26:]:<27}{self.phase:<9}{self.where:>15}{len(self.problem.ops):>5}"
+        return f"{self.model:<17}{self.layer[-26:]:<27}{self.phase:<9}{self.where:>15}{len(self.problem.jobs):>5}"
 
 
 def accelerators() -> AcceleratorArray:
@@ -124,7 +126,7 @@ def sharded_rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
                 yield Row(model, block.name, phase.value, where, problem)
 
 
-def sliced_problem(local: Graph, ops: Sequence[Op], axis: Axis, name: str, *, is_fused: bool) -> Problem:
+def sliced_problem(local: Graph, ops: Sequence[Op], axis: Axis, name: str, *, is_fused: bool) -> SchedulingProblem:
     """One pass of one device's slice, its collectives as links."""
 
     def link_s(op: Op) -> float:
@@ -134,12 +136,13 @@ def sliced_problem(local: Graph, ops: Sequence[Op], axis: Axis, name: str, *, is
     return price_pass(local, ops, accelerator, name=name, is_fused=is_fused, link_s=link_s).problem()
 
 
-def run_instances(path: Path, method: str, solver: str) -> int:
+def run_instances(path: Path, method: str, solver: str | None) -> int:
     """Solve the instances of a file to gap 0; the exit code."""
     instances = read_instances(path)
+    chain = None if solver is None else choose_solver(solver, PluginManager.load())
     optimal = 0
     for instance in instances:
-        answer = schedule_layer(instance.problem, gap=0.0, method=method, solver=solver)
+        answer = schedule_layer(instance.problem, gap=0.0, method=method, solver=chain)
         known = answer.makespan_s if instance.makespan is None else instance.makespan
         is_proven = answer.status is ScheduleStatus.OPTIMAL
         if is_proven and abs(answer.makespan_s - known) <= 1e-6 * max(1.0, abs(known)):
@@ -188,12 +191,12 @@ def run_agreement(micro_batch: int, work: float, workers: int) -> int:
     """Prove passes of many ops to gap 0 by two independent methods."""
     print(
         f"{'model':<17}{'layer':<27}{'pass':<9}{'cores':>15}{'ops':>5}"
-        f"{'frontier us':>14}{'seconds':>9}{'cp-sat us':>14}{'seconds':>9}  agree"
+        f"{'exact us':>14}{'seconds':>9}{'cp-sat us':>14}{'seconds':>9}  agree"
     )
     agreed, tried, wrong = 0, 0, 0
     seen: set[str] = set()
     for row in rows(micro_batch, is_fused=False):
-        if len(row.problem.ops) < MANY_OPS or row.problem.key() in seen:
+        if len(row.problem.jobs) < MANY_OPS or row.problem.key() in seen:
             continue
         seen.add(row.problem.key())
         start = time.perf_counter()
@@ -209,7 +212,7 @@ def run_agreement(micro_batch: int, work: float, workers: int) -> int:
         is_bracketed = other.bound_s <= exact.makespan_s * (1 + 1e-6) and exact.bound_s <= other_s * (1 + 1e-6)
         tried, agreed = tried + 1, agreed + (is_proven and is_equal)
         wrong += (is_proven and not is_equal) or not is_bracketed
-        told = ("yes" if is_equal else "NO") if is_proven else f"cp-sat {other_gap:.2%}, frontier {exact.gap:.2%}"
+        told = ("yes" if is_equal else "NO") if is_proven else f"cp-sat {other_gap:.2%}, exact {exact.gap:.2%}"
         print(
             f"{row}{exact.makespan_s * 1e6:>14.3f}{middle - start:>9.2f}{other_s * 1e6:>14.3f}{end - middle:>9.1f}  "
             f"{told}",
@@ -252,8 +255,8 @@ def main() -> int:
     what.add_argument("--sharded", action="store_true")
     what.add_argument("--agree", action="store_true")
     what.add_argument("--bounds", action="store_true")
-    parser.add_argument("--method", default="auto", help="auto, list, frontier, cp-sat, milp (default: auto)")
-    parser.add_argument("--solver", default="highs", help="for milp: highs, scip, gurobi (default: highs)")
+    parser.add_argument("--method", default="auto", help="auto, list, exact, cp-sat, milp (default: auto)")
+    parser.add_argument("--solver", metavar="NAME", help="for auto and milp: highs, scip, gurobi or a plugin's")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="fuse elementwise epilogues into matrix ops")
     parser.add_argument("--work", type=float, default=0.5)
@@ -261,10 +264,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         if arguments.instances:
-            method, _, solver = (
-                arguments.method.partition("-") if arguments.method.startswith("milp") else (arguments.method, "", "")
-            )
-            return run_instances(arguments.instances, method, solver or arguments.solver)
+            return run_instances(arguments.instances, arguments.method, arguments.solver)
         if arguments.agree:
             return run_agreement(arguments.micro_batch, arguments.work, arguments.workers)
         if arguments.bounds:

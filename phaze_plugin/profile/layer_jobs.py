@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from phaze.cost import IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
 from phaze.errors import ScheduleError
 from phaze.hardware import Accelerator, AcceleratorArray
-from phaze.ir import Graph
-from phaze.ir import Op as GraphOp
-from phaze.ir import OpKind as GraphOpKind
-from phaze.schedule.bounds import lower_bounds
-from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
+from phaze.ir import Graph, Op, OpKind
+from phaze.schedule.makespan_bounds import lower_bounds
+from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
 
 if TYPE_CHECKING:
     from phaze.cost import OpGroup
@@ -40,7 +38,7 @@ class PricedPass:
 
     name: str
     names: tuple[str, ...]
-    kinds: tuple[OpKind, ...]
+    resources: tuple[Resource, ...]
     edges: tuple[tuple[int, int], ...]
     latency_s: FloatArray
     spread_s: FloatArray
@@ -52,12 +50,12 @@ class PricedPass:
     intra_op_exclusive: bool = True
     compatibility: Compatibility = Compatibility.PHAZE
 
-    def problem(self, accelerator: int = 0) -> Problem:
+    def problem(self, accelerator: int = 0) -> SchedulingProblem:
         """The scheduling problem on one of the accelerators."""
         rows = (self.latency_s, self.spread_s, self.energy_j, self.spread_energy_j)
-        columns = zip(self.names, self.kinds, *(row[accelerator].tolist() for row in rows), strict=True)
-        return Problem(
-            ops=tuple(Op(*column) for column in columns),
+        columns = zip(self.names, self.resources, *(row[accelerator].tolist() for row in rows), strict=True)
+        return SchedulingProblem(
+            jobs=tuple(Job(*column) for column in columns),
             edges=self.edges,
             tensor_cores=int(self.tensor_cores[accelerator]),
             vector_cores=int(self.vector_cores[accelerator]),
@@ -82,12 +80,12 @@ class PricedPass:
 
 def price_pass(
     graph: Graph,
-    ops: Sequence[GraphOp],
+    ops: Sequence[Op],
     accelerators: AcceleratorArray | Accelerator,
     *,
     name: str = "layer",
     is_fused: bool = False,
-    link_s: Callable[[GraphOp], float] | None = None,
+    link_s: Callable[[Op], float] | None = None,
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
     intra_op_exclusive: bool = True,
@@ -107,15 +105,15 @@ def price_pass(
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices)
     placed = [at for at in range(len(groups)) if at not in links]
-    kinds = [OpKind.LINK if calibration.stack.hides_links else OpKind.BOTH] * len(groups)
+    resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
     for at, kind in zip(placed, estimate.kinds, strict=True):
-        kinds[at] = OpKind(kind.value)
+        resources[at] = Resource(kind.value)
     bandwidth = chips.hbm_bandwidth_bytes_per_s * calibration.memory
     moved_s = np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth
     return PricedPass(
         name=name,
         names=tuple(group.head.id for group in groups),
-        kinds=tuple(kinds),
+        resources=tuple(resources),
         edges=group_edges(groups),
         latency_s=_columns(estimate.core_s, placed, _on_one_core(links, calibration, chips), len(groups)),
         spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
@@ -145,11 +143,11 @@ def _launch_floor_s(links: Mapping[int, float], estimate: Estimate, calibration:
     return calibration.overhead_s * launched
 
 
-def _is_link(op: GraphOp) -> bool:
-    return op.kind is GraphOpKind.COLLECTIVE
+def _is_link(op: Op) -> bool:
+    return op.kind is OpKind.COLLECTIVE
 
 
-def _seconds(op: GraphOp, link_s: Callable[[GraphOp], float] | None) -> float:
+def _seconds(op: Op, link_s: Callable[[Op], float] | None) -> float:
     if link_s is None:
         raise ScheduleError(
             f"op {op.id!r} is a collective ({op.function}) and nobody says how long it takes; pass link_s, "

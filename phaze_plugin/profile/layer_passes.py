@@ -36,9 +36,7 @@ from phaze.profile.layer_profile import (
     PlacementGraph,
     PlacementLayer,
 )
-from phaze.schedule import Compatibility, Schedule, ScheduleCache, schedule_layer
-from phaze.schedule.exposed import exposed_link_s
-from phaze.schedule.problem import OpKind as ScheduledKind
+from phaze.schedule import Compatibility, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import WHOLE, ShardedLayer, slice_layer
 
 if TYPE_CHECKING:
@@ -164,12 +162,12 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
     if schedule is None:
         return PassReport()
     links = [
-        op for name in (op.name for op in schedule.problem.ops) if (op := local.op(name)).kind is OpKind.COLLECTIVE
+        op for name in (job.name for job in schedule.problem.jobs) if (op := local.op(name)).kind is OpKind.COLLECTIVE
     ]
     alone_s = sum(
         entry.end_s - entry.start_s
-        for entry, op in zip(schedule.ops, schedule.problem.ops, strict=True)
-        if op.kind is not ScheduledKind.LINK and local.op(op.name).kind is OpKind.COLLECTIVE
+        for entry, job in zip(schedule.jobs, schedule.problem.jobs, strict=True)
+        if job.resource is not Resource.LINK and local.op(job.name).kind is OpKind.COLLECTIVE
     )
     sent_j = sum(sharded.task.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
     return PassReport(
@@ -178,7 +176,7 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
         energy_j=schedule.energy_j,
         link_energy_j=sent_j,
         exposed_link_s=exposed_link_s(schedule) + alone_s,
-        ops=len(schedule.ops),
+        ops=len(schedule.jobs),
         method=schedule.method,
     )
 

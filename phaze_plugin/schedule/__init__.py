@@ -1,31 +1,32 @@
 """Operators of a layer on the cores of one accelerator: schedules with a proof."""
 
-from phaze.schedule.bounds import lower_bounds
-from phaze.schedule.gantt import format_gantt
-from phaze.schedule.problem import Compatibility, Op, OpKind, Problem
-from phaze.schedule.result import Schedule, ScheduledOp, ScheduleStatus
-from phaze.schedule.solve import DEFAULT_WORK, Method, ScheduleCache, schedule_layer
-from phaze.schedule.trace import chrome_trace
-from phaze.schedule.utilization import Utilization, utilization
-from phaze.schedule.verify import breaches, verify
+from phaze.schedule.makespan_bounds import lower_bounds
+from phaze.schedule.proven_schedule import Schedule, ScheduledJob, ScheduleStatus
+from phaze.schedule.resource_usage import Utilization, exposed_link_s, utilization
+from phaze.schedule.schedule_charts import chrome_trace, format_gantt, format_seconds
+from phaze.schedule.schedule_check import breaches, verify_schedule
+from phaze.schedule.scheduling_methods import DEFAULT_WORK, Method, ScheduleCache, schedule_layer
+from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
 
 __all__ = [
     "DEFAULT_WORK",
     "Compatibility",
+    "Job",
     "Method",
-    "Op",
-    "OpKind",
-    "Problem",
+    "Resource",
     "Schedule",
     "ScheduleCache",
     "ScheduleStatus",
-    "ScheduledOp",
+    "ScheduledJob",
+    "SchedulingProblem",
     "Utilization",
     "breaches",
     "chrome_trace",
+    "exposed_link_s",
     "format_gantt",
+    "format_seconds",
     "lower_bounds",
     "schedule_layer",
     "utilization",
-    "verify",
+    "verify_schedule",
 ]

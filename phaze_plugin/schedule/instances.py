@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from phaze.errors import FormatError
-from phaze.schedule.problem import Op, OpKind, Problem
+from phaze.schedule.scheduling_problem import Job, Resource, SchedulingProblem
 
 __all__ = ["Instance", "read_instances"]
 
-_KINDS = {
-    "TC": OpKind.TENSOR,
-    "VC": OpKind.VECTOR,
-    "TCandVC": OpKind.BOTH,
-    "Nop": OpKind.NONE,
-    "Link": OpKind.LINK,
+_RESOURCES = {
+    "TC": Resource.TENSOR,
+    "VC": Resource.VECTOR,
+    "TCandVC": Resource.BOTH,
+    "Nop": Resource.NONE,
+    "Link": Resource.LINK,
 }
 
 
@@ -30,7 +30,7 @@ _KINDS = {
 class Instance:
     """A problem with its known optimum, if any."""
 
-    problem: Problem
+    problem: SchedulingProblem
     makespan: float | None
 
 
@@ -49,8 +49,8 @@ def _instance(entry: Any, where: str) -> Instance:
     try:
         name = str(entry.get("name", where))
         position = {op["id"]: at for at, op in enumerate(entry["ops"])}
-        problem = Problem(
-            ops=tuple(_op(op, where) for op in entry["ops"]),
+        problem = SchedulingProblem(
+            jobs=tuple(_job(op, where) for op in entry["ops"]),
             edges=tuple((position[before], position[after]) for before, after in entry["edges"]),
             tensor_cores=int(entry["tensor_cores"]),
             vector_cores=int(entry["vector_cores"]),
@@ -65,9 +65,14 @@ def _instance(entry: Any, where: str) -> Instance:
         ) from error
 
 
-def _op(entry: dict[str, Any], where: str) -> Op:
-    if entry["core"] not in _KINDS:
-        raise FormatError(f"{where}: op {entry['id']} has core {entry['core']!r}; expected one of {', '.join(_KINDS)}")
-    return Op(
-        str(entry["id"]), _KINDS[entry["core"]], float(entry["latency"]), float(entry.get("intra_op_latency", math.inf))
+def _job(entry: dict[str, Any], where: str) -> Job:
+    if entry["core"] not in _RESOURCES:
+        raise FormatError(
+            f"{where}: op {entry['id']} has core {entry['core']!r}; expected one of {', '.join(_RESOURCES)}"
+        )
+    return Job(
+        str(entry["id"]),
+        _RESOURCES[entry["core"]],
+        float(entry["latency"]),
+        float(entry.get("intra_op_latency", math.inf)),
     )

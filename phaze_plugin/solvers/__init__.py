@@ -1,17 +1,18 @@
 """A neutral linear problem and the solvers that take it."""
 
-from phaze.solvers.builder import ProblemBuilder
-from phaze.solvers.front import BUILT_IN_SOLVERS, solve_linear
-from phaze.solvers.problem import (
+from phaze.solvers.linear_problem import (
     LinearProblem,
     LinearResult,
     LinearSolver,
+    ProblemBuilder,
     SolveReport,
     SolveStatus,
     WorkLimits,
 )
+from phaze.solvers.solver_choice import AUTOMATIC_SOLVERS, BUILT_IN_SOLVERS, SolverChain, choose_solver, solve_linear
 
 __all__ = [
+    "AUTOMATIC_SOLVERS",
     "BUILT_IN_SOLVERS",
     "LinearProblem",
     "LinearResult",
@@ -19,6 +20,8 @@ __all__ = [
     "ProblemBuilder",
     "SolveReport",
     "SolveStatus",
+    "SolverChain",
     "WorkLimits",
+    "choose_solver",
     "solve_linear",
 ]

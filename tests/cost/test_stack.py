@@ -21,7 +21,7 @@ from phaze.cost import (
 from phaze.hardware import parse_cluster, preset
 from phaze.ir import OpKind, Phase
 from phaze.profile.layer_jobs import price_pass
-from phaze.schedule.problem import OpKind as ScheduledKind
+from phaze.schedule import Resource
 
 CHIP = preset("a100-80gb").accelerator
 GRAPH = tiny_graph("megatron-gpt", 2).with_backward()
@@ -75,7 +75,7 @@ def test_a_host_that_launches_ahead_is_a_floor_under_a_pass_and_no_part_of_an_op
     assert seconds(work, ahead) == seconds(work, replace(ahead, overhead_s=0.0))
     ops = [op for op in GRAPH.ops if op.phase is Phase.FORWARD]
     waiting = price_pass(GRAPH, ops, CHIP, calibration=ahead)
-    launched = sum(kind is not ScheduledKind.NONE for kind in waiting.kinds)
+    launched = sum(resource is not Resource.NONE for resource in waiting.resources)
     assert waiting.memory_s.tolist() == [pytest.approx(launched * 1e-3)]
     assert waiting.lower_bounds().tolist() == waiting.memory_s.tolist()
 

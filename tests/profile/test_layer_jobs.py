@@ -11,8 +11,7 @@ from phaze.errors import ScheduleError
 from phaze.hardware import AcceleratorArray, parse_cluster, preset
 from phaze.ir import Graph, Op, OpKind
 from phaze.profile.layer_jobs import price_pass
-from phaze.schedule import Compatibility, schedule_layer
-from phaze.schedule import OpKind as CoreUse
+from phaze.schedule import Compatibility, Resource, schedule_layer
 from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
 
 CHIPS = AcceleratorArray.of([preset("tpuv4-paper").accelerator, preset("a100-80gb").accelerator])
@@ -48,11 +47,13 @@ def test_views_hold_nothing_and_fused_ops_hold_both(gpt2: Graph) -> None:
     single = price_pass(gpt2, block.forward, CHIPS, prices={})
     views = {op.id for op in block.forward if op.kind is OpKind.VIEW}
     assert views
-    assert {name for name, kind in zip(single.names, single.kinds, strict=True) if kind is CoreUse.NONE} == views
+    assert {
+        name for name, resource in zip(single.names, single.resources, strict=True) if resource is Resource.NONE
+    } == views
     fused = price_pass(gpt2, block.forward, CHIPS, is_fused=True, prices={})
-    assert CoreUse.BOTH in fused.kinds
+    assert Resource.BOTH in fused.resources
     assert len(fused.names) < len(single.names)
-    assert CoreUse.BOTH not in single.kinds
+    assert Resource.BOTH not in single.resources
 
 
 def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
@@ -68,10 +69,10 @@ def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
         return float(price_collective("all_reduce", 1e6, cluster, 4).seconds)
 
     priced = price_pass(local, forward, chip, link_s=seconds, prices={})
-    assert CoreUse.LINK in priced.kinds
+    assert Resource.LINK in priced.resources
     kept = schedule_layer(priced.problem(0), gap=0.0)
     paper = price_pass(local, forward, chip, link_s=seconds, prices={}, compatibility=Compatibility.PAPER)
-    assert CoreUse.LINK not in paper.problem(0).kinds
+    assert Resource.LINK not in paper.problem(0).resources
     assert kept.gap <= 1e-9
 
 
@@ -87,7 +88,7 @@ def test_sliced_backward_overlaps_its_collectives_and_is_proven(gpt2: Graph, chi
     problem = price_pass(local, backward, axis.cluster.accelerator, link_s=seconds, prices={}).problem()
     answer = schedule_layer(problem)
     assert answer.gap <= 0.01 + 1e-9
-    assert answer.makespan_s < sum(op.shortest_s for op in problem.ops)
+    assert answer.makespan_s < sum(job.shortest_s for job in problem.jobs)
     other = schedule_layer(problem, method="cp-sat", gap=0.0, work=0.5)
     assert other.bound_s <= answer.makespan_s * (1 + 1e-6)
     assert answer.bound_s <= other.makespan_s * (1 + 1e-6)

@@ -7,28 +7,32 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from phaze.schedule import Op, OpKind, Problem
+from phaze.schedule import Job, Resource, SchedulingProblem
 
-KINDS = (OpKind.TENSOR, OpKind.VECTOR, OpKind.BOTH, OpKind.NONE, OpKind.LINK)
+RESOURCES = (Resource.TENSOR, Resource.VECTOR, Resource.BOTH, Resource.NONE, Resource.LINK)
 
 
-def random_problem(seed: int, ops: int, *, exclusive: bool | None = None, decimals: int = 3) -> Problem:
-    """A problem with all kinds of ops, few cores and latencies that leave spreading an open question."""
+def random_problem(seed: int, jobs: int, *, exclusive: bool | None = None, decimals: int = 3) -> SchedulingProblem:
+    """A problem with all kinds of jobs, few cores and latencies that leave spreading an open question."""
     random = np.random.default_rng(seed)
     tensor_cores, vector_cores = (int(count) for count in random.integers(1, 4, 2))
-    chosen = random.choice(len(KINDS), ops, p=(0.35, 0.3, 0.15, 0.1, 0.1))
+    chosen = random.choice(len(RESOURCES), jobs, p=(0.35, 0.3, 0.15, 0.1, 0.1))
     made = []
-    for number, kind in enumerate(KINDS[int(choice)] for choice in chosen):
+    for number, resource in enumerate(RESOURCES[int(choice)] for choice in chosen):
         latency = (
-            0.0 if kind is OpKind.NONE and random.random() < 0.7 else round(float(random.uniform(1, 30)), decimals)
+            0.0
+            if resource is Resource.NONE and random.random() < 0.7
+            else round(float(random.uniform(1, 30)), decimals)
         )
-        cores = {OpKind.TENSOR: tensor_cores, OpKind.VECTOR: vector_cores}.get(kind, min(tensor_cores, vector_cores))
+        cores = {Resource.TENSOR: tensor_cores, Resource.VECTOR: vector_cores}.get(
+            resource, min(tensor_cores, vector_cores)
+        )
         spread = round(latency / cores * float(random.uniform(1.0, 1.6)), decimals) if latency else 0.0
-        made.append(Op(f"op{number}", kind, latency, min(spread, latency)))
+        made.append(Job(f"job{number}", resource, latency, min(spread, latency)))
     density = float(random.uniform(0.1, 0.5))
-    edges = [(i, j) for i in range(ops) for j in range(i + 1, ops) if random.random() < density]
-    return Problem(
-        ops=tuple(made),
+    edges = [(i, j) for i in range(jobs) for j in range(i + 1, jobs) if random.random() < density]
+    return SchedulingProblem(
+        jobs=tuple(made),
         edges=tuple(edges),
         tensor_cores=tensor_cores,
         vector_cores=vector_cores,
@@ -37,27 +41,27 @@ def random_problem(seed: int, ops: int, *, exclusive: bool | None = None, decima
     )
 
 
-def layer_like_problem(seed: int, ops: int) -> Problem:
-    """A chain with ops hanging off it, tensor and vector mixed, some alike: a backward pass; odd seeds have links."""
+def layer_like_problem(seed: int, jobs: int) -> SchedulingProblem:
+    """A chain with jobs hanging off it, tensor and vector mixed, some alike: a backward pass; odd seeds have links."""
     random = np.random.default_rng(seed)
     tensor_cores, vector_cores = int(random.choice([1, 2, 4, 8])), int(random.choice([1, 2, 4]))
     latencies = [round(float(value), 3) for value in random.uniform(1, 40, 3)]
     made, edges, last = [], [], -1
-    for number in range(ops):
-        kind = OpKind.TENSOR if random.random() < 0.55 else OpKind.VECTOR
+    for number in range(jobs):
+        resource = Resource.TENSOR if random.random() < 0.55 else Resource.VECTOR
         if seed % 2 and random.random() < 0.2:
-            kind = OpKind.LINK
-        cores = tensor_cores if kind is OpKind.TENSOR else vector_cores
-        latency = latencies[int(random.integers(3))] / (1 if kind is OpKind.TENSOR else 3)
+            resource = Resource.LINK
+        cores = tensor_cores if resource is Resource.TENSOR else vector_cores
+        latency = latencies[int(random.integers(3))] / (1 if resource is Resource.TENSOR else 3)
         spread = latency / cores * float(random.choice([1.0, 1.25, cores]))
-        made.append(Op(f"op{number}", kind, round(latency, 3), round(spread, 3)))
+        made.append(Job(f"job{number}", resource, round(latency, 3), round(spread, 3)))
         before = last if random.random() < 0.8 else int(random.integers(-1, number))
         if before >= 0:
             edges.append((before, number))
         if random.random() < 0.55:
             last = number
-    return Problem(
-        ops=tuple(made),
+    return SchedulingProblem(
+        jobs=tuple(made),
         edges=tuple(edges),
         tensor_cores=tensor_cores,
         vector_cores=vector_cores,
@@ -66,27 +70,32 @@ def layer_like_problem(seed: int, ops: int) -> Problem:
     )
 
 
-def linked_problem(seed: int, ops: int) -> Problem:
+def linked_problem(seed: int, jobs: int) -> SchedulingProblem:
     """Many links, in chains and side by side; every other seed has small whole latencies, some 0, so that ends meet."""
     random = np.random.default_rng(seed)
     tensor_cores, vector_cores = (int(count) for count in random.integers(1, 4, 2))
     share = float(random.uniform(0.2, 0.6))
     others = (1.0 - share) * np.array((0.4, 0.35, 0.15, 0.1))
     made = []
-    for number, choice in enumerate(random.choice(len(KINDS), ops, p=(*others, share))):
-        kind = KINDS[int(choice)]
+    for number, choice in enumerate(random.choice(len(RESOURCES), jobs, p=(*others, share))):
+        resource = RESOURCES[int(choice)]
         latency = float(random.integers(0, 7)) if seed % 2 else round(float(random.uniform(1, 30)), 3)
-        cores = {OpKind.TENSOR: tensor_cores, OpKind.VECTOR: vector_cores}.get(kind, min(tensor_cores, vector_cores))
+        cores = {Resource.TENSOR: tensor_cores, Resource.VECTOR: vector_cores}.get(
+            resource, min(tensor_cores, vector_cores)
+        )
         spread = latency / cores * float(random.choice([1.0, 1.2, 1.5]))
         spread = math.ceil(2 * spread) / 2 if seed % 2 else round(spread, 3)
-        made.append(Op(f"op{number}", kind, latency, min(spread, latency)))
+        made.append(Job(f"job{number}", resource, latency, min(spread, latency)))
     chains, density = int(random.integers(1, 4)), float(random.choice([0.0, 0.1, 0.4]))
-    of_chain = random.integers(0, chains + 1, ops)  # the last one is no chain
+    of_chain = random.integers(0, chains + 1, jobs)  # the last one is no chain
     edges = [
-        (i, j) for j in range(ops) for i in range(j) if of_chain[i] == of_chain[j] < chains or random.random() < density
+        (i, j)
+        for j in range(jobs)
+        for i in range(j)
+        if of_chain[i] == of_chain[j] < chains or random.random() < density
     ]
-    return Problem(
-        ops=tuple(made),
+    return SchedulingProblem(
+        jobs=tuple(made),
         edges=tuple(edges),
         tensor_cores=tensor_cores,
         vector_cores=vector_cores,
@@ -95,17 +104,17 @@ def linked_problem(seed: int, ops: int) -> Problem:
     )
 
 
-def brute_force(problem: Problem) -> float:
-    """The optimum by trying every order, mode and core; ops are appended, each as early as it can."""
+def brute_force(problem: SchedulingProblem) -> float:
+    """The optimum by trying every order, mode and core; jobs are appended, each as early as it can."""
     return _Search(problem).best
 
 
 class _Search:
     """Depth first over all orders; written without anything from the package but the problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         self.problem, self.best = problem, math.inf
-        self.before: list[set[int]] = [set() for _ in problem.ops]
+        self.before: list[set[int]] = [set() for _ in problem.jobs]
         for first, second in problem.edges:
             self.before[second].add(first)
         self._extend({}, [0.0] * problem.tensor_cores, [0.0] * problem.vector_cores, 0.0)
@@ -113,27 +122,27 @@ class _Search:
     def _extend(self, ended: dict[int, float], tensor: list[float], vector: list[float], link: float) -> None:
         if max(ended.values(), default=0.0) >= self.best:
             return
-        if len(ended) == len(self.problem.ops):
+        if len(ended) == len(self.problem.jobs):
             self.best = max(ended.values(), default=0.0)
             return
-        for op in range(len(self.problem.ops)):
-            if op not in ended and self.before[op] <= set(ended):
-                ready = max((ended[other] for other in self.before[op]), default=0.0)
-                for end, *after in self._placements(op, ready, tensor, vector, link):
-                    self._extend({**ended, op: end}, *after)
+        for job in range(len(self.problem.jobs)):
+            if job not in ended and self.before[job] <= set(ended):
+                ready = max((ended[other] for other in self.before[job]), default=0.0)
+                for end, *after in self._placements(job, ready, tensor, vector, link):
+                    self._extend({**ended, job: end}, *after)
 
     def _placements(
-        self, op: int, ready: float, tensor: list[float], vector: list[float], link: float
+        self, job: int, ready: float, tensor: list[float], vector: list[float], link: float
     ) -> Iterator[tuple[float, list[float], list[float], float]]:
-        entry, exclusive = self.problem.ops[op], self.problem.intra_op_exclusive
-        if entry.kind is OpKind.NONE or entry.shortest_s == 0.0:  # what takes no time overlaps nothing
+        entry, exclusive = self.problem.jobs[job], self.problem.intra_op_exclusive
+        if entry.resource is Resource.NONE or entry.shortest_s == 0.0:  # what takes no time overlaps nothing
             yield ready + entry.shortest_s, tensor, vector, link
             return
-        if entry.kind is OpKind.LINK:
+        if entry.resource is Resource.LINK:
             end = max(ready, link) + entry.latency_s
             yield end, tensor, vector, end
             return
-        on_tensor, on_vector = entry.kind.uses_tensor, entry.kind.uses_vector
+        on_tensor, on_vector = entry.resource.uses_tensor, entry.resource.uses_vector
         all_tensor, all_vector = on_tensor or exclusive, on_vector or exclusive
         held = [*(tensor if all_tensor else []), *(vector if all_vector else [])]
         end = max([ready, *held]) + entry.spread_s

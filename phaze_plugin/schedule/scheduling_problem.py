@@ -1,16 +1,17 @@
-"""The operators of one layer on the cores of one accelerator: the problem that every scheduling method takes.
+"""The problem that every scheduling method takes: the operators of one layer on the cores of one accelerator.
 
-Each op has a kind, a latency on one core and a latency when spread over all cores of its kind. A method chooses start
-times, cores, and one core or spread, and minimises the makespan under these rules (the paper's ILP, with links added):
+An operator (or a group of fused ones) is a `Job`. It holds a `Resource` while it runs, and has a latency on one core
+and a latency when it is spread over all cores of its resource. A method chooses start times, cores, and one core or
+spread, and minimises the makespan under these rules (the paper's program, with links added):
 
- 1. an op starts when all its predecessors have ended, zero-cost ones included;
- 2. a core runs one op at a time; a `both` op takes a matched pair, tensor core c with vector core c;
- 3. with `intra_op_exclusive` a spread op runs alone on the cores; without it a spread tensor op excludes tensor and
-    both ops, a spread vector op vector and both ops, a spread both op everything;
- 4. `none` ops hold nothing; `link` ops (collectives) hold no core, run one at a time, and are not excluded by rule 3.
+ 1. a job starts when all its predecessors have ended, those of no latency included;
+ 2. a core runs one job at a time; a job that holds both takes a matched pair, tensor core c with vector core c;
+ 3. with `intra_op_exclusive` a spread job runs alone on the cores; without it a spread tensor job excludes tensor and
+    both jobs, a spread vector job excludes vector and both jobs, and a spread both job excludes everything;
+ 4. `none` jobs hold nothing; `link` jobs (collectives) hold no core, run one at a time, and rule 3 leaves them alone.
 
-Concurrent ops share one memory: the layer's time is the larger of the makespan and `memory_s`, its off-chip bytes over
-bandwidth. `Compatibility.PAPER` leaves that out and treats links as vector ops.
+Jobs that run at the same time share one memory: the layer's time is the larger of the makespan and `memory_s`, its
+off-chip bytes over the bandwidth. `Compatibility.PAPER` leaves that out and treats links as vector jobs.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import numpy as np
 
 from phaze.errors import ScheduleError
 
-__all__ = ["Compatibility", "Op", "OpKind", "Problem", "infeasibility"]
+__all__ = ["Compatibility", "Job", "Resource", "SchedulingProblem", "infeasibility"]
 
 
-class OpKind(StrEnum):
-    """What an op holds while it runs."""
+class Resource(StrEnum):
+    """What a job holds while it runs."""
 
     TENSOR = "tensor"
     VECTOR = "vector"
@@ -39,13 +40,13 @@ class OpKind(StrEnum):
 
     @property
     def uses_tensor(self) -> bool:
-        """Whether the op holds tensor cores."""
-        return self in (OpKind.TENSOR, OpKind.BOTH)
+        """Whether the job holds tensor cores."""
+        return self in (Resource.TENSOR, Resource.BOTH)
 
     @property
     def uses_vector(self) -> bool:
-        """Whether the op holds vector cores."""
-        return self in (OpKind.VECTOR, OpKind.BOTH)
+        """Whether the job holds vector cores."""
+        return self in (Resource.VECTOR, Resource.BOTH)
 
 
 class Compatibility(StrEnum):
@@ -56,15 +57,15 @@ class Compatibility(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class Job:
     """One operator; `spread_s` is its time on all cores of its kind (infinite: it cannot be spread).
 
-    An infinite `latency_s` says that the op cannot run on this accelerator. The energies are those on one core and
+    An infinite `latency_s` says that the job cannot run on this accelerator. The energies are those on one core and
     spread. Raises ScheduleError on negative or NaN.
     """
 
     name: str
-    kind: OpKind
+    resource: Resource
     latency_s: float
     spread_s: float = math.inf
     energy_j: float = 0.0
@@ -82,22 +83,22 @@ class Op:
     @property
     def can_spread(self) -> bool:
         """Whether spreading is possible and quicker than one core; a slower spread is never of use."""
-        return self.kind not in (OpKind.NONE, OpKind.LINK) and self.spread_s < self.latency_s
+        return self.resource not in (Resource.NONE, Resource.LINK) and self.spread_s < self.latency_s
 
     @property
     def shortest_s(self) -> float:
-        """The least time the op can take."""
+        """The least time the job can take."""
         return self.spread_s if self.can_spread else self.latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Ops, precedence edges (pairs of op indices), and the cores they run on.
+class SchedulingProblem:
+    """Ops, precedence edges (pairs of job indices), and the cores they run on.
 
     Raises ScheduleError on cyclic precedence, unknown indices, repeated names, negative core counts or memory time.
     """
 
-    ops: tuple[Op, ...]
+    jobs: tuple[Job, ...]
     edges: tuple[tuple[int, int], ...]
     tensor_cores: int
     vector_cores: int
@@ -112,20 +113,20 @@ class Problem:
                 raise ScheduleError(f"{self.name}: {cores} {kind} cores; expected 0 or more")
         if not 0.0 <= self.memory_s < math.inf:
             raise ScheduleError(f"{self.name}: memory_s is {self.memory_s}; expected a finite number of at least 0")
-        names = [op.name for op in self.ops]
+        names = [job.name for job in self.jobs]
         if len(set(names)) != len(names):
             repeated = next(name for name in names if names.count(name) > 1)
             raise ScheduleError(f"{self.name}: two ops are called {repeated!r}; names must differ")
         for edge in self.edges:
-            if not all(0 <= end < len(self.ops) for end in edge):
-                raise ScheduleError(f"{self.name}: edge {edge} names an op outside 0..{len(self.ops) - 1}")
+            if not all(0 <= end < len(self.jobs) for end in edge):
+                raise ScheduleError(f"{self.name}: edge {edge} names an op outside 0..{len(self.jobs) - 1}")
         topological_order(self)
 
     @property
-    def kinds(self) -> tuple[OpKind, ...]:
-        """The kind each op counts as: with the paper's counting, links are vector ops."""
+    def resources(self) -> tuple[Resource, ...]:
+        """The kind each job counts as: with the paper's counting, links are vector jobs."""
         paper = self.compatibility is Compatibility.PAPER
-        return tuple(OpKind.VECTOR if paper and op.kind is OpKind.LINK else op.kind for op in self.ops)
+        return tuple(Resource.VECTOR if paper and job.resource is Resource.LINK else job.resource for job in self.jobs)
 
     @property
     def floor_s(self) -> float:
@@ -134,57 +135,57 @@ class Problem:
 
     @property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each op its direct predecessors, ascending and without repeats."""
-        found: list[set[int]] = [set() for _ in self.ops]
+        """For each job its direct predecessors, ascending and without repeats."""
+        found: list[set[int]] = [set() for _ in self.jobs]
         for before, after in self.edges:
             found[after].add(before)
         return tuple(tuple(sorted(group)) for group in found)
 
     def key(self) -> str:
         """A digest of everything that the optimum depends on; names and energies do not count."""
-        numbers = np.array([(op.latency_s, op.spread_s) for op in self.ops], np.float64).tobytes()
+        numbers = np.array([(job.latency_s, job.spread_s) for job in self.jobs], np.float64).tobytes()
         shape = (
-            tuple(kind.value for kind in self.kinds),
+            tuple(resource.value for resource in self.resources),
             tuple(sorted(set(self.edges))),
             (self.tensor_cores, self.vector_cores, self.intra_op_exclusive, self.floor_s),
         )
         return hashlib.sha256(repr(shape).encode() + numbers).hexdigest()
 
 
-def topological_order(problem: Problem) -> tuple[int, ...]:
-    """Op indices, predecessors first, smallest index first among the ready; ScheduleError names a cycle's ops."""
+def topological_order(problem: SchedulingProblem) -> tuple[int, ...]:
+    """Job indices, predecessors first, smallest index first among the ready; ScheduleError names a cycle's jobs."""
     waiting = [len(group) for group in problem.predecessors]
-    successors: list[list[int]] = [[] for _ in problem.ops]
+    successors: list[list[int]] = [[] for _ in problem.jobs]
     for after, group in enumerate(problem.predecessors):
         for before in group:
             successors[before].append(after)
     ready = sorted((i for i, count in enumerate(waiting) if count == 0), reverse=True)
     order: list[int] = []
     while ready:
-        op = ready.pop()
-        order.append(op)
-        for after in successors[op]:
+        job = ready.pop()
+        order.append(job)
+        for after in successors[job]:
             waiting[after] -= 1
             if waiting[after] == 0:
                 ready.append(after)
                 ready.sort(reverse=True)
-    if len(order) < len(problem.ops):
-        stuck = [problem.ops[i].name for i, count in enumerate(waiting) if count > 0]
+    if len(order) < len(problem.jobs):
+        stuck = [problem.jobs[i].name for i, count in enumerate(waiting) if count > 0]
         raise ScheduleError(
             f"{problem.name}: the precedence is cyclic among {_listed(stuck)}; remove an edge of the cycle"
         )
     return tuple(order)
 
 
-def infeasibility(problem: Problem) -> str | None:
-    """Why no schedule exists, naming the op, or None: an op that cannot run here, or cores that are not there."""
-    for op, kind in zip(problem.ops, problem.kinds, strict=True):
-        if math.isinf(op.latency_s):
-            return f"op {op.name!r} cannot run on this accelerator (infinite latency)"
-        if kind.uses_tensor and problem.tensor_cores == 0:
-            return f"op {op.name!r} needs a tensor core and there is none"
-        if kind.uses_vector and problem.vector_cores == 0:
-            return f"op {op.name!r} needs a vector core and there is none"
+def infeasibility(problem: SchedulingProblem) -> str | None:
+    """Why no schedule exists, naming the job, or None: a job that cannot run here, or cores that are not there."""
+    for job, resource in zip(problem.jobs, problem.resources, strict=True):
+        if math.isinf(job.latency_s):
+            return f"op {job.name!r} cannot run on this accelerator (infinite latency)"
+        if resource.uses_tensor and problem.tensor_cores == 0:
+            return f"op {job.name!r} needs a tensor core and there is none"
+        if resource.uses_vector and problem.vector_cores == 0:
+            return f"op {job.name!r} needs a vector core and there is none"
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from phaze.solvers.problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.solvers.linear_problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
 
 __all__ = ["NODES_PER_WORK", "MathOptSolver", "highs", "scip"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.solvers.problem import FloatArray, LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.solvers.linear_problem import FloatArray, LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
 
 __all__ = ["CpSatSolver", "cp_sat"]
 

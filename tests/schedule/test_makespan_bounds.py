@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from scheduling import random_problem
 
-from phaze.schedule import Op, OpKind, Problem, lower_bounds, schedule_layer
-from phaze.schedule.bounds import lower_bound
-from phaze.schedule.reduce import reduce_problem, segments
+from phaze.schedule import Job, Resource, SchedulingProblem, lower_bounds, schedule_layer
+from phaze.schedule.makespan_bounds import lower_bound
+from phaze.schedule.reduced_problem import reduce_problem, segments
 
 
-def arrays(problem: Problem) -> dict[str, np.ndarray]:
+def arrays(problem: SchedulingProblem) -> dict[str, np.ndarray]:
     return {
-        "latency_s": np.array([[op.latency_s for op in problem.ops]]),
-        "spread_s": np.array([[op.spread_s for op in problem.ops]]),
+        "latency_s": np.array([[job.latency_s for job in problem.jobs]]),
+        "spread_s": np.array([[job.spread_s for job in problem.jobs]]),
     }
 
 
@@ -41,16 +41,20 @@ def test_batch_gives_the_bound_of_each_accelerator() -> None:
     tensor, vector = random.integers(1, 9, 30), random.integers(1, 5, 30)
     bounds = lower_bounds(template, latency_s=latency, spread_s=spread, tensor_cores=tensor, vector_cores=vector)
     for row in range(30):
-        ops = tuple(Op(op.name, op.kind, latency[row, at], spread[row, at]) for at, op in enumerate(template.ops))
-        one = Problem(ops=ops, edges=template.edges, tensor_cores=int(tensor[row]), vector_cores=int(vector[row]))
+        jobs = tuple(
+            Job(job.name, job.resource, latency[row, at], spread[row, at]) for at, job in enumerate(template.jobs)
+        )
+        one = SchedulingProblem(
+            jobs=jobs, edges=template.edges, tensor_cores=int(tensor[row]), vector_cores=int(vector[row])
+        )
         best = schedule_layer(one, gap=0.0).makespan_s
         assert bounds[row] <= best * (1 + 1e-9)
         assert bounds[row] >= 0.9 * lower_bound(reduce_problem(one))
 
 
 def test_accelerators_that_cannot_run_an_op_get_infinity() -> None:
-    template = Problem(
-        ops=(Op("a", OpKind.TENSOR, 1.0), Op("b", OpKind.VECTOR, 1.0)), edges=(), tensor_cores=1, vector_cores=1
+    template = SchedulingProblem(
+        jobs=(Job("a", Resource.TENSOR, 1.0), Job("b", Resource.VECTOR, 1.0)), edges=(), tensor_cores=1, vector_cores=1
     )
     bounds = lower_bounds(
         template,
@@ -63,7 +67,7 @@ def test_accelerators_that_cannot_run_an_op_get_infinity() -> None:
 
 
 def test_memory_is_a_floor() -> None:
-    template = Problem(ops=(Op("a", OpKind.TENSOR, 1.0),), edges=(), tensor_cores=1, vector_cores=1)
+    template = SchedulingProblem(jobs=(Job("a", Resource.TENSOR, 1.0),), edges=(), tensor_cores=1, vector_cores=1)
     bounds = lower_bounds(
         template, latency_s=[[1.0], [1.0]], spread_s=[[1.0], [1.0]], tensor_cores=1, vector_cores=1, memory_s=[0.5, 3.0]
     )
@@ -71,8 +75,10 @@ def test_memory_is_a_floor() -> None:
 
 
 def test_chain_falls_into_segments_and_is_proven_without_search() -> None:
-    ops = tuple(Op(f"op{number}", OpKind.TENSOR, 4.0 + number, 1.0 + number) for number in range(20))
-    chain = Problem(ops=ops, edges=tuple((number, number + 1) for number in range(19)), tensor_cores=4, vector_cores=1)
+    jobs = tuple(Job(f"job{number}", Resource.TENSOR, 4.0 + number, 1.0 + number) for number in range(20))
+    chain = SchedulingProblem(
+        jobs=jobs, edges=tuple((number, number + 1) for number in range(19)), tensor_cores=4, vector_cores=1
+    )
     assert len(segments(reduce_problem(chain))) == 20
     answer = schedule_layer(chain, gap=0.0)
     assert (answer.method, answer.work, answer.gap) == ("list", 0, 0.0)
@@ -80,14 +86,14 @@ def test_chain_falls_into_segments_and_is_proven_without_search() -> None:
 
 def test_wide_spreading_is_proven_optimal_without_search() -> None:
     """If no antichain's spread-to-latency shares exceed 1 together, running everything spread is optimal."""
-    ops = tuple(Op(f"op{number}", OpKind.TENSOR, 64.0, 1.0) for number in range(30))
-    wide = Problem(ops=ops, edges=((0, 29),), tensor_cores=64, vector_cores=1)
+    jobs = tuple(Job(f"job{number}", Resource.TENSOR, 64.0, 1.0) for number in range(30))
+    wide = SchedulingProblem(jobs=jobs, edges=((0, 29),), tensor_cores=64, vector_cores=1)
     answer = schedule_layer(wide, gap=0.0)
     assert (answer.makespan_s, answer.work) == (30.0, 0)
     assert answer.gap <= 1e-9
 
 
 def test_views_join_what_they_stand_between() -> None:
-    ops = (Op("a", OpKind.TENSOR, 1.0), Op("view", OpKind.NONE, 0.0), Op("b", OpKind.TENSOR, 1.0))
-    reduced = reduce_problem(Problem(ops=ops, edges=((0, 1), (1, 2)), tensor_cores=2, vector_cores=0))
+    jobs = (Job("a", Resource.TENSOR, 1.0), Job("view", Resource.NONE, 0.0), Job("b", Resource.TENSOR, 1.0))
+    reduced = reduce_problem(SchedulingProblem(jobs=jobs, edges=((0, 1), (1, 2)), tensor_cores=2, vector_cores=0))
     assert reduced.is_before.tolist() == [[False, True], [False, False]]

@@ -1,4 +1,4 @@
-"""What every step of the frontier search reads: the problem in units of its incumbent, and tables made once."""
+"""What every step of the exact method reads: the problem in units of its incumbent's makespan, and tables made once."""
 
 from __future__ import annotations
 
@@ -7,64 +7,68 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.schedule.bounds import rates
-from phaze.schedule.list_schedule import tails
-from phaze.schedule.reduce import BoolArray, FloatArray, IntArray, Reduced
+from phaze.schedule.list_scheduling import tails
+from phaze.schedule.makespan_bounds import rates
+from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem
 
-__all__ = ["Tables", "make_tables"]
+__all__ = ["SearchTables", "make_tables"]
 
 WORD = 64
+"""Jobs whose bits fit one unsigned integer of a set of started jobs."""
+
+_FULL_WEIGHT = 1.0 - 1e-9
+"""From this weight on a row lies on the cores alone: weights such as three thirds may add up to just below 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tables:
+class SearchTables:
     """Times are in units of `unit_s`. Rows are those of the bounds module; `before` is padded with `count`."""
 
-    reduced: Reduced
+    reduced: ReducedProblem
     unit_s: float
     latency: FloatArray
     spread: FloatArray
     tail: FloatArray
-    before: IntArray  # [op, k]: direct predecessors
-    edges: NDArray[np.float32]  # [op, successor]: direct precedence
-    goes_first: NDArray[np.float32]  # [op, other]: the other starts after this op has started; edges and rule 7
-    first_count: NDArray[np.float32]  # how many ops go first
+    before: IntArray  # [job, k]: direct predecessors
+    edges: NDArray[np.float32]  # [job, successor]: direct precedence
+    goes_first: NDArray[np.float32]  # [job, later]: the later job starts after this one has started; edges and rule 7
+    first_count: NDArray[np.float32]  # how many jobs go first
     clock_weight: FloatArray  # [row]: the weight of each row that counts from the clock of the cores,
     link_weight: FloatArray  # from the link's next free time,
     path_weight: FloatArray  # and from the earlier of both
     one_core: (
-        FloatArray  # [row, op]; of links without the weight of links; 0 for waits, which may start after the clock
+        FloatArray  # [row, job]; of links without the weight of links; 0 for waits, which may start after the clock
     )
-    worth: FloatArray  # [row, op]
-    bits: NDArray[np.uint64]  # [word, op]: the op's bit in the set of started ops
-    tensor_columns: int  # cores to tell apart; 0 where there is one for every op
+    worth: FloatArray  # [row, job]
+    bits: NDArray[np.uint64]  # [word, job]: the job's bit in the set of started jobs
+    tensor_columns: int  # cores to tell apart; 0 where there is one for every job
     vector_columns: int
-    is_matched: bool  # columns are pairs: both ops are present and cores are scarce
-    is_last: BoolArray  # exclusive ops without successors, which may be spread at the end
-    is_wait: BoolArray  # ops that hold neither a core nor the link
-    leads_to_cores: BoolArray  # ops all of whose successors are on cores
-    leads_to_links: BoolArray  # ops all of whose successors are links
+    is_matched: bool  # columns are pairs: both jobs are present and cores are scarce
+    is_last: BoolArray  # exclusive jobs without successors, which may be spread at the end
+    is_wait: BoolArray  # jobs that hold neither a core nor the link
+    leads_to_cores: BoolArray  # jobs all of whose successors are on cores
+    leads_to_links: BoolArray  # jobs all of whose successors are links
 
     @property
     def count(self) -> int:
-        """Number of ops."""
+        """Number of jobs."""
         return self.reduced.count
 
     @property
     def core_rows(self) -> BoolArray:
         """Rows whose whole weight lies on the cores."""
-        return self.clock_weight >= 1.0 - 1e-9
+        return self.clock_weight >= _FULL_WEIGHT
 
 
-def make_tables(reduced: Reduced, unit_s: float) -> Tables:
-    """Tables for a problem whose incumbent takes `unit_s`."""
+def make_tables(reduced: ReducedProblem, unit_s: float) -> SearchTables:
+    """SearchTables for a problem whose incumbent takes `unit_s`."""
     weights = rates(reduced)
     is_edge = reduced.is_edge
     count = reduced.count
     before = np.full((count, max(1, int(is_edge.sum(axis=0).max()))), count)
-    for op in range(count):
-        found = np.flatnonzero(is_edge[:, op])
-        before[op, : len(found)] = found
+    for job in range(count):
+        direct = np.flatnonzero(is_edge[:, job])
+        before[job, : len(direct)] = direct
     bits = np.zeros((-(-count // WORD), count), np.uint64)
     bits[np.arange(count) // WORD, np.arange(count)] = np.uint64(1) << (
         np.arange(count, dtype=np.uint64) % np.uint64(WORD)
@@ -73,7 +77,7 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
     goes_first = is_edge | _leaders(reduced)
     is_wait = reduced.is_off_core & ~reduced.is_link
     may_be_last = np.full(count, reduced.is_exclusive and not reduced.has_off_core)
-    return Tables(
+    return SearchTables(
         reduced=reduced,
         unit_s=unit_s,
         latency=reduced.latency_s / unit_s,
@@ -101,14 +105,14 @@ def make_tables(reduced: Reduced, unit_s: float) -> Tables:
 
 def _leads_only_to(is_edge: BoolArray, group: BoolArray) -> BoolArray:
     """Ops none of whose successors is outside the group."""
-    others: BoolArray = np.logical_or.reduce(is_edge & ~group, axis=1)
-    return ~others
+    leads_elsewhere: BoolArray = np.logical_or.reduce(is_edge & ~group, axis=1)
+    return ~leads_elsewhere
 
 
-def _leaders(reduced: Reduced) -> BoolArray:
-    """[i, j]: alike ops of which i has no more predecessors and no fewer successors, so that i may go first.
+def _leaders(reduced: ReducedProblem) -> BoolArray:
+    """[i, j]: alike jobs of which i has no more predecessors and no fewer successors, so that i may go first.
 
-    In any schedule where j starts before i the two can change places, with their cores and modes. Of ops with the same
+    In any schedule where j starts before i the two can change places, with their cores and modes. Of jobs with the same
     predecessors and successors the first in order leads.
     """
     before, alike = reduced.is_before, np.ones((reduced.count, reduced.count), np.bool_)
@@ -123,7 +127,7 @@ def _leaders(reduced: Reduced) -> BoolArray:
     return leads
 
 
-def _columns(reduced: Reduced) -> tuple[int, int]:
+def _columns(reduced: ReducedProblem) -> tuple[int, int]:
     """How many cores of each kind must be told apart."""
     tensor, vector = reduced.useful_cores
     tensor_needed, vector_needed = int(reduced.uses_tensor.sum()), int(reduced.uses_vector.sum())

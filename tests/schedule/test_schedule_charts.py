@@ -8,15 +8,15 @@ import math
 import pytest
 from scheduling import random_problem
 
-from phaze.schedule import Op, OpKind, Problem, chrome_trace, format_gantt, schedule_layer, utilization
+from phaze.schedule import Job, Resource, SchedulingProblem, chrome_trace, format_gantt, schedule_layer, utilization
 
-PROBLEM = Problem(
-    ops=(
-        Op("project", OpKind.TENSOR, 8.0, 2.0, 3.0, 5.0),
-        Op("norm", OpKind.VECTOR, 4.0, 4.0, 1.0, 2.0),
-        Op("reduce", OpKind.LINK, 3.0, math.inf, 0.5, 0.5),
-        Op("view", OpKind.NONE, 0.0),
-        Op("fused", OpKind.BOTH, 6.0, 6.0, 1.0, 1.0),
+PROBLEM = SchedulingProblem(
+    jobs=(
+        Job("project", Resource.TENSOR, 8.0, 2.0, 3.0, 5.0),
+        Job("norm", Resource.VECTOR, 4.0, 4.0, 1.0, 2.0),
+        Job("reduce", Resource.LINK, 3.0, math.inf, 0.5, 0.5),
+        Job("view", Resource.NONE, 0.0),
+        Job("fused", Resource.BOTH, 6.0, 6.0, 1.0, 1.0),
     ),
     edges=((0, 3), (3, 1), (0, 2), (1, 4)),
     tensor_cores=4,
@@ -41,9 +41,9 @@ link: peak 100%, average 25.0%
 
 def test_utilisation_counts_spread_and_both_ops_on_their_kinds() -> None:
     shares = utilization(schedule_layer(PROBLEM, gap=0.0))
-    assert shares[OpKind.TENSOR].average == pytest.approx((2.0 * 4 + 6.0) / (4 * 12.0))
-    assert shares[OpKind.VECTOR].average == pytest.approx((4.0 + 6.0) / (2 * 12.0))
-    assert (shares[OpKind.TENSOR].peak, shares[OpKind.VECTOR].peak, shares[OpKind.LINK].peak) == (1.0, 0.5, 1.0)
+    assert shares[Resource.TENSOR].average == pytest.approx((2.0 * 4 + 6.0) / (4 * 12.0))
+    assert shares[Resource.VECTOR].average == pytest.approx((4.0 + 6.0) / (2 * 12.0))
+    assert (shares[Resource.TENSOR].peak, shares[Resource.VECTOR].peak, shares[Resource.LINK].peak) == (1.0, 0.5, 1.0)
 
 
 def test_utilisation_never_exceeds_one() -> None:
@@ -62,7 +62,7 @@ def test_text_chart_shows_lanes_ops_and_shares() -> None:
 
 
 def test_text_chart_of_an_infeasible_layer_says_why() -> None:
-    none = Problem(ops=(Op("mm", OpKind.TENSOR, 1.0),), edges=(), tensor_cores=0, vector_cores=1)
+    none = SchedulingProblem(jobs=(Job("mm", Resource.TENSOR, 1.0),), edges=(), tensor_cores=0, vector_cores=1)
     text = "layer on 0 tensor and 1 vector cores: infeasible, op 'mm' needs a tensor core and there is none\n"
     assert format_gantt(schedule_layer(none)) == text
     assert chrome_trace(schedule_layer(none))["traceEvents"] == []
@@ -75,12 +75,12 @@ def test_trace_is_json_that_a_viewer_reads() -> None:
     lanes = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["ph"] == "M"}
     fused = [event for event in events if event["name"] == "fused"]
     assert sorted(lanes[event["tid"]] for event in fused) == ["tensor 0", "vector 0"]
-    assert {event["name"] for event in events} == {op.name for op in PROBLEM.ops}
+    assert {event["name"] for event in events} == {job.name for job in PROBLEM.jobs}
     assert all(event["dur"] >= 0.0 and event["ts"] >= 0.0 for event in events)
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(12e6)
     assert document["otherData"]["status"] == "optimal"
 
 
 def test_empty_layer_has_an_empty_chart() -> None:
-    empty = Problem(ops=(), edges=(), tensor_cores=1, vector_cores=1)
+    empty = SchedulingProblem(jobs=(), edges=(), tensor_cores=1, vector_cores=1)
     assert format_gantt(schedule_layer(empty)).startswith("layer on 1 tensor and 1 vector cores: 0 us, optimal")

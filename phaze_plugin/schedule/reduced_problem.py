@@ -1,8 +1,8 @@
 """The problem as arrays, with what cannot matter removed, cut into independent segments.
 
 Ops that take no time only pass precedence on: they leave the problem, and their predecessors are tied to their
-successors. Where every op of a set precedes every other op, nothing overlaps the cut: the two sides are independent
-problems whose makespans add up. Cores beyond the number of ops that could hold them at once are never used.
+successors. Where every job of a set precedes every other job, nothing overlaps the cut: the two sides are independent
+problems whose makespans add up. Cores beyond the number of jobs that could hold them at once are never used.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.schedule.problem import OpKind, Problem, topological_order
+from phaze.schedule.scheduling_problem import Resource, SchedulingProblem, topological_order
 
-__all__ = ["Reduced", "reduce_problem", "segments"]
+__all__ = ["ReducedProblem", "reduce_problem", "segments"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -22,10 +22,10 @@ BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reduced:
+class ReducedProblem:
     """Ops that take time, in topological order. `spread_s` is infinite where spreading is no use."""
 
-    index: IntArray  # the op's index in the problem
+    index: IntArray  # the job's index in the problem
     uses_tensor: BoolArray
     uses_vector: BoolArray
     is_link: BoolArray
@@ -38,7 +38,7 @@ class Reduced:
 
     @property
     def count(self) -> int:
-        """Number of ops."""
+        """Number of jobs."""
         return len(self.index)
 
     @property
@@ -53,12 +53,12 @@ class Reduced:
 
     @property
     def has_off_core(self) -> bool:
-        """Whether some op can run while all cores are taken."""
+        """Whether some job can run while all cores are taken."""
         return bool(self.is_off_core.any())
 
     @property
     def shortest_s(self) -> FloatArray:
-        """The least time that each op can take."""
+        """The least time that each job can take."""
         return np.minimum(self.latency_s, self.spread_s)
 
     @property
@@ -69,16 +69,16 @@ class Reduced:
 
     @property
     def useful_cores(self) -> tuple[int, int]:
-        """Tensor and vector cores without those that no schedule needs; all pairs that both ops could use are kept."""
+        """Tensor and vector cores without those that no schedule needs; all pairs that both jobs could use are kept."""
         tensor = min(self.tensor_cores, int(self.uses_tensor.sum()))
         vector = min(self.vector_cores, int(self.uses_vector.sum()))
         if not self.is_both.any():
             return tensor, vector
         return max(tensor, min(self.tensor_cores, vector)), max(vector, min(self.vector_cores, tensor))
 
-    def restricted(self, kept: IntArray) -> Reduced:
-        """The sub-problem of the ops at positions `kept`."""
-        return Reduced(
+    def restricted(self, kept: IntArray) -> ReducedProblem:
+        """The sub-problem of the jobs at positions `kept`."""
+        return ReducedProblem(
             index=self.index[kept],
             uses_tensor=self.uses_tensor[kept],
             uses_vector=self.uses_vector[kept],
@@ -92,18 +92,18 @@ class Reduced:
         )
 
 
-def reduce_problem(problem: Problem, takes_time: BoolArray | None = None) -> Reduced:
-    """The problem's ops that take time (as their latencies say, or as told), with precedence through the others."""
+def reduce_problem(problem: SchedulingProblem, takes_time: BoolArray | None = None) -> ReducedProblem:
+    """The problem's jobs that take time (as their latencies say, or as told), with precedence through the others."""
     order = np.array(topological_order(problem), np.int64)
-    kinds = [problem.kinds[i] for i in order]
-    whole = Reduced(
+    resources = [problem.resources[i] for i in order]
+    whole = ReducedProblem(
         index=order,
-        uses_tensor=np.array([kind.uses_tensor for kind in kinds], np.bool_),
-        uses_vector=np.array([kind.uses_vector for kind in kinds], np.bool_),
-        is_link=np.array([kind is OpKind.LINK for kind in kinds], np.bool_),
-        latency_s=np.array([problem.ops[i].latency_s for i in order], np.float64),
+        uses_tensor=np.array([resource.uses_tensor for resource in resources], np.bool_),
+        uses_vector=np.array([resource.uses_vector for resource in resources], np.bool_),
+        is_link=np.array([resource is Resource.LINK for resource in resources], np.bool_),
+        latency_s=np.array([problem.jobs[i].latency_s for i in order], np.float64),
         spread_s=np.array(
-            [problem.ops[i].spread_s if problem.ops[i].can_spread else np.inf for i in order], np.float64
+            [problem.jobs[i].spread_s if problem.jobs[i].can_spread else np.inf for i in order], np.float64
         ),
         is_before=_closure(problem, order),
         tensor_cores=problem.tensor_cores,
@@ -114,19 +114,19 @@ def reduce_problem(problem: Problem, takes_time: BoolArray | None = None) -> Red
     return whole.restricted(np.flatnonzero(kept))
 
 
-def _closure(problem: Problem, order: IntArray) -> BoolArray:
-    position = {int(op): place for place, op in enumerate(order)}
+def _closure(problem: SchedulingProblem, order: IntArray) -> BoolArray:
+    position = {int(job): place for place, job in enumerate(order)}
     before = np.zeros((len(order), len(order)), np.bool_)
-    for place, op in enumerate(order):
-        for earlier in problem.predecessors[op]:
+    for place, job in enumerate(order):
+        for earlier in problem.predecessors[job]:
             at = position[earlier]
             before[:, place] |= before[:, at]
             before[at, place] = True
     return before
 
 
-def segments(reduced: Reduced) -> tuple[Reduced, ...]:
-    """Independent sub-problems in order of time: all ops of one precede all ops of the next."""
+def segments(reduced: ReducedProblem) -> tuple[ReducedProblem, ...]:
+    """Independent sub-problems in order of time: all jobs of one precede all jobs of the next."""
     ancestors = reduced.is_before.sum(axis=0)
     order = np.argsort(ancestors, kind="stable")
     cuts = np.flatnonzero(ancestors[order] == np.arange(reduced.count))

@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 from scheduling import brute_force, layer_like_problem, linked_problem, random_problem
 
-from phaze.schedule import Problem, Schedule, ScheduleCache, ScheduleStatus, breaches, schedule_layer
-from phaze.schedule.cores import Placed, makespan
-from phaze.schedule.frontier import search_frontier
+from phaze.hooks import PluginManager
+from phaze.schedule import Schedule, ScheduleCache, ScheduleStatus, SchedulingProblem, breaches, schedule_layer
+from phaze.schedule.core_timeline import Placed, makespan
+from phaze.schedule.exact import search_exact
 from phaze.schedule.instances import read_instances
-from phaze.schedule.reduce import Reduced, reduce_problem
+from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem
+from phaze.solvers import SolverChain, choose_solver
 
 ORACLE = read_instances(Path(__file__).parents[1] / "data" / "schedule.json")
-EXACT = [("auto", "highs"), ("frontier", "highs"), ("cp-sat", "highs"), ("milp", "highs"), ("milp", "gurobi")]
+PLUGINS = PluginManager.load()
+EXACT = [("auto", None), ("exact", None), ("cp-sat", None), ("milp", "highs"), ("milp", "gurobi"), ("auto", "highs")]
+
+
+def chain(solver: str | None) -> SolverChain | None:
+    return None if solver is None else choose_solver(solver, PLUGINS)
 
 
 def is_same(first: float, second: float) -> bool:
@@ -24,10 +31,10 @@ def is_same(first: float, second: float) -> bool:
 
 
 @pytest.mark.parametrize(("method", "solver"), EXACT, ids=lambda value: str(value))
-def test_reference_optima_are_found(method: str, solver: str) -> None:
+def test_reference_optima_are_found(method: str, solver: str | None) -> None:
     wrong = []
     for instance in ORACLE:
-        answer = schedule_layer(instance.problem, gap=0.0, method=method, solver=solver)
+        answer = schedule_layer(instance.problem, gap=0.0, method=method, solver=chain(solver))
         assert instance.makespan is not None
         if answer.status is not ScheduleStatus.OPTIMAL or not is_same(answer.makespan_s, instance.makespan):
             wrong.append((instance.problem.name, answer.makespan_s, instance.makespan))
@@ -35,13 +42,13 @@ def test_reference_optima_are_found(method: str, solver: str) -> None:
     assert len(ORACLE) == 60
 
 
-def one_by_one(reduced: Reduced) -> tuple[Placed, ...]:
+def one_by_one(reduced: ReducedProblem) -> tuple[Placed, ...]:
     """The worst schedule there is: a search that starts from it gets no help."""
     ends = np.concatenate([[0.0], np.cumsum(reduced.latency_s)])
     return tuple(Placed(at, ends[at], ends[at + 1], False, 0) for at in range(reduced.count))
 
 
-def check_against_brute_force(problem: Problem) -> None:
+def check_against_brute_force(problem: SchedulingProblem) -> None:
     """The default finds the optimum, the search alone finds it from the worst start, and no limit breaks a bound."""
     best = brute_force(problem)
     answer = schedule_layer(problem, gap=0.0)
@@ -51,33 +58,33 @@ def check_against_brute_force(problem: Problem) -> None:
     reduced = reduce_problem(problem)
     worst = one_by_one(reduced)
     if worst:
-        found = search_frontier(reduced, worst, gap=0.0, work=10**8)
+        found = search_exact(reduced, worst, gap=0.0, work=10**8)
         assert is_same(makespan(found.placed), best), (problem.name, makespan(found.placed), best)
         assert is_same(found.bound_s, best), (problem.name, found.bound_s, best)
         for work in (1, 5, 20, 60):
-            cut = search_frontier(reduced, worst, gap=0.0, work=work)
+            cut = search_exact(reduced, worst, gap=0.0, work=work)
             assert cut.bound_s <= best * (1 + 1e-9), (problem.name, work, cut.bound_s, best)
             assert makespan(cut.placed) >= best * (1 - 1e-9), (problem.name, work)
 
 
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
-def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], Problem]) -> None:
+def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
     for seed in range(300):
         check_against_brute_force(make(seed, 1 + seed % 6))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
-def test_brute_force_agrees_on_many_small_problems(make: Callable[[int, int], Problem]) -> None:
+def test_brute_force_agrees_on_many_small_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
     for seed in range(300, 2300):
         check_against_brute_force(make(seed, 3 + seed % 4))
 
 
-def check_methods_agree(problem: Problem, method: str, solver: str, work: float | None) -> bool:
+def check_methods_agree(problem: SchedulingProblem, method: str, solver: str | None, work: float | None) -> bool:
     """Whether the other method proved its answer; proven or not, it verifies and brackets the optimum."""
     exact = schedule_layer(problem, gap=0.0)
     assert exact.status is ScheduleStatus.OPTIMAL, problem.name
-    other = schedule_layer(problem, gap=0.0, method=method, solver=solver, work=work)
+    other = schedule_layer(problem, gap=0.0, method=method, solver=chain(solver), work=work)
     assert list(breaches(other)) == [], problem.name
     assert other.bound_s <= exact.makespan_s * (1 + 1e-6), problem.name
     assert exact.makespan_s <= other.makespan_s * (1 + 1e-6), problem.name
@@ -86,44 +93,44 @@ def check_methods_agree(problem: Problem, method: str, solver: str, work: float 
     return other.status is ScheduleStatus.OPTIMAL
 
 
-def test_cp_sat_and_the_exact_method_agree_up_to_12_ops() -> None:
-    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", "highs", 0.3) for seed in range(200)]
+def test_cp_sat_and_the_exact_method_agree_up_to_12_jobs() -> None:
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(200)]
     assert sum(proven) >= 180
 
 
 def test_cp_sat_and_the_exact_method_agree_on_what_backward_passes_look_like() -> None:
     problems = [layer_like_problem(seed, 8 + seed % 5) for seed in range(60)]
-    assert sum(check_methods_agree(problem, "cp-sat", "highs", 0.3) for problem in problems) >= 50
+    assert sum(check_methods_agree(problem, "cp-sat", None, 0.3) for problem in problems) >= 50
 
 
 def test_cp_sat_and_the_exact_method_agree_on_many_links() -> None:
     problems = [linked_problem(seed, 6 + seed % 6) for seed in range(60)]
-    assert sum(check_methods_agree(problem, "cp-sat", "highs", 0.3) for problem in problems) >= 50
+    assert sum(check_methods_agree(problem, "cp-sat", None, 0.3) for problem in problems) >= 50
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [layer_like_problem, linked_problem])
-def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[int, int], Problem]) -> None:
+def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
     problems = [make(seed, 12 + seed % 9) for seed in range(1000, 1060)]
-    assert sum(check_methods_agree(problem, "cp-sat", "highs", 1.0) for problem in problems) >= 40
+    assert sum(check_methods_agree(problem, "cp-sat", None, 1.0) for problem in problems) >= 40
 
 
 @pytest.mark.parametrize("solver", ["highs", "gurobi"])
-def test_milp_solvers_and_the_exact_method_agree_up_to_8_ops(solver: str) -> None:
+def test_milp_solvers_and_the_exact_method_agree_up_to_8_jobs(solver: str) -> None:
     proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(200)]
     assert sum(proven) >= 190
 
 
 @pytest.mark.exhaustive
-def test_scip_and_the_exact_method_agree_up_to_8_ops() -> None:
+def test_scip_and_the_exact_method_agree_up_to_8_jobs() -> None:
     proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", "scip", 3.0) for seed in range(200)]
     assert sum(proven) >= 190
 
 
-@pytest.mark.parametrize("method", ["auto", "list", "frontier", "cp-sat", "milp"])
-def test_same_input_and_seed_give_the_same_schedule(method: str) -> None:
+@pytest.mark.parametrize("method", ["auto", "list", "exact", "cp-sat", "milp"])
+def test_same_input_gives_the_same_schedule(method: str) -> None:
     problem = random_problem(7, 8)
-    first, second = (schedule_layer(problem, gap=0.0, method=method, seed=5) for _ in range(2))
+    first, second = (schedule_layer(problem, gap=0.0, method=method) for _ in range(2))
     assert first == second
 
 
@@ -154,8 +161,10 @@ def test_work_limit_ends_with_a_valid_schedule_and_says_so() -> None:
 
 def test_cache_answers_equal_problems_of_other_names() -> None:
     problem = random_problem(3, 9)
-    renamed = Problem(
-        ops=tuple(type(op)(f"other-{op.name}", op.kind, op.latency_s, op.spread_s, 1.0, 1.0) for op in problem.ops),
+    renamed = SchedulingProblem(
+        jobs=tuple(
+            type(job)(f"other-{job.name}", job.resource, job.latency_s, job.spread_s, 1.0, 1.0) for job in problem.jobs
+        ),
         edges=problem.edges,
         tensor_cores=problem.tensor_cores,
         vector_cores=problem.vector_cores,
@@ -163,14 +172,14 @@ def test_cache_answers_equal_problems_of_other_names() -> None:
     )
     cache = ScheduleCache()
     first, second = schedule_layer(problem, cache=cache), schedule_layer(renamed, cache=cache)
-    assert len(cache.found) == 1
-    assert (first.ops, first.bound_s) == (second.ops, second.bound_s)
+    assert len(cache.schedules) == 1
+    assert (first.jobs, first.bound_s) == (second.jobs, second.bound_s)
     assert second.problem is renamed
     assert second.energy_j == 9.0
 
 
 def test_milp_over_the_licence_falls_back_and_says_so() -> None:
     problem = random_problem(1, 60)
-    answer = schedule_layer(problem, method="milp", solver="gurobi", work=0.01)
+    answer = schedule_layer(problem, method="milp", solver=chain("gurobi"), work=0.01)
     if "on gurobi" not in answer.method:
         assert "fell back from gurobi" in answer.report

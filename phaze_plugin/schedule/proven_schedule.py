@@ -1,4 +1,4 @@
-"""A schedule: when and where each op of a problem runs, and what is proven about it."""
+"""A schedule: when and where each job of a problem runs, and what is proven about it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from phaze.schedule.problem import Problem
+from phaze.schedule.scheduling_problem import SchedulingProblem
 
-__all__ = ["Schedule", "ScheduleStatus", "ScheduledOp", "infeasible_schedule", "status_of"]
+__all__ = ["Schedule", "ScheduleStatus", "ScheduledJob", "infeasible_schedule", "status_of"]
 
-PROVEN = 1e-9
-"""A relative gap up to this counts as none: the last digits of floating point."""
+PROVEN_GAP = 1e-9
+"""A relative gap up to this counts as none: it is the last digits of floating point."""
 
 
 class ScheduleStatus(StrEnum):
@@ -24,10 +24,10 @@ class ScheduleStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledOp:
-    """One op's interval. A spread op has no core numbers; a `both` op has the same number twice."""
+class ScheduledJob:
+    """One job's interval. A spread job has no core numbers; a `both` job has the same number twice."""
 
-    op: int
+    job: int
     start_s: float
     end_s: float
     is_spread: bool = False
@@ -37,14 +37,14 @@ class ScheduledOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The answer to a problem; `ops` are in the order of the problem's ops, and empty if it is infeasible.
+    """The answer to a problem; `jobs` are in the order of the problem's jobs, and empty if it is infeasible.
 
     `bound_s` is a proven lower bound on the makespan of every schedule. `work` counts the method's deterministic steps
     and `report` says in words what happened.
     """
 
-    problem: Problem
-    ops: tuple[ScheduledOp, ...]
+    problem: SchedulingProblem
+    jobs: tuple[ScheduledJob, ...]
     makespan_s: float
     bound_s: float
     status: ScheduleStatus
@@ -74,12 +74,12 @@ class Schedule:
 
     @property
     def energy_j(self) -> float:
-        """The sum of the ops' energies, each as it runs: on one core or spread."""
-        pairs = zip(self.problem.ops, self.ops, strict=False)
-        return math.fsum(op.spread_energy_j if entry.is_spread else op.energy_j for op, entry in pairs)
+        """The sum of the jobs' energies, each as it runs: on one core or spread."""
+        pairs = zip(self.problem.jobs, self.jobs, strict=False)
+        return math.fsum(job.spread_energy_j if entry.is_spread else job.energy_j for job, entry in pairs)
 
-    def of(self, problem: Problem) -> Schedule:
-        """The same schedule as the answer to an equal problem whose ops have other names or energies."""
+    def of(self, problem: SchedulingProblem) -> Schedule:
+        """The same schedule as the answer to an equal problem whose jobs have other names or energies."""
         return replace(self, problem=problem)
 
 
@@ -93,16 +93,16 @@ def relative_gap(time_s: float, bound_s: float) -> float:
 def status_of(time_s: float, bound_s: float, gap: float) -> ScheduleStatus:
     """The status that a time and its bound deserve."""
     reached = relative_gap(time_s, bound_s)
-    if reached <= PROVEN:
+    if reached <= PROVEN_GAP:
         return ScheduleStatus.OPTIMAL
-    return ScheduleStatus.WITHIN_GAP if reached <= gap + PROVEN else ScheduleStatus.LIMIT
+    return ScheduleStatus.WITHIN_GAP if reached <= gap + PROVEN_GAP else ScheduleStatus.LIMIT
 
 
-def infeasible_schedule(problem: Problem, reason: str, method: str) -> Schedule:
+def infeasible_schedule(problem: SchedulingProblem, reason: str, method: str) -> Schedule:
     """The answer to a problem without schedules."""
     return Schedule(
         problem=problem,
-        ops=(),
+        jobs=(),
         makespan_s=math.inf,
         bound_s=math.inf,
         status=ScheduleStatus.INFEASIBLE,

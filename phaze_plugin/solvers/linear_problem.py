@@ -1,4 +1,4 @@
-"""A linear problem that no solver owns, and the answer that every solver gives to it.
+"""A linear problem that belongs to no solver: how it is built, and the answer that every solver gives to it.
 
     minimise    offset + c x
     subject to  row_lower <= A x <= row_upper
@@ -11,7 +11,7 @@ status, a solution or none, a proven lower bound on the objective, and a report 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,7 @@ __all__ = [
     "LinearProblem",
     "LinearResult",
     "LinearSolver",
+    "ProblemBuilder",
     "SolveReport",
     "SolveStatus",
     "WorkLimits",
@@ -177,6 +178,95 @@ def _check_rows(problem: LinearProblem) -> None:
         raise SolverError(
             f"{problem.name}: row {i} is [{problem.row_lower[i]}, {problem.row_upper[i]}]; expected lower <= upper"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _VariableBlock:
+    """Variables that were added together."""
+
+    lower: FloatArray
+    upper: FloatArray
+    is_integer: BoolArray
+    cost: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowBlock:
+    """Rows that were added together; all have equally many terms."""
+
+    columns: IntArray  # [row, term]
+    values: FloatArray  # [row, term]
+    lower: FloatArray
+    upper: FloatArray
+
+
+@dataclass(slots=True)
+class ProblemBuilder:
+    """Builds a `LinearProblem` from blocks of variables and rows, many at a time, given as numpy arrays."""
+
+    name: str
+    _variables: list[_VariableBlock] = field(default_factory=list)
+    _rows: list[_RowBlock] = field(default_factory=list)
+    _variable_count: int = 0
+
+    def variables(
+        self,
+        count: int,
+        *,
+        lower: ArrayLike = 0.0,
+        upper: ArrayLike = math.inf,
+        cost: ArrayLike = 0.0,
+        integer: bool = False,
+    ) -> IntArray:
+        """Add `count` variables and return their indices; bounds and costs are numbers or arrays of that length."""
+        self._variables.append(
+            _VariableBlock(
+                _repeated(lower, count), _repeated(upper, count), np.full(count, integer), _repeated(cost, count)
+            )
+        )
+        first = self._variable_count
+        self._variable_count += count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def binaries(self, count: int, *, cost: ArrayLike = 0.0) -> IntArray:
+        """Add `count` variables that are 0 or 1, and return their indices."""
+        return self.variables(count, upper=1.0, cost=cost, integer=True)
+
+    def rows(
+        self, columns: ArrayLike, values: ArrayLike = 1.0, *, lower: ArrayLike = -math.inf, upper: ArrayLike = math.inf
+    ) -> None:
+        """Add one row per line of `columns` (rows x terms, or one row given flat); values and bounds broadcast."""
+        terms = np.atleast_2d(np.asarray(columns, np.int64))
+        coefficients = np.broadcast_to(np.asarray(values, np.float64), terms.shape)
+        self._rows.append(_RowBlock(terms, coefficients, _repeated(lower, len(terms)), _repeated(upper, len(terms))))
+
+    def build(self, *, offset: float = 0.0, start: FloatArray | None = None) -> LinearProblem:
+        """The finished problem; `offset` is added to the objective, `start` is a known solution."""
+        row_lengths = [np.full(len(block.columns), block.columns.shape[1]) for block in self._rows]
+        no_integers, no_flags = np.zeros(0, np.int64), np.zeros(0, np.bool_)  # so that empty problems concatenate too
+        row_ends = np.cumsum(np.concatenate([no_integers, *row_lengths]))
+        return LinearProblem(
+            name=self.name,
+            lower=_joined([block.lower for block in self._variables]),
+            upper=_joined([block.upper for block in self._variables]),
+            is_integer=np.concatenate([no_flags, *(block.is_integer for block in self._variables)]),
+            objective=_joined([block.cost for block in self._variables]),
+            row_starts=np.concatenate([[0], row_ends]).astype(np.int64),
+            row_columns=np.concatenate([no_integers, *(block.columns.ravel() for block in self._rows)]),
+            row_values=_joined([block.values.ravel() for block in self._rows]),
+            row_lower=_joined([block.lower for block in self._rows]),
+            row_upper=_joined([block.upper for block in self._rows]),
+            offset=offset,
+            start=start,
+        )
+
+
+def _repeated(values: ArrayLike, count: int) -> FloatArray:
+    return np.broadcast_to(np.asarray(values, np.float64), (count,))
+
+
+def _joined(parts: list[FloatArray]) -> FloatArray:
+    return np.concatenate([np.zeros(0), *parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

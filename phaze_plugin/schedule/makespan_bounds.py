@@ -1,23 +1,25 @@
-"""Lower bounds on the makespan without a solver, for one accelerator or thousands at once.
+"""Lower bounds on the makespan in closed form, without a solver, for one accelerator or thousands at once.
 
-Let l_i be an op's time on one core, s_i spread over all cores. Give each op a rate u_i (worth per second while it runs
-on one core) and v_i (while it is spread). If at no instant of any schedule the running ops' rates add up to more
-than 1, then every schedule lasts at least
+Let l_i be a job's time on one core and s_i its time spread over all cores. Give each job a rate u_i (worth per second
+while it runs on one core) and a rate v_i (while it is spread). If at no instant of any schedule the rates of the
+running jobs add up to more than 1, then every schedule lasts at least
 
     sum over i of z_i,    z_i = min(u_i l_i, v_i s_i).
 
-Weights that add up to 1 build such rates (T, V tensor and vector cores):
+Weights that add up to 1 build such rates (T and V are the numbers of tensor and vector cores), in `_rates`:
 
- 1. work:  w_tensor / T on tensor and both ops, w_vector / V on vector and both ops. A spread op fills all cores of its
-    kind, and with exclusive spreading all cores: then v_i has the whole weight of 1, 2.
- 2. chains (exclusive only):  w_chain is divided over chains of the precedence; of a chain at most one op runs at a
-    time, and while a spread op runs no op of rule 1 and 2 does. u_i rises by the share of the chains through i.
- 3. links:  w_link on link ops, which run one at a time.
- 4. paths:  w_path divided over chains, counting every op: u_i and v_i both rise.
+ 1. work:  w_tensor / T on jobs that hold tensor cores, w_vector / V on jobs that hold vector cores (both: the sum). A
+    spread job fills all cores of its resource, and with exclusive spreading all cores: then v_i has the whole weight of
+    rules 1 and 2.
+ 2. chains (exclusive spreading only):  w_chain is divided over chains of the precedence (`_fill`). Of a chain at most
+    one job runs at a time, and while a spread job runs no job of rules 1 and 2 does. u_i rises by the share of the
+    chains through i.
+ 3. links:  w_link on link jobs, which run one at a time.
+ 4. paths:  w_path is divided over chains, counting every job (`_fill` with `grows_spread`): u_i and v_i both rise.
 
-The shares are filled greedily: the chain whose unsaturated ops (u_i l_i < v_i s_i) last longest gets share until one of
-them is saturated. Within half a percent this is the optimum of the linear program. If on every antichain the s_i/l_i
-add up to at most 1, all z_i = s_i: spreading everything is optimal.
+`_fill` divides greedily: the chain whose unsaturated jobs (u_i l_i < v_i s_i) last longest gets share until one of them
+is saturated; `heavy_chains` finds the chains that can matter. Within half a percent this is the optimum of the linear
+program. If on every antichain the s_i/l_i add up to at most 1, all z_i = s_i: spreading everything is optimal.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from phaze.schedule.problem import Problem
-from phaze.schedule.reduce import BoolArray, FloatArray, IntArray, Reduced, reduce_problem, segments
+from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem, reduce_problem, segments
+from phaze.schedule.scheduling_problem import SchedulingProblem
 
 __all__ = ["Rates", "lower_bound", "lower_bounds", "rates"]
 
@@ -79,8 +81,8 @@ class Rates:
     """Rows of valid weights (see the module's docstring) and the rates that follow from them."""
 
     weights: FloatArray  # [row, 5]
-    one_core: FloatArray  # u [row, op]
-    worth_s: FloatArray  # z [row, op]
+    one_core: FloatArray  # u [row, job]
+    worth_s: FloatArray  # z [row, job]
 
     @property
     def bounds_s(self) -> FloatArray:
@@ -89,12 +91,12 @@ class Rates:
         return bounds
 
 
-def lower_bound(reduced: Reduced) -> float:
+def lower_bound(reduced: ReducedProblem) -> float:
     """A lower bound on the makespan of one problem, its segments added up."""
     return sum(float(rates(part).bounds_s.max()) for part in segments(reduced))
 
 
-def rates(reduced: Reduced) -> Rates:
+def rates(reduced: ReducedProblem) -> Rates:
     """Every row of weights for one problem."""
     weights = weight_rows(reduced)
     times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
@@ -106,7 +108,7 @@ def rates(reduced: Reduced) -> Rates:
     return Rates(weights=weights, one_core=one_core, worth_s=worth)
 
 
-def weight_rows(reduced: Reduced, *, is_batch: bool = False) -> FloatArray:
+def weight_rows(reduced: ReducedProblem, *, is_batch: bool = False) -> FloatArray:
     """The weights that can matter for this kind of problem; for a batch only those that seldom fail."""
     rows = [(_EXCLUSIVE[:_BATCH_ROWS] if is_batch else _EXCLUSIVE) if reduced.is_exclusive else _SHARED]
     if reduced.has_off_core:
@@ -115,7 +117,7 @@ def weight_rows(reduced: Reduced, *, is_batch: bool = False) -> FloatArray:
 
 
 def lower_bounds(
-    template: Problem,
+    template: SchedulingProblem,
     *,
     latency_s: ArrayLike,
     spread_s: ArrayLike,
@@ -126,9 +128,9 @@ def lower_bounds(
 ) -> FloatArray:
     """Lower bounds on one layer's time on many accelerators.
 
-    `latency_s` and `spread_s` are [accelerator, op], core counts and `memory_s` [accelerator]; ops, kinds, precedence
-    and rules are the template's. Infinite where an op cannot run. Ops of no latency on any accelerator only pass
-    precedence on; on others a zero is merely a very short op. Without `is_tight` only work and the longest path count,
+    `latency_s` and `spread_s` are [accelerator, job], core counts and `memory_s` [accelerator]; jobs, kinds, precedence
+    and rules are the template's. Infinite where a job cannot run. Ops of no latency on any accelerator only pass
+    precedence on; on others a zero is merely a very short job. Without `is_tight` only work and the longest path count,
     some twenty times faster.
     """
     latency, spread = np.atleast_2d(np.asarray(latency_s, np.float64)), np.atleast_2d(np.asarray(spread_s, np.float64))
@@ -150,9 +152,9 @@ def lower_bounds(
 
 
 def _segment_bounds(
-    part: Reduced, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
+    part: ReducedProblem, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
 ) -> FloatArray:
-    """One segment on many accelerators, in blocks that fit a processor's cache; a lone op needs no weights."""
+    """One segment on many accelerators, in blocks that fit a processor's cache; a lone job needs no weights."""
     if part.count == 1 or not len(latency):
         alone: FloatArray = np.minimum(latency, spread).sum(axis=1)
         return alone
@@ -173,23 +175,23 @@ def _segment_bounds(
 
 
 def _work_and_path(
-    part: Reduced, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
+    part: ReducedProblem, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
 ) -> FloatArray:
     """The work bounds, equally weighted and apart, and the longest path of shortest times."""
     none = np.zeros((0, part.count), np.bool_)
     rows = [row for row in weight_rows(part) if row[2] == row[4] == 0.0]
     worth = [_rates(part, row, latency, spread, tensor, vector, none)[1].sum(axis=1) for row in rows]
     ended = np.minimum(latency, spread).T.copy()
-    for op in range(part.count):
-        before = np.flatnonzero(part.is_edge[:, op])
+    for job in range(part.count):
+        before = np.flatnonzero(part.is_edge[:, job])
         if before.size:
-            ended[op] += ended[before].max(axis=0)
+            ended[job] += ended[before].max(axis=0)
     bound: FloatArray = np.max([*worth, ended.max(axis=0)], axis=0)
     return bound
 
 
 def _rates(
-    part: Reduced,
+    part: ReducedProblem,
     weights: FloatArray,
     latency: FloatArray,
     spread: FloatArray,
@@ -197,7 +199,7 @@ def _rates(
     vector: IntArray,
     chains: BoolArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """u and z for one row of weights on many accelerators: [accelerator, op]."""
+    """u and z for one row of weights on many accelerators: [accelerator, job]."""
     w_tensor, w_vector, w_chain, w_link, w_path = weights
     one_core = w_tensor / np.maximum(tensor, 1)[:, None] * part.uses_tensor
     one_core = one_core + w_vector / np.maximum(vector, 1)[:, None] * part.uses_vector + w_link * part.is_link
@@ -252,10 +254,12 @@ def _fill(
         spreading += given
 
 
-def heavy_chains(reduced: Reduced, latency: FloatArray, spread: FloatArray, tensor_cores: int) -> set[tuple[int, ...]]:
-    """Chains that matter for one accelerator: again and again the heaviest, until its ops have the rate they need.
+def heavy_chains(
+    reduced: ReducedProblem, latency: FloatArray, spread: FloatArray, tensor_cores: int
+) -> set[tuple[int, ...]]:
+    """Chains that matter for one accelerator: again and again the heaviest, until its jobs have the rate they need.
 
-    What counts is every op, tensor ops, vector ops, or every op while half of the weight lies on the tensor cores.
+    What counts is every job, tensor jobs, vector jobs, or every job while half of the weight lies on the tensor cores.
     """
     after = [np.flatnonzero(row).tolist() for row in reduced.is_edge]
     found: set[tuple[int, ...]] = set()
@@ -267,34 +271,34 @@ def heavy_chains(reduced: Reduced, latency: FloatArray, spread: FloatArray, tens
         left = 1.0
         while left > _TINY:
             chain = _heaviest([w if m > _TINY else 0.0 for w, m in zip(weight, missing, strict=True)], after)
-            open_ = [op for op in chain if missing[op] > _TINY and weight[op] > 0.0]
+            open_ = [job for job in chain if missing[job] > _TINY and weight[job] > 0.0]
             if not open_:
                 break
             found.add(tuple(chain))
-            share = min(left, *(missing[op] for op in open_))
+            share = min(left, *(missing[job] for job in open_))
             left -= share
-            for op in chain:
-                missing[op] -= share
+            for job in chain:
+                missing[job] -= share
     return found
 
 
 def _heaviest(weight: list[float], after: list[list[int]]) -> list[int]:
     """The heaviest chain, extended to the end of the precedence."""
     total, step = list(weight), [-1] * len(weight)
-    for op in range(len(weight) - 1, -1, -1):
-        if after[op]:
-            step[op] = max(after[op], key=total.__getitem__)
-            total[op] += total[step[op]]
-    op = max(range(len(weight)), key=total.__getitem__)
+    for job in range(len(weight) - 1, -1, -1):
+        if after[job]:
+            step[job] = max(after[job], key=total.__getitem__)
+            total[job] += total[step[job]]
+    job = max(range(len(weight)), key=total.__getitem__)
     chain = []
-    while op >= 0:
-        chain.append(op)
-        op = step[op]
+    while job >= 0:
+        chain.append(job)
+        job = step[job]
     return chain
 
 
 def _chain_rows(chains: set[tuple[int, ...]], count: int) -> BoolArray:
-    """[chain, op], in a fixed order."""
+    """[chain, job], in a fixed order."""
     rows = np.zeros((len(chains), count), np.bool_)
     for row, chain in enumerate(sorted(chains)):
         rows[row, list(chain)] = True

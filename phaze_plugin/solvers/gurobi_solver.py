@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phaze.solvers.problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.solvers.linear_problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
 
 __all__ = ["GurobiSolver", "gurobi"]
 

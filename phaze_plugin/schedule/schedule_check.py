@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from phaze.errors import ScheduleError
-from phaze.schedule.problem import OpKind, Problem
-from phaze.schedule.result import Schedule, ScheduledOp
+from phaze.schedule.proven_schedule import Schedule, ScheduledJob
+from phaze.schedule.scheduling_problem import Resource, SchedulingProblem
 
-__all__ = ["breaches", "verify"]
+__all__ = ["breaches", "verify_schedule"]
 
 _TOLERANCE = 1e-9
 
 
-def verify(schedule: Schedule) -> Schedule:
+def verify_schedule(schedule: Schedule) -> Schedule:
     """The schedule itself if it keeps every rule; else ScheduleError lists the first breaches."""
     found = [text for text, _ in zip(breaches(schedule), range(5), strict=False)]
     if found:
@@ -33,10 +33,11 @@ def breaches(schedule: Schedule) -> Iterator[str]:
     """Every rule that the schedule breaks, in words; nothing for a valid one."""
     problem = schedule.problem
     if not schedule.is_feasible:
-        yield from (["an infeasible answer carries ops"] if schedule.ops else [])
+        yield from (["an infeasible answer carries ops"] if schedule.jobs else [])
         return
-    if [entry.op for entry in schedule.ops] != list(range(len(problem.ops))):
-        yield f"ops are {[entry.op for entry in schedule.ops]}, not each of 0..{len(problem.ops) - 1} once and in order"
+    numbers = [entry.job for entry in schedule.jobs]
+    if numbers != list(range(len(problem.jobs))):
+        yield f"ops are {numbers}, not each of 0..{len(problem.jobs) - 1} once and in order"
         return
     slack = _TOLERANCE * max(schedule.makespan_s, 0.0) if math.isfinite(schedule.makespan_s) else 0.0
     yield from _interval_breaches(schedule, slack)
@@ -48,62 +49,64 @@ def breaches(schedule: Schedule) -> Iterator[str]:
 
 def _interval_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
     problem = schedule.problem
-    for entry, op, kind in zip(schedule.ops, problem.ops, problem.kinds, strict=True):
+    for entry, job, resource in zip(schedule.jobs, problem.jobs, problem.resources, strict=True):
         if not (math.isfinite(entry.start_s) and math.isfinite(entry.end_s)):
-            yield f"{op.name!r} runs from {entry.start_s} to {entry.end_s}"
+            yield f"{job.name!r} runs from {entry.start_s} to {entry.end_s}"
         elif entry.start_s < -slack:
-            yield f"{op.name!r} starts before 0, at {entry.start_s}"
-        if entry.is_spread and kind in (OpKind.NONE, OpKind.LINK):
-            yield f"{op.name!r} is spread, which a {kind} op cannot be"
-        expected = op.spread_s if entry.is_spread else op.latency_s
+            yield f"{job.name!r} starts before 0, at {entry.start_s}"
+        if entry.is_spread and resource in (Resource.NONE, Resource.LINK):
+            yield f"{job.name!r} is spread, which a {resource} op cannot be"
+        expected = job.spread_s if entry.is_spread else job.latency_s
         if not abs(entry.end_s - entry.start_s - expected) <= slack:
             mode = "spread" if entry.is_spread else "on one core"
-            yield f"{op.name!r} takes {entry.end_s - entry.start_s} s, but {expected} s {mode}"
+            yield f"{job.name!r} takes {entry.end_s - entry.start_s} s, but {expected} s {mode}"
 
 
 def _precedence_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
-    ops, problem = schedule.ops, schedule.problem
+    jobs, problem = schedule.jobs, schedule.problem
     for before, after in problem.edges:
-        if ops[after].start_s < ops[before].end_s - slack:
-            names = f"{problem.ops[after].name!r} starts before its predecessor {problem.ops[before].name!r} ends"
-            yield f"{names} ({ops[after].start_s} < {ops[before].end_s})"
+        if jobs[after].start_s < jobs[before].end_s - slack:
+            names = f"{problem.jobs[after].name!r} starts before its predecessor {problem.jobs[before].name!r} ends"
+            yield f"{names} ({jobs[after].start_s} < {jobs[before].end_s})"
 
 
 def _core_breaches(schedule: Schedule) -> Iterator[str]:
     problem = schedule.problem
-    for entry, op, kind in zip(schedule.ops, problem.ops, problem.kinds, strict=True):
+    for entry, job, resource in zip(schedule.jobs, problem.jobs, problem.resources, strict=True):
         for needed, core, cores, what in (
-            (kind.uses_tensor, entry.tensor_core, problem.tensor_cores, "tensor"),
-            (kind.uses_vector, entry.vector_core, problem.vector_cores, "vector"),
+            (resource.uses_tensor, entry.tensor_core, problem.tensor_cores, "tensor"),
+            (resource.uses_vector, entry.vector_core, problem.vector_cores, "vector"),
         ):
             if needed and cores == 0:
-                yield f"{op.name!r} needs a {what} core and there is none"
+                yield f"{job.name!r} needs a {what} core and there is none"
             if needed and not entry.is_spread and not (core is not None and 0 <= core < cores):
-                yield f"{op.name!r} is on {what} core {core}; there are {cores}"
+                yield f"{job.name!r} is on {what} core {core}; there are {cores}"
             if core is not None and (entry.is_spread or not needed):
-                yield f"{op.name!r} names {what} core {core}, which it does not hold alone"
-        if kind is OpKind.BOTH and entry.tensor_core != entry.vector_core:
-            yield f"{op.name!r} is on tensor core {entry.tensor_core} and vector core {entry.vector_core}, not a pair"
+                yield f"{job.name!r} names {what} core {core}, which it does not hold alone"
+        if resource is Resource.BOTH and entry.tensor_core != entry.vector_core:
+            yield f"{job.name!r} is on tensor core {entry.tensor_core} and vector core {entry.vector_core}, not a pair"
 
 
 def _overlap_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
-    problem, kinds = schedule.problem, schedule.problem.kinds
-    for first, second in combinations(schedule.ops, 2):
+    problem, resources = schedule.problem, schedule.problem.resources
+    for first, second in combinations(schedule.jobs, 2):
         together = min(first.end_s, second.end_s) - max(first.start_s, second.start_s)
-        if together > slack and _exclude(problem, kinds, first, second):
-            names = f"{problem.ops[first.op].name!r} and {problem.ops[second.op].name!r}"
+        if together > slack and _exclude(problem, resources, first, second):
+            names = f"{problem.jobs[first.job].name!r} and {problem.jobs[second.job].name!r}"
             yield f"{names} overlap by {together} s and may not"
 
 
-def _exclude(problem: Problem, kinds: tuple[OpKind, ...], first: ScheduledOp, second: ScheduledOp) -> bool:
-    """Whether two ops may not run at the same time, as they are scheduled."""
-    kind, other = kinds[first.op], kinds[second.op]
-    if OpKind.NONE in (kind, other):
+def _exclude(
+    problem: SchedulingProblem, resources: tuple[Resource, ...], first: ScheduledJob, second: ScheduledJob
+) -> bool:
+    """Whether two jobs may not run at the same time, as they are scheduled."""
+    first_resource, second_resource = resources[first.job], resources[second.job]
+    if Resource.NONE in (first_resource, second_resource):
         return False
-    if OpKind.LINK in (kind, other):
-        return kind is other
-    shares_tensor = kind.uses_tensor and other.uses_tensor
-    shares_vector = kind.uses_vector and other.uses_vector
+    if Resource.LINK in (first_resource, second_resource):
+        return first_resource is second_resource
+    shares_tensor = first_resource.uses_tensor and second_resource.uses_tensor
+    shares_vector = first_resource.uses_vector and second_resource.uses_vector
     if first.is_spread or second.is_spread:
         return problem.intra_op_exclusive or shares_tensor or shares_vector
     same_tensor = shares_tensor and first.tensor_core == second.tensor_core
@@ -111,7 +114,7 @@ def _exclude(problem: Problem, kinds: tuple[OpKind, ...], first: ScheduledOp, se
 
 
 def _claim_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
-    last = max((entry.end_s for entry in schedule.ops), default=0.0)
+    last = max((entry.end_s for entry in schedule.jobs), default=0.0)
     if not abs(last - schedule.makespan_s) <= slack:
         yield f"the makespan is claimed as {schedule.makespan_s}, but the last op ends at {last}"
     if not schedule.bound_s <= schedule.makespan_s + slack:

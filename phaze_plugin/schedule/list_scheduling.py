@@ -1,0 +1,85 @@
+"""A quick good schedule: jobs are placed one by one, spread or on one core by a rule; the best of several rules counts.
+
+A rule spreads the jobs whose spread time is at most a given share of their latency. Each rule is tried with two orders:
+the job that can start first, or the job with the longest way to the end. Ops are appended: a job starts no earlier than
+its predecessors' ends and the last end on its cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from phaze.schedule.core_timeline import Cores, Placed, makespan
+from phaze.schedule.reduced_problem import FloatArray, ReducedProblem
+
+__all__ = ["list_schedule", "place_in_order", "tails"]
+
+_SHARES = (0.0, 0.1, 0.3, 0.55, 0.7, 0.9, 1.0)
+
+
+def list_schedule(reduced: ReducedProblem) -> tuple[Placed, ...]:
+    """The best schedule that the rules give."""
+    share = reduced.spread_s / reduced.latency_s
+    choices = {tuple((share <= limit).tolist()) for limit in _SHARES}
+    priority = tails(reduced).tolist()
+    tried = [
+        place_in_order(reduced, spread, priority, is_first_come=first_come)
+        for spread in sorted(choices)
+        for first_come in (True, False)
+    ]
+    return min(tried, key=makespan)
+
+
+def tails(reduced: ReducedProblem) -> FloatArray:
+    """For each job the least time from its start to the end of the schedule, by precedence alone."""
+    tail = reduced.shortest_s.copy()
+    for job in range(reduced.count - 1, -1, -1):
+        later = tail[reduced.is_before[job]]
+        tail[job] += later.max() if later.size else 0.0
+    return tail
+
+
+def place_in_order(
+    reduced: ReducedProblem, spread: Sequence[bool], priority: Sequence[float], *, is_first_come: bool
+) -> tuple[Placed, ...]:
+    """Place all jobs; `spread` says which are spread, `priority` which goes first (the larger)."""
+    cores, edges = Cores(reduced), reduced.is_edge
+    after = [np.flatnonzero(row).tolist() for row in edges]
+    waiting, ready_s = edges.sum(axis=0).tolist(), [0.0] * reduced.count
+    latency = np.where(spread, reduced.spread_s, reduced.latency_s).tolist()
+    eligible = [job for job, count in enumerate(waiting) if count == 0]
+    placed: list[Placed] = []
+    while eligible:
+        start, core, job = _next_job(cores, eligible, ready_s, spread, priority, is_first_come)
+        end = start + latency[job]
+        cores.hold(job, core, end, is_spread=spread[job])
+        placed.append(Placed(job, start, end, spread[job], core))
+        eligible.remove(job)
+        for later in after[job]:
+            ready_s[later] = max(ready_s[later], end)
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                eligible.append(later)
+    return tuple(placed)
+
+
+def _next_job(
+    cores: Cores,
+    eligible: Sequence[int],
+    ready_s: Sequence[float],
+    spread: Sequence[bool],
+    priority: Sequence[float],
+    is_first_come: bool,
+) -> tuple[float, int, int]:
+    """The start, core and job to place next."""
+    if not is_first_come:
+        eligible = [max(eligible, key=lambda job: (priority[job], -job))]
+    found = []
+    for job in eligible:
+        core = -1 if spread[job] else cores.best_core(job, ready_s[job])
+        start = cores.spread_start(job, ready_s[job]) if spread[job] else cores.start_on(job, ready_s[job], core)
+        found.append((start, -priority[job], job, core))
+    start, _, job, core = min(found)
+    return start, core, job
