@@ -20,10 +20,10 @@ import numpy as np
 from fit_published import FAMILIES, distinct, mape, run_of
 from published_rows import DATASETS, Row, read_rows
 
+from phaze.calibration_fitting import PreparedRun, prepare
+from phaze.calibration_fitting.pass_decomposition import PassParts
 from phaze.cost import PERFECT_STACK, Calibration, calibration_of
-from phaze.cost.systolic import Cycles, product_cycles
-from phaze.fitting import PreparedRun, prepare
-from phaze.fitting.pass_parts import PassParts
+from phaze.cost.systolic_cycles import Cycles, product_cycles
 from phaze.hardware import find_accelerator
 from phaze.hooks import PluginManager
 from phaze.place.simulation.event_simulation import StageTimes
@@ -105,7 +105,7 @@ def without_bubble(case: Case) -> float:
 
 def without_update(case: Case) -> float:
     """Parameters that are updated in no time."""
-    with patch("phaze.fitting.runs.update_s_per_parameter", lambda problem: 0.0):
+    with patch("phaze.calibration_fitting.run_prediction.update_s_per_parameter", lambda problem: 0.0):
         return float(case.run.seconds([case.calibration])[0])
 
 
@@ -155,7 +155,7 @@ def main() -> None:
     print(f"{'off: MAPE and bias':26}" + "".join(f"{name:>20}" for name in names))
     for label, seconds in TERMS.items():
         print(line(label, names, cases, seconds), flush=True)
-    with patch("phaze.cost.price.product_cycles", without_fill):
+    with patch("phaze.cost.work_prices.product_cycles", without_fill):
         print(line("fill", names, cases_of(rows, plugins), with_terms()), flush=True)
     for fact in STACK_FACTS if arguments.facts else ():
         print(line(f"perfect in {fact}", names, cases_of(rows, plugins, fact), with_terms()), flush=True)

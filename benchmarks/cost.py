@@ -22,8 +22,8 @@ import numpy as np
 import phaze
 import phaze.space
 from phaze.cost import Estimate, Work, explain, fuse_epilogues, group_work, matmul_work, op_work, price_works
-from phaze.cost.price import distinct_accelerators
-from phaze.cost.work import VIEW
+from phaze.cost.operator_work import VIEW
+from phaze.cost.work_prices import distinct_accelerators
 from phaze.hardware import AcceleratorArray, preset
 
 SAMPLE = 50

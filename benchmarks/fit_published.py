@@ -22,10 +22,10 @@ import numpy as np
 from published_rows import Row, read_rows
 from validation import price
 
+from phaze.calibration_fitting import Fit, PreparedRun, Run, fit_terms, prepare
+from phaze.calibration_fitting.least_squares import point_of, slopes_at
 from phaze.cost import LIBRARY_STACK, Calibration, Stack
 from phaze.cost.calibration import TERMS
-from phaze.fitting import Fit, PreparedRun, Run, fit_terms, prepare
-from phaze.fitting.least_squares import point_of, slopes_at
 from phaze.hooks import PluginManager
 from phaze.json_records import to_document
 

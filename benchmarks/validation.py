@@ -23,8 +23,8 @@ from published_rows import DATASETS, Row, read_rows
 
 import phaze
 from phaze.cost import IDEAL, Calibration
-from phaze.cost.fitted import calibration_of as preset_calibration
-from phaze.cost.fitted import fitted_families
+from phaze.cost.calibration import calibration_of as preset_calibration
+from phaze.cost.calibration import fitted_families
 from phaze.errors import PhazeError
 from phaze.hardware import find_accelerator
 from phaze.plan.plan import Plan

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
 from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
-from phaze.cost.fitted import why_ideal
+from phaze.cost.calibration import why_ideal
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
-from phaze.hardware.files import cluster_to_json
+from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.backward import derive_backward
 from phaze.ir.serialize import graph_to_json

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
-from phaze.cost.vector import vector_operations
+from phaze.cost.operator_work import vector_operations
 from phaze.errors import GraphError
 from phaze.ir import Dim, Dims, Factor, FactorKind, Graph, Op, OpKind, Phase, Rule
 from phaze.ir.functions import PASSES_GRADIENT

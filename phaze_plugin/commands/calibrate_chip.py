@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from phaze.calibration_fitting import Fit, PreparedRun, Run
+    from phaze.calibration_fitting.least_squares import Predict
     from phaze.cost import Calibration
-    from phaze.fitting import Fit, PreparedRun, Run
-    from phaze.fitting.least_squares import Predict
 
 __all__ = ["calibrate_chip"]
 
@@ -54,7 +54,7 @@ def run(arguments: Namespace, console: Console) -> int:
 def _from_steps(arguments: Namespace, console: Console) -> int:
     import numpy as np
 
-    from phaze.fitting import fit_terms, prepare, read_steps
+    from phaze.calibration_fitting import fit_terms, prepare, read_steps
     from phaze.hooks import PluginManager
 
     plugins = PluginManager.load()
@@ -98,8 +98,8 @@ def _start(runs: Sequence[Run], stack: str | None, name: str) -> Calibration:
 
 def _terms(text: str | None, predict: Predict, start: Calibration, runs: int) -> tuple[tuple[str, ...], dict[str, str]]:
     """What to fit: as asked, or what the runs show; and why not the others."""
+    from phaze.calibration_fitting import separable_terms
     from phaze.cost.calibration import TERMS
-    from phaze.fitting import separable_terms
 
     if text is None:
         return separable_terms(predict, start, _CANDIDATES, max(1, 2 * runs // 3))
@@ -197,7 +197,7 @@ def _warnings(notes: Sequence[str]) -> list[str]:
 
 
 def _from_trace(arguments: Namespace, console: Console) -> int:
-    from phaze.fitting import Run, fit_trace, prepare, read_trace
+    from phaze.calibration_fitting import Run, fit_trace, prepare, read_trace
     from phaze.hooks import PluginManager
     from phaze.json_records import to_document
 

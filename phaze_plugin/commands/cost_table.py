@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
 
 if TYPE_CHECKING:
-    from phaze.cost.report import CostReport, CostRow
+    from phaze.cost.cost_breakdown import CostReport, CostRow
     from phaze.ir import Graph
 
 __all__ = ["cost"]
@@ -41,9 +41,9 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Price the model's ops and show the most expensive ones."""
-    from phaze.cost import cast_graph, fuse_attention, plugin_prices
-    from phaze.cost.report import cost_report
-    from phaze.hardware import find_accelerator, precision_recipe
+    from phaze.cost import fuse_attention, plugin_prices
+    from phaze.cost.cost_breakdown import cost_report
+    from phaze.hardware import cast_graph, find_accelerator, precision_recipe
     from phaze.hooks import PluginManager
     from phaze.model_import import import_graph
 

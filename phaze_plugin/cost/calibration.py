@@ -1,31 +1,59 @@
-"""How far a real chip with its software stays behind the ideal one.
+"""How far a real chip with its software stays behind the ideal one: calibrations, of shipped chips and in files.
 
-Fitted numbers, at most six of them per family of chips:
+A `Calibration` holds fitted numbers, of which a family of chips has at most six:
 
     tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
-                  matrix products, the longer of tensor + memory time and vector time
+                  matrix products, the longer of tensor + memory time and vector time   (`phaze.cost.work_prices`)
     pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
-                  the device, overhead is no part of an op
-    collective  = latencies + bytes / (bandwidth * efficiency) + overhead;  the efficiency is `link` on a cluster's
-                  innermost links and `network` on all others
-    overlap     = the part of a data-parallel collective that passes behind layers are able to hide and do
+                  the device, overhead is no part of an op                              (`phaze.profile.layer_jobs`)
+    collective  = latencies + bytes / (bandwidth * efficiency) + overhead; the efficiency is `link` on a cluster's
+                  innermost links and `network` on all others                     (`phaze.cost.collective_prices`)
+    overlap     = of the part of a data-parallel collective that later passes could hide, the share that they do hide
     reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
-    margin      = the part of a device's memory that must stay free, or a stage is called marginal: how far runs went
-                  beyond prediction
+    margin      = the part of a device's memory that must stay free, or a stage is called marginal: how far measured
+                  runs went beyond their prediction
 
-Facts about the stack (`Stack`) are not fitted: which ops it fuses, and what it hides. Until a chip was fitted its
-numbers are all 1.0, its stack is perfect and results say "ideal".
+Facts about the software stack (`Stack`) are not fitted: which ops it fuses, and what it hides. Until a chip was fitted
+its numbers are all 1.0, its stack is perfect and results say "ideal".
+
+`calibration_of` gives the calibration of a shipped chip. ``hardware/data/calibrations.json`` has one for each family of
+chips: the numbers that `benchmarks/fit_published.py` fitted to published runs, what the stack does, the runs behind
+them, and the errors that remain (in sample, with each row left out, with each dataset left out). `save_calibration`
+and `load_calibration` write and read the files of `phaze calibrate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
-from phaze.hardware.validate import fraction, non_negative, positive_integer
+from phaze.errors import FormatError, shown
+from phaze.hardware import Accelerator, preset
+from phaze.hardware.chips_and_networks import preset_names
+from phaze.hardware.field_checks import fraction, non_negative, positive_integer
+from phaze.hardware.packaged_data import packaged_table
+from phaze.json_records import from_document, read_document, to_document, write_whole
 
-__all__ = ["EAGER_STACK", "IDEAL", "LIBRARY_STACK", "PERFECT_STACK", "TERMS", "Calibration", "Fusion", "Stack"]
+__all__ = [
+    "EAGER_STACK",
+    "IDEAL",
+    "LIBRARY_STACK",
+    "PERFECT_STACK",
+    "TERMS",
+    "Calibration",
+    "Fusion",
+    "Stack",
+    "calibration_of",
+    "fitted_families",
+    "load_calibration",
+    "save_calibration",
+    "why_ideal",
+]
 
 TERMS = ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
 """What can be fitted."""
@@ -141,3 +169,69 @@ class Calibration:
 
 
 IDEAL = Calibration()
+
+
+def fitted_families() -> Mapping[str, Mapping[str, Any]]:
+    """Every fitted family as its file says it."""
+    families: Mapping[str, Mapping[str, Any]] = packaged_table("calibrations")["families"]
+    return families
+
+
+def calibration_of(accelerator: Accelerator) -> Calibration:
+    """The calibration that belongs to ``accelerator``; ideal where none was fitted.
+
+    It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration. A chip
+    that has more or less memory is the same chip: its size is in no price.
+    """
+    family = _family_of(accelerator.name)
+    if family is None or _changed_fields(accelerator):
+        return IDEAL
+    return Calibration(name=family["name"], **family["terms"], stack=Stack(**family["stack"]))
+
+
+def why_ideal(accelerator: Accelerator) -> str | None:
+    """What keeps a chip that has a fitted one's name from its calibration, in words; None where nothing does."""
+    family, changed = _family_of(accelerator.name), _changed_fields(accelerator)
+    if family is None or not changed:
+        return None
+    return (
+        f"{accelerator.name} has another {' and '.join(changed)} than the chip of that name, so that its calibration "
+        f"({family['name']}) is not used and prices are ideal; give a calibration to use one"
+    )
+
+
+def _family_of(name: str) -> Mapping[str, Any] | None:
+    return next((family for family in fitted_families().values() if name in family["chips"]), None)
+
+
+def _changed_fields(accelerator: Accelerator) -> list[str]:
+    """Fields in which a chip differs from the preset of its name, but for its memory's size."""
+    if accelerator.name not in preset_names():
+        return []
+    known = preset(accelerator.name).accelerator
+    names = [field.name for field in fields(Accelerator) if field.name != "hbm_bytes"]
+    return [name for name in names if getattr(known, name) != getattr(accelerator, name)]
+
+
+_KIND, _VERSION = "phaze calibration", 1
+
+
+def save_calibration(
+    path: str | os.PathLike[str], calibration: Calibration, *, report: dict[str, Any] | None = None
+) -> None:
+    """Write a calibration; ``report`` says how it was obtained and is not read again."""
+    document = {"kind": _KIND, "version": _VERSION, "calibration": to_document(calibration), "report": report or {}}
+    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def load_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """Read a calibration; raises FormatError where the file is none, is damaged or is of another version."""
+    document = read_document(path, "a calibration")
+    if not isinstance(document, dict) or document.get("kind") != _KIND:
+        raise FormatError(f"{os.fspath(path)} is no calibration; expected a file that `phaze calibrate` wrote.")
+    if document.get("version") != _VERSION:
+        raise FormatError(
+            f"{os.fspath(path)} has version {shown(document.get('version'))}; this program reads version {_VERSION}. "
+            "Calibrate again."
+        )
+    return from_document(Calibration, document.get("calibration"), "calibration")

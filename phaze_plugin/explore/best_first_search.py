@@ -43,7 +43,7 @@ from phaze.explore.worker_tasks import (
     schedule_options,
 )
 from phaze.hardware import Accelerator
-from phaze.hardware.area import area_mm2
+from phaze.hardware.area_energy import area_mm2
 from phaze.planner.progress import TimeLimitError
 from phaze.planner.strategy_search import nearest_width
 from phaze.shard import SequenceParallel

@@ -13,8 +13,7 @@ from phaze.explore.design_boxes import Box, Swept
 from phaze.explore.objectives import TIE, Facts, Goal, least_cutoff_s
 from phaze.explore.search_question import SearchQuestion
 from phaze.explore.worker_tasks import Outcome
-from phaze.hardware.area import areas_mm2
-from phaze.hardware.energy import energy_model
+from phaze.hardware.area_energy import areas_mm2, energy_model
 
 __all__ = ["Evaluated", "Knowledge"]
 

@@ -1,16 +1,23 @@
 """Accelerators, clusters and presets of real chips."""
 
-from phaze.hardware.accelerator import Accelerator, MatrixRates
-from phaze.hardware.area import area_mm2, areas_mm2
-from phaze.hardware.array import AcceleratorArray
+from phaze.hardware.accelerator import Accelerator, AcceleratorArray, MatrixRates
+from phaze.hardware.area_energy import EnergyModel, area_mm2, areas_mm2, energy_model
+from phaze.hardware.chips_and_networks import (
+    Network,
+    NetworkLevel,
+    Preset,
+    network,
+    network_levels,
+    network_names,
+    preset,
+    preset_names,
+    presets,
+)
 from phaze.hardware.cluster import Cluster, InterconnectLevel
-from phaze.hardware.energy import EnergyModel, energy_model
-from phaze.hardware.fact import Fact
-from phaze.hardware.files import load_accelerator, load_cluster, save_accelerator, save_cluster
-from phaze.hardware.networks import Network, NetworkLevel, network, network_levels, network_names
-from phaze.hardware.precision import PrecisionRecipe, precision_recipe, precision_recipe_names
-from phaze.hardware.presets import Preset, preset, preset_names, presets
-from phaze.hardware.text import find_accelerator, parse_cluster
+from phaze.hardware.cluster_text import find_accelerator, parse_cluster
+from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
+from phaze.hardware.packaged_data import Fact
+from phaze.hardware.precision import PrecisionRecipe, cast_graph, precision_recipe, precision_recipe_names
 
 __all__ = [
     "Accelerator",
@@ -26,6 +33,7 @@ __all__ = [
     "Preset",
     "area_mm2",
     "areas_mm2",
+    "cast_graph",
     "energy_model",
     "find_accelerator",
     "load_accelerator",

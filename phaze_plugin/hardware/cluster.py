@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
-from phaze.hardware.validate import non_negative, positive, positive_integer
+from phaze.hardware.field_checks import non_negative, positive, positive_integer
 
 __all__ = ["Cluster", "InterconnectLevel"]
 

@@ -1,19 +1,29 @@
-"""Precision recipes: what a parameter weighs while it is trained, and in which types work is done.
+"""Precision recipes: what a parameter weighs while it is trained, in which types work is done, and graphs cast to them.
 
 A parameter occupies parameter + gradient + master + state bytes. Mixed bf16 with Adam keeps a bf16 copy (2), an fp32
 gradient (4), an fp32 master copy (4) and two fp32 moments (8): 18 bytes.
+
+Captured models often come in float32 and train in bfloat16. `cast_graph` replaces the type of a graph's parameters by
+the recipe's compute type: every float tensor of the parameters' own (most common) type changes; types that were chosen
+on purpose, such as float32 logits in a bfloat16 model, stay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from phaze.errors import HardwareError, UnknownNameError
-from phaze.hardware.dtypes import dtype_bytes, element_type
-from phaze.hardware.validate import non_negative, positive
-from phaze.ir import DType
+from phaze.hardware.element_types import dtype_bytes, element_type
+from phaze.hardware.field_checks import non_negative, positive
+from phaze.ir import DType, Graph
 
-__all__ = ["PrecisionRecipe", "precision_recipe", "precision_recipe_names"]
+__all__ = [
+    "PrecisionRecipe",
+    "cast_graph",
+    "precision_recipe",
+    "precision_recipe_names",
+]
 
 _TRAINABLE = (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8)
 
@@ -108,3 +118,20 @@ def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
     if name not in recipes:
         raise UnknownNameError("precision recipe", name, recipes)
     return recipes[name]
+
+
+def cast_graph(graph: Graph, recipe: PrecisionRecipe) -> Graph:
+    """``graph`` at the recipe's compute type; itself where nothing changes."""
+    sizes = Counter[DType]()
+    for tensor in graph.parameters or tuple(graph.tensors.values()):
+        if tensor.dtype.is_float:
+            sizes[tensor.dtype] += tensor.elements
+    target = element_type(recipe.compute_dtype)
+    captured = sizes.most_common(1)[0][0] if sizes else target
+    if captured is target:
+        return graph
+    tensors = {
+        name: replace(tensor, dtype=target) if tensor.dtype is captured else tensor
+        for name, tensor in graph.tensors.items()
+    }
+    return replace(graph, tensors=tensors, notes=(*graph.notes, f"{captured} priced as {target} ({recipe.name})"))

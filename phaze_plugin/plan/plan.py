@@ -263,7 +263,7 @@ class Plan:
     @property
     def cluster(self) -> Cluster:
         """The devices that it was made for."""
-        from phaze.hardware.files import cluster_from_json
+        from phaze.hardware.hardware_files import cluster_from_json
 
         return cluster_from_json(dict(self.hardware))
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 import phaze
-from phaze.hardware.files import cluster_to_json
+from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir.layers import Boundary
 from phaze.json_records import from_document, to_document
 from phaze.parallelism import NO_SCHEDULE

@@ -14,9 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from phaze.cost import cast_graph
 from phaze.errors import PlanError, ShardError
-from phaze.hardware import Cluster
+from phaze.hardware import Cluster, cast_graph
 from phaze.ir import Graph, Phase
 from phaze.parallelism import Limits
 from phaze.place import (

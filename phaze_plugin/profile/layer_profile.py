@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.errors import GraphError, PlacementError
-from phaze.hardware.dtypes import dtype_bytes
+from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
 
 __all__ = ["BoundaryTensor", "Bounded", "Flow", "LayerProfile", "PlacementGraph", "PlacementLayer", "RecomputeMode"]

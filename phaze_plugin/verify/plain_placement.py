@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
-from phaze.hardware.dtypes import dtype_bytes
-from phaze.hardware.energy import EnergyModel, energy_model
+from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
 from phaze.place import LayerProfile, PlacementProblem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from phaze.hardware.files import cluster_to_json
+from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.json_records import to_document
 from phaze.parallelism import read_limits

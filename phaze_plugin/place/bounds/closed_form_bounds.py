@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.capabilities import PipelineSchedule
-from phaze.hardware.dtypes import dtype_bytes
+from phaze.hardware.element_types import dtype_bytes
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace

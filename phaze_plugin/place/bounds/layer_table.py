@@ -16,7 +16,7 @@ import numpy as np
 
 from phaze.capabilities import PipelineSchedule
 from phaze.cost import Collective
-from phaze.hardware.dtypes import dtype_bytes
+from phaze.hardware.element_types import dtype_bytes
 from phaze.place.bounds.stage_filling import Filling, LayerTerms
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from phaze.capabilities import PipelineSchedule
-from phaze.hardware.validate import LARGEST_BYTES
+from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.candidate_stages import Candidates
 from phaze.place.search.parallelism_table import Degrees

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from phaze.capabilities import ZERO_STAGES, PipelineSchedule
 from phaze.hardware import Cluster
-from phaze.hardware.validate import LARGEST_BYTES
+from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.place.memory.least_memory_plan import least_memory
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.search.parallelism_table import chunk_sizes

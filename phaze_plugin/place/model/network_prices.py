@@ -14,7 +14,7 @@ import numpy as np
 
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
-from phaze.hardware.energy import EnergyModel, energy_model
+from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.place.model.stage_space import IntArray
 
 __all__ = ["Network", "Price"]

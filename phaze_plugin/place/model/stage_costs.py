@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
-from phaze.hardware.dtypes import dtype_bytes
+from phaze.hardware.element_types import dtype_bytes
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import Network, Price
 from phaze.place.model.placement_problem import PlacementProblem

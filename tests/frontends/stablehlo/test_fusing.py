@@ -6,7 +6,7 @@ import jax_models as models
 import pytest
 
 import phaze
-from phaze.cost.vector import vector_operations
+from phaze.cost.operator_work import vector_operations
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, op_bytes, stashed_bytes
 from phaze.shard import Axis, LayerTask, shard_layer

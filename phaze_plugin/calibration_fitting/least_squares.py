@@ -1,0 +1,250 @@
+"""The calibration under which measured runs are predicted best.
+
+Minimised are residuals weight * log(predicted / measured) with a loss that grows like the square up to a few percent
+and linearly beyond (pseudo-Huber), so that a run which no constant explains does not drag the others along. The
+variables are the logarithms of efficiencies and of the overhead, and the overlap itself, each within its range;
+Gauss-Newton steps with Levenberg's damping, derivatives by differences. Deterministic.
+
+Two terms cannot be separated by the runs where changing both leaves the residuals as they are: the columns of the
+derivatives are (nearly) parallel. A term that changes nothing is not seen at all, and not moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.cost import Calibration
+from phaze.errors import QuestionError
+
+__all__ = [
+    "Fit",
+    "fit_terms",
+    "point_of",
+    "separable_terms",
+    "slopes_at",
+]
+
+_Floats = NDArray[np.float64]
+Predict = Callable[[Sequence[Calibration]], _Floats]
+"""Seconds per (calibration, run)."""
+
+_BEND = 0.05
+_STEP = 1e-3
+_ROUNDS = 40
+_TOLERANCE = 1e-4
+_FACTORS = (0.1, 1.0, 10.0, 1e3)
+_PARALLEL = 0.995
+_UNSEEN = 1e-3
+_SHOWN = 0.02
+_RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0)}
+_EFFICIENCY_RANGE = (0.02, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What was fitted.
+
+    Attributes:
+        calibration: the best one.
+        terms: the names of what was fitted.
+        errors: predicted / measured - 1 of each run.
+        slopes: change of log seconds per change of each term (log, or overlap itself), mean over runs.
+        start_errors: the mean error with one term alone back at its start.
+        unseen: terms that the runs say nothing about; they keep their start.
+        inseparable: pairs of terms that the runs cannot tell apart.
+    """
+
+    calibration: Calibration
+    terms: tuple[str, ...]
+    errors: tuple[float, ...]
+    slopes: dict[str, float]
+    start_errors: dict[str, float]
+    unseen: tuple[str, ...]
+    inseparable: tuple[tuple[str, str], ...]
+
+    @property
+    def mean_error(self) -> float:
+        """The mean of the errors' sizes."""
+        return float(np.mean(np.abs(self.errors)))
+
+
+def fit_terms(
+    predict: Predict,
+    measured_s: Sequence[float],
+    start: Calibration,
+    terms: Sequence[str],
+    *,
+    weights: Sequence[float] | None = None,
+) -> Fit:
+    """Fit some terms of a calibration to measured seconds.
+
+    Raises QuestionError where there are fewer runs than terms.
+    """
+    seconds = np.asarray(measured_s, dtype=np.float64)
+    if len(seconds) < len(terms):
+        raise QuestionError(
+            f"{len(seconds)} measured runs for {len(terms)} terms ({', '.join(terms)}); expected at least as many runs "
+            f"as terms. {_least_apart(predict, start, terms)}Measure more runs, or fit fewer terms."
+        )
+    weight = np.ones(len(seconds)) if weights is None else np.asarray(weights, dtype=np.float64)
+
+    def residuals(points: Sequence[_Floats]) -> _Floats:
+        found = predict([_at(start, terms, point) for point in points])
+        return np.log(found / seconds)
+
+    point = point_of(start, terms)
+    low, high = (np.array([_to_variable(term, _range(term)[end]) for term in terms]) for end in (0, 1))
+    point, slopes = _minimise(residuals, np.clip(point, low, high), low, high, weight)
+    errors = np.exp(residuals([point])[0]) - 1
+    unseen = tuple(term for term, column in zip(terms, slopes.T, strict=True) if np.abs(column).max() < _UNSEEN)
+    best = _at(start, terms, point)
+    back = predict([replace(best, **{term: getattr(start, term)}) for term in terms]) / seconds - 1
+    return Fit(
+        calibration=best,
+        terms=tuple(terms),
+        errors=tuple(errors.tolist()),
+        slopes=dict(zip(terms, slopes.mean(axis=0).tolist(), strict=True)),
+        start_errors=dict(zip(terms, np.abs(back).mean(axis=1).tolist(), strict=True)),
+        unseen=unseen,
+        inseparable=_parallel(slopes * weight[:, None], terms, unseen),
+    )
+
+
+def separable_terms(
+    predict: Predict, start: Calibration, candidates: Sequence[str], most: int
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of some terms those that runs show most, each apart from the ones before it; and why not the others.
+
+    What the runs show is judged at the start, by the derivatives of their seconds.
+    """
+    _, _, slopes = slopes_at(predict, start, candidates)
+    chosen: dict[str, _Floats] = {}
+    left: dict[str, str] = {}
+    columns = dict(zip(candidates, slopes.T, strict=True))
+    for term in sorted(candidates, key=lambda term: -float(np.linalg.norm(columns[term]))):
+        column = columns[term]
+        twin = next((other for other, known in chosen.items() if _cosine(column, known) > _PARALLEL), None)
+        shown = float(np.abs(column).max())
+        if shown < _SHOWN:
+            left[term] = "the runs say nothing about it" if shown < _UNSEEN else "the runs hardly show it"
+        elif twin is not None:
+            left[term] = f"the runs cannot separate it from {twin}"
+        elif len(chosen) == most:
+            left[term] = "there are too few runs for it"
+        else:
+            chosen[term] = column
+    return tuple(term for term in candidates if term in chosen), left
+
+
+def point_of(calibration: Calibration, terms: Sequence[str]) -> _Floats:
+    """The variables of a calibration."""
+    return np.array([_to_variable(term, getattr(calibration, term)) for term in terms])
+
+
+def slopes_at(predict: Predict, at: Calibration, terms: Sequence[str]) -> tuple[_Floats, _Floats, _Floats]:
+    """The variables of a calibration, the seconds there, and the derivatives of their logarithms per (run, term)."""
+    point = point_of(at, terms)
+    high = np.array([_to_variable(term, _range(term)[1]) for term in terms])
+    now = predict([at])[0]
+
+    def logarithms(points: Sequence[_Floats]) -> _Floats:
+        return np.log(predict([_at(at, terms, one) for one in points]))
+
+    return point, now, _slopes(logarithms, point, np.log(now), high)
+
+
+def _minimise(
+    residuals: Callable[[Sequence[_Floats]], _Floats], point: _Floats, low: _Floats, high: _Floats, weight: _Floats
+) -> tuple[_Floats, _Floats]:
+    """The best point, and the derivatives of the residuals there."""
+    damping = 1e-3
+    now = residuals([point])[0]
+    slopes = _slopes(residuals, point, now, high)
+    for _ in range(_ROUNDS):
+        bent = weight**2 / np.sqrt(1 + (weight * now / _BEND) ** 2)
+        normal = (slopes.T * bent) @ slopes
+        gradient = (slopes.T * bent) @ now
+        is_free = (np.abs(slopes).max(axis=0) >= _UNSEEN) & ~(
+            (point <= low) & (gradient > 0) | (point >= high) & (gradient < 0)
+        )
+        trials = [
+            np.clip(point - _solved(normal, gradient, is_free, damping * factor), low, high) for factor in _FACTORS
+        ]
+        found = residuals(trials)
+        losses = [_loss(row, weight) for row in found]
+        best = int(np.argmin(losses))
+        loss = _loss(now, weight)
+        if losses[best] >= loss * (1 - _TOLERANCE):
+            break
+        damping = max(1e-6, damping * _FACTORS[best])
+        point, now = trials[best], found[best]
+        slopes = _slopes(residuals, point, now, high)
+    return point, slopes
+
+
+def _solved(normal: _Floats, gradient: _Floats, is_free: NDArray[np.bool_], damping: float) -> _Floats:
+    step = np.zeros_like(gradient)
+    free = np.flatnonzero(is_free)
+    if len(free):
+        part = normal[np.ix_(free, free)]
+        scale = np.diag(np.maximum(np.diag(part), 1e-9)) * damping + 1e-12 * np.eye(len(free))
+        step[free] = np.linalg.solve(part + scale, gradient[free])
+    return step
+
+
+def _slopes(residuals: Callable[[Sequence[_Floats]], _Floats], point: _Floats, now: _Floats, high: _Floats) -> _Floats:
+    """Derivatives per (run, term), by steps that stay within the ranges."""
+    steps = np.where(point + _STEP <= high, _STEP, -_STEP)
+    moved = residuals([point + step * np.eye(len(point))[index] for index, step in enumerate(steps)])
+    return np.asarray(((moved - now) / steps[:, None]).T)
+
+
+def _loss(residual: _Floats, weight: _Floats) -> float:
+    return float((_BEND**2 * (np.sqrt(1 + (weight * residual / _BEND) ** 2) - 1)).sum())
+
+
+def _cosine(one: _Floats, other: _Floats) -> float:
+    return abs(float(one @ other)) / (float(np.linalg.norm(one)) * float(np.linalg.norm(other)) + 1e-30)
+
+
+def _parallel(slopes: _Floats, terms: Sequence[str], unseen: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    found = []
+    for first in range(len(terms)):
+        for second in range(first + 1, len(terms)):
+            if terms[first] in unseen or terms[second] in unseen:
+                continue
+            if _cosine(slopes[:, first], slopes[:, second]) > _PARALLEL:
+                found.append((terms[first], terms[second]))
+    return tuple(found)
+
+
+def _least_apart(predict: Predict, start: Calibration, terms: Sequence[str]) -> str:
+    """Which two terms the runs separate least."""
+    if len(terms) < 2:
+        return ""
+    _, _, slopes = slopes_at(predict, start, terms)
+    length = np.linalg.norm(slopes, axis=0) + 1e-30
+    cosine = np.abs((slopes / length).T @ (slopes / length)) - np.eye(len(terms)) * 2
+    first, second = sorted(divmod(int(cosine.argmax()), len(terms)))
+    return f"They cannot separate {terms[first]} from {terms[second]}. "
+
+
+def _range(term: str) -> tuple[float, float]:
+    return _RANGES.get(term, _EFFICIENCY_RANGE)
+
+
+def _to_variable(term: str, value: float) -> float:
+    return value if term == "overlap" else math.log(max(value, _range(term)[0]))
+
+
+def _at(start: Calibration, terms: Sequence[str], point: _Floats) -> Calibration:
+    values = {
+        term: float(min(_range(term)[1], value if term == "overlap" else math.exp(value)))
+        for term, value in zip(terms, point.tolist(), strict=True)
+    }
+    return replace(start, **values)  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""Measured steps as a table: one run a line, in a CSV file whose first line names the columns.
+
+model, cluster, global_batch, seconds                    must be there
+name, precision, sequence_length, memory_gib,            may be
+dp, tp, pp, micro_batch_size, schedule, chunks, zero,    and are the keys of a strategy
+sequence_parallel, recompute
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from phaze.cost import Stack
+from phaze.errors import FormatError, near_names, shown
+from phaze.hardware import Cluster, PrecisionRecipe
+
+__all__ = [
+    "COLUMNS",
+    "REQUIRED",
+    "Run",
+    "read_steps",
+]
+
+_Value = TypeVar("_Value")
+REQUIRED = ("model", "cluster", "global_batch", "seconds")
+_COUNTS = ("dp", "tp", "pp", "micro_batch_size", "chunks", "zero")
+_WORDS = ("schedule", "recompute")
+COLUMNS = (
+    *REQUIRED,
+    "name",
+    "precision",
+    "sequence_length",
+    "memory_gib",
+    *_COUNTS,
+    *_WORDS,
+    "sequence_parallel",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A run that somebody measured.
+
+    Attributes:
+        name: what it is called in reports.
+        model: anything that `phaze.import_graph` takes.
+        cluster: as `phaze.optimize` takes it.
+        global_batch_size: sequences per step.
+        strategy: as `phaze.evaluate` takes it; what it lacks is filled in by `whole_strategy`.
+        seconds: of one step.
+        precision: as `phaze.optimize` takes it.
+        sequence_length: instead of the model's own.
+        memory_bytes: of the fullest device, where known.
+        stack: where it differs from that of the other runs.
+        fuses_attention: whether attention ran as one kernel.
+        weight: how much the run counts in a fit.
+    """
+
+    name: str
+    model: object
+    cluster: str | Cluster
+    global_batch_size: int
+    strategy: Mapping[str, object]
+    seconds: float
+    precision: str | PrecisionRecipe = "bf16"
+    sequence_length: int | None = None
+    memory_bytes: float | None = None
+    stack: Stack | None = None
+    fuses_attention: bool = False
+    weight: float = 1.0
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[Run]:
+    """The runs of a table; raises FormatError naming the file, the line and the column that is wrong."""
+    where = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise FormatError(f"cannot read {where}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{where} is no text in UTF-8; expected a CSV table of measured steps.") from error
+    reader = csv.DictReader(text.splitlines())
+    columns = [column.strip() for column in reader.fieldnames or ()]
+    _check_columns(where, columns)
+    runs = []
+    for line in reader:
+        cells = {str(key).strip(): (value or "").strip() for key, value in line.items() if key is not None}
+        if any(cells.values()):
+            runs.append(_run(f"{where}, line {reader.line_num}", cells))
+    if not runs:
+        raise FormatError(f"{where} has no rows; expected one measured step a line under {', '.join(REQUIRED)}.")
+    return runs
+
+
+def _check_columns(where: str, columns: list[str]) -> None:
+    if missing := [name for name in REQUIRED if name not in columns]:
+        raise FormatError(
+            f"{where} has the columns {', '.join(columns) or 'none'} and lacks {', '.join(missing)}; expected "
+            f"{', '.join(REQUIRED)}, and of {', '.join(COLUMNS[4:])} those that are known."
+        )
+    for column in columns:
+        if column not in COLUMNS:
+            near = near_names(column, COLUMNS)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise FormatError(f"{where} has the unknown column {shown(column)}.{hint} Known: {', '.join(COLUMNS)}.")
+
+
+def _run(where: str, cells: dict[str, str]) -> Run:
+    strategy: dict[str, object] = {name: _cell(where, cells, name, _count) for name in _COUNTS if cells.get(name)}
+    strategy |= {name: cells[name] for name in _WORDS if cells.get(name)}
+    if cells.get("sequence_parallel"):
+        strategy["sequence_parallel"] = _cell(where, cells, "sequence_parallel", _flag)
+    memory = _cell(where, cells, "memory_gib", _seconds) if cells.get("memory_gib") else None
+    if not cells["model"] or not cells["cluster"]:
+        raise FormatError(f"{where}: model or cluster is empty; expected such as gpt2 and a100-80gb:8.")
+    return Run(
+        name=cells.get("name") or f"{where.rpartition(', ')[2]}: {cells['model']} on {cells['cluster']}",
+        model=cells["model"],
+        cluster=cells["cluster"],
+        global_batch_size=_cell(where, cells, "global_batch", _count),
+        strategy=strategy,
+        seconds=_cell(where, cells, "seconds", _seconds),
+        precision=cells.get("precision") or "bf16",
+        sequence_length=_cell(where, cells, "sequence_length", _count) if cells.get("sequence_length") else None,
+        memory_bytes=None if memory is None else memory * 2**30,
+    )
+
+
+def _cell(where: str, cells: dict[str, str], name: str, read: Callable[[str], _Value | None]) -> _Value:
+    value = read(cells.get(name, ""))
+    if value is None:
+        wanted = {"_count": "a whole number", "_seconds": "a positive number"}.get(read.__name__, "true or false")
+        raise FormatError(f"{where}: {name} is {shown(cells.get(name, ''))}; expected {wanted}.")
+    return value
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def _flag(text: str) -> bool | None:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.casefold())

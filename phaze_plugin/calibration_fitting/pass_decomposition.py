@@ -1,0 +1,94 @@
+"""A pass of a layer taken apart, so that any calibration prices it with a few sums.
+
+Ops run one after the other, as they do on chips whose stack hides no collectives. With T, V, M the ideal tensor, vector
+and memory seconds of an op, and a collective's latency A, inner seconds B and outer seconds C at full bandwidth:
+
+    op          max(T/matrix + M/memory, V/vector) + overhead     (max(T/matrix, M/memory, ..) where memory is hidden)
+    collective  A + B/link + C/network + overhead
+
+Where the host launches ahead, overhead is no part of an op. A pass takes at least overhead * (ops and collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.cost import Calibration, Collective, Stack, Work, fuse_epilogues, group_work, price_works
+from phaze.hardware import Accelerator
+from phaze.ir import Graph, Op, OpKind
+from phaze.shard import Axis
+
+__all__ = [
+    "PassParts",
+    "pass_parts",
+    "work_parts",
+]
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassParts:
+    """Ideal seconds per op (tensor, vector, memory), and of all collectives together (latency, inner, outer)."""
+
+    tensor_s: _Floats
+    vector_s: _Floats
+    memory_s: _Floats
+    latency_s: float
+    inner_s: float
+    outer_s: float
+    links: int
+    hides_memory: bool
+
+    def seconds(self, calibration: Calibration) -> float:
+        """The pass under a calibration of the same stack."""
+        tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
+        run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
+        ops = np.maximum(run, self.vector_s / calibration.vector).sum()
+        moved = self.latency_s + self.inner_s / calibration.link + self.outer_s / calibration.network
+        launched = len(run) + self.links
+        return float(max(ops + moved + launched * calibration.op_overhead_s, launched * calibration.overhead_s))
+
+
+def work_parts(works: Sequence[Work], accelerator: Accelerator, stack: Stack) -> tuple[_Floats, _Floats, _Floats]:
+    """Tensor, vector and memory seconds of works that are spread over all cores, at full efficiency."""
+    estimate = price_works(works, accelerator, calibration=Calibration(stack=stack))
+    memory = estimate.spread_bytes[:, 0] / accelerator.hbm_bandwidth_bytes_per_s
+    lanes = accelerator.vector_cores * accelerator.vector_lanes * accelerator.clock_hz
+    vector = np.array([work.vector_operations for work in works]) / lanes
+    added = Calibration(stack=replace(stack, hides_memory=False))
+    bare = [replace(work, vector_operations=0.0) if work.products else work for work in works]
+    whole = price_works(bare, accelerator, calibration=added).spread_s[:, 0]
+    tensor = np.where([bool(work.products) for work in works], whole - memory, 0.0)
+    return np.maximum(tensor, 0.0), vector, memory
+
+
+def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> PassParts:
+    """The parts of some ops of a sliced layer."""
+    groups = fuse_epilogues(local, ops, stack.fusion)
+    links = [group.head for group in groups if group.head.kind is OpKind.COLLECTIVE]
+    found = [group_work(group, local.tensors) for group in groups if group.head.kind is not OpKind.COLLECTIVE]
+    works = [work for work in found if work.compulsory_bytes]
+    tensor, vector, memory = work_parts(works, axis.cluster.accelerator, stack) if works else (np.zeros(0),) * 3
+    whole, inner, outer = (
+        sum(_link_s(axis, op, link, network) for op in links) for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
+    )
+    return PassParts(
+        tensor_s=tensor,
+        vector_s=vector,
+        memory_s=memory,
+        latency_s=max(0.0, 3 * whole - inner - outer),
+        inner_s=inner - whole,
+        outer_s=outer - whole,
+        links=len(links),
+        hides_memory=stack.hides_memory,
+    )
+
+
+def _link_s(axis: Axis, op: Op, link: float, network: float) -> float:
+    derated = Axis(axis.cluster, axis.width, Calibration(name="parts", link=link, network=network))
+    return derated.seconds(Collective(op.function), float(str(op.attribute("bytes"))))

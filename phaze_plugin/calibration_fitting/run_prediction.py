@@ -1,0 +1,274 @@
+"""A measured run, and the same run prepared: its step time under any calibration, without slicing or scheduling again.
+
+The strategy is sliced once. A calibration then prices every pass from its parts, and the pipeline is simulated with the
+tables of `phaze.place`; so a prepared run agrees with `phaze.evaluate` wherever ops run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.calibration_fitting.measured_runs import Run
+from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
+from phaze.capabilities import PipelineSchedule
+from phaze.cost import Calibration, Stack, fuse_attention
+from phaze.errors import QuestionError
+from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
+from phaze.ir.layers import single_layer
+from phaze.parallelism import Limits, degrees_of, read_limits
+from phaze.place import LayerProfile, PlacementProblem
+from phaze.place.model.network_prices import Network
+from phaze.place.model.stage_costs import StageTable, build_stage_table, update_s_per_parameter
+from phaze.place.model.stage_space import StageSpace
+from phaze.place.model.stage_sums import build_width_table
+from phaze.place.search.parallelism_table import Degrees
+from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
+from phaze.place.simulation.pass_orders import in_flight, pipeline_order
+from phaze.place.simulation.placement_assembly import stage_times
+from phaze.planner.strategy_search import graph_at
+from phaze.profile.layer_passes import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
+from phaze.profile.layer_profile import Bounded
+from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slice_model
+from phaze.question import Request, read_request
+from phaze.shard import ShardedLayer, ShardedModel, slice_layer
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+
+__all__ = [
+    "PreparedRun",
+    "prepare",
+    "whole_strategy",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layer:
+    """One distinct layer: its passes in parts, and its profile without seconds."""
+
+    forward: PassParts
+    backward: PassParts
+    again: PassParts
+    accumulated_bytes: float
+    profile: LayerProfile
+
+    def priced(self, calibration: Calibration, bandwidth: float) -> LayerProfile:
+        summed_s = self.accumulated_bytes / (bandwidth * calibration.memory)
+        return replace(
+            self.profile,
+            forward_s=Bounded.exact(self.forward.seconds(calibration)),
+            backward_input_s=Bounded.exact(self.backward.seconds(calibration) + summed_s),
+            recompute_s=Bounded.exact(self.again.seconds(calibration)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedRun:
+    """A run whose step time is a function of the calibration alone."""
+
+    run: Run
+    stack: Stack
+    problem: PlacementProblem
+    space: StageSpace
+    degrees: Degrees
+    layers: Mapping[str, _Layer]
+    mode: RecomputeMode
+    program: Program
+
+    def seconds(self, calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
+        """The step time under each calibration; their stacks are replaced by the run's own."""
+        found = [self._times(replace(calibration, stack=self.stack)) for calibration in calibrations]
+        stacked = StageTimes(
+            **{name: np.concatenate([getattr(times, name) for times in found]) for name in StageTimes.__slots__}
+        )
+        return np.asarray(simulate(self.program, stacked).time_s)
+
+    def passes(self) -> list[PassParts]:
+        """Every pass of every layer and microbatch of a step on one device."""
+        found = []
+        for layer in self.problem.graph.layers:
+            parts = self.layers[layer.key]
+            found += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
+        return found
+
+    @property
+    def update_bytes_s(self) -> float:
+        """What the traffic of updating all parameters takes at full bandwidth, on one device."""
+        parameters = sum(self.layers[layer.key].profile.parameters for layer in self.problem.graph.layers)
+        moved = self.problem.recipe.update_bytes * parameters
+        return moved / self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s
+
+    @property
+    def needed_bytes(self) -> float:
+        """What the fullest device needs, without what allocator and libraries hold besides."""
+        memory, degrees = self._table(Calibration(stack=self.stack)).memory, self.degrees
+        schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
+        rounds = degrees.rounds(self.problem.micro_batches)
+        flights = in_flight(schedule, degrees.devices, rounds, degrees.chunks).tolist()
+        places = [
+            [(0, chunk * degrees.devices + place) for chunk in range(degrees.chunks)]
+            for place in range(degrees.devices)
+        ]
+        return max(
+            memory.of_device(self.problem, chunks, flight).total_bytes
+            for chunks, flight in zip(places, flights, strict=True)
+        )
+
+    def _times(self, calibration: Calibration) -> StageTimes:
+        table = self._table(calibration)
+        return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.degrees)
+
+    def _table(self, calibration: Calibration) -> StageTable:
+        bandwidth, width = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.degrees.width
+        profiles = {(key, width, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}
+        problem = replace(self.problem, profiles=profiles, calibration=calibration)
+        return build_stage_table(
+            problem,
+            self.space,
+            build_width_table(problem, self.space, width, use_bounds=False),
+            Network(problem.cluster, calibration),
+            pipelines=self.degrees.pipelines,
+            zero_stage=self.degrees.zero_stage,
+            stages=self.degrees.devices,
+            update_s=update_s_per_parameter(problem),
+            mixes_widths=False,
+            splits_backward=self.degrees.schedule is PipelineSchedule.ZERO_BUBBLE,
+        )
+
+
+def prepare(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
+    """Slice a run's strategy; raises what `phaze.evaluate` raises for a model, cluster or strategy that cannot be."""
+    stack = run.stack or stack
+    limits = read_limits(run.strategy)
+    request = read_request(
+        run.model,
+        None,
+        cluster=run.cluster,
+        global_batch_size=run.global_batch_size,
+        optimizer="adamw",
+        precision=run.precision,
+        micro_batch_sizes=None if limits.micro_batch_size is None else (limits.micro_batch_size,),
+        tensor_widths=(limits.tp or 1,),
+        sequence_length=run.sequence_length,
+        target=None,
+        constraints=None,
+        calibration=Calibration(name="preparing", stack=stack),
+        objective="throughput",
+        gap=0.01,
+        seed=0,
+        plugins=plugins,
+    )
+    if run.fuses_attention:
+        request = replace(request, graph=fuse_attention(request.graph))
+    limits = whole_strategy(limits, request)
+    return _prepared(run, request, limits, stack)
+
+
+def whole_strategy(limits: Limits, request: Request) -> Limits:
+    """A strategy with nothing left open: what it lacks is the plainest choice, and stages are cut evenly."""
+    tp, pp, chunks = limits.tp or 1, limits.pp or 1, limits.chunks or 1
+    dp = limits.dp or max(1, request.cluster.device_count // (tp * pp))
+    schedule = limits.schedule or ("none" if pp == 1 else "1f1b" if chunks == 1 else "interleaved-1f1b")
+    modes = limits.recompute or (RecomputeMode.NONE,)
+    if len(set(modes)) > 1:
+        raise QuestionError("recompute differs between stages; measured runs need one mode for all of them.")
+    layers, count = len(request.graph.layers), pp * chunks
+    if count > layers:
+        raise QuestionError(f"{count} stages for {layers} layers; expected at most one stage a layer.")
+    even = tuple(layers // count + (stage < layers % count) for stage in range(count))
+    return replace(
+        limits,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        chunks=chunks,
+        schedule=schedule,
+        zero=0 if limits.zero is None or dp == 1 else limits.zero,
+        micro_batch_size=limits.micro_batch_size or request.micro_batch_sizes[0],
+        recompute=modes[:1],
+        stages=limits.stages or even,
+    )
+
+
+def _prepared(run: Run, request: Request, limits: Limits, stack: Stack) -> PreparedRun:
+    assert limits.micro_batch_size is not None
+    assert limits.tp is not None
+    assert limits.stages is not None
+    mode = (limits.recompute or (RecomputeMode.NONE,))[0]
+    graph = graph_at(request, limits.micro_batch_size)
+    model = slice_model(request, graph, limits.tp, limits.sequence)
+    layers = _layers(model, mode, stack, request.recipe.gradient_bytes)
+    profiles = {(key, limits.tp, mode): layer.profile for key, layer in layers.items()}
+    problem = PlacementProblem(
+        graph=placement_graph(graph, layer_keys(model)),
+        profiles=profiles,
+        cluster=request.cluster,
+        micro_batches=request.global_batch_size // limits.micro_batch_size,
+        recipe=request.recipe,
+        recompute_modes=(mode,),
+    )
+    if sum(limits.stages) != len(graph.layers):
+        raise QuestionError(f"strategy has stages of {sum(limits.stages)} layers; the model has {len(graph.layers)}.")
+    degrees = degrees_of(limits)
+    schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
+    rounds = degrees.rounds(problem.micro_batches)
+    return PreparedRun(
+        run=run,
+        stack=stack,
+        problem=problem,
+        space=_only(limits.stages),
+        degrees=degrees,
+        layers=layers,
+        mode=mode,
+        program=compile_order(pipeline_order(schedule, degrees.devices, rounds, degrees.chunks)),
+    )
+
+
+def _layers(model: ShardedModel, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> dict[str, _Layer]:
+    again = repeated_layers(model)
+    found = {}
+    for key, sharded in layer_variants(model).items():
+        own = mode if sharded.task.layer.key in again else RecomputeMode.NONE
+        found[key] = _layer(sharded, slice_layer(sharded), own, stack, gradient_bytes)
+    return found
+
+
+def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> _Layer:
+    layer, axis = single_layer(local), sharded.task.axis
+    summed = 0.0 if stack.accumulates_in_products else gradient_bytes
+    tied = sharded.task.graph.layer_graph.tied_parameters
+    return _Layer(
+        forward=pass_parts(local, layer.forward, axis, stack),
+        backward=pass_parts(local, layer.backward, axis, stack),
+        again=pass_parts(local, recomputed_ops(local, layer, mode), axis, stack),
+        accumulated_bytes=sum(
+            tensor.size_bytes + 2 * summed * tensor.elements
+            for tensor in local.parameters
+            if summed and tensor.dtype.is_float
+        ),
+        profile=LayerProfile(
+            forward_s=Bounded.exact(0.0),
+            backward_input_s=Bounded.exact(0.0),
+            backward_weight_s=Bounded.exact(0.0),
+            recompute_s=Bounded.exact(0.0),
+            parameter_bytes=layer_parameter_bytes(local),
+            stashed_bytes=float(sum(local.tensors[name].size_bytes for name in kept_tensors(local, layer, mode))),
+            peak_working_bytes=peak_working_bytes(local, layer, mode),
+            outputs=layer_outputs(sharded),
+            is_tensor_parallel=axis.width > 1,
+            tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+        ),
+    )
+
+
+def _only(stages: Sequence[int]) -> StageSpace:
+    """The stage space that holds just these stages of a chain."""
+    ends = np.concatenate([[0], np.cumsum(stages)])
+    inside = np.arange(int(ends[-1])) < ends[:, None]
+    count = len(stages)
+    return StageSpace(inside=inside, source=np.arange(count), target=np.arange(1, count + 1))

@@ -1,0 +1,149 @@
+"""Prices of a graph's ops on every accelerator, singly or fused; a plugin's price wins over the built-in one.
+
+Callers pass the prices of plugins that they want. `plugin_prices` lists those of the installed plugins; finding plugins
+takes longer than pricing a layer, so it is asked once by whoever plans, and not here. A fused group with an op that a
+plugin prices is priced as its ops one after the other. Equal works are priced once.
+
+A plugin's price is named after an op's kind and function (``elementwise.gelu``), its function (``gelu``) or its kind
+(``elementwise``); the first of these that exists wins (`plugin_price_name`). Its answer is an `Estimate` of one op on
+the accelerators asked about: finite, never negative, above zero seconds unless the op is a view, and no slower on all
+cores than on one (`plugin_price` checks this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phaze.cost.calibration import IDEAL, Calibration
+from phaze.cost.elementwise_fusion import OpGroup, group_work, single_groups
+from phaze.cost.estimate import BINDINGS, CoreKind, Estimate, stack_estimates, total_estimate
+from phaze.cost.operator_work import Work, op_work
+from phaze.cost.work_prices import price_works
+from phaze.errors import PluginError
+from phaze.hardware import Accelerator, AcceleratorArray
+from phaze.hardware.area_energy import EnergyModel
+from phaze.ir import Graph, Op, OpKind
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+    from phaze.interfaces import OpPricer
+
+__all__ = [
+    "plugin_price",
+    "plugin_price_name",
+    "plugin_prices",
+    "price_groups",
+    "price_ops",
+]
+
+
+def price_ops(
+    graph: Graph,
+    ops: Sequence[Op],
+    accelerators: AcceleratorArray | Accelerator,
+    *,
+    calibration: Calibration = IDEAL,
+    energy: EnergyModel | None = None,
+    prices: Mapping[str, OpPricer] | None = None,
+) -> Estimate:
+    """Prices of single ops: row i is ``ops[i]``; see `price_groups`."""
+    return price_groups(graph, single_groups(ops), accelerators, calibration=calibration, energy=energy, prices=prices)
+
+
+def price_groups(
+    graph: Graph,
+    groups: Sequence[OpGroup],
+    accelerators: AcceleratorArray | Accelerator,
+    *,
+    calibration: Calibration = IDEAL,
+    energy: EnergyModel | None = None,
+    prices: Mapping[str, OpPricer] | None = None,
+) -> Estimate:
+    """Prices of groups: row i is ``groups[i]``; ``prices`` win over the built-in ones.
+
+    An op that nobody prices is a `CostError`; a price that fails or cannot be a `PluginError`.
+    """
+    chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
+    offered = prices or {}
+    works: dict[Work, int] = {}
+    rows: list[int | Estimate] = []
+    for group in groups:
+        if any(plugin_price_name(op, offered) for op in group.ops):
+            apart = [_price_alone(graph, op, chips, calibration, energy, offered) for op in group.ops]
+            rows.append(total_estimate(stack_estimates(apart)))
+        else:
+            rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
+    if not rows:
+        return Estimate.empty([], len(chips))
+    built_in = price_works(tuple(works), chips, calibration=calibration, energy=energy)
+    return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
+
+
+def _price_alone(
+    graph: Graph,
+    op: Op,
+    chips: AcceleratorArray,
+    calibration: Calibration,
+    energy: EnergyModel | None,
+    prices: Mapping[str, OpPricer],
+) -> Estimate:
+    name = plugin_price_name(op, prices)
+    if name is not None:
+        return plugin_price(name, prices[name], graph, op, chips)
+    return price_works([op_work(op, graph.tensors)], chips, calibration=calibration, energy=energy)
+
+
+def plugin_prices(manager: PluginManager | None = None) -> dict[str, OpPricer]:
+    """The prices that plugins bring: those of ``manager``, or of all installed ones.
+
+    Two plugins that price the same ops are a `PluginError`.
+    """
+    from phaze.hooks import PluginManager
+
+    return (manager or PluginManager.load()).op_prices().to_mapping()
+
+
+def plugin_price_name(op: Op, prices: Mapping[str, OpPricer]) -> str | None:
+    """The name of the price that wins for ``op``, or None where no plugin prices it."""
+    return next((name for name in (f"{op.kind}.{op.function}", op.function, str(op.kind)) if name in prices), None)
+
+
+def plugin_price(name: str, price: OpPricer, graph: Graph, op: Op, chips: AcceleratorArray) -> Estimate:
+    """The checked answer of one price; a `PluginError` says what is wrong with it."""
+    try:
+        answer: object = price(graph, op, chips)
+    except Exception as error:
+        raise PluginError(f"the price {name!r} failed on op {op.id!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, Estimate) or not _has_shape(answer, (1, len(chips))):
+        raise PluginError(
+            f"the price {name!r} of op {op.id!r} is not an Estimate of 1 op on {len(chips)} accelerators."
+        )
+    if complaint := _complaint(answer, op):
+        raise PluginError(f"the price {name!r} of op {op.id!r}: {complaint}.")
+    return answer
+
+
+def _has_shape(answer: Estimate, shape: tuple[int, int]) -> bool:
+    arrays = [getattr(answer, field.name) for field in fields(Estimate) if field.name != "kinds"]
+    is_shaped = all(isinstance(array, np.ndarray) and array.shape == shape for array in arrays)
+    return is_shaped and len(answer.kinds) == 1 and isinstance(answer.kinds[0], CoreKind)
+
+
+def _complaint(answer: Estimate, op: Op) -> str:
+    """What is wrong with the numbers, or nothing."""
+    for name in ("core_s", "spread_s", "core_bytes", "spread_bytes", "core_energy_j", "spread_energy_j"):
+        values = getattr(answer, name)
+        may_be_zero = op.kind is OpKind.VIEW or not name.endswith("_s")
+        is_right = np.isfinite(values) & ((values >= 0) if may_be_zero else (values > 0))
+        if not is_right.all():
+            expected = "at least 0" if may_be_zero else "above 0: only views cost nothing"
+            return f"{name} is {float(values[~is_right][0])}; expected finite numbers, {expected}"
+    if (answer.spread_s > answer.core_s).any():
+        return "spread_s exceeds core_s; an op spread over all cores is never slower than on one"
+    if max(answer.core_binding.max(initial=0), answer.spread_binding.max(initial=0)) >= len(BINDINGS):
+        return f"a binding code is outside 0 to {len(BINDINGS) - 1}"
+    return ""

@@ -1,0 +1,357 @@
+"""What an op asks of an accelerator: its matrix products, lane operations and bytes, by kind of op.
+
+Ops of every kind are turned into `Work` first (`op_work`); prices look at nothing else. The parts of a work run at the
+same time, each on its own resource, so that the largest decides:
+
+    tensor time   matrix products, one after the other
+    vector time   lane operations
+    memory time   bytes of the tilings, and bytes that stream through once
+
+The `Work` of a true view is empty and occupies no cores: the only thing that costs nothing. By kind of op:
+
+    contraction   the GEMM of its rule, on operands as they are stored                                    (`_product`)
+    convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches, tiled as
+                  if every block of the image were exact: optimistic where a small buffer makes windows overlap
+    attention     a fused kernel: score and context products (backward also the scores again), softmax and dropout on
+                  the vector cores at the same time, scores never off the chip                          (`_attention`)
+    vector kinds  elements x operations per element, against every operand read and every result written once
+                  (`_vector`, with the counts of `vector_operations`)
+    lookup        only the rows that are picked are read; scatter also reads the rows that it adds to     (`_scatter`)
+    opaque        memory-bound vector work on everything it touches
+    view          nothing
+
+Sizes come from the rule alone, so that an op with a local rule is priced at its local size; element types come from the
+tensors.
+
+Lane operations per element were counted by hand from the usual formulas: a function of one instruction counts 1, a
+transcendental one 8 (range reduction and a short polynomial), composed ones the sum of their parts. They are estimates;
+memory traffic decides most of these ops on real chips.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from phaze.cost.estimate import CoreKind
+from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling
+from phaze.cost.size_checks import check_amounts, check_sizes
+from phaze.errors import CostError
+from phaze.hardware.element_types import dtype_bytes
+from phaze.ir import DType, FactorKind, Gemm, Op, OpKind, Phase, Tensor
+from phaze.ir.rule import Dims, names_of
+
+__all__ = [
+    "VIEW",
+    "Product",
+    "Work",
+    "attention_operations",
+    "matmul_work",
+    "op_work",
+    "read_bytes",
+    "vector_operations",
+    "vector_work",
+    "written_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """``batch`` products of (m, k) with (k, n) at ``dtype``."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Check that sizes are sizes."""
+        check_sizes("matrix product", batch=self.batch, m=self.m, n=self.n, k=self.k)
+
+    @property
+    def macs(self) -> float:
+        """Multiply-accumulates."""
+        return float(self.batch) * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The terms of one op: tilings are the traffic that depends on the buffer, streamed bytes that which does not.
+
+    A work that computes without moving a byte is a `CostError`, since it would be priced too low.
+    """
+
+    products: tuple[Product, ...] = ()
+    vector_operations: float = 0.0
+    tilings: tuple[Tiling, ...] = ()
+    streamed_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check signs, and that what computes also moves bytes."""
+        amounts = {"vector_operations": self.vector_operations, "streamed_bytes": self.streamed_bytes}
+        check_amounts("work", may_be_zero=True, **amounts)
+        computes = bool(self.products) or self.vector_operations > 0
+        if computes != (self.compulsory_bytes > 0):
+            raise CostError(
+                f"work with {len(self.products)} products and {self.vector_operations} vector operations moves "
+                f"{self.compulsory_bytes} bytes; an op either computes and moves bytes, or is a view."
+            )
+
+    @property
+    def kind(self) -> CoreKind:
+        """The cores that the op occupies."""
+        if self.products:
+            return CoreKind.BOTH if self.vector_operations else CoreKind.TENSOR
+        return CoreKind.VECTOR if self.vector_operations else CoreKind.NONE
+
+    @property
+    def macs(self) -> float:
+        """Multiply-accumulates of all products."""
+        return sum(product.macs for product in self.products)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """Bytes that move however large the buffer is."""
+        return sum(tiling.compulsory_bytes for tiling in self.tilings) + self.streamed_bytes
+
+
+VIEW = Work()
+"""An op that renames elements without touching them."""
+
+
+def matmul_work(
+    batch: int, m: int, n: int, k: int, *, dtype: str = "bfloat16", output_dtype: str | None = None
+) -> Work:
+    """``batch`` dense products of (m, k) with (k, n) at ``dtype``; the result has ``output_dtype``, or the same."""
+    check_sizes("matrix product", batch=batch, m=m, n=n, k=k)
+    size = dtype_bytes(dtype)
+    tiling = ProductTiling(
+        batch=batch,
+        m=m,
+        n=n,
+        k=k,
+        left_bytes=float(size) * batch * m * k,
+        right_bytes=float(size) * batch * k * n,
+        output_bytes=float(dtype_bytes(output_dtype or dtype)) * batch * m * n,
+        element_bytes=size,
+    )
+    return Work(products=(Product(batch=batch, m=m, n=n, k=k, dtype=dtype),), tilings=(tiling,))
+
+
+def vector_work(operations: float, moved_bytes: float) -> Work:
+    """Elementwise work of so many lane operations on so many bytes."""
+    return Work(vector_operations=operations, streamed_bytes=moved_bytes)
+
+
+Tensors = Mapping[str, Tensor]
+
+
+def op_work(op: Op, tensors: Tensors) -> Work:
+    """The work of one op; a `CostError` where its kind has none (a collective's depends on its mesh axis)."""
+    build = _BUILDERS.get(op.kind)
+    if build is None:
+        raise CostError(
+            f"op {op.id!r}: nobody prices ops of kind {op.kind} ({op.function}). Price collectives on their mesh axis "
+            "with phaze.cost.price_collective, or add a price through the hook phaze_op_prices."
+        )
+    return build(op, tensors)
+
+
+def read_bytes(op: Op, tensors: Tensors) -> tuple[float, ...]:
+    """Bytes that each operand gives."""
+    return tuple(
+        float(count) * tensors[tensor_id].dtype.size_bytes
+        for tensor_id, count in zip(op.inputs, op.elements_read, strict=True)
+    )
+
+
+def written_bytes(op: Op, tensors: Tensors) -> tuple[float, ...]:
+    """Bytes that each result receives."""
+    return tuple(
+        float(count) * tensors[tensor_id].dtype.size_bytes
+        for tensor_id, count in zip(op.outputs, op.elements_written, strict=True)
+    )
+
+
+def _view(op: Op, tensors: Tensors) -> Work:
+    return VIEW
+
+
+def _vector(op: Op, tensors: Tensors) -> Work:
+    moved = sum(read_bytes(op, tensors)) + sum(written_bytes(op, tensors))
+    return Work(vector_operations=vector_operations(op), streamed_bytes=moved)
+
+
+def _scatter(op: Op, tensors: Tensors) -> Work:
+    added_to = float(op.rule.work) * tensors[op.outputs[0]].dtype.size_bytes
+    moved = sum(read_bytes(op, tensors)) + sum(written_bytes(op, tensors)) + added_to
+    return Work(vector_operations=vector_operations(op), streamed_bytes=moved)
+
+
+def _product(op: Op, tensors: Tensors) -> Work:
+    (gemm,) = op.gemms
+    left_bytes, right_bytes = read_bytes(op, tensors)
+    dtype = _operand_dtype(op, tensors)
+    tiling = ProductTiling(
+        batch=gemm.batch,
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        left_bytes=left_bytes,
+        right_bytes=right_bytes,
+        output_bytes=sum(written_bytes(op, tensors)),
+        element_bytes=dtype.size_bytes,
+    )
+    return Work(products=(_product_of(gemm, dtype),), tilings=(tiling,))
+
+
+def _attention(op: Op, tensors: Tensors) -> Work:
+    query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
+    rows, length = query - key, (key & value) - query
+    is_backward = op.phase is Phase.BACKWARD
+    gemms = op.gemms
+    scores = _scores(op, gemms)
+    sides = {"near": 0.0, "far": 0.0, "other": 0.0}
+    for dims, moved in zip(op.rule.operands, read_bytes(op, tensors), strict=True):
+        sides[_side(dims, rows, length)] += moved
+    accumulated = 0.0
+    for dims, moved in zip(op.rule.results, written_bytes(op, tensors), strict=True):
+        if (side := _side(dims, rows, length)) == "far":
+            accumulated += moved
+        else:
+            sides[side] += moved
+    dtype = _operand_dtype(op, tensors)
+    width = (scores.k + _size(op, value - key)) * (2 if is_backward else 1)
+    computed = (scores, *gemms) if is_backward else gemms
+    work = Work(
+        products=tuple(_product_of(gemm, dtype) for gemm in computed),
+        vector_operations=float(attention_operations(op)) * scores.batch * scores.m * scores.n,
+        streamed_bytes=sum(sides.values()) + accumulated,
+    )
+    if not (sides["near"] and sides["far"]):
+        return work
+    tiling = AttentionTiling(
+        heads=scores.batch,
+        queries=scores.m,
+        keys=scores.n,
+        query_width=width,
+        key_width=width,
+        near_bytes=sides["near"],
+        far_bytes=sides["far"],
+        accumulated_bytes=accumulated,
+        element_bytes=dtype.size_bytes,
+    )
+    return replace(work, tilings=(tiling,), streamed_bytes=sides["other"])
+
+
+def _scores(op: Op, gemms: tuple[Gemm, ...]) -> Gemm:
+    """The product of query and key."""
+    if op.phase is not Phase.BACKWARD:
+        return gemms[0]
+    to_query = gemms[0]
+    return Gemm(to_query.batch, to_query.m, to_query.k, to_query.n)
+
+
+def _side(dims: Dims, rows: frozenset[str], length: frozenset[str]) -> str:
+    names = names_of(dims)
+    if names & rows and not names & length:
+        return "near"
+    return "far" if names & length and not names & rows else "other"
+
+
+def _size(op: Op, names: frozenset[str]) -> int:
+    return math.prod(op.rule.size(name) for name in names)
+
+
+def _operand_dtype(op: Op, tensors: Tensors) -> DType:
+    """The element type that the product runs at: its wider operand's."""
+    return max((tensors[tensor_id].dtype for tensor_id in op.inputs[:2]), key=lambda dtype: dtype.size_bytes)
+
+
+def _product_of(gemm: Gemm, dtype: DType) -> Product:
+    return Product(batch=gemm.batch, m=gemm.m, n=gemm.n, k=gemm.k, dtype=dtype.value)
+
+
+_BUILDERS: dict[OpKind, Callable[[Op, Tensors], Work]] = {
+    OpKind.CONTRACTION: _product,
+    OpKind.CONVOLUTION: _product,
+    OpKind.ATTENTION: _attention,
+    **dict.fromkeys(
+        (
+            OpKind.ELEMENTWISE,
+            OpKind.DROPOUT,
+            OpKind.SOFTMAX,
+            OpKind.NORM,
+            OpKind.REDUCTION,
+            OpKind.LOOKUP,
+            OpKind.COPY,
+            OpKind.SORT,
+            OpKind.OPAQUE,
+        ),
+        _vector,
+    ),
+    OpKind.SCATTER: _scatter,
+    OpKind.VIEW: _view,
+}
+
+
+_TRANSCENDENTAL = 8
+
+_BY_FUNCTION: dict[str, int] = {
+    **dict.fromkeys(("exp", "log", "sin", "cos", "tanh", "erf", "sigmoid"), _TRANSCENDENTAL),
+    **dict.fromkeys(("sqrt", "rsqrt", "reciprocal", "divide"), 4),
+    "gelu": _TRANSCENDENTAL + 4,
+    "gelu_tanh": _TRANSCENDENTAL + 7,
+    "gelu_backward": 2 * _TRANSCENDENTAL + 6,
+    "gelu_tanh_backward": _TRANSCENDENTAL + 14,
+    "silu": _TRANSCENDENTAL + 1,
+    "silu_backward": _TRANSCENDENTAL + 5,
+    "sigmoid_backward": 3,
+    "tanh_backward": 3,
+    "divisor_backward": 6,
+    "rotary": 3,
+    "rotary_backward": 3,
+    "dropout": 6,
+    "dropout_backward": 2,
+    "softmax": _TRANSCENDENTAL + 5,
+    "biased_softmax": _TRANSCENDENTAL + 6,
+    "softmax_backward": 5,
+    "cross_entropy": _TRANSCENDENTAL + 4,
+    "cross_entropy_backward": _TRANSCENDENTAL + 4,
+    "layer_norm": 8,
+    "layer_norm_backward": 14,
+    "rms_norm": 5,
+    "rms_norm_backward": 10,
+}
+
+_BY_KIND: dict[OpKind, int] = {OpKind.SOFTMAX: _TRANSCENDENTAL + 5, OpKind.NORM: 8, OpKind.DROPOUT: 6}
+
+
+_COUNTED_BY_SIZE = frozenset({OpKind.OPAQUE, OpKind.COPY, OpKind.SORT})
+"""Kinds whose factors do not multiply to what they touch: the largest tensor does."""
+
+
+def vector_operations(op: Op) -> float:
+    """Lane operations of an op on the vector cores."""
+    counted = op.attribute("operations")  # of ops that a frontend fused
+    per_element = counted if isinstance(counted, int) else _BY_FUNCTION.get(op.function, _BY_KIND.get(op.kind, 1))
+    if op.kind in _COUNTED_BY_SIZE:
+        touched = max(1, *op.elements_written, *op.elements_read)
+    else:
+        touched = max(op.rule.work, *op.elements_written)
+    if op.kind is OpKind.SORT:
+        longest = max((f.size for f in op.rule.factors if f.kind is FactorKind.WHOLE), default=op.rule.work)
+        per_element = max(1, math.ceil(math.log2(max(2, longest))))
+    return float(per_element) * touched
+
+
+def attention_operations(op: Op) -> int:
+    """Lane operations per score of fused attention, whose scores and mask are made again backward."""
+    functions = ["softmax"]
+    if op.attribute("probability") is not None:
+        functions.append("dropout")
+    if op.phase is Phase.BACKWARD:
+        functions += [f"{function}_backward" for function in functions]
+    return sum(_BY_FUNCTION[function] for function in functions)

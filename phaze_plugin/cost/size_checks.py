@@ -1,0 +1,32 @@
+"""Checks of the sizes that works are made of; a `CostError` names the owner, the size and the value."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+
+from phaze.errors import CostError, shown
+
+__all__ = [
+    "LARGEST_SIZE",
+    "check_amounts",
+    "check_sizes",
+]
+
+LARGEST_SIZE = 2**60
+
+
+def check_sizes(owner: str, least: int = 1, **sizes: object) -> None:
+    """Refuse what is not a whole number of at least ``least``."""
+    for name, value in sizes.items():
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_whole or not least <= int(value) <= LARGEST_SIZE:  # type: ignore[call-overload]
+            raise CostError(f"{owner}: {name} is {shown(value)}; expected a whole number of at least {least}.")
+
+
+def check_amounts(owner: str, *, may_be_zero: bool = False, **amounts: float) -> None:
+    """Refuse what is not finite, negative, or zero where that may not be."""
+    for name, value in amounts.items():
+        if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
+            expected = "at least 0" if may_be_zero else "above 0"
+            raise CostError(f"{owner}: {name} is {shown(value)}; expected a finite number {expected}.")

@@ -1,0 +1,246 @@
+"""The price of work (seconds, bytes, energy, what binds) on every accelerator of an array, in one call.
+
+A price depends on few of an accelerator's fields (that of a vector op not on its arrays), and its terms on fewer:
+products on (rows, cols, cores), tilings on the size of a memory. Each is evaluated once per distinct value inside the
+call and then gathered (`distinct_rows`), so that tens of thousands of accelerators cost little more than a thousand.
+Nothing is kept between calls.
+
+    core:    tensor time on one array, vector time on one unit, traffic with 1/cores of the buffer
+    spread:  tensor time on all arrays, vector time on all units, traffic with the whole buffer
+    seconds = max(tensor / matrix, vector / vector, traffic / (bandwidth * memory)) + overhead      (calibration)
+
+A stack that does not hide traffic behind matrix products adds it to their time. Batched products whose sides are not
+aligned as it needs run at the rate of float32 there (found on A100: heads of 108 elements cost a third of the step).
+
+Energy is that of the off-chip traffic, of the traffic between buffer and core (the same tilings, fitted into the core's
+private L2), and of what the arrays draw from L2: each operand element feeds a whole row or column at once.
+
+On one core a larger number of cores means a smaller share of the buffer, and so possibly more traffic: the law that
+more cores never cost time is one of spread prices, and of core prices at an equal share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phaze.cost.calibration import IDEAL, Calibration
+from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate
+from phaze.cost.operator_work import Product, Work
+from phaze.cost.systolic_cycles import ArrayGrid, Cycles, array_grid, product_cycles
+from phaze.hardware import Accelerator, AcceleratorArray
+from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.element_types import dtype_bytes
+
+__all__ = [
+    "distinct_accelerators",
+    "distinct_rows",
+    "price_works",
+]
+
+_Floats = NDArray[np.float64]
+_Indices = NDArray[np.int64]
+_CODE = {binding: np.uint8(code) for code, binding in enumerate(BINDINGS)}
+_TENSOR_COLUMNS = ("tensor_cores", "tensor_rows", "tensor_cols")
+_VECTOR_COLUMNS = ("vector_cores", "vector_lanes")
+_SHARED_COLUMNS = ("buffer_bytes", "hbm_bandwidth_bytes_per_s", "clock_hz")
+_RELEVANT = {
+    CoreKind.TENSOR: (*_TENSOR_COLUMNS, *_SHARED_COLUMNS),
+    CoreKind.VECTOR: (*_VECTOR_COLUMNS, *_SHARED_COLUMNS),
+    CoreKind.BOTH: (*_TENSOR_COLUMNS, *_VECTOR_COLUMNS, *_SHARED_COLUMNS),
+}
+_VECTOR_OPERATION_L2_BYTES = 12.0
+"""Two fp32 operands read and one written."""
+_SINGLE_BYTES = 4
+
+
+def price_works(
+    works: Sequence[Work],
+    accelerators: AcceleratorArray | Accelerator,
+    *,
+    calibration: Calibration = IDEAL,
+    energy: EnergyModel | None = None,
+) -> Estimate:
+    """Prices of all ``works`` on all ``accelerators``."""
+    chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
+    model = energy or energy_model()
+    estimate = Estimate.empty([work.kind for work in works], len(chips))
+    if not len(chips):
+        return estimate
+    for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
+        rows = [row for row, work in enumerate(works) if work.kind is kind]
+        if rows:
+            first, at = _distinct(kind, chips)
+            setting = _setting(chips.take(first), calibration, model)
+            for row in rows:
+                priced = Estimate.empty([kind], len(first))
+                _price(works[row], setting, priced)
+                priced.gather(at, estimate, row)
+    return estimate
+
+
+def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> int:
+    """On how many of ``chips`` a work of this kind is evaluated; the other prices are gathered from there."""
+    return len(_distinct(kind, chips)[0])
+
+
+def _distinct(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:
+    return distinct_rows([*(getattr(chips, name) for name in _RELEVANT[kind]), *chips.rates.T])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Setting:
+    """What depends on the accelerators only; ``*_at`` say which distinct value each accelerator has."""
+
+    chips: AcceleratorArray
+    calibration: Calibration
+    energy: EnergyModel
+    core_grid: ArrayGrid
+    core_at: _Indices
+    spread_grid: ArrayGrid
+    spread_at: _Indices
+    memory_sizes: _Floats
+    share_at: _Indices
+    buffer_at: _Indices
+    l2_at: _Indices
+    bandwidth: _Floats
+    buffer_j_per_byte: _Floats
+    tensor_l2_j_per_byte: _Floats
+    vector_l2_j_per_byte: _Floats
+
+
+def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _Setting:
+    rows, cols, cores = chips.tensor_rows, chips.tensor_cols, chips.tensor_cores
+    core_first, core_at = distinct_rows([rows, cols])
+    spread_first, spread_at = distinct_rows([rows, cols, cores])
+    tensor_l2 = chips.tensor_l2_bytes
+    sizes = np.concatenate((chips.buffer_bytes // cores, chips.buffer_bytes, tensor_l2))
+    size_first, memory_at = distinct_rows([sizes])
+    share_at, buffer_at, l2_at = np.split(memory_at, 3)
+    return _Setting(
+        chips=chips,
+        calibration=calibration,
+        energy=energy,
+        core_grid=array_grid(rows[core_first], cols[core_first], np.ones(len(core_first))),
+        core_at=core_at,
+        spread_grid=array_grid(rows[spread_first], cols[spread_first], cores[spread_first]),
+        spread_at=spread_at,
+        memory_sizes=sizes[size_first].astype(np.float64),
+        share_at=share_at,
+        buffer_at=buffer_at,
+        l2_at=l2_at,
+        bandwidth=chips.hbm_bandwidth_bytes_per_s * calibration.memory,
+        buffer_j_per_byte=energy.sram_j_per_byte(chips.buffer_bytes),
+        tensor_l2_j_per_byte=energy.sram_j_per_byte(tensor_l2),
+        vector_l2_j_per_byte=energy.sram_j_per_byte(chips.vector_l2_bytes),
+    )
+
+
+def _price(work: Work, setting: _Setting, estimate: Estimate) -> None:
+    """Write the prices of ``work`` into the one row of ``estimate``."""
+    traffic = np.full(len(setting.memory_sizes), float(work.streamed_bytes))
+    for tiling in work.tilings:
+        traffic += tiling.traffic_bytes(setting.memory_sizes)
+    estimate.core_bytes[0] = traffic[setting.share_at]
+    estimate.spread_bytes[0] = traffic[setting.buffer_at]
+    _time(work, setting, False, estimate.core_bytes[0], estimate.core_s[0], estimate.core_binding[0])
+    _time(work, setting, True, estimate.spread_bytes[0], estimate.spread_s[0], estimate.spread_binding[0])
+    on_chip_j = _on_chip_energy(work, setting, traffic)
+    estimate.core_energy_j[0] = estimate.core_bytes[0] * setting.energy.hbm_j_per_byte + on_chip_j
+    estimate.spread_energy_j[0] = estimate.spread_bytes[0] * setting.energy.hbm_j_per_byte + on_chip_j
+
+
+def _time(
+    work: Work,
+    setting: _Setting,
+    is_spread: bool,
+    moved: _Floats,
+    seconds: _Floats,
+    binding: NDArray[np.uint8],
+) -> None:
+    """Write the seconds and what binds them into ``seconds`` and ``binding``."""
+    if work.products:
+        _tensor_time(work, setting, is_spread, seconds, binding)
+    else:
+        binding[:] = _CODE[Binding.COMPUTE]
+    memory_s = moved / setting.bandwidth
+    np.copyto(binding, _CODE[Binding.MEMORY], where=memory_s > seconds)
+    if setting.calibration.stack.hides_memory:
+        np.maximum(seconds, memory_s, out=seconds)
+    else:
+        seconds += memory_s
+    if work.vector_operations:
+        lanes = setting.chips.vector_lanes * (setting.chips.vector_cores if is_spread else 1)
+        vector_s = np.ceil(work.vector_operations / lanes) / (setting.chips.clock_hz * setting.calibration.vector)
+        binding[vector_s >= seconds] = _CODE[Binding.COMPUTE]
+        np.maximum(seconds, vector_s, out=seconds)
+    if setting.calibration.op_overhead_s:
+        np.copyto(binding, _CODE[Binding.OVERHEAD], where=seconds < setting.calibration.op_overhead_s)
+        seconds += setting.calibration.op_overhead_s
+
+
+def _tensor_time(work: Work, setting: _Setting, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]) -> None:
+    grid, at = (setting.spread_grid, setting.spread_at) if is_spread else (setting.core_grid, setting.core_at)
+    by_dtype: dict[str, Cycles] = {}
+    for product in work.products:
+        cycles = product_cycles(grid, product.batch, product.m, product.n, product.k)
+        dtype = _run_dtype(product, setting.calibration)
+        by_dtype[dtype] = by_dtype[dtype] + cycles if dtype in by_dtype else cycles
+    every = sum(by_dtype.values(), start=Cycles(np.zeros(len(grid.rows)), np.zeros(len(grid.rows))))
+    code = np.where(every.total > 2 * every.without_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])
+    binding[:] = code[at]
+    for dtype, cycles in by_dtype.items():
+        rate = setting.chips.clock_hz * setting.chips.rate(dtype)
+        seconds += cycles.total[at] / (rate * setting.calibration.matrix)
+
+
+def _run_dtype(product: Product, calibration: Calibration) -> str:
+    """The type at whose rate a product runs."""
+    size, alignment = dtype_bytes(product.dtype), calibration.stack.alignment_bytes
+    sides = (product.m, product.n, product.k)
+    is_slow = product.batch > 1 and size < _SINGLE_BYTES and any(side * size % alignment for side in sides)
+    return "float32" if is_slow else product.dtype
+
+
+def _on_chip_energy(work: Work, setting: _Setting, traffic: _Floats) -> _Floats:
+    """Energy of arithmetic and of on-chip bytes, per accelerator."""
+    arithmetic_j = work.vector_operations * setting.energy.vector_operation_j
+    l2_bytes = np.zeros(len(setting.core_grid.rows))
+    for product in work.products:
+        arithmetic_j += product.macs * setting.energy.mac_energy_j(product.dtype)
+        operands = product.macs * dtype_bytes(product.dtype)
+        l2_bytes += operands / setting.core_grid.rows + operands / setting.core_grid.cols
+    joules: _Floats = traffic[setting.l2_at] * setting.buffer_j_per_byte + arithmetic_j
+    if work.products:
+        joules += l2_bytes[setting.core_at] * setting.tensor_l2_j_per_byte
+    if work.vector_operations:
+        joules += (work.vector_operations * _VECTOR_OPERATION_L2_BYTES) * setting.vector_l2_j_per_byte
+    return joules
+
+
+_LARGEST_TABLE = 2**24
+
+
+def distinct_rows(columns: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each distinct row of ``columns`` first appears, and for every row which distinct one it is.
+
+    Columns have few different values each, so a row's key is a small integer in mixed radix, and one pass over a table
+    of all keys finds the distinct ones. Where the table would be too large, keys are renumbered on the way.
+    """
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    size = 1
+    for column in columns:
+        values = np.unique(column)
+        if len(values) > 1:
+            key = key * len(values) + np.searchsorted(values, column)
+            size *= len(values)
+        if size > _LARGEST_TABLE:
+            values, key = np.unique(key, return_inverse=True)
+            size = len(values)
+    first_of_key = np.full(size, -1, dtype=np.int64)
+    first_of_key[key[::-1]] = np.arange(len(key) - 1, -1, -1)
+    is_used = first_of_key >= 0
+    return first_of_key[is_used], (np.cumsum(is_used) - 1)[key]

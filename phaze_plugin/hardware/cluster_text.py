@@ -1,0 +1,64 @@
+"""Clusters as text: ``CHIP:COUNT[@NETWORK]``.
+
+CHIP is a known accelerator's name or the path of an accelerator's JSON file, COUNT a number of devices, NETWORK a known
+network's name (the chip's own one when left out; `paper` where it has none). The path of a cluster's JSON file
+stands for the whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phaze.errors import HardwareError, shown
+from phaze.hardware.accelerator import Accelerator
+from phaze.hardware.chips_and_networks import known_accelerator, network_levels, preset, preset_names
+from phaze.hardware.cluster import Cluster
+from phaze.hardware.field_checks import LARGEST_BYTES
+from phaze.hardware.hardware_files import load_accelerator, load_cluster
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+
+__all__ = [
+    "find_accelerator",
+    "parse_cluster",
+]
+
+_NETWORK_OF_OTHER_CHIPS = "paper"
+_MOST_DIGITS = 40
+
+
+def find_accelerator(text: str, manager: PluginManager | None = None) -> Accelerator:
+    """The accelerator that ``text`` names: a preset, one that a plugin added, or the path of a JSON file.
+
+    Without a ``manager`` the installed plugins are looked up anew. A name that nobody knows is an `UnknownNameError`
+    that lists near ones, one that plugins clash over a `PluginError`, a file with something else a `FormatError`.
+    """
+    return load_accelerator(text) if text.endswith(".json") else known_accelerator(text, manager)
+
+
+def parse_cluster(text: str, manager: PluginManager | None = None) -> Cluster:
+    """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``tpuv4-paper:1024@paper``.
+
+    Another form and a count that no cluster has are a `HardwareError`, unknown chips and networks an
+    `UnknownNameError`.
+    """
+    chip, colon, rest = text.strip().rpartition(":")
+    if not colon and rest.endswith(".json"):
+        return load_cluster(rest, manager)
+    count_text, at, network = rest.partition("@")
+    if not chip or (at and not network) or not (count_text.isascii() and count_text.isdigit()):
+        raise HardwareError(
+            f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64."
+        )
+    count = int(count_text) if len(count_text) <= _MOST_DIGITS else LARGEST_BYTES + 1
+    if not 1 <= count <= LARGEST_BYTES:
+        raise HardwareError(
+            f"cluster {shown(text)} has {count_text[:_MOST_DIGITS]} devices; expected 1 to {LARGEST_BYTES}."
+        )
+    accelerator = find_accelerator(chip, manager)
+    return Cluster(accelerator, count, network_levels(network or _network_of(chip), count))
+
+
+def _network_of(chip: str) -> str:
+    return preset(chip).default_network if chip in preset_names() else _NETWORK_OF_OTHER_CHIPS

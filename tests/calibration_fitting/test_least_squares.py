@@ -1,0 +1,78 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from phaze.calibration_fitting import fit_terms, separable_terms
+from phaze.cost import Calibration
+from phaze.errors import QuestionError
+
+PARTS = np.array([[4.0, 1.0, 0.5], [1.0, 3.0, 0.1], [2.0, 2.0, 2.0], [0.5, 0.2, 3.0], [5.0, 0.1, 0.3]])
+"""Tensor, memory and link seconds of five imagined runs."""
+TRUTH = Calibration(name="truth", matrix=0.62, memory=0.81, link=0.45)
+START = Calibration(name="start", matrix=0.9, memory=0.9, link=0.9)
+
+
+def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
+    return np.array([PARTS @ [1 / one.matrix, 1 / one.memory, 1 / one.link] for one in calibrations])
+
+
+def test_a_fit_finds_the_calibration_that_made_the_data() -> None:
+    fit = fit_terms(predict, predict([TRUTH])[0].tolist(), START, ("matrix", "memory", "link"))
+    for term in fit.terms:
+        assert getattr(fit.calibration, term) == pytest.approx(getattr(TRUTH, term), rel=1e-2)
+    assert fit.mean_error < 1e-2
+    assert fit.unseen == fit.inseparable == ()
+
+
+def test_a_run_that_nothing_explains_does_not_drag_the_others_along() -> None:
+    measured = predict([TRUTH])[0]
+    measured[2] *= 1.6
+    fit = fit_terms(predict, measured.tolist(), START, ("matrix", "memory"))
+    assert np.median(np.abs(fit.errors)) < 0.25 * abs(fit.errors[2])
+
+
+def test_a_term_that_changes_nothing_is_called_unseen_and_kept() -> None:
+    fit = fit_terms(predict, predict([TRUTH])[0].tolist(), START, ("matrix", "memory", "link", "network"))
+    assert fit.unseen == ("network",)
+    assert fit.calibration.network == START.network
+
+
+def test_terms_that_always_go_together_are_called_inseparable() -> None:
+    def together(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([PARTS[:, 0] / one.matrix / one.memory for one in calibrations])
+
+    fit = fit_terms(together, together([TRUTH])[0].tolist(), START, ("matrix", "memory"))
+    assert fit.inseparable == (("matrix", "memory"),)
+    assert fit.mean_error < 1e-2
+
+
+def test_terms_are_chosen_by_what_runs_show_and_the_others_have_a_reason() -> None:
+    def hardly(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return predict(calibrations) * [[one.vector**-0.5 * one.network**-0.01] for one in calibrations]
+
+    candidates = ("network", "matrix", "overlap", "memory", "link")
+    assert separable_terms(hardly, START, candidates, 2) == (
+        ("matrix", "link"),
+        {
+            "memory": "there are too few runs for it",
+            "network": "the runs hardly show it",
+            "overlap": "the runs say nothing about it",
+        },
+    )
+
+    def together(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([PARTS[:, 0] / one.matrix / one.memory for one in calibrations])
+
+    chosen, left = separable_terms(together, START, ("matrix", "memory"), 2)
+    assert (chosen, left) == (("matrix",), {"memory": "the runs cannot separate it from matrix"})
+
+
+def test_a_term_back_at_its_start_leaves_its_part_of_the_error() -> None:
+    fit = fit_terms(predict, predict([TRUTH])[0].tolist(), START, ("matrix", "memory"))
+    assert fit.start_errors["matrix"] > fit.start_errors["memory"] > fit.mean_error
+
+
+def test_too_few_runs_are_refused_with_the_two_terms_that_they_separate_least() -> None:
+    with pytest.raises(QuestionError, match=r"2 measured runs for 3 terms .* They cannot separate \w+ from \w+\."):
+        fit_terms(lambda some: predict(some)[:, :2], [1.0, 2.0], START, ("matrix", "memory", "link"))
