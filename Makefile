@@ -40,7 +40,7 @@ check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check .
 	@$(PYTHON_IN_VENV) -m mypy -p phaze
-	@$(PYTHON_IN_VENV) -m mypy tests/sample_plugin/phaze_sample
+	@$(PYTHON_IN_VENV) -m mypy tests/sample_plugin/phaze_sample tests/oracles
 
 package: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m build

@@ -1,11 +1,13 @@
 """Placement against its oracle and at scale.
 
-    python benchmarks/placement.py --instances FILE   every instance of FILE (the format of tests/data/placement.json)
-    python benchmarks/placement.py --scale            98 layers on 1,024 devices: paper mode for one accelerator and for
-                                                      1,000 at once, and the default mode
-    python benchmarks/placement.py --model NAME [--cluster TEXT] [--batch N]
-                                                      a built-in model with scheduled profiles at every microbatch size,
-                                                      alone and below the best time of the sizes before it
+    PYTHONPATH=tests python benchmarks/placement.py --instances FILE
+    PYTHONPATH=tests python benchmarks/placement.py --scale
+    PYTHONPATH=tests python benchmarks/placement.py --model NAME [--cluster TEXT] [--batch N]
+
+--instances compares every instance of FILE (the format of tests/data/placement.json) with the original program's
+optimum. --scale places 98 layers on 1,024 devices: paper mode for one accelerator and for 1,000 at once, and the default
+mode. --model places a built-in model with scheduled profiles at every microbatch size, alone and below the best time of
+the sizes before it. The readers of instances are those of the tests: hence PYTHONPATH.
 
 The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
 Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from oracles.placement_instances import read_placement_instance
 
 import phaze
 from phaze.hardware import Cluster, InterconnectLevel, parse_cluster, precision_recipe, preset
@@ -37,7 +40,6 @@ from phaze.place import (
     RecomputeMode,
     find_placement,
     place_paper,
-    read_paper_instance,
     reconstruct,
 )
 from phaze.planner import ProfileOptions, placement_graph, profile_layer
@@ -73,7 +75,7 @@ def compare_instances(path: Path) -> int:
     equal, ours, original = 0, 0.0, 0.0
     for oracle in oracles:
         start = time.perf_counter()
-        instance = read_paper_instance(oracle["instance"])
+        instance = read_placement_instance(oracle["instance"])
         result = place_paper(instance)
         reconstruct(instance, result)
         ours += time.perf_counter() - start

@@ -1,10 +1,10 @@
 """Operator schedules: against known optima, on the layers of real models, and two exact methods against each other.
 
-    python benchmarks/schedule.py --instances tests/data/schedule.json [--method auto] [--solver highs]
-    python benchmarks/schedule.py --models [--micro-batch 1] [--fused]
-    python benchmarks/schedule.py --sharded [--fused]
-    python benchmarks/schedule.py --agree [--work 0.5] [--workers 8]
-    python benchmarks/schedule.py --bounds
+    PYTHONPATH=tests python benchmarks/schedule.py --instances tests/data/schedule.json [--method auto] [--solver highs]
+    PYTHONPATH=tests python benchmarks/schedule.py --models [--micro-batch 1] [--fused]
+    PYTHONPATH=tests python benchmarks/schedule.py --sharded [--fused]
+    PYTHONPATH=tests python benchmarks/schedule.py --agree [--work 0.5] [--workers 8]
+    PYTHONPATH=tests python benchmarks/schedule.py --bounds
 
 --instances solves every instance to gap 0, prints those that differ from the known makespan by more than 1e-6, and ends
 with `N/N optimal`. --models schedules the forward and backward pass of every distinct layer of nine models on twelve
@@ -27,6 +27,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from oracles.scheduling_instances import read_instances
 
 import phaze
 from phaze.cost import Collective
@@ -38,7 +39,6 @@ from phaze.profile.layer_jobs import price_pass
 from phaze.schedule import Schedule, ScheduleStatus, SchedulingProblem, schedule_layer
 from phaze.schedule.core_timeline import makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
-from phaze.schedule.instances import read_instances
 from phaze.schedule.list_scheduling import list_schedule
 from phaze.schedule.reduced_problem import reduce_problem
 from phaze.shard import Axis, LayerTask, shard_layer, slice_layer

@@ -3,7 +3,7 @@
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.place.memory.remedies import Infeasibility, Lever, LeverKind
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.paper.paper_problem import PaperInstance, read_paper_instance
+from phaze.place.paper.paper_problem import PaperInstance
 from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_paper, reconstruct
 from phaze.place.search.best_placement import (
     Alternative,
@@ -67,6 +67,5 @@ __all__ = [
     "paper_instance",
     "place_as_paper",
     "place_paper",
-    "read_paper_instance",
     "reconstruct",
 ]

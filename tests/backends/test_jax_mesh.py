@@ -32,7 +32,7 @@ def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), *names],
-        env=os.environ | flags,
+        env=os.environ | flags | {"PYTHONPATH": str(ROOT / "tests")},  # where `oracles` lies
         cwd=SCRIPT.parent,
         capture_output=True,
         text=True,

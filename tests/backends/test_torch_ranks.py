@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracles.traffic_count import planned_traffic
 from repository import ROOT
 from torch_plans import imported, planned, unforced
 from torch_training import build_model
 
 import phaze
-from phaze.planner.traffic import planned_traffic
 
 SCRIPT = ROOT / "tests" / "support" / "torch_ranks.py"
 Strategy = Mapping[str, object]

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graphs import TINY_CONFIGS, argument_values, tiny_graph
+from oracles.numpy_reference import evaluate_graph
 
 import phaze
 from phaze.cost import fuse_attention, op_work, price_ops
@@ -11,7 +12,6 @@ from phaze.errors import CostError
 from phaze.hardware import preset
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role, stashed_bytes
 from phaze.ir.backward import DERIVED_BACKWARD
-from phaze.ir.reference import evaluate_graph
 from phaze.ir.text import format_graph
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

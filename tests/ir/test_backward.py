@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from graphs import TINY_CONFIGS, argument_values, graphs, tiny_graph
 from hypothesis import given
+from oracles.numpy_reference import evaluate_graph
 
 from phaze.errors import GraphError
 from phaze.ir import Attribute, DType, Graph, GraphBuilder, OpKind, Phase, Role, Rule
 from phaze.ir.functions import UNARY_READS
-from phaze.ir.reference import evaluate_graph
 from phaze.ir.shape_rules import (
     broadcast_rule,
     concatenate_rule,

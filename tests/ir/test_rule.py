@@ -9,11 +9,11 @@ import pytest
 from graphs import rules
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.numpy_reference import evaluate_op
 
 from phaze.errors import GraphError
 from phaze.ir import Dim, Factor, FactorKind, Gemm, Op, OpKind, Phase, Rule
 from phaze.ir.op import gemm_view
-from phaze.ir.reference import evaluate_op
 
 LINEAR = Rule.parse("b s i, (h d) i -> b s h d | b=2* s=5 i=12 h=3 d=4")
 

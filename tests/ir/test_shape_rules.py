@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op, OpKind, Rule
 from phaze.ir.kinds import check_rule
-from phaze.ir.reference import evaluate_op
 from phaze.ir.shape_rules import (
     broadcast_rule,
     concatenate_rule,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.scheduling_instances import read_instances
 from scheduling import brute_force, layer_like_problem, linked_problem, random_problem
 
 from phaze.hooks import PluginManager
 from phaze.schedule import Schedule, ScheduleCache, ScheduleStatus, SchedulingProblem, breaches, schedule_layer
 from phaze.schedule.core_timeline import Placed, makespan
 from phaze.schedule.exact import search_exact
-from phaze.schedule.instances import read_instances
 from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem
 from phaze.solvers import SolverChain, choose_solver
 

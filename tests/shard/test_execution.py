@@ -6,12 +6,12 @@ from devices import run_sharded
 from graphs import TINY_CONFIGS, argument_values, graphs, tiny_graph
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from oracles.numpy_reference import evaluate_graph
 from sharding import whole_task
 
 from phaze.errors import ShardError
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph
-from phaze.ir.reference import evaluate_graph
 from phaze.shard import LayerTask, ShardedLayer, shard_layer
 from phaze.shard.candidates import layer_strategies
 from phaze.shard.program import ShardingProgram

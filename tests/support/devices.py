@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op
-from phaze.ir.reference import evaluate_op
 from phaze.ir.rule import names_of
 from phaze.shard import LayerTask, Layout, ShardedLayer, Strategy
 

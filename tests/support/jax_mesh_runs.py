@@ -15,13 +15,13 @@ import jax
 import jax_training as models
 import numpy as np
 from hlo_traffic import LEAST_BYTES, axis_traffic
+from oracles.traffic_count import planned_traffic
 
 import phaze
 from phaze.backends.jax.train_state import Adam, TrainState
 from phaze.hardware import Cluster, find_accelerator, parse_cluster
 from phaze.json_records import to_document
 from phaze.plan.plan import Plan
-from phaze.planner.traffic import planned_traffic
 
 BATCH = 16
 COUNT_BYTES = 4

@@ -5,20 +5,21 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.placement_instances import read_placement_instance
 from placement_problems import examples
+from repository import ROOT
 
 from phaze.errors import FormatError, GraphError, PlacementError
-from phaze.place.paper.paper_problem import PaperInstance, read_paper_instance
+from phaze.place.paper.paper_problem import PaperInstance
 from phaze.place.paper.paper_program import PaperPlacement, place_paper, reconstruct
 
-ORACLES = json.loads((Path(__file__).parents[1] / "data" / "placement.json").read_text())
+ORACLES = json.loads((ROOT / "tests" / "data" / "placement.json").read_text())
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -108,7 +109,7 @@ def check(instance: PaperInstance, plan: PaperPlacement, accelerator: int) -> No
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle["name"])
 def test_the_original_programs_optimum_is_reproduced(oracle: dict[str, Any]) -> None:
-    instance = read_paper_instance(oracle["instance"])
+    instance = read_placement_instance(oracle["instance"])
     result, expected = place_paper(instance), oracle["expected"]
     assert bool(result.is_feasible[0]) == expected["feasible"]
     if expected["feasible"]:
@@ -258,7 +259,7 @@ def test_a_malformed_instance_is_refused_with_a_reason(
     document: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        read_paper_instance(document)
+        read_placement_instance(document)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
@@ -267,19 +268,19 @@ def test_a_time_or_size_that_cannot_be_is_refused(field: str, value: float) -> N
     document = changed()
     document["nodes"]["1"][2][field] = value
     with pytest.raises(PlacementError, match=r"expected finite numbers of at least 0"):
-        read_paper_instance(document)
+        read_placement_instance(document)
 
 
 def test_a_cycle_and_an_edge_to_nowhere_are_refused() -> None:
     document = changed()
     document["edges"]["1"].append({"sourceId": 4, "destId": 0, "communicationCost": 1.0})
     with pytest.raises(GraphError, match="cycle"):
-        read_paper_instance(document)
+        read_placement_instance(document)
     document["edges"]["1"][-1] = {"sourceId": 4, "destId": 9, "communicationCost": 1.0}
     with pytest.raises(GraphError, match="does not exist"):
-        read_paper_instance(document)
+        read_placement_instance(document)
 
 
 def test_memory_smaller_than_one_layer_is_infeasible() -> None:
-    result = place_paper(read_paper_instance(changed(maxMemoryPerDevice=1.0)))
+    result = place_paper(read_placement_instance(changed(maxMemoryPerDevice=1.0)))
     assert not result.is_feasible.any()

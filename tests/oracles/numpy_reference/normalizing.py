@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from oracles.numpy_reference.axes import Array, align, collapse
 from phaze.ir.op import Op
-from phaze.ir.reference.axes import Array, align, collapse
 from phaze.ir.rule import FactorKind, factor_names, names_of
 
 __all__ = [

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from oracles.numpy_reference.axes import Array, align, collapse
 from phaze.ir.functions import UNARY_READS, Saved
 from phaze.ir.op import Op
-from phaze.ir.reference.axes import Array, align, collapse
 from phaze.ir.rule import factor_names
 
 __all__ = ["ELEMENTWISE", "dropout", "dropout_backward"]

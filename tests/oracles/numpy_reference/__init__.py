@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from oracles.numpy_reference import indexing, moving, normalizing, products
+from oracles.numpy_reference.axes import Array
+from oracles.numpy_reference.elementwise import ELEMENTWISE, dropout, dropout_backward
 from phaze.errors import GraphError
 from phaze.ir.graph import Graph
 from phaze.ir.op import Op
-from phaze.ir.reference import indexing, moving, normalizing, products
-from phaze.ir.reference.axes import Array
-from phaze.ir.reference.elementwise import ELEMENTWISE, dropout, dropout_backward
 
 __all__ = ["evaluate_graph", "evaluate_op"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from oracles.numpy_reference.axes import Array, collapse, einsum, expand
+from oracles.numpy_reference.normalizing import masked_softmax, softmax_slope
 from phaze.ir.op import Op
-from phaze.ir.reference.axes import Array, collapse, einsum, expand
-from phaze.ir.reference.normalizing import masked_softmax, softmax_slope
 from phaze.ir.rule import Dims, Rule, factor_names, names_of
 
 __all__ = ["attention", "attention_backward", "contract", "convolution", "convolution_input", "convolution_weight"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from oracles.numpy_reference.axes import Array, collapse, expand
 from phaze.ir.op import Op
-from phaze.ir.reference.axes import Array, collapse, expand
 from phaze.ir.rule import FactorKind, factor_names
 
 __all__ = [

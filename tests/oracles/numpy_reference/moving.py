@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from oracles.numpy_reference.axes import Array, align, collapse, expand
 from phaze.ir.op import Op
-from phaze.ir.reference.axes import Array, align, collapse, expand
 from phaze.ir.rule import factor_names, names_of
 
 __all__ = ["concatenate", "max_backward", "pad", "reduce", "select", "slice_part", "split", "stack", "view", "zeros"]
