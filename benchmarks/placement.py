@@ -5,9 +5,9 @@
     PYTHONPATH=tests python benchmarks/placement.py --model NAME [--cluster TEXT] [--batch N]
 
 --instances compares every instance of FILE (the format of tests/data/placement.json) with the original program's
-optimum. --scale places 98 layers on 1,024 devices: paper mode for one accelerator and for 1,000 at once, and the default
-mode. --model places a built-in model with scheduled profiles at every microbatch size, alone and below the best time of
-the sizes before it. The readers of instances are those of the tests: hence PYTHONPATH.
+optimum. --scale places 98 layers on 1,024 devices: paper mode for one accelerator and for 1,000 at once, and the
+default mode. --model places a built-in model with scheduled profiles at every microbatch size, alone and below the best
+time of the sizes before it. The readers of instances are those of the tests: hence PYTHONPATH.
 
 The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
 Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
