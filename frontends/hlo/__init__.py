@@ -27,8 +27,7 @@ class HloFrontend:
 
     def accepts(self, model: object) -> bool:
         """Whether this is a file, a folder or bytes that look like a module."""
-        from phaze.frontends.hlo.folders import find_dumps
-        from phaze.frontends.hlo.forms import find_form, read_head
+        from phaze.frontends.hlo.dumps import find_dumps, find_form, read_head
 
         if isinstance(model, bytes):
             return find_form(model) is not None

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phaze.errors import FormatError, ImportModelError
-from phaze.frontends.hlo.folders import find_dumps
-from phaze.frontends.hlo.forms import Form, find_form
-from phaze.frontends.hlo.process import Parser, shared_parser
-from phaze.frontends.stablehlo.assemble import argument_names, assemble
-from phaze.frontends.stablehlo.batch import follow_batch
+from phaze.frontends.hlo.dumps import Form, find_dumps, find_form
+from phaze.frontends.hlo.parser import Parser, shared_parser
+from phaze.frontends.stablehlo.argument_roles import infer_parts, read_selectors
+from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.roles import infer_parts, read_selectors
+from phaze.frontends.stablehlo.training_graph import argument_names, assemble
 from phaze.ir import Graph
 
 __all__ = ["import_bytes", "import_file"]

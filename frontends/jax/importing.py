@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phaze.errors import GraphError, ImportModelError
-from phaze.frontends.jax.lowering import Shapes, lower_loss, lower_step, traced_shapes
-from phaze.frontends.jax.sources import Leaf, Source, explained, read_source
-from phaze.frontends.stablehlo.assemble import argument_names, assemble
-from phaze.frontends.stablehlo.batch import follow_batch
+from phaze.frontends.jax.traceable_functions import Leaf, Source, explained, read_source
+from phaze.frontends.stablehlo.argument_roles import Parts, Selector, infer_parts, read_selectors, select
+from phaze.frontends.stablehlo.batch_factors import follow_batch
+from phaze.frontends.stablehlo.interpreter import Walked, walk
+from phaze.frontends.stablehlo.mlir_reader import read_module
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.read import read_module
-from phaze.frontends.stablehlo.roles import Parts, Selector, infer_parts, read_selectors, select
-from phaze.frontends.stablehlo.walk import Walked, walk
+from phaze.frontends.stablehlo.training_graph import argument_names, assemble
 from phaze.ir import Graph, Role
 
-__all__ = ["import_model"]
+__all__ = ["Shapes", "import_model", "lower_loss", "lower_step", "traced_shapes"]
 
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 
@@ -287,3 +286,59 @@ def _grows(first: Shapes, second: Shapes, small: int, large: int) -> bool:
 
 def _grown(size: int, small: int, large: int) -> int:
     return size // small * large if size and math.gcd(size, small) == small else size
+
+
+Shapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+"""Every primitive of a trace, and the shapes that it makes."""
+
+
+def lower_loss(source: Source, leaves: Sequence[Leaf], parameters: Sequence[int]) -> Any:
+    """`value_and_grad` lowered: parameters come first among the arguments, and their gradients behind the loss."""
+    import jax
+
+    others = [index for index in range(len(leaves)) if index not in set(parameters)]
+
+    def objective(learned: list[Any], rest: list[Any]) -> Any:
+        values = dict(zip(parameters, learned, strict=True)) | dict(zip(others, rest, strict=True))
+        return _scalar(source, source.call([values[index] for index in range(len(leaves))]))
+
+    return jax.jit(jax.value_and_grad(objective), keep_unused=True).lower(
+        [leaves[index].spec for index in parameters], [leaves[index].spec for index in others]
+    )
+
+
+def _scalar(source: Source, output: Any) -> Any:
+    first = output[0] if isinstance(output, tuple | list) else output
+    if getattr(first, "shape", None) != ():
+        raise ImportModelError(f"{source.name} returned no scalar loss.")
+    return first
+
+
+def lower_step(source: Source, leaves: Sequence[Leaf]) -> Any:
+    """A function lowered as it is, its arguments flat."""
+    import jax
+
+    def step(values: list[Any]) -> Any:
+        return source.call(values)
+
+    return jax.jit(step, keep_unused=True).lower([leaf.spec for leaf in leaves])
+
+
+def traced_shapes(source: Source, leaves: Sequence[Leaf]) -> Shapes:
+    """What a trace of the forward makes at these shapes."""
+    import jax
+
+    with explained(source.name):
+        closed = jax.make_jaxpr(source.call)([leaf.spec for leaf in leaves])
+    return tuple(_shapes(closed.jaxpr))
+
+
+def _shapes(jaxpr: Any) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
+    for equation in jaxpr.eqns:
+        made = tuple(tuple(getattr(out.aval, "shape", ())) for out in equation.outvars)
+        yield str(equation.primitive), made
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inside = getattr(inner, "jaxpr", inner)
+                if hasattr(inside, "eqns"):
+                    yield from _shapes(inside)

@@ -12,9 +12,9 @@ import pytest
 import phaze
 from phaze.cli import main
 from phaze.errors import FormatError, ImportModelError, PhazeError
-from phaze.frontends.hlo.forms import Form, find_form
+from phaze.frontends.hlo.dumps import Form, find_form
 from phaze.frontends.hlo.importing import Source, import_bytes
-from phaze.frontends.hlo.process import Parser
+from phaze.frontends.hlo.parser import Parser
 
 LIMIT_S = 20.0
 _FORMS = {

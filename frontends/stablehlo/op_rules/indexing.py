@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.values import Constant, Shape, Stack, Unsupported, Value
+from phaze.frontends.stablehlo.symbols import Call, Constant, Shape, Stack, Unsupported, Value, Values
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 
 __all__ = ["INDEXING"]

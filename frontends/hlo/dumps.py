@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-__all__ = ["HEAD_BYTES", "Form", "find_form", "read_head"]
+__all__ = ["HEAD_BYTES", "Dump", "Form", "find_dumps", "find_form", "read_head"]
 
 HEAD_BYTES = 65536
 
@@ -66,3 +67,34 @@ def read_head(path: str | os.PathLike[str]) -> bytes | None:
             return file.read(HEAD_BYTES)
     except (OSError, ValueError):
         return None
+
+
+_KINDS = (
+    re.compile(r"before_optimizations\.(txt|hlo)$"),
+    re.compile(r"before_optimizations\.hlo\.pb$"),
+    re.compile(r"\.(mlir|mlirbc|stablehlo)$"),
+    re.compile(r"after_optimizations\.(txt|hlo)$"),
+    re.compile(r"after_optimizations\.hlo\.pb$"),
+    re.compile(r"\.hlo(\.pb)?$"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A file with a module."""
+
+    path: Path
+    size: int
+
+
+def find_dumps(folder: str | os.PathLike[str]) -> list[Dump]:
+    """The dumps of the best kind in a folder, the largest first; none where it is no folder or holds none."""
+    try:
+        files = [entry for entry in os.scandir(folder) if entry.is_file()]
+    except (OSError, ValueError):
+        return []
+    for kind in _KINDS:
+        found = [Dump(Path(entry.path), entry.stat().st_size) for entry in files if kind.search(entry.name)]
+        if found:
+            return sorted(found, key=lambda dump: (-dump.size, dump.path.name))
+    return []

@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from phaze.errors import ImportModelError
-from phaze.frontends.stablehlo.fusing import fuse
-from phaze.frontends.stablehlo.keeping import keep_least
+from phaze.frontends.stablehlo.argument_roles import Parts
+from phaze.frontends.stablehlo.dataflow import Net, by_depth, repeated_blocks
+from phaze.frontends.stablehlo.interpreter import Walked, slot_name, walk
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.net import Net
-from phaze.frontends.stablehlo.order import by_depth, repeated_blocks
-from phaze.frontends.stablehlo.phases import find_gradient, find_phases
-from phaze.frontends.stablehlo.places import Place, find_places, parameter_path
-from phaze.frontends.stablehlo.recorder import CONSTANT
-from phaze.frontends.stablehlo.roles import Parts
-from phaze.frontends.stablehlo.scopes import tokens
-from phaze.frontends.stablehlo.tables.communicating import EMPTY_MESH
-from phaze.frontends.stablehlo.values import Constant, Stack, Tensor, Value, tensors_of
-from phaze.frontends.stablehlo.walk import Walked, slot_name, walk
+from phaze.frontends.stablehlo.module_paths import Place, find_places, parameter_path
+from phaze.frontends.stablehlo.name_scopes import tokens
+from phaze.frontends.stablehlo.op_rules.collectives import EMPTY_MESH
+from phaze.frontends.stablehlo.saved_for_backward import keep_least
+from phaze.frontends.stablehlo.symbols import CONSTANT, Constant, Stack, Tensor, Value, tensors_of
+from phaze.frontends.stablehlo.training_phases import find_gradient, find_phases
+from phaze.frontends.stablehlo.vector_fusion import fuse
 from phaze.ir import Dim, Factor, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
 from phaze.ir import Tensor as GraphTensor
 from phaze.ir.refine import refine

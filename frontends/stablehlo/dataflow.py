@@ -1,20 +1,51 @@
-"""An order of ops that does not depend on how a dump lists them, and blocks found by repetition alone.
-
-HLO lists operations in the order of a search from the results, so that equal layers can be listed differently. Sorted
-by depth (the longest way from an argument), then by what they compute and what they read, they are equal again.
-
-Where neither scopes nor parameters have numbered names, layers are cut at narrow waists, and a block may be several
-such parts. The longest run of parts that repeats gives the blocks; what stands before and after it is a layer each.
-"""
+"""Ops and what feeds what, before there is a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from phaze.ir import Graph, Op
 from phaze.ir.repeats import canonical_key
 
-__all__ = ["by_depth", "repeated_blocks"]
+__all__ = ["Net", "by_depth", "repeated_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """Ops in order, and the op that makes each tensor."""
+
+    ops: Sequence[Op]
+    producers: dict[str, Op] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "producers", {tensor_id: op for op in self.ops for tensor_id in op.outputs})
+
+    def ancestors(self, tensor_ids: Iterable[str]) -> set[str]:
+        """The ids of all ops that these tensors depend on."""
+        found: set[str] = set()
+        waiting = list(tensor_ids)
+        while waiting:
+            op = self.producers.get(waiting.pop())
+            if op is not None and op.id not in found:
+                found.add(op.id)
+                waiting.extend(op.inputs)
+        return found
+
+    def read_by(self, op_ids: Iterable[str]) -> set[str]:
+        """The tensors that these ops read."""
+        wanted = set(op_ids)
+        return {tensor_id for op in self.ops if op.id in wanted for tensor_id in op.inputs}
+
+    def descendants(self, tensor_ids: Iterable[str]) -> set[str]:
+        """The ids of all ops that depend on one of these tensors."""
+        known = set(tensor_ids)
+        found: set[str] = set()
+        for op in self.ops:
+            if known.intersection(op.inputs):
+                found.add(op.id)
+                known.update(op.outputs)
+        return found
 
 
 def by_depth(ops: Sequence[Op]) -> list[Op]:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Tensor, Unsupported, is_constant, is_empty
+from phaze.frontends.stablehlo.symbols import (
+    Call,
+    Constant,
+    Spread,
+    Stack,
+    Tensor,
+    Unsupported,
+    Values,
+    is_constant,
+    is_empty,
+)
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import concatenate_rule, elementwise_rule, slice_rule, transpose_rule
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from phaze.errors import ImportModelError, PhazeError
-from phaze.frontends.stablehlo.scopes import tokens
+from phaze.frontends.stablehlo.name_scopes import tokens
 
 __all__ = ["Leaf", "Source", "explained", "read_source"]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.tables.communicating import COMMUNICATING
-from phaze.frontends.stablehlo.tables.elementwise import ELEMENTWISE
-from phaze.frontends.stablehlo.tables.indexing import INDEXING
-from phaze.frontends.stablehlo.tables.moving import MOVING
-from phaze.frontends.stablehlo.tables.products import PRODUCTS
-from phaze.frontends.stablehlo.tables.reductions import REDUCTIONS
+from phaze.frontends.stablehlo.op_rules.collectives import COMMUNICATING
+from phaze.frontends.stablehlo.op_rules.data_movement import MOVING
+from phaze.frontends.stablehlo.op_rules.elementwise import ELEMENTWISE
+from phaze.frontends.stablehlo.op_rules.indexing import INDEXING
+from phaze.frontends.stablehlo.op_rules.products_and_reductions import PRODUCTS, REDUCTIONS
+from phaze.frontends.stablehlo.symbols import Call, Values
 
 __all__ = ["OPERATIONS"]
 

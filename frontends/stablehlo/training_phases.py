@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from phaze.frontends.stablehlo.net import Net
+from phaze.frontends.stablehlo.dataflow import Net
 from phaze.ir import Op, OpKind, Phase
 
 __all__ = ["find_gradient", "find_phases"]

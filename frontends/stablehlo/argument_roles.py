@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from phaze.errors import ImportModelError
-from phaze.frontends.stablehlo.net import Net
-from phaze.frontends.stablehlo.scopes import tokens
-from phaze.frontends.stablehlo.values import Value, tensors_of
-from phaze.frontends.stablehlo.walk import Walked
+from phaze.frontends.stablehlo.dataflow import Net
+from phaze.frontends.stablehlo.interpreter import Walked
+from phaze.frontends.stablehlo.name_scopes import tokens
+from phaze.frontends.stablehlo.symbols import Value, tensors_of
 from phaze.ir import DType, Role
 
 __all__ = ["Parts", "Selector", "infer_parts", "read_selectors", "select"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phaze.frontends.stablehlo.scopes import join_scopes, scope_words, split_number, tokens
+from phaze.frontends.stablehlo.name_scopes import join_scopes, scope_words, split_number, tokens
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.values import Constant, Spread, Stack, Unsupported, Value
+from phaze.frontends.stablehlo.symbols import Call, Constant, Spread, Stack, Unsupported, Value, Values
 from phaze.ir import Dim, Dims, Factor, OpKind, Rule
 
 __all__ = ["ELEMENTWISE"]

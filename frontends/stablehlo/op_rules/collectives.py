@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.stablehlo.call import Call, Values
-from phaze.frontends.stablehlo.tables.reductions import REDUCTIONS
-from phaze.frontends.stablehlo.values import Constant, Spread, Tensor, Unsupported
+from phaze.frontends.stablehlo.op_rules.products_and_reductions import REDUCTIONS
+from phaze.frontends.stablehlo.symbols import Call, Constant, Spread, Tensor, Unsupported, Values
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 

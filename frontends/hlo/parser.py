@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from phaze.errors import FormatError, ImportModelError
-from phaze.frontends.hlo.child import READY
-from phaze.frontends.hlo.forms import Form
+from phaze.frontends.hlo.dumps import Form
+from phaze.frontends.hlo.parser_process import READY
 
 __all__ = ["Parser", "shared_parser"]
 
@@ -85,7 +85,7 @@ class _Child:
         self.owner = os.getpid()
         self.complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         with theirs:
-            command = [sys.executable, "-P", "-m", "phaze.frontends.hlo.child", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "phaze.frontends.hlo.parser_process", str(theirs.fileno())]
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -6,9 +6,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phaze.frontends.stablehlo.dtypes import to_dtype
-from phaze.frontends.stablehlo.module import Operation
-from phaze.frontends.stablehlo.values import Constant, Value
+from phaze.frontends.stablehlo.module import Operation, to_dtype
+from phaze.frontends.stablehlo.symbols import Constant, Value
 
 __all__ = ["computed", "frozen", "region_key"]
 

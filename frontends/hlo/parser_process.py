@@ -1,4 +1,4 @@
-"""The process that parses: `python -m phaze.frontends.hlo.child FD`.
+"""The process that parses: `python -m phaze.frontends.hlo.parser_process FD`.
 
 XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process. A request
 is two messages, the form and the bytes; the answer is one, JSON with the module's document or an error. The process
@@ -13,7 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from phaze.frontends.hlo.forms import Form
+from phaze.frontends.hlo.dumps import Form
 
 __all__ = ["READY", "main"]
 
@@ -41,7 +41,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(parser: _Parser, form: Form, data: bytes) -> bytes:
-    from phaze.frontends.stablehlo.read import read_module
+    from phaze.frontends.stablehlo.mlir_reader import read_module
 
     try:
         document = read_module(parser.parse(form, data))

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phaze.frontends.stablehlo.net import Net
-from phaze.frontends.stablehlo.recorder import CONSTANT
-from phaze.frontends.stablehlo.scopes import scope_words, split_number, tokens
-from phaze.frontends.stablehlo.walk import Loop
+from phaze.frontends.stablehlo.dataflow import Net
+from phaze.frontends.stablehlo.interpreter import Loop
+from phaze.frontends.stablehlo.name_scopes import scope_words, split_number, tokens
+from phaze.frontends.stablehlo.symbols import CONSTANT
 from phaze.ir import Op, OpKind, Phase, Tensor
 
 __all__ = ["Place", "find_places", "parameter_path"]

@@ -1,23 +1,108 @@
-"""Ops as they are found: equal ones are made once, constants become arguments when they are read.
-
-Values are numbered (Click, "Global code motion, global value numbering", 1995): an op with the same function, rule and
-operands as an earlier one gives the earlier one's results. Behind an optimization barrier the same computation stands
-again on purpose: it is kept, and `again` says which op it repeats. That is how rematerialization is recognised, with or
-without names.
-"""
+"""What a value of StableHLO stands for while a module is walked."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from phaze.errors import GraphError, ImportModelError
-from phaze.frontends.stablehlo.values import Constant, Shape, Spread, Tensor, Unsupported, Value
+from phaze.frontends.stablehlo.module import Operation, to_dtype
 from phaze.ir import Attribute, Dim, DType, Factor, FactorKind, GraphBuilder, Op, OpKind, Role, Rule
 from phaze.ir.kinds import check_rule
 from phaze.ir.shape_rules import broadcast_rule, reshape_rule
 
-__all__ = ["CONSTANT", "Recorder"]
+__all__ = [
+    "CONSTANT",
+    "Call",
+    "Constant",
+    "Recorder",
+    "Shape",
+    "Spread",
+    "Stack",
+    "Tensor",
+    "Unsupported",
+    "Value",
+    "Values",
+    "is_constant",
+    "is_empty",
+    "tensors_of",
+]
+
+Shape = tuple[int, ...]
+
+
+class Unsupported(Exception):  # noqa: N818 - a signal between tables, never seen by users
+    """A table knows the operation, but not in this form: it becomes an opaque op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the graph."""
+
+    id: str
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """What depends on no argument; equal numbers mean equal contents. `value` is that of every element, where known."""
+
+    number: int
+    shape: Shape
+    dtype: DType
+    value: bool | int | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A tensor repeated: dimension i of `source` is dimension `into[i]`, stretched where it has size 1.
+
+    It is not made: who can reads the source instead.
+    """
+
+    source: Tensor | Constant
+    into: tuple[int, ...]
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor taken apart along its first dimension; `loop` is the loop that writes or first reads it by trips."""
+
+    slots: tuple[Value, ...]
+    shape: Shape
+    dtype: DType
+    loop: int | None = None
+
+
+Value = Tensor | Constant | Spread | Stack
+
+
+def is_constant(value: Value) -> bool:
+    """Whether a value depends on no argument."""
+    return isinstance(value, Constant) or (isinstance(value, Spread) and isinstance(value.source, Constant))
+
+
+def is_empty(value: Value) -> bool:
+    """Whether there are no elements."""
+    return math.prod(value.shape) == 0
+
+
+def tensors_of(values: Sequence[Value]) -> Iterator[Tensor]:
+    """The tensors among values, those inside stacks and behind repeats included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Stack):
+            yield from tensors_of(value.slots)
+        elif isinstance(value, Spread) and isinstance(value.source, Tensor):
+            yield value.source
+
 
 CONSTANT = "constant."
 """How the ids of arguments begin that stand for constants."""
@@ -185,3 +270,86 @@ class Recorder:
             self.again[op.id] = first.id
             for own, other in zip(op.outputs, first.outputs, strict=True):
                 self._canonical[own] = self._canonical.get(other, other)
+
+
+Values = tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation, what its operands stand for, and where it stands."""
+
+    operation: Operation
+    values: Values
+    recorder: Recorder
+    scope: str
+
+    @property
+    def name(self) -> str:
+        """The operation's name without its dialect."""
+        return self.operation.short_name
+
+    def attribute(self, name: str) -> Any:
+        """An attribute, None where it was not given."""
+        return self.operation.attributes.get(name)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a list of integers; raises Unsupported where it is none."""
+        value = self.attribute(name)
+        if isinstance(value, Mapping):
+            value = value.get("values")
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise Unsupported
+        return tuple(value)
+
+    def shape(self, index: int) -> Shape:
+        """The shape of an operand."""
+        return self.values[index].shape
+
+    def id(self, index: int) -> str:
+        """The id of an operand's tensor."""
+        return self.recorder.id(self.values[index], self.scope)
+
+    def out_shape(self, index: int = 0) -> Shape:
+        """The shape of a result."""
+        return self.operation.types[index].shape
+
+    def out_dtype(self, index: int = 0) -> DType:
+        """The element type of a result."""
+        return to_dtype(self.operation.types[index].element)
+
+    def is_splat(self, index: int) -> bool:
+        """Whether all elements of an operand are one known number."""
+        value = self.values[index]
+        return isinstance(value, Constant) and value.value is not None
+
+    def is_zero(self, index: int) -> bool:
+        """Whether an operand is all zeros (or a stack of such)."""
+        value = self.values[index]
+        if isinstance(value, Stack):
+            return all(isinstance(slot, Constant) and slot.value == 0 for slot in value.slots)
+        return isinstance(value, Constant) and value.value is not None and value.value == 0
+
+    def emit(
+        self,
+        kind: OpKind,
+        function: str,
+        rule: Rule,
+        *inputs: str,
+        outputs: Sequence[int] | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+        is_pure: bool = True,
+    ) -> Values:
+        """Add the op that makes the results of the operation."""
+        indices = range(len(self.operation.types)) if outputs is None else outputs
+        for index, dims in zip(indices, rule.results, strict=True):
+            if rule.shape(dims) != self.out_shape(index):
+                raise Unsupported
+        dtypes = [self.out_dtype(index) for index in indices]
+        made = self.recorder.emit(
+            kind, function, rule, inputs, dtypes, self.scope, self.name, attributes=attributes, is_pure=is_pure
+        )
+        return tuple(
+            Tensor(tensor_id, self.out_shape(index), dtype)
+            for tensor_id, index, dtype in zip(made, indices, dtypes, strict=True)
+        )
