@@ -1,4 +1,7 @@
-"""torch: modules, fx graphs and exported programs into graphs, forward and backward, without their weights."""
+"""The torch frontend: modules, fx graphs and exported programs into graphs, forward and backward, without weights.
+
+This file is the door of the package and imports no framework; the modules behind it import torch at their top.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class TorchFrontend:
 
     def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
         """The training graph; raises ImportModelError where the model cannot be captured."""
+        # Here and not at the top, because plugins are loaded before anyone knows whether torch is needed.
         from phaze.frontends.torch.importing import import_module
 
         return import_module(model, inputs, options)

@@ -1,4 +1,6 @@
-"""Capturing a model's operators: each way is taken only when the one before fails.
+"""Capturing a model's forward and backward operators from torch, and saying why where no way of capturing works.
+
+The ways, each of which is tried only when the one before has failed:
 
     direct     autograd traced over the module itself; first where the model brings autograd functions of its own, and
                for graphs that are flat already; otherwise not at all
@@ -7,27 +9,51 @@
     export     torch.export alone: forward only; backward follows by rule
     make_fx    the loss and its gradient traced as a function of the parameters: no module paths
 
-All but `export` return the backward that torch itself would run. Parts of torch that are not public are used here, in
-`clone.py`, `rehearsal.py` and `surroundings.py`, and nowhere else.
+All but `export` return the backward that torch itself would run. Only this file, `fake_model.py` and `dynamo.py` use
+parts of torch that are not public.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import io
+import logging
+import os
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from phaze.errors import ImportModelError, PhazeError
-from phaze.frontends.torch.clone import FakeModel
-from phaze.frontends.torch.examples import Examples
-from phaze.frontends.torch.surroundings import as_exported
+from phaze.frontends.torch.fake_model import MODEL_PREFIX, LossCall, as_exported
 
-__all__ = ["Argument", "ArgumentKind", "Capture", "CaptureError", "Target", "capture"]
+__all__ = [
+    "Argument",
+    "ArgumentKind",
+    "Capture",
+    "CaptureError",
+    "CaptureMethod",
+    "capture_joint_graph",
+    "capture_loss",
+    "explain_failed_capture",
+    "explain_failed_forward",
+    "is_data_dependent",
+    "preserved_torch_state",
+]
 
-PREFIX = "phaze_model."
-"""The path of the model inside its objective."""
+_ERROR_LENGTH = 300
+"""How many characters of an error of torch are shown: its first line may hold a whole graph."""
 
 
 class ArgumentKind(StrEnum):
@@ -39,46 +65,33 @@ class ArgumentKind(StrEnum):
     TANGENT = "tangent"
 
 
+class CaptureMethod(StrEnum):
+    """The ways of capturing, as the module's docstring explains them."""
+
+    DIRECT = "direct"
+    JOINT = "joint"
+    DYNAMO = "dynamo"
+    EXPORT = "export"
+    MAKE_FX = "make_fx"
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A placeholder: what it is, and its name in the model."""
+    """What a placeholder stands for, and its name in the model."""
 
     kind: ArgumentKind
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is captured: a fake model with its loss, and fake inputs."""
-
-    fake: FakeModel
-    objective: Any
-    inputs: Examples
-    is_flat: bool = False
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The objective's arguments."""
-        return (self.inputs.args, dict(self.inputs.kwargs), self.inputs.targets)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """The name of every leaf of the arguments, in the order in which torch flattens them."""
-        from torch.utils._pytree import tree_flatten_with_path
-
-        leaves, _ = tree_flatten_with_path(self.arguments)
-        return tuple(_leaf_name(path) for path, _ in leaves)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A trace: its nodes, what each placeholder is, its outputs, and the gradient of each parameter that has one."""
+    """A trace: its nodes, what each placeholder stands for, its outputs, and the gradients of parameters by name."""
 
-    recipe: str
-    nodes: tuple[Any, ...]
-    arguments: Mapping[Any, Argument]
-    outputs: tuple[Any, ...]
-    gradients: Mapping[str, Any]
+    method: CaptureMethod
+    nodes: tuple[torch.fx.Node, ...]
+    arguments: Mapping[torch.fx.Node, Argument]
+    outputs: tuple[torch.fx.Node, ...]
+    gradients: Mapping[str, torch.fx.Node]
 
     @property
     def has_backward(self) -> bool:
@@ -89,79 +102,140 @@ class Capture:
 class CaptureError(ImportModelError):
     """No way of capturing worked; `errors` holds what each of them said."""
 
-    def __init__(self, message: str, errors: Mapping[str, Exception]) -> None:
+    def __init__(self, message: str, errors: Mapping[CaptureMethod, Exception]) -> None:
         super().__init__(message)
         self.errors = errors
 
 
-def capture(target: Target, *, directly: bool = False) -> Capture:
-    """Capture by the first way that works; raises what Phaze itself refuses, else CaptureError."""
-    errors: dict[str, Exception] = {}
-    for recipe, trace in (({"direct": _directly} if directly or target.is_flat else {}) | _RECIPES).items():
+def capture_loss(loss_call: LossCall, *, directly: bool = False) -> Capture:
+    """Capture by the first way that works; raises what Phaze itself refuses, else CaptureError.
+
+    `directly` says to try the `direct` way first.
+    """
+    errors: dict[CaptureMethod, Exception] = {}
+    methods = ({CaptureMethod.DIRECT: _capture_directly} if directly or loss_call.objective.is_flat else {}) | _METHODS
+    for method, trace in methods.items():
         try:
-            found = trace(target)
+            return trace(loss_call)
         except Exception as error:
-            for inner in _chain(error):
-                if isinstance(inner, PhazeError):
-                    raise inner from None
-            errors[recipe] = error
-        else:
-            return found
+            for cause in _causes(error):
+                if isinstance(cause, PhazeError):
+                    raise cause from None
+            errors[method] = error
     raise CaptureError("no way of capturing the model worked", errors)
 
 
-def _export(target: Target, *, strict: bool) -> Any:
-    import torch
-
-    with target.fake.mode:
-        return torch.export.export(target.objective, target.arguments, strict=strict)
-
-
-def _directly(target: Target) -> Capture:
-    with as_exported(), _module_paths(target):
-        return _traced_jointly(target, target.objective, "direct")
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
-def _jointly(target: Target, *, strict: bool = False) -> Capture:
-    module = _export(target, strict=strict).module(check_guards=False)
-    return _traced_jointly(target, module, "dynamo" if strict else "joint")
+def _capture_directly(loss_call: LossCall) -> Capture:
+    with as_exported(), _recorded_module_paths(loss_call):
+        return _capture_jointly(loss_call, loss_call.objective, CaptureMethod.DIRECT)
 
 
-def _traced_jointly(target: Target, module: Any, recipe: str) -> Capture:
-    import torch.fx.traceback
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+def _capture_after_export(loss_call: LossCall) -> Capture:
+    return _capture_jointly(loss_call, _export(loss_call).module(check_guards=False), CaptureMethod.JOINT)
 
-    with contextlib.ExitStack() as stack, target.fake.mode, torch.fx.traceback.preserve_node_meta():
-        joint = aot_export_joint_with_descriptors(stack, module, target.arguments)
-    return _read_joint(target, joint.graph_module.graph, recipe)
+
+def _capture_after_dynamo(loss_call: LossCall) -> Capture:
+    exported = _export(loss_call, strict=True)
+    return _capture_jointly(loss_call, exported.module(check_guards=False), CaptureMethod.DYNAMO)
+
+
+def _export(loss_call: LossCall, *, strict: bool = False) -> torch.export.ExportedProgram:
+    with loss_call.fake.mode:
+        return torch.export.export(loss_call.objective, loss_call.arguments, strict=strict)
+
+
+def _capture_jointly(loss_call: LossCall, module: torch.nn.Module, method: CaptureMethod) -> Capture:
+    input_names = [name for name, _ in loss_call.named_leaves]
+
+    def argument_of(descriptor: descriptors.AOTInput, node_name: str) -> Argument:
+        if isinstance(descriptor, descriptors.ParamAOTInput):
+            return Argument(ArgumentKind.PARAMETER, _parameter_name(loss_call, descriptor.target))
+        if isinstance(descriptor, descriptors.BufferAOTInput):
+            return Argument(ArgumentKind.BUFFER, descriptor.target.removeprefix(MODEL_PREFIX))
+        if isinstance(descriptor, descriptors.TangentAOTInput):
+            return Argument(ArgumentKind.TANGENT, "loss.gradient")
+        return Argument(ArgumentKind.INPUT, input_names[descriptor.idx])
+
+    capture = capture_joint_graph(module, loss_call.fake.mode, loss_call.arguments, argument_of, method)
+    _check_gradients(capture.gradients)
+    return capture
+
+
+def capture_joint_graph(
+    module: torch.nn.Module,
+    mode: FakeTensorMode,
+    inputs: Sequence[object],
+    argument_of: Callable[[descriptors.AOTInput, str], Argument],
+    method: CaptureMethod,
+) -> Capture:
+    """Trace a module's forward and the backward of its outputs ahead of time, as one aten graph.
+
+    `argument_of` says what a placeholder stands for, from torch's descriptor of it and the name of its node.
+    """
+    with contextlib.ExitStack() as stack, mode, torch.fx.traceback.preserve_node_meta():
+        joint = aot_export_joint_with_descriptors(stack, module, inputs)
+    *nodes, output = joint.graph_module.graph.nodes
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    outputs, gradients = [], {}
+    for value, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
+        if isinstance(descriptor, descriptors.PlainAOTOutput):
+            outputs.append(value)
+            continue
+        differentiated = getattr(descriptor, "grad_of", None)
+        if value is not None and isinstance(differentiated, descriptors.ParamAOTInput | descriptors.PlainAOTInput):
+            argument = argument_of(differentiated, value.name)
+            if argument.kind is ArgumentKind.PARAMETER:
+                gradients[argument.name] = value
+    return Capture(
+        method=method,
+        nodes=tuple(nodes),
+        arguments={node: argument_of(node.meta["desc"], node.name) for node in placeholders},
+        outputs=tuple(outputs),
+        gradients=gradients,
+    )
+
+
+def _check_gradients(gradients: Mapping[str, torch.fx.Node]) -> None:
+    """The trial run has shown that the loss has a gradient, so a trace without any has lost it."""
+    if not gradients:
+        raise RuntimeError("the trace lost the gradients")
+
+
+def _parameter_name(loss_call: LossCall, name: str) -> str:
+    """The first name of a parameter in the model, from any of its names in the objective."""
+    return loss_call.fake.first_names[name.removeprefix(MODEL_PREFIX)]
 
 
 @contextlib.contextmanager
-def _module_paths(target: Target) -> Iterator[None]:
+def _recorded_module_paths(loss_call: LossCall) -> Iterator[None]:
     """Have a trace of the objective write down which modules each operator was called in."""
-    from torch.fx import traceback
-
-    if target.is_flat:
+    if loss_call.objective.is_flat:  # its nodes remember their paths
         yield
         return
     calls: dict[str, int] = {}
     running: dict[str, tuple[str, str]] = {}
 
-    def entering(path: str, module: Any) -> None:
-        if module is target.objective:  # torch runs it more than once
+    def entering(path: str, module: torch.nn.Module) -> None:
+        if module is loss_call.objective:  # torch runs it more than once
             calls.clear()
             running.clear()
         count = calls[path] = calls.get(path, -1) + 1
         running[f"{path}@{count}" if count else path] = (path, type(module).__name__)
-        traceback.current_meta["nn_module_stack"] = dict(running)
+        torch.fx.traceback.current_meta["nn_module_stack"] = dict(running)
 
-    def leaving(*_: Any) -> None:
+    def leaving(*_: object) -> None:
         running.popitem()
-        traceback.current_meta["nn_module_stack"] = dict(running)
+        torch.fx.traceback.current_meta["nn_module_stack"] = dict(running)
 
     handles = []
-    for name, part in target.objective.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda module, _, name=name: entering(name, module)))
+    for path, part in loss_call.objective.named_modules():
+        handles.append(part.register_forward_pre_hook(lambda module, _, path=path: entering(path, module)))
         handles.append(part.register_forward_hook(leaving, always_call=True))
     try:
         yield
@@ -170,113 +244,165 @@ def _module_paths(target: Target) -> Iterator[None]:
             handle.remove()
 
 
-def _read_joint(target: Target, graph: Any, recipe: str) -> Capture:
-    from torch._functorch._aot_autograd import descriptors
-
-    nodes = tuple(graph.nodes)
-    names = target.input_names
-    arguments: dict[Any, Argument] = {}
-    for node in nodes:
-        if node.op != "placeholder":
-            continue
-        what = node.meta["desc"]
-        if isinstance(what, descriptors.ParamAOTInput):
-            arguments[node] = Argument(ArgumentKind.PARAMETER, _parameter(target, what.target))
-        elif isinstance(what, descriptors.BufferAOTInput):
-            arguments[node] = Argument(ArgumentKind.BUFFER, what.target.removeprefix(PREFIX))
-        elif isinstance(what, descriptors.TangentAOTInput):
-            arguments[node] = Argument(ArgumentKind.TANGENT, "loss.gradient")
-        else:
-            arguments[node] = Argument(ArgumentKind.INPUT, names[what.idx])
-    output = nodes[-1]
-    loss, gradients = None, {}
-    for value, what in zip(output.args[0], output.meta["desc"], strict=True):
-        if isinstance(what, descriptors.PlainAOTOutput):
-            loss = value
-        elif value is not None and isinstance(getattr(what, "grad_of", None), descriptors.ParamAOTInput):
-            gradients[_parameter(target, what.grad_of.target)] = value
-    _check_gradients(gradients)
-    return Capture(recipe=recipe, nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients=gradients)
-
-
-def _check_gradients(gradients: Mapping[str, Any]) -> None:
-    """The loss has a gradient, as its rehearsal showed: a trace without any has lost it."""
-    if not gradients:
-        raise RuntimeError("the trace lost the gradients")
-
-
-def _parameter(target: Target, name: str) -> str:
-    """The first name of a parameter, without the objective's prefix."""
-    return target.fake.names[name.removeprefix(PREFIX)]
-
-
-def _by_export(target: Target) -> Capture:
-    from torch.export.graph_signature import InputKind, OutputKind
-
-    exported = _export(target, strict=False).run_decompositions()
-    nodes = tuple(exported.graph.nodes)
-    names = iter(target.input_names)
-    arguments: dict[Any, Argument] = {}
+def _capture_forward_by_export(loss_call: LossCall) -> Capture:
+    exported = _export(loss_call).run_decompositions()
+    *nodes, output = exported.graph.nodes
+    input_names = iter([name for name, _ in loss_call.named_leaves])
+    arguments: dict[torch.fx.Node, Argument] = {}
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.PARAMETER:
-            arguments[node] = Argument(ArgumentKind.PARAMETER, _parameter(target, spec.target))
+            arguments[node] = Argument(ArgumentKind.PARAMETER, _parameter_name(loss_call, spec.target))
         elif spec.kind is InputKind.USER_INPUT:
-            arguments[node] = Argument(ArgumentKind.INPUT, next(names))
+            arguments[node] = Argument(ArgumentKind.INPUT, next(input_names))
         else:
-            arguments[node] = Argument(ArgumentKind.BUFFER, str(spec.target).removeprefix(PREFIX))
+            arguments[node] = Argument(ArgumentKind.BUFFER, str(spec.target).removeprefix(MODEL_PREFIX))
     kinds = [spec.kind for spec in exported.graph_signature.output_specs]
-    loss = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
-    return Capture(recipe="export", nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients={})
+    loss = output.args[0][kinds.index(OutputKind.USER_OUTPUT)]
+    return Capture(method=CaptureMethod.EXPORT, nodes=tuple(nodes), arguments=arguments, outputs=(loss,), gradients={})
 
 
-def _by_make_fx(target: Target) -> Capture:
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.utils._pytree import tree_flatten
+def _capture_by_make_fx(loss_call: LossCall) -> Capture:
+    fake, objective = loss_call.fake, loss_call.objective
+    parameters = {f"{MODEL_PREFIX}{name}": value for name, value in fake.module.named_parameters()}
+    buffers = {f"{MODEL_PREFIX}{name}": value for name, value in fake.module.named_buffers()}
+    trained = [f"{MODEL_PREFIX}{name}" for name, _ in fake.module.named_parameters() if name in fake.trainable]
 
-    fake, objective = target.fake, target.objective
-    parameters = {f"{PREFIX}{name}": value for name, value in fake.module.named_parameters()}
-    trained = [name for name in parameters if name.removeprefix(PREFIX) in fake.trainable]
-
-    def step(parameters: dict[str, Any], buffers: dict[str, Any], arguments: Any) -> Any:
+    def loss_and_gradients(
+        parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], arguments: tuple[object, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         loss = torch.func.functional_call(objective, (parameters, buffers), arguments)
-        values = [parameters[name] for name in trained]
-        return loss, torch.autograd.grad(loss, values, allow_unused=True)
+        return loss, torch.autograd.grad(loss, [parameters[name] for name in trained], allow_unused=True)
 
-    buffers = {f"{PREFIX}{name}": value for name, value in fake.module.named_buffers()}
     with fake.mode:
-        traced = make_fx(step, tracing_mode="fake")(parameters, buffers, target.arguments)
-    nodes = tuple(traced.graph.nodes)
-    leaves = tree_flatten((parameters, buffers, target.arguments))[0]
-    what = [Argument(ArgumentKind.PARAMETER, name.removeprefix(PREFIX)) for name in parameters]
-    what += [Argument(ArgumentKind.BUFFER, name.removeprefix(PREFIX)) for name in buffers]
-    what += [Argument(ArgumentKind.INPUT, name) for name in target.input_names]
+        traced = make_fx(loss_and_gradients, tracing_mode="fake")(parameters, buffers, loss_call.arguments)
+    *nodes, output = traced.graph.nodes
+    values = [
+        *((Argument(ArgumentKind.PARAMETER, name), value) for name, value in fake.module.named_parameters()),
+        *((Argument(ArgumentKind.BUFFER, name), value) for name, value in fake.module.named_buffers()),
+        *((Argument(ArgumentKind.INPUT, name), value) for name, value in loss_call.named_leaves),
+    ]
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    tensors = [item for item, leaf in zip(what, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    arguments = dict(zip(placeholders, tensors if len(placeholders) == len(tensors) else what, strict=True))
-    loss, *gradients = tree_flatten(nodes[-1].args[0])[0] if len(trained) else (None,)
-    found = {n.removeprefix(PREFIX): g for n, g in zip(trained, gradients, strict=True) if g is not None}
-    _check_gradients(found)
-    return Capture(recipe="make_fx", nodes=nodes[:-1], arguments=arguments, outputs=(loss,), gradients=found)
+    # torch keeps placeholders either for all leaves or for tensors alone.
+    if len(placeholders) != len(values):
+        values = [(argument, value) for argument, value in values if isinstance(value, torch.Tensor)]
+    loss, *gradients = tree_leaves(output.args[0])
+    by_name = {
+        name.removeprefix(MODEL_PREFIX): gradient
+        for name, gradient in zip(trained, gradients, strict=True)
+        if gradient is not None
+    }
+    _check_gradients(by_name)
+    return Capture(
+        method=CaptureMethod.MAKE_FX,
+        nodes=tuple(nodes),
+        arguments={node: argument for node, (argument, _) in zip(placeholders, values, strict=True)},
+        outputs=(loss,),
+        gradients=by_name,
+    )
 
 
-def _leaf_name(path: Any) -> str:
-    """`kwargs['input_ids']` is input_ids, `args[0]` input_0; nested ones are joined by dots."""
-    words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    first = {"0": "input_", "1": "", "2": "targets"}[words[0]]
-    return first + ".".join(words[1:]) if words[0] != "2" else ".".join([first, *words[1:]])
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-_RECIPES: dict[str, Callable[[Target], Capture]] = {
-    "joint": _jointly,
-    "dynamo": lambda target: _jointly(target, strict=True),
-    "export": _by_export,
-    "make_fx": _by_make_fx,
+_METHODS: dict[CaptureMethod, Callable[[LossCall], Capture]] = {
+    CaptureMethod.JOINT: _capture_after_export,
+    CaptureMethod.DYNAMO: _capture_after_dynamo,
+    CaptureMethod.EXPORT: _capture_forward_by_export,
+    CaptureMethod.MAKE_FX: _capture_by_make_fx,
 }
+"""The ways that every model may take, in their order."""
+
+
+@contextlib.contextmanager
+def preserved_torch_state() -> Iterator[None]:
+    """Leave random state and grad mode as found; keep torch's warnings and logs about its own workings quiet.
+
+    Kernels that only exist on this machine's processor (fused recurrent layers) are switched off, so that the trace
+    holds the operators that they are made of.
+    """
+    state = random.getstate()
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        _portable_kernels(),
+        warnings.catch_warnings(),
+        _quiet_logs(),
+        contextlib.redirect_stderr(_Discarded()),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+@contextlib.contextmanager
+def _portable_kernels() -> Iterator[None]:
+    is_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(is_enabled)
+
+
+class _Discarded(io.TextIOBase):
+    """A stream for what torch prints about traces that failed; what a reader needs of them is in the error."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
+    handlers = [(handler, handler.level) for logger in loggers for handler in logger.handlers]
+    for handler, _ in handlers:
+        handler.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for handler, level in handlers:
+            handler.setLevel(level)
+
+
+_DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+"""The names of the errors by which torch says that a fake tensor was asked for its values."""
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a forward failed because it asked for the values of a tensor."""
+    return type(error).__name__ in _DATA_DEPENDENT
+
+
+def explain_failed_forward(name: str, loss_call: LossCall, error: Exception) -> ImportModelError:
+    """The error to raise for a forward that fails on tensors without contents."""
+    line = _own_line(error)
+    if is_data_dependent(error):
+        return ImportModelError(
+            f"{name} decides by the values of a tensor at {line}, and Phaze captures it without values; compute both "
+            "sides and choose with torch.where, or move the decision out of forward."
+        )
+    shapes = [f"{leaf_name} {list(leaf.shape)}" for leaf_name, leaf in loss_call.named_leaves if hasattr(leaf, "shape")]
+    return ImportModelError(
+        f"{name}.forward failed at {line} while Phaze ran it on tensors without contents, with inputs "
+        f"{', '.join(shapes) or 'none'}: {type(error).__name__}: {error}"
+    )
+
+
+def explain_failed_capture(name: str, failure: CaptureError) -> ImportModelError:
+    """The error to raise for a model that runs, but that torch cannot capture in any way."""
+    reasons = "; ".join(f"{method}: {_first_line(error)}" for method, error in failure.errors.items())
+    return ImportModelError(f"{name} runs, but torch could not capture it. {reasons}")
+
+
+def _own_line(error: Exception) -> str:
+    """The innermost line of the traceback that is neither torch's nor Phaze's: the user's own."""
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    if not frames:
+        return "an unknown line"
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_ERROR_LENGTH]

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="phaze")`: imports each graph that dynamo captures, then has another backend run it.
+"""The backend of `torch.compile(model, backend="phaze")`: imports each graph that dynamo captures, has another run it.
 
 Options: `inner` names that backend: inductor (the default; aot_eager with a warning where there is no C++ compiler),
 aot_eager or eager. What the compiled model computes is what the inner backend computes.
@@ -6,20 +6,33 @@ aot_eager or eager. What the compiled model computes is what the inner backend c
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch._dynamo import lookup_backend
+from torch._functorch._aot_autograd import descriptors
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from phaze.compiled_graphs import remember_compiled
-from phaze.frontends.torch.capture import Argument, ArgumentKind, Capture
-from phaze.frontends.torch.clone import fake_copy
-from phaze.frontends.torch.surroundings import untouched
-from phaze.frontends.torch.translate import translate
+from phaze.frontends.torch.capture import (
+    Argument,
+    ArgumentKind,
+    Capture,
+    CaptureMethod,
+    capture_joint_graph,
+    preserved_torch_state,
+)
+from phaze.frontends.torch.fake_model import fake_copy
+from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph
 from phaze.ir.refine import refine
 
@@ -29,16 +42,16 @@ INNER_BACKENDS = ("inductor", "aot_eager", "eager")
 _OPTIONS = ("inner",)
 
 
-def compile_graph(module: Any, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Any:
+def compile_graph(
+    module: torch.fx.GraphModule, example_inputs: Sequence[object], *, options: Mapping[str, object] | None = None
+) -> Callable[..., object]:
     """The entry point of group `torch_dynamo_backends`; raises ValueError for an unknown option or inner backend.
 
     A graph that cannot be imported is warned about and runs all the same.
     """
-    from torch._dynamo import lookup_backend
-
     inner = _inner_backend(options or {})
     try:
-        graph = _import(module, example_inputs)
+        graph = _import_graph(module, example_inputs)
     except Exception as error:
         warnings.warn(
             f"phaze could not import a graph of {len(module.graph.nodes)} nodes and leaves it to {inner}: "
@@ -48,7 +61,8 @@ def compile_graph(module: Any, example_inputs: Sequence[Any], *, options: Mappin
         )
     else:
         remember_compiled(replace(graph, notes=(*graph.notes, f"runs through {inner}")))
-    return lookup_backend(inner)(module, example_inputs)
+    compiled: Callable[..., object] = lookup_backend(inner)(module, example_inputs)
+    return compiled
 
 
 def _inner_backend(options: Mapping[str, object]) -> str:
@@ -74,107 +88,86 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in names if name)
 
 
-def _import(module: Any, example_inputs: Sequence[Any]) -> Graph:
+def _import_graph(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> Graph:
     """The graph, with the backward of every output that has one; fixed to the sizes that dynamo saw."""
-    import torch
-    from torch._guards import tracing
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     is_trained = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
-    with tracing(None), untouched():
-        copy = fake_copy(module, mode)
+    with tracing(None), preserved_torch_state():
+        fake_module = fake_copy(module, mode)
         inputs = tuple(_fake_input(value, mode) for value in example_inputs)
-        arguments = _arguments(module, example_inputs)
-        trace = _capture_jointly if is_trained else _capture_forward
-        captured = trace(copy, mode, inputs, arguments)
-        graph = translate(captured, copy, name=type(module).__name__, batch_size=1)
+        arguments = _lifted_arguments(module, example_inputs)
+        trace = _capture_with_backward if is_trained else _capture_forward
+        captured = trace(fake_module, mode, inputs, arguments)
+        graph = translate_capture(captured, fake_module, name=type(module).__name__, batch_size=1)
     return refine(graph)
 
 
-def _fake_input(value: Any, mode: Any) -> Any:
-    import torch
-
+def _fake_input(value: object, mode: FakeTensorMode) -> object:
     if isinstance(value, torch.SymInt):
         return int(value)
     if not isinstance(value, torch.Tensor):
         return value
     with mode:
         shape, stride = (tuple(int(size) for size in sizes) for sizes in (value.shape, value.stride()))
-        made = torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
-    return made.requires_grad_(value.requires_grad)
+        empty = torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
+    return empty.requires_grad_(value.requires_grad)
 
 
-def _arguments(module: Any, example_inputs: Sequence[Any]) -> list[Argument]:
-    """What each placeholder is: dynamo lifts parameters and buffers to inputs and remembers where they came from."""
-    import torch
-
-    found = []
+def _lifted_arguments(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> list[Argument]:
+    """What each placeholder stands for: dynamo lifts parameters and buffers to inputs, and remembers their sources."""
+    arguments = []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, example_inputs, strict=True):
         source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-        name = _plain_name(source() if callable(source) else source) or node.name
+        name = _name_in_model(source() if callable(source) else source) or node.name
         kind = ArgumentKind.INPUT
         if isinstance(value, torch.nn.Parameter) or "_parameters" in node.name:
             kind = ArgumentKind.PARAMETER
         elif "_buffers" in node.name:
             kind = ArgumentKind.BUFFER
-        found.append(Argument(kind, name))
-    return found
+        arguments.append(Argument(kind, name))
+    return arguments
 
 
-def _plain_name(source: str) -> str:
+def _name_in_model(source: str) -> str:
     """`blocks.0.weight` of "L['self']._modules['blocks']._modules['0']._parameters['weight']"."""
-    words = [first or second for first, second in re.findall(r"\['?(\w+)'?\]|\.(\w+)", source)]
+    words = [subscript or attribute for subscript, attribute in re.findall(r"\['?(\w+)'?\]|\.(\w+)", source)]
     return ".".join(word for word in words if word not in ("self", "_modules", "_parameters", "_buffers"))
 
 
-def _capture_forward(module: Any, mode: Any, inputs: tuple[Any, ...], arguments: Sequence[Argument]) -> Capture:
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+def _capture_forward(
+    module: torch.fx.GraphModule, mode: FakeTensorMode, inputs: tuple[object, ...], arguments: Sequence[Argument]
+) -> Capture:
     with mode, torch.fx.traceback.preserve_node_meta():
         traced = make_fx(torch.fx.Interpreter(module).run)(*inputs)
-    nodes = tuple(traced.graph.nodes)
+    *nodes, output = traced.graph.nodes
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    results = torch.utils._pytree.tree_leaves(nodes[-1].args[0])
     return Capture(
-        recipe="dynamo",
-        nodes=nodes[:-1],
+        method=CaptureMethod.DYNAMO,
+        nodes=tuple(nodes),
         arguments=dict(zip(placeholders, arguments, strict=True)),
-        outputs=tuple(node for node in results if isinstance(node, torch.fx.Node)),
+        outputs=tuple(node for node in tree_leaves(output.args[0]) if isinstance(node, torch.fx.Node)),
         gradients={},
     )
 
 
-def _capture_jointly(module: Any, mode: Any, inputs: tuple[Any, ...], arguments: Sequence[Argument]) -> Capture:
-    import torch
-    from torch._functorch._aot_autograd import descriptors
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+def _capture_with_backward(
+    module: torch.fx.GraphModule, mode: FakeTensorMode, inputs: tuple[object, ...], arguments: Sequence[Argument]
+) -> Capture:
+    def argument_of(descriptor: descriptors.AOTInput, node_name: str) -> Argument:
+        if isinstance(descriptor, descriptors.PlainAOTInput):
+            return arguments[int(descriptor.idx)]
+        return Argument(ArgumentKind.TANGENT, f"{node_name}.gradient")
 
-    class Flat(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phaze_model = module
+    return capture_joint_graph(_Interpreted(module), mode, inputs, argument_of, CaptureMethod.DYNAMO)
 
-        def forward(self, *values: Any) -> Any:
-            return torch.fx.Interpreter(self.phaze_model).run(*values)
 
-    with contextlib.ExitStack() as stack, mode, torch.fx.traceback.preserve_node_meta():
-        joint = aot_export_joint_with_descriptors(stack, Flat(), inputs)
-    nodes = tuple(joint.graph_module.graph.nodes)
-    found: dict[Any, Argument] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            what = node.meta["desc"]
-            is_input = isinstance(what, descriptors.PlainAOTInput)
-            found[node] = arguments[what.idx] if is_input else Argument(ArgumentKind.TANGENT, f"{node.name}.gradient")
-    outputs, gradients = [], {}
-    for value, what in zip(nodes[-1].args[0], nodes[-1].meta["desc"], strict=True):
-        if isinstance(what, descriptors.PlainAOTOutput):
-            outputs.append(value)
-        elif value is not None and isinstance(getattr(what, "grad_of", None), descriptors.PlainAOTInput):
-            argument = arguments[what.grad_of.idx]
-            if argument.kind is ArgumentKind.PARAMETER:
-                gradients[argument.name] = value
-    return Capture(recipe="dynamo", nodes=nodes[:-1], arguments=found, outputs=tuple(outputs), gradients=gradients)
+class _Interpreted(torch.nn.Module):
+    """A graph run node by node, which hands the module paths that its nodes remember on to a trace."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.phaze_model = module
+
+    def forward(self, *inputs: object) -> object:
+        return torch.fx.Interpreter(self.phaze_model).run(*inputs)

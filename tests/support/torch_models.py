@@ -10,8 +10,8 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phaze.frontends.torch.clone import fake_model
-from phaze.frontends.torch.examples import read_examples
+from phaze.frontends.torch.example_inputs import read_inputs
+from phaze.frontends.torch.fake_model import make_fake_model
 from phaze.ir import Graph, Phase
 
 transformers.logging.set_verbosity_error()
@@ -148,8 +148,8 @@ def counted_flops(model: torch.nn.Module, inputs: object) -> int:
 
     The counter does not know `_grouped_mm`, in which experts run: `grouped_flops` counts those.
     """
-    fake = fake_model(model)
-    examples = fake.tensors(read_examples(model, inputs, {}))
+    fake = make_fake_model(model)
+    examples = fake.fake_inputs(read_inputs(model, inputs, {}))
     with fake.mode, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         fake.module(*examples.args, **examples.kwargs)
     return int(counter.get_total_flops())

@@ -1,11 +1,15 @@
-"""Matrix products, among them those of experts, whose rows are grouped by the expert that takes them."""
+"""Torch matrix products (linear, bmm, those of experts) and fused attention kernels as ops of the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from phaze.frontends.torch.call import Call, Unsupported, Value
-from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
+from phaze.frontends.torch.operator_call import (
+    OperatorCall,
+    OperatorTable,
+    Shape,
+    Unsupported,
+    Value,
+)
+from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import contraction_rule, elementwise_rule
 
 __all__ = ["PRODUCTS"]
@@ -18,16 +22,16 @@ def _matrix_rule(left: tuple[int, ...], right: tuple[int, ...]) -> Rule:
     return contraction_rule(left, right, batch=(leading, leading), contracted=contracted)
 
 
-def _product(call: Call, left: str, right: str) -> Value:
+def _product(call: OperatorCall, left: str, right: str) -> Value:
     rule = _matrix_rule(call.shape(left), call.shape(right))
     return call.emit(OpKind.CONTRACTION, "einsum", rule, left, right)
 
 
-def _mm(call: Call) -> Value:
+def _mm(call: OperatorCall) -> Value:
     return _product(call, call.tensor("self"), call.tensor("mat2", "vec", "tensor", "other"))
 
 
-def _addmm(call: Call) -> Value:
+def _addmm(call: OperatorCall) -> Value:
     """A product, perhaps scaled, and the sum with a bias: an op each."""
     left = call.tensor("mat1", "batch1", "mat")
     right = call.tensor("mat2", "batch2", "vec")
@@ -44,7 +48,7 @@ def _addmm(call: Call) -> Value:
     return call.emit(OpKind.ELEMENTWISE, "add", added, product, bias)
 
 
-def _linear(call: Call) -> Value:
+def _linear(call: OperatorCall) -> Value:
     x, weight, bias = call.tensor("input"), call.tensor("weight"), call.optional("bias")
     left, right = call.shape(x), call.shape(weight)
     rule = contraction_rule(left, right, contracted=((len(left) - 1,), (1,)))
@@ -55,10 +59,11 @@ def _linear(call: Call) -> Value:
     return call.emit(OpKind.ELEMENTWISE, "add", added, product, bias)
 
 
-def _grouped(call: Call) -> Value:
-    """Rows grouped by expert, as many each: rows are (e c).
+def _grouped_product(call: OperatorCall) -> Value:
+    """Rows that are grouped by the expert which takes them, as many for each: the rows are (e c).
 
-    Where experts do not divide the rows, which of them a row takes is looked up instead.
+    Where the experts do not divide the rows, the expert of a row is looked up instead. The weight's gradient has the
+    rows on the contracted side of both operands.
     """
     left, right = call.tensor("self", "input"), call.tensor("mat2", "weight")
     ranks = (len(call.shape(left)), len(call.shape(right)))
@@ -84,9 +89,86 @@ def _grouped(call: Call) -> Value:
     return call.emit(OpKind.CONTRACTION, "einsum", rule, left, right)
 
 
-PRODUCTS: dict[str, Callable[[Call], Value]] = {
+class _AttentionDims:
+    """The dimensions of query[b, h, s, d], key[b, g, t, d] and value[b, g, t, e].
+
+    h is g, or (g r) where r query heads share a key.
+    """
+
+    def __init__(self, query: Shape, key: Shape, value: Shape) -> None:
+        if len(query) != 4 or len(key) != 4 or query[1] % key[1]:
+            raise Unsupported
+        self.sizes = {"b": query[0], "g": key[1], "r": query[1] // key[1], "s": query[2], "d": query[3]}
+        self.sizes |= {"t": key[2], "e": value[3]}
+        heads = Dim(("g", "r")) if self.sizes["r"] > 1 else Dim(("g",))
+        b, g = Dim(("b",)), Dim(("g",))
+        self.query: Dims = (b, heads, Dim(("s",)), Dim(("d",)))
+        self.key: Dims = (b, g, Dim(("t",)), Dim(("d",)))
+        self.value: Dims = (b, g, Dim(("t",)), Dim(("e",)))
+        self.context: Dims = (b, heads, Dim(("s",)), Dim(("e",)))
+        self.statistics: Dims = (b, heads, Dim(("s",)))
+
+    def mask(self, shape: Shape) -> Dims:
+        """A mask broadcast over the scores."""
+        scores = (self.query[0], self.query[1], self.query[2], self.key[2])
+        aligned = scores[len(scores) - len(shape) :]
+        return tuple(dim if size != 1 else Dim() for size, dim in zip(shape, aligned, strict=True))
+
+    def rule(self, operands: tuple[Dims, ...], results: tuple[Dims, ...]) -> Rule:
+        """A rule of these dimensions; the softmax runs over the keys."""
+        names = {name for dims in (*operands, *results) for dim in dims for name in dim.factors}
+        factors = tuple(
+            Factor(name, size, FactorKind.NORMALIZED if name == "t" else FactorKind.FREE)
+            for name, size in self.sizes.items()
+            if name in names
+        )
+        return Rule(operands, results, factors)
+
+
+def _attention_dims(call: OperatorCall) -> tuple[_AttentionDims, tuple[str, ...]]:
+    """The dimensions of a call, and the ids of its query, key and value."""
+    inputs = (call.tensor("query"), call.tensor("key"), call.tensor("value"))
+    return _AttentionDims(*(call.shape(tensor_id) for tensor_id in inputs)), inputs
+
+
+def _attention(call: OperatorCall) -> Value:
+    dims, inputs = _attention_dims(call)
+    operands: tuple[Dims, ...] = (dims.query, dims.key, dims.value)
+    mask = call.optional("attn_mask") or call.optional("attn_bias")
+    if mask is not None and mask not in call.constants:  # kernels apply a mask known beforehand without reading it
+        inputs += (mask,)
+        operands += (dims.mask(call.shape(mask)),)
+    sizes = dims.sizes
+    heads = sizes["g"] * sizes["r"]
+    has_statistics = len(call.outputs) > 1 and call.out_shape(1) == (sizes["b"], heads, sizes["s"])
+    results = (dims.context, dims.statistics) if has_statistics else (dims.context,)
+    return call.emit(OpKind.ATTENTION, "attention", dims.rule(operands, results), *inputs, outputs=range(len(results)))
+
+
+def _attention_backward(call: OperatorCall) -> Value:
+    dims, inputs = _attention_dims(call)
+    reads: tuple[str, ...] = (*inputs, call.tensor("out"), call.tensor("grad_out", "grad_out_"))
+    operands: tuple[Dims, ...] = (dims.query, dims.key, dims.value, dims.context, dims.context)
+    statistics = call.optional("logsumexp")
+    if statistics is not None and len(call.shape(statistics)) == 3:
+        reads, operands = (*reads, statistics), (*operands, dims.statistics)
+    results = (dims.query, dims.key, dims.value)
+    return call.emit(OpKind.ATTENTION, "attention_backward", dims.rule(operands, results), *reads, outputs=(0, 1, 2))
+
+
+_ATTENTION_KERNELS = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+PRODUCTS: OperatorTable = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot"), _mm),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _addmm),
     "linear": _linear,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),
+    **dict.fromkeys(("scaled_dot_product_attention", *_ATTENTION_KERNELS), _attention),
+    **{f"{name}_backward": _attention_backward for name in _ATTENTION_KERNELS},
 }

@@ -1,0 +1,291 @@
+"""A model with its loss on fake tensors: the same classes, flags, ties and names, with shapes instead of weights.
+
+`make_fake_model` copies a module, `Objective` puts the loss behind it, `LossCall` is the objective with its inputs, and
+`run_trial` runs it once. The run shows the model's own errors plainly before anything is captured, which shapes its
+operators make, whether the loss has a gradient, and whether the model brings autograd functions of its own, whose
+backward torch.export would not see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import KeyPath, tree_flatten_with_path
+
+from phaze.errors import ImportModelError
+from phaze.frontends.torch.example_inputs import ExampleInputs, TensorSpec
+from phaze.loss_in_output import loss_candidates
+
+__all__ = [
+    "MODEL_PREFIX",
+    "FakeModel",
+    "LossCall",
+    "Objective",
+    "OperatorShapes",
+    "TrialRun",
+    "as_exported",
+    "fake_copy",
+    "make_fake_model",
+    "run_trial",
+]
+
+MODEL_PREFIX = "phaze_model."
+"""How the paths of the model's parts begin inside its objective."""
+
+OperatorShapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+"""Every operator that ran, in order, with the shapes of its results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeModel:
+    """A copy of a module on fake tensors, and the mode that they live in.
+
+    `first_names` maps every name of a parameter to its first one: tied parameters have several. `trainable` are the
+    first names of those that train. `input_dtype` is the element type of inputs that were given as bare shapes:
+    integers where the first module with parameters is an embedding, else that of the model.
+    """
+
+    module: torch.nn.Module
+    mode: FakeTensorMode
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    first_names: Mapping[str, str]
+    trainable: tuple[str, ...]
+
+    def fake_inputs(self, examples: ExampleInputs) -> ExampleInputs:
+        """The same inputs as fake tensors; floating point ones have the model's element type."""
+
+        def empty(spec: TensorSpec) -> torch.Tensor:
+            dtype = self.input_dtype if spec.dtype is None else spec.dtype
+            if spec.dtype is not None and spec.dtype.is_floating_point and self.dtype.is_floating_point:
+                dtype = self.dtype
+            return torch.empty(spec.shape, dtype=dtype, device="cpu")
+
+        with self.mode:
+            return examples.mapped(empty)
+
+
+def make_fake_model(module: torch.nn.Module, dtype: torch.dtype | None = None) -> FakeModel:
+    """Copy a module onto fake CPU tensors; the module itself stays as it is and no weights are allocated.
+
+    Floating point parameters and buffers become `dtype` where it is given. Raises ImportModelError where the module
+    cannot be copied, has parameters without a shape, or has none that trains.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _check_parameters(module)
+    fake_module = fake_copy(module, mode, dtype)
+    _switch_off_chance_and_caches(fake_module)
+    parameters = dict(fake_module.named_parameters(remove_duplicate=False))
+    first_name = {id(parameter): name for name, parameter in fake_module.named_parameters()}
+    floating_dtypes = [parameter.dtype for parameter in fake_module.parameters() if parameter.is_floating_point()]
+    model_dtype = dtype or (floating_dtypes[0] if floating_dtypes else torch.float32)
+    first_with_parameters = next(part for part in fake_module.modules() if part._parameters)
+    return FakeModel(
+        module=fake_module,
+        mode=mode,
+        dtype=model_dtype,
+        input_dtype=torch.int64 if isinstance(first_with_parameters, torch.nn.Embedding) else model_dtype,
+        first_names={name: first_name[id(parameter)] for name, parameter in parameters.items()},
+        trainable=tuple(name for name, parameter in fake_module.named_parameters() if parameter.requires_grad),
+    )
+
+
+def fake_copy(module: torch.nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Copy a module so that its parameters, buffers and other tensors are fake; raises ImportModelError."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        fake_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        return empty
+
+    # deepcopy takes a tensor that is in the memo as copied already, so no weight is ever duplicated.
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers(), *_attribute_tensors(module)):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake(tensor)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ImportModelError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and Phaze captures a copy so "
+            "that the model itself stays as it is; make it work with copy.deepcopy."
+        ) from error
+
+
+def _check_parameters(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+            raise ImportModelError(f"parameter {name!r} has no shape yet (a lazy module); run the model once first.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ImportModelError(
+            f"{type(module).__name__} has no trainable parameters ({sum(1 for _ in module.parameters())} frozen ones); "
+            "Phaze plans training: set requires_grad on what is to be trained."
+        )
+
+
+def _attribute_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules keep as ordinary attributes, neither parameters nor buffers."""
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+
+
+def _switch_off_chance_and_caches(fake_module: torch.nn.Module) -> None:
+    """Switch off what branches on chance (LayerDrop) and what only serves generation (caches of keys and values)."""
+    for part in fake_module.modules():
+        config = getattr(part, "config", None)
+        if hasattr(part, "layerdrop") or (hasattr(part, "layers") and hasattr(config, "layerdrop")):
+            part.training = False
+        if config is not None and getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+class Objective(torch.nn.Module):
+    """A model together with its loss: `forward(args, kwargs, targets)` returns the scalar loss.
+
+    The model is the child `phaze_model`. A flat graph is run node by node, because that hands the module paths which
+    its nodes remember on to the trace.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., object] | None, *, is_flat: bool) -> None:
+        super().__init__()
+        self.phaze_model = model
+        self.loss_fn = loss_fn
+        self.is_flat = is_flat
+        self.training = model.training
+
+    def forward(self, args: tuple[object, ...], kwargs: Mapping[str, object], targets: object) -> torch.Tensor:
+        """The loss of one call of the model; raises ImportModelError where there is none."""
+        call = torch.fx.Interpreter(self.phaze_model).run if self.is_flat else self.phaze_model
+        output = call(*args, **kwargs)
+        if self.loss_fn is None:
+            return _find_loss(output)
+        try:
+            loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+        except TypeError as error:
+            taken = "the output" if targets is None else "the output and targets"
+            raise ImportModelError(f"loss_fn failed on {taken} ({_described(output)}): {error}.") from error
+        if not _is_scalar(loss):
+            raise ImportModelError(f"loss_fn returned {_described(loss)}; expected a scalar floating point tensor.")
+        return loss
+
+
+def _find_loss(output: object) -> torch.Tensor:
+    """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises where there is none."""
+    for candidate in loss_candidates(output):
+        if _is_scalar(candidate):
+            return candidate
+    raise ImportModelError(
+        f"the model returns {_described(output)}, which holds no scalar loss; pass labels among the inputs where the "
+        "model computes its own loss, or loss_fn=(a function of the output, and of targets= where those are given)."
+    )
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {', '.join(str(key) for key in value)}"
+    return f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCall:
+    """The call that is run and captured: the objective of a fake model, on fake inputs."""
+
+    fake: FakeModel
+    objective: Objective
+    inputs: ExampleInputs
+
+    @property
+    def arguments(self) -> tuple[tuple[object, ...], dict[str, object], object]:
+        """The arguments of the objective: positional inputs, inputs by keyword, and targets."""
+        return (self.inputs.args, dict(self.inputs.kwargs), self.inputs.targets)
+
+    @property
+    def named_leaves(self) -> tuple[tuple[str, object], ...]:
+        """Every leaf of the arguments with its name, in the order in which torch flattens them."""
+        leaves, _ = tree_flatten_with_path(self.arguments)
+        return tuple((_leaf_name(path), leaf) for path, leaf in leaves)
+
+
+def _leaf_name(path: KeyPath) -> str:
+    """Name a leaf by its way through `LossCall.arguments`: `input_0`, `input_ids`, `targets`, nested ones with dots."""
+    argument, *inner = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+    if argument == "2":
+        return ".".join(["targets", *inner])
+    return ("input_" if argument == "0" else "") + ".".join(inner)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """What one run of a forward on fake tensors showed."""
+
+    shapes: OperatorShapes
+    has_own_gradients: bool
+
+
+def run_trial(loss_call: LossCall) -> TrialRun:
+    """Run the forward on fake tensors; raises what it raises, or ImportModelError for a loss without gradient."""
+    recorder = _ShapeRecorder()
+    with loss_call.fake.mode, as_exported(), recorder:
+        loss = loss_call.objective(*loss_call.arguments)
+    if not loss.requires_grad:
+        raise ImportModelError(
+            "the loss depends on no trainable parameter, so there is nothing to differentiate; look for torch.no_grad, "
+            "detach or .item() between the parameters and the loss."
+        )
+    return TrialRun(tuple(recorder.shapes), any(_own_autograd_functions(loss.grad_fn)))
+
+
+class _ShapeRecorder(TorchDispatchMode):
+    """Writes down every operator that runs, and the shapes of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        values = result if isinstance(result, list | tuple) else (result,)
+        self.shapes.append((str(func), tuple(tuple(value.shape) for value in values if hasattr(value, "shape"))))
+        return result
+
+
+def _own_autograd_functions(grad_fn: torch.autograd.graph.Node) -> Iterator[str]:
+    """The names of autograd functions written in Python behind a loss, except those of torch's own checkpointing."""
+    seen, waiting = set(), [grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(next_node for next_node, _ in node.next_functions)
+        if isinstance(node, BackwardCFunction) and "CheckpointFunction" not in type(node).__name__:
+            yield type(node).__name__
+
+
+@contextlib.contextmanager
+def as_exported() -> Iterator[None]:
+    """Let models believe that torch.export runs them: many skip checks of values while they are exported."""
+    with _compiling_state_context():
+        yield
