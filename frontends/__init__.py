@@ -1,1 +1,1 @@
-"""Importers: a model in, a Graph out."""
+"""Frontends: each takes a model in one form (torch, JAX, HLO, config, saved graph) and returns its Graph."""

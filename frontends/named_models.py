@@ -1,14 +1,13 @@
-"""Models known by name, as the configs that describe them."""
+"""The built-in models (`gpt2-xl`, `llama3-70b`, ...): the config that each name stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 __all__ = ["NAMED_CONFIGS"]
 
 
-def _megatron(kind: str, layers: int, hidden: int, heads: int, length: int, vocabulary: int) -> dict[str, Any]:
+def _megatron(kind: str, layers: int, hidden: int, heads: int, length: int, vocabulary: int) -> dict[str, object]:
     return {
         "model_type": kind,
         "num_layers": layers,
@@ -20,22 +19,22 @@ def _megatron(kind: str, layers: int, hidden: int, heads: int, length: int, voca
     }
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, object]:
     sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
     return {"model_type": "gpt2", **sizes, "n_positions": 1024, "vocab_size": 50257}
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> dict[str, Any]:
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, **others: object) -> dict[str, object]:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
     return {"model_type": "llama", **sizes, "num_attention_heads": heads, "rms_norm_eps": 1e-5, **others}
 
 
-def _opt(layers: int, hidden: int, heads: int, **others: Any) -> dict[str, Any]:
+def _opt(layers: int, hidden: int, heads: int, **others: object) -> dict[str, object]:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_dim": 4 * hidden}
     return {"model_type": "opt", **sizes, "max_position_embeddings": 2048, "vocab_size": 50272, **others}
 
 
-NAMED_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+NAMED_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "bert-large": {
         "model_type": "bert",
         "num_hidden_layers": 24,

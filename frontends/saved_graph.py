@@ -1,14 +1,12 @@
-"""Graphs that need no import: a Graph itself, or the file that `Graph.save` wrote."""
+"""The frontend for graphs that need no import: a Graph itself, or the file that `Graph.save` wrote."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from phaze.errors import ImportModelError
-from phaze.frontends.files import is_file
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
@@ -17,7 +15,7 @@ from phaze.ir.serialize import FORMAT, read_graph
 __all__ = ["SavedGraphFrontend", "phaze_frontends"]
 
 HEAD_BYTES = 256
-"""How much of a file is read to see what it is: the format's name comes first."""
+"""How much of a file is read to see what it is: the format's name is among its first fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class SavedGraphFrontend:
         """Whether this is a Graph or a file that says it holds one."""
         if isinstance(model, Graph):
             return True
-        if not isinstance(model, str | os.PathLike) or not is_file(Path(model)):
+        if not isinstance(model, str | os.PathLike) or not os.path.isfile(model):
             return False
         with open(model, "rb") as file:
             return FORMAT.encode() in file.read(HEAD_BYTES)

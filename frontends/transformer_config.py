@@ -1,4 +1,4 @@
-"""Hugging Face configs into graphs: a `config.json` (as a dict, a path or a built-in name), without any framework."""
+"""The frontend for model configs and built-in names: a Hugging Face `config.json` into a graph, without a framework."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from phaze.errors import FormatError, ImportModelError, UnknownNameError
-from phaze.frontends.families import FAMILIES, Fields
-from phaze.frontends.files import is_file
+from phaze.frontends.families import FAMILIES, ConfigFields
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend, ModelFactory
@@ -37,7 +36,7 @@ class TransformerConfigFrontend:
             return "model_type" in model
         if isinstance(model, str | os.PathLike):
             path = Path(model)
-            return is_file(path / CONFIG_FILE) or (path.suffix == ".json" and is_file(path))
+            return os.path.isfile(path / CONFIG_FILE) or (path.suffix == ".json" and os.path.isfile(path))
         return isinstance(getattr(model, "model_type", None), str) and callable(getattr(model, "to_dict", None))
 
     def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
@@ -49,11 +48,13 @@ class TransformerConfigFrontend:
         for option, value in (("sequence_length", length or 1), ("micro_batch_size", size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ImportModelError(f"{option} is {value!r}; expected a positive integer.")
-        return graph_from_config(values, name=name, sequence_length=length, micro_batch_size=size)  # type: ignore[arg-type]
+        return graph_from_config(
+            values, name=name, sequence_length=cast(int | None, length), micro_batch_size=cast(int, size)
+        )
 
 
 def graph_from_config(
-    config: Mapping[str, Any], *, name: str, sequence_length: int | None = None, micro_batch_size: int = 1
+    config: Mapping[str, object], *, name: str, sequence_length: int | None = None, micro_batch_size: int = 1
 ) -> Graph:
     """The training graph (forward, loss, backward by rule) of a model given by its config, a dict with a model_type."""
     kind = config.get("model_type")
@@ -62,7 +63,7 @@ def graph_from_config(
     if kind not in FAMILIES:
         raise UnknownNameError("model_type", kind, FAMILIES)
     builder = GraphBuilder(name, micro_batch_size=micro_batch_size, dtype=DType.BFLOAT16)
-    loss = FAMILIES[kind](Fields(config, f"the {kind} config", sequence_length), builder)
+    loss = FAMILIES[kind](ConfigFields(config, f"the {kind} config", sequence_length), builder)
     return builder.build((loss,), (f"imported from a {kind} config",)).with_backward()
 
 
@@ -78,18 +79,18 @@ def phaze_named_models() -> dict[str, ModelFactory]:
     return {name: partial(graph_from_config, config, name=name) for name, config in NAMED_CONFIGS.items()}
 
 
-def _read(model: object) -> tuple[Mapping[str, Any], str]:
+def _read(model: object) -> tuple[Mapping[str, object], str]:
     if isinstance(model, Mapping):
         return model, str(model.get("model_type"))
     if not isinstance(model, str | os.PathLike):
-        values: Mapping[str, Any] = model.to_dict()  # type: ignore[attr-defined]
+        values: Mapping[str, object] = model.to_dict()  # type: ignore[attr-defined]
         return values, str(values.get("model_type"))
     path = Path(model)
     name = path.name if path.is_dir() else path.parent.name if path.name == CONFIG_FILE else path.stem
     return _read_file(path / CONFIG_FILE if path.is_dir() else path), name
 
 
-def _read_file(path: Path) -> Mapping[str, Any]:
+def _read_file(path: Path) -> Mapping[str, object]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -1,40 +1,41 @@
-"""T5."""
+"""The T5 family written out: encoder and decoder with relative position biases."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 
-from phaze.frontends.families.common import activation_function, attend_separately, start, tied_table
-from phaze.frontends.families.fields import Fields
-from phaze.frontends.families.writer import Attention, Writer
+from phaze.frontends.families.config_fields import ConfigFields
+from phaze.frontends.families.transformer_writer import Attention, TransformerWriter
 from phaze.ir import GraphBuilder
 
-__all__ = ["t5"]
+__all__ = ["write_t5"]
 
 
-def t5(fields: Fields, builder: GraphBuilder) -> str:
+def write_t5(fields: ConfigFields, builder: GraphBuilder) -> str:
     """T5: encoder and decoder, relative position biases made in the first block of each and shared by the others."""
     hidden = fields.size("d_model")
-    writer = start(fields, builder, i=hidden, f=fields.size("d_ff"))
+    writer = TransformerWriter.for_config(fields, builder, i=hidden, f=fields.size("d_ff"))
     layers = fields.count("num_layers", "num_hidden_layers")
-    encoded = _t5_stack(fields, writer, "encoder", layers)
-    x = _t5_stack(fields, writer, "decoder", fields.count("num_decoder_layers", default=layers), encoded)
-    tied = tied_table(fields, "shared.weight", True)
+    encoded = _write_stack(fields, writer, "encoder", layers)
+    x = _write_stack(fields, writer, "decoder", fields.count("num_decoder_layers", default=layers), encoded)
+    tied = fields.tied_table("shared.weight", True)
     if tied:
         x = writer.scale("lm_head", x, hidden**-0.5)
     return writer.head("lm_head", x, writer.batch("labels"), tied_to=tied)
 
 
-def _t5_stack(fields: Fields, writer: Writer, root: str, layers: int, encoded: str | None = None) -> str:
-    """The encoder, or with its result the decoder."""
+def _write_stack(
+    fields: ConfigFields, writer: TransformerWriter, root: str, layers: int, encoded: str | None = None
+) -> str:
+    """The encoder, or the decoder where the result of the encoder is given."""
     drop = fields.number("dropout_rate", 0.1)
     norm = partial(writer.norm, function="rms_norm", epsilon=fields.number("layer_norm_epsilon", 1e-6))
-    across = Attention(
+    cross_attention = Attention(
         heads=fields.size("num_heads"), head_size=fields.size("d_kv"), is_causal=False, scale=1.0, dropout=drop
     )
-    own = replace(across, is_causal=encoded is not None)
-    attend = partial(attend_separately, writer, names=("q", "k", "v"), out="o")
+    self_attention = replace(cross_attention, is_causal=encoded is not None)
+    attend = partial(writer.project_and_attend, names=("q", "k", "v"), out="o")
     ids = writer.batch("input_ids" if encoded is None else "decoder_input_ids")
     x = writer.embedding(f"{root}.embed_tokens", ids, writer.sizes["v"], table="shared.weight")
     x = writer.dropout(root, x, drop)
@@ -42,20 +43,20 @@ def _t5_stack(fields: Fields, writer: Writer, root: str, layers: int, encoded: s
     for index in range(layers):
         path = f"{root}.block.{index}.layer"
         y = norm(f"{path}.0.layer_norm", x)
-        bias = bias or _position_bias(fields, writer, f"{path}.0.SelfAttention", root, own)
-        y = attend(f"{path}.0.SelfAttention", y, y, own, position_bias=bias)
+        bias = bias or _position_bias(fields, writer, f"{path}.0.SelfAttention", root, self_attention)
+        y = attend(f"{path}.0.SelfAttention", y, y, self_attention, position_bias=bias)
         x = writer.residual(f"{path}.0", x, writer.dropout(f"{path}.0", y, drop))
         if encoded is not None:
-            y = attend(f"{path}.1.EncDecAttention", norm(f"{path}.1.layer_norm", x), encoded, across)
+            y = attend(f"{path}.1.EncDecAttention", norm(f"{path}.1.layer_norm", x), encoded, cross_attention)
             x = writer.residual(f"{path}.1", x, writer.dropout(f"{path}.1", y, drop))
         last = f"{path}.{1 if encoded is None else 2}"
-        y = _t5_feed_forward(fields, writer, f"{last}.DenseReluDense", norm(f"{last}.layer_norm", x), drop)
+        y = _write_feed_forward(fields, writer, f"{last}.DenseReluDense", norm(f"{last}.layer_norm", x), drop)
         x = writer.residual(last, x, writer.dropout(last, y, drop))
     x = norm(f"{root}.final_layer_norm", x)
     return writer.dropout(f"{root}.final_layer_norm", x, drop)
 
 
-def _position_bias(fields: Fields, writer: Writer, path: str, root: str, attention: Attention) -> str:
+def _position_bias(fields: ConfigFields, writer: TransformerWriter, path: str, root: str, attention: Attention) -> str:
     """What is added to the scores of every pair of positions, by head and distance."""
     distances = writer.constant(f"{root}_distances", writer.sizes["s"], writer.sizes["t"])
     buckets = fields.size("relative_attention_num_buckets", default=32)
@@ -63,10 +64,12 @@ def _position_bias(fields: Fields, writer: Writer, path: str, root: str, attenti
     return writer.embedding(table, distances, buckets, "v h, s t -> h s t", sizes=attention.sizes)
 
 
-def _t5_feed_forward(fields: Fields, writer: Writer, path: str, x: str, drop: float) -> str:
+def _write_feed_forward(fields: ConfigFields, writer: TransformerWriter, path: str, x: str, drop: float) -> str:
+    """The MLP of a block, gated where the config says so."""
     kind = fields.text("feed_forward_proj", "relu")
+    # transformers takes the GELU of 'gated-gelu' for the approximate one.
     name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
-    activation = activation_function(replace(fields, values={"feed_forward_proj": name}), "feed_forward_proj", "relu")
+    activation = replace(fields, values={"feed_forward_proj": name}).activation("feed_forward_proj", "relu")
     first = "wi_0" if kind.startswith("gated-") else "wi"
     y = writer.linear(f"{path}.{first}", x, "b s i, f i -> b s f")
     y = writer.elementwise(path, activation, "b s f -> b s f", y)

@@ -1,4 +1,4 @@
-"""Writes the parts that transformers are made of: linear maps, norms, attention, MLPs, experts, embeddings, losses.
+"""The parts that transformers are made of, written as ops: linear maps, norms, attention, embeddings, heads, losses.
 
 Activations keep their natural dimensions (`b s h d`, not `b s (h d)`), so that heads are factors from the start and no
 views are needed. Dimension names: b batch, s query positions, t key positions, i hidden, h heads, g key/value heads,
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phaze.frontends.families.config_fields import ConfigFields
 from phaze.ir import Attribute, DType, GraphBuilder, OpKind, Role
 
-__all__ = ["Attention", "Writer"]
+__all__ = ["Attention", "TransformerWriter"]
 
 Sizes = Mapping[str, int] | None
 
@@ -46,12 +47,28 @@ class Attention:
         return "h" if self.query_dims == "h" else "g"
 
 
-class Writer:
-    """A GraphBuilder with the vocabulary of transformers. `path` is the module path of what is written."""
+class TransformerWriter:
+    """A GraphBuilder with the vocabulary of transformers.
+
+    `sizes` are the sizes of dimensions by their names. In all methods `path` is the module path of what is written, and
+    `text` the rule of an op, such as 'b s i, f i -> b s f'.
+    """
 
     def __init__(self, builder: GraphBuilder, **sizes: int) -> None:
         self.builder = builder
         self.sizes = sizes
+
+    @classmethod
+    def for_config(
+        cls, fields: ConfigFields, builder: GraphBuilder, *, max_length: int | None = None, **sizes: int
+    ) -> TransformerWriter:
+        """A writer with these sizes and those that every family has: batch, positions and vocabulary."""
+        length = fields.sequence_length(max_length)
+        is_requested = fields.requested_length is not None
+        origin = "as asked" if is_requested else "the model's own; pass sequence_length to change it"
+        builder.notes.append(f"sequences of {length:,} positions ({origin})")
+        vocabulary = fields.size("padded_vocab_size", "vocab_size")
+        return cls(builder, b=builder.micro_batch_size, s=length, t=length, v=vocabulary, **sizes)
 
     def op(
         self,
@@ -67,7 +84,7 @@ class Writer:
         attributes: Mapping[str, Attribute] | None = None,
         **marks: str,
     ) -> tuple[str, ...]:
-        """Add an op whose rule is given as text."""
+        """Add an op whose rule is given as text; `marks` name the factors of a kind, such as `normalized="t"`."""
         rule = self.builder.rule(text, {**self.sizes, **(sizes or {})}, **marks)
         return self.builder.add(
             f"{path}.{name}" if name else path,
@@ -93,21 +110,21 @@ class Writer:
         return self.op(path, "scale", OpKind.ELEMENTWISE, "scale", "b s i -> b s i", x, attributes=attributes)[0]
 
     def linear(self, path: str, x: str, text: str, *, bias: bool = False, sizes: Sizes = None) -> str:
-        """`text` is the contraction of x with the weight, such as 'b s i, f i -> b s f'.
+        """The product of x and a weight, as `text` contracts them, and a bias.
 
         The weight's dimension that the result lacks is its input; the other one is its output and the bias's.
         """
-        known = {**self.sizes, **(sizes or {})}
-        rule = self.builder.rule(text, known)
-        weight_dims, result = rule.operands[1], frozenset(name for dim in rule.results[0] for name in dim.factors)
+        rule = self.builder.rule(text, {**self.sizes, **(sizes or {})})
+        weight_dims = rule.operands[1]
+        result_factors = frozenset(name for dim in rule.results[0] for name in dim.factors)
         weight = self.builder.parameter(f"{path}.weight", *rule.shape(weight_dims))
         (y,) = self.builder.add(f"{path}.matmul", OpKind.CONTRACTION, "einsum", rule, (x, weight), module=path)
         if not bias:
             return y
-        rows = tuple(dim for dim in weight_dims if result.issuperset(dim.factors))
-        parameter = self.builder.parameter(f"{path}.bias", *rule.shape(rows))
+        bias_dims = tuple(dim for dim in weight_dims if result_factors.issuperset(dim.factors))
+        parameter = self.builder.parameter(f"{path}.bias", *rule.shape(bias_dims))
         out = text.partition("->")[2].strip()
-        added = f"{out}, {' '.join(str(dim) for dim in rows)} -> {out}"
+        added = f"{out}, {' '.join(str(dim) for dim in bias_dims)} -> {out}"
         return self.elementwise(path, "add", added, y, parameter, name="bias_add", sizes=sizes)
 
     def norm(self, path: str, x: str, function: str, *, epsilon: float = 1e-5, offset: int = 0) -> str:
@@ -122,7 +139,7 @@ class Writer:
         return self.op(path, "out", OpKind.NORM, function, text, *inputs, attributes=attributes, normalized="i")[0]
 
     def dropout(self, path: str, x: str, probability: float, dims: str = "b s i", sizes: Sizes = None) -> str:
-        """Dropout with its mask of one byte an element; x itself where the probability is 0."""
+        """Dropout, with its mask of one byte for every element; x itself where the probability is 0."""
         if not probability:
             return x
         return self.op(
@@ -186,6 +203,42 @@ class Writer:
         text = f"{square}, b t {g} d -> b s {h} d"
         return self.op(path, "context", OpKind.CONTRACTION, "einsum", text, weights, value, sizes=sizes)[0]
 
+    def project_and_attend(
+        self,
+        path: str,
+        x: str,
+        memory: str,
+        attention: Attention,
+        *,
+        names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+        out: str,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        rotary_tables: tuple[str, str] | None = None,
+        position_bias: str | None = None,
+    ) -> str:
+        """Attention with a weight each for query, key, value and result; keys and values come from `memory`.
+
+        `names` and `out` are the names of the four linear maps; `out_bias` is `bias` unless it is given.
+        """
+        h, g, sizes = attention.query_dims, attention.key_dims, attention.sizes
+        query_path, key_path, value_path = (f"{path}.{name}" for name in names)
+        query = self.linear(query_path, x, f"b s i, ({h} d) i -> b s {h} d", bias=bias, sizes=sizes)
+        key = self.linear(key_path, memory, f"b s i, ({g} d) i -> b s {g} d", bias=bias, sizes=sizes)
+        value = self.linear(value_path, memory, f"b s i, ({g} d) i -> b s {g} d", bias=bias, sizes=sizes)
+        if rotary_tables is not None:
+            query = self.rotary(query_path, query, h, rotary_tables, attention)
+            key = self.rotary(key_path, key, g, rotary_tables, attention)
+        y = self.attend(path, query, key, value, attention, position_bias)
+        has_bias = bias if out_bias is None else out_bias
+        return self.linear(f"{path}.{out}", y, f"b s {h} d, i ({h} d) -> b s i", bias=has_bias, sizes=sizes)
+
+    def split_query_key_value(self, path: str, x: str, dims: str, attention: Attention) -> tuple[str, ...]:
+        """Query, key and value as views of one tensor, in which the factor c counts the three."""
+        part = dims.replace("c ", "")
+        text = f"{dims} -> {part}, {part}, {part}"
+        return self.split(path, x, text, ("query", "key", "value"), "c", sizes={"c": 3, **attention.sizes})
+
     def split(self, path: str, x: str, text: str, names: tuple[str, ...], whole: str, sizes: Sizes) -> tuple[str, ...]:
         """Views of the parts of x along one factor."""
         return self.op(path, "split", OpKind.VIEW, "split", text, x, sizes=sizes, results=names[1:], whole=whole)
@@ -218,6 +271,14 @@ class Writer:
             parameter = self.builder.parameter(f"{path}.bias", self.sizes["v"])
             logits = self.elementwise(path, "add", "b s v, v -> b s v", logits, parameter, name="bias_add")
         return self.loss("loss", logits, labels)
+
+    def masked_language_head(self, path: str, x: str, table: str, activation: str) -> str:
+        """A dense layer, a norm and logits over the vocabulary tied to the embedding, with their loss."""
+        sizes = {"j": self.sizes["i"]}
+        x = self.linear(f"{path}.transform.dense", x, "b s i, j i -> b s j", bias=True, sizes=sizes)
+        x = self.elementwise(f"{path}.transform", activation, "b s i -> b s i", x)
+        x = self.norm(f"{path}.transform.LayerNorm", x, "layer_norm")
+        return self.head(path, x, self.batch("labels"), tied_to=table, bias=True)
 
     def batch(self, name: str, length: str = "s") -> str:
         """Token ids or labels: one integer a position."""

@@ -1,33 +1,44 @@
-"""Typed reading of a config's fields: missing and malformed ones are named, unknown ones ignored."""
+"""Typed reading of a model config's fields: missing and malformed ones are named in errors, unknown ones ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from phaze.errors import ImportModelError, shown
 from phaze.ir.rule import LARGEST_FACTOR
 
-__all__ = ["Fields"]
+__all__ = ["ConfigFields"]
 
 MOST_LAYERS = 10_000
+"""Layers beyond this are taken for a mistake: each is written out, and no known model has a tenth of them."""
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by the names that configs have for them, and the functions of the graph that they are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """A config with what the caller overrides; `where` names it in errors."""
+class ConfigFields:
+    """A config, how errors name it, and the sequence length that the caller asks for instead of the config's own."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     where: str
-    length: int | None = None
+    requested_length: int | None = None
 
     def has(self, name: str) -> bool:
         """Whether the config gives this field a value."""
         return self.values.get(name) is not None
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A positive integer under the first of these names that is there."""
+        """A positive integer under the first of these names that the config has."""
         name = next((name for name in names if self.has(name)), None)
         if name is None:
             if default is not None:
@@ -48,7 +59,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A number from 0 to 1: a probability or an epsilon."""
+        """A number of at least 0 and below 1: a probability or an epsilon."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -73,7 +84,7 @@ class Fields:
         return default if value is None else value
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of words; empty where there is none."""
+        """A list of words; empty where the config has none."""
         value = self.values.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise ImportModelError(f"{self.where}: {name} is {shown(value)}; expected a list of words.")
@@ -81,10 +92,10 @@ class Fields:
 
     def sequence_length(self, max_length: int | None) -> int:
         """The length asked for, or the config's own; refused beyond the positions that a model learned."""
-        own = ("seq_length", "max_position_embeddings", "n_positions")
-        if self.length is None and max_length is None and not any(self.has(name) for name in own):
+        names = ("seq_length", "max_position_embeddings", "n_positions")
+        if self.requested_length is None and max_length is None and not any(self.has(name) for name in names):
             raise ImportModelError(f"{self.where} names no sequence length; pass sequence_length.")
-        length = self.length if self.length is not None else self.size(*own, default=max_length)
+        length = self.size(*names, default=max_length) if self.requested_length is None else self.requested_length
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LARGEST_FACTOR:
             raise ImportModelError(f"sequence_length is {shown(length)}; expected a positive integer.")
         if max_length is not None and length > max_length:
@@ -93,3 +104,25 @@ class Fields:
                 f"pass sequence_length of at most {max_length}."
             )
         return length
+
+    def head_size(self, hidden: int, heads: int, name: str = "head_dim") -> int:
+        """The size of one attention head: the field of this name, else the hidden size over the heads."""
+        if self.has(name):
+            return self.size(name)
+        if hidden % heads:
+            raise ImportModelError(
+                f"{self.where}: hidden size {hidden} is not a multiple of {heads} attention heads; add {name}."
+            )
+        return hidden // heads
+
+    def activation(self, name: str, default: str) -> str:
+        """The function of the graph that the field of this name, or the default, stands for."""
+        activation = self.text(name, default)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(sorted(ACTIVATIONS))
+            raise ImportModelError(f"{self.where}: {name} is {activation!r}; expected one of {known}.")
+        return ACTIVATIONS[activation]
+
+    def tied_table(self, table: str, default: bool) -> str | None:
+        """The embedding's table where the logits share it, else None."""
+        return table if self.flag("tie_word_embeddings", default) else None
