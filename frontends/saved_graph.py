@@ -10,7 +10,7 @@ from phaze.errors import ImportModelError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
-from phaze.ir.serialize import FORMAT, read_graph
+from phaze.ir.graph_json import FORMAT, read_graph
 
 __all__ = ["SavedGraphFrontend", "phaze_frontends"]
 

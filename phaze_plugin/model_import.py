@@ -24,7 +24,7 @@ __all__ = ["import_graph", "load_graph"]
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:
     """The graph that `Graph.save` wrote; raises FormatError where the file is missing, damaged or another format."""
-    from phaze.ir.serialize import read_graph
+    from phaze.ir.graph_json import read_graph
 
     return read_graph(path)
 

@@ -18,7 +18,7 @@ from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_re
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.backward import derive_backward
-from phaze.ir.serialize import graph_to_json
+from phaze.ir.graph_json import graph_to_json
 from phaze.shard import LayoutConstraint
 from phaze.shard.constraints import check_constraints
 from phaze.target_choice import ChosenTarget, find_target

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from phaze.ir import Graph, Op
-from phaze.ir.repeats import canonical_key
+from phaze.ir.layers import canonical_key
 
 __all__ = ["Net", "by_depth", "repeated_blocks"]
 

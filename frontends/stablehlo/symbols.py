@@ -11,7 +11,7 @@ from typing import Any
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.module import Operation, to_dtype
 from phaze.ir import Attribute, Dim, DType, Factor, FactorKind, GraphBuilder, Op, OpKind, Role, Rule
-from phaze.ir.kinds import check_rule
+from phaze.ir.graph_checks import check_rule
 from phaze.ir.shape_rules import broadcast_rule, reshape_rule
 
 __all__ = [

@@ -19,8 +19,8 @@ from phaze.frontends.stablehlo.training_phases import find_gradient, find_phases
 from phaze.frontends.stablehlo.vector_fusion import fuse
 from phaze.ir import Dim, Factor, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
 from phaze.ir import Tensor as GraphTensor
-from phaze.ir.refine import refine
-from phaze.ir.ties import split_tied_gradients
+from phaze.ir.backward import split_tied_gradients
+from phaze.ir.refinement import refine_factors
 
 __all__ = ["argument_names", "assemble"]
 
@@ -68,7 +68,7 @@ def assemble(
         graph = replace(graph, ops=tuple(_ordered(by_depth(graph.ops))))
     if parts.loss is not None and not graph.gradients:
         graph = graph.with_backward()
-    refined = refine(split_tied_gradients(graph), batch_size)
+    refined = refine_factors(split_tied_gradients(graph), batch_size)
     graph = fuse(keep_least(refined))
     notes = _notes(module, walked, stacked, names)
     if len(graph.ops) < len(refined.ops):

@@ -23,8 +23,8 @@ import networkx as nx
 from phaze.cost.operator_work import vector_operations
 from phaze.errors import GraphError
 from phaze.ir import Dim, Dims, Factor, FactorKind, Graph, Op, OpKind, Phase, Rule
-from phaze.ir.functions import PASSES_GRADIENT
-from phaze.ir.kinds import check_rule
+from phaze.ir.graph_checks import check_rule
+from phaze.ir.op import PASSES_GRADIENT
 
 __all__ = ["fuse"]
 

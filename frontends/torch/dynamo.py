@@ -34,7 +34,7 @@ from phaze.frontends.torch.capture import (
 from phaze.frontends.torch.fake_model import fake_copy
 from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph
-from phaze.ir.refine import refine
+from phaze.ir.refinement import refine_factors
 
 __all__ = ["compile_graph"]
 
@@ -99,7 +99,7 @@ def _import_graph(module: torch.fx.GraphModule, example_inputs: Sequence[object]
         trace = _capture_with_backward if is_trained else _capture_forward
         captured = trace(fake_module, mode, inputs, arguments)
         graph = translate_capture(captured, fake_module, name=type(module).__name__, batch_size=1)
-    return refine(graph)
+    return refine_factors(graph)
 
 
 def _fake_input(value: object, mode: FakeTensorMode) -> object:

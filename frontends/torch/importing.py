@@ -35,8 +35,8 @@ from phaze.frontends.torch.fake_model import (
 )
 from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph
-from phaze.ir.refine import refine
-from phaze.ir.ties import split_tied_gradients
+from phaze.ir.backward import split_tied_gradients
+from phaze.ir.refinement import refine_factors
 
 __all__ = ["import_module"]
 
@@ -107,7 +107,7 @@ def _import_with_free_batch(task: _Import) -> Graph | None:
         if not _follow_batch(trial.shapes, second_trial.shapes, first, second):
             return None
         captured = capture_loss(loss_call, directly=trial.has_own_gradients)
-        return refine(task.graph(captured, first), first).with_micro_batch(size)
+        return refine_factors(task.graph(captured, first), first).with_micro_batch(size)
     except (GraphError, ImportModelError, *_FORWARD_ERRORS):  # raised again, and explained, at the caller's own size
         return None
 
@@ -132,7 +132,7 @@ def _import_with_fixed_batch(task: _Import) -> Graph:
         if forward_error is not None:
             raise explain_failed_forward(name, loss_call, forward_error) from forward_error
         raise explain_failed_capture(name, failure) from next(iter(failure.errors.values()))
-    graph = refine(task.graph(captured, examples.batch_size or 1))
+    graph = refine_factors(task.graph(captured, examples.batch_size or 1))
     note = f"fixed to the microbatch of {graph.micro_batch_size} that it was captured with: shapes do not follow it"
     return replace(graph, notes=(*graph.notes, note))
 

@@ -15,7 +15,7 @@ import torch
 
 from phaze.errors import GraphError
 from phaze.ir import Attribute, Dim, Dims, DType, Factor, FactorKind, GraphBuilder, OpKind, Phase, Rule
-from phaze.ir.kinds import check_rule
+from phaze.ir.graph_checks import check_rule
 
 __all__ = [
     "Location",

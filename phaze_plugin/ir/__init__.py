@@ -1,14 +1,21 @@
 """The intermediate representation: ops as factor rules, graphs, layers, backward by rule."""
 
-from phaze.ir.builder import GraphBuilder
 from phaze.ir.coverage import Coverage, UnknownOp, op_bytes
-from phaze.ir.dtype import DType
-from phaze.ir.graph import Graph, Role, Tensor
+from phaze.ir.graph import Graph
+from phaze.ir.graph_builder import GraphBuilder
+from phaze.ir.kept_activations import (
+    SEARCHED_MODES,
+    RecomputeMode,
+    kept_bytes,
+    kept_tensors,
+    recomputed_ops,
+    stashed_bytes,
+    stashed_tensors,
+)
 from phaze.ir.layers import Boundary, Layer, LayerGraph
 from phaze.ir.op import Attribute, Gemm, Op, OpKind, Phase
-from phaze.ir.recompute import SEARCHED_MODES, RecomputeMode, kept_bytes, kept_tensors, recomputed_ops
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
-from phaze.ir.stash import stashed_bytes, stashed_tensors
+from phaze.ir.tensor import DType, Role, Tensor
 
 __all__ = [
     "SEARCHED_MODES",

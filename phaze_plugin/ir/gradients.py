@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phaze.errors import GraphError
-from phaze.ir.builder import GraphBuilder
-from phaze.ir.dtype import DType
-from phaze.ir.functions import PASSES_GRADIENT, UNARY_READS, Saved
 from phaze.ir.graph import Graph
-from phaze.ir.op import Attribute, Op, OpKind, Phase
+from phaze.ir.graph_builder import GraphBuilder
+from phaze.ir.op import PASSES_GRADIENT, UNARY_READS, Attribute, Op, OpKind, Phase, Saved
 from phaze.ir.rule import Dims, FactorKind, Rule, names_of
+from phaze.ir.tensor import DType
 
 __all__ = ["Gradients", "gradients_of"]
 

@@ -1,53 +1,22 @@
-"""The graph: ops in topological order, tensors, outputs and gradients; verified on construction."""
+"""The graph of a model: its ops, tensors, outputs and gradients, as text, and at another microbatch size."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phaze.errors import GraphError
-from phaze.ir.dtype import DType
 from phaze.ir.op import Op, OpKind, Phase
+from phaze.ir.tensor import Role, Tensor
 
 if TYPE_CHECKING:
     from phaze.ir.coverage import Coverage
     from phaze.ir.layers import Layer, LayerGraph
 
-__all__ = ["Graph", "Role", "Tensor"]
-
-
-class Role(StrEnum):
-    """What a graph's argument is; intermediate tensors have no role."""
-
-    PARAMETER = "parameter"
-    OPTIMIZER_STATE = "optimizer_state"
-    BATCH = "batch"
-    OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A value that flows between ops, or an argument of the graph where it has a role."""
-
-    id: str
-    shape: tuple[int, ...]
-    dtype: DType
-    role: Role | None = None
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.elements * self.dtype.size_bytes
+__all__ = ["Graph", "format_graph", "format_ops"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -69,10 +38,10 @@ class Graph:
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from phaze.ir.verify import verify
+        from phaze.ir.graph_checks import check_graph
 
         object.__setattr__(self, "tensors", dict(self.tensors))
-        object.__setattr__(self, "_producers", verify(self))
+        object.__setattr__(self, "_producers", check_graph(self))
 
     def op(self, op_id: str) -> Op:
         """The op of that id; raises GraphError where there is none."""
@@ -138,9 +107,7 @@ class Graph:
 
     def with_micro_batch(self, size: int) -> Graph:
         """The same model at another microbatch size, every shape rescaled from the rules."""
-        from phaze.ir.micro_batch import rescale
-
-        return rescale(self, size)
+        return _rescaled(self, size)
 
     def with_backward(self) -> Graph:
         """The graph with a backward by rule; itself where it already has one."""
@@ -150,13 +117,11 @@ class Graph:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON that `phaze.load_graph` reads back exactly; whole or not at all."""
-        from phaze.ir.serialize import save_graph
+        from phaze.ir.graph_json import save_graph
 
         save_graph(self, path)
 
     def __str__(self) -> str:
-        from phaze.ir.text import format_graph
-
         return format_graph(self)
 
     def __repr__(self) -> str:
@@ -171,3 +136,68 @@ class Graph:
     @cached_property
     def _ops_by_id(self) -> dict[str, Op]:
         return {op.id: op for op in self.ops}
+
+
+def format_graph(graph: Graph) -> str:
+    """Arguments, then the ops of each phase."""
+    lines = [f"graph {graph.name} (microbatch {graph.micro_batch_size})"]
+    for tensor in graph.tensors.values():
+        if tensor.role is not None:
+            lines.append(f"  {tensor.role} {tensor.id}: {tensor.dtype}{list(tensor.shape)}")
+    for phase in Phase:
+        ops = graph.ops_of(phase)
+        if ops:
+            lines += [f"{phase}:", *(f"  {line}" for line in format_ops(graph, ops))]
+    lines += [f"gradient {parameter}: {gradient}" for parameter, gradient in graph.gradients]
+    lines += [f"output {tensor_id}" for tensor_id in graph.outputs]
+    lines += [f"note {note}" for note in graph.notes]
+    return "\n".join(lines) + "\n"
+
+
+def format_ops(graph: Graph, ops: Iterable[Op]) -> list[str]:
+    """One line an op: results with type and shape, function, operands, rule."""
+    return [_format_op(graph, op) for op in ops]
+
+
+def _format_op(graph: Graph, op: Op) -> str:
+    results = ", ".join(_format_result(graph, tensor_id) for tensor_id in op.outputs)
+    function = op.function if op.function == op.kind else f"{op.kind}.{op.function}"
+    options = "".join(f" {name}={value}" for name, value in op.attributes)
+    return f"{results} = {function}({', '.join(op.inputs)}){options}  [{op.rule}]"
+
+
+def _format_result(graph: Graph, tensor_id: str) -> str:
+    tensor = graph.tensors[tensor_id]
+    return f"{tensor_id}: {tensor.dtype}{list(tensor.shape)}"
+
+
+def _rescaled(graph: Graph, size: int) -> Graph:
+    """Scale every batch factor to a microbatch of `size`; raises GraphError where the graph has none."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise GraphError(f"a microbatch of {size!r} is not possible; expected an integer of at least 1.")
+    if size == graph.micro_batch_size:
+        return graph
+    rules = {id(op.rule): op.rule for op in graph.ops}
+    if not any(factor.is_batch for rule in rules.values() for factor in rule.factors):
+        raise GraphError(
+            f"graph {graph.name!r} marks no batch factor: it is fixed to the microbatch it was captured with, "
+            f"{graph.micro_batch_size}. Capture it again with inputs of batch {size}."
+        )
+    scaled = {key: rule.with_batch_scaled(graph.micro_batch_size, size) for key, rule in rules.items()}
+    ops = tuple(replace(op, rule=scaled[id(op.rule)]) for op in graph.ops)
+    tensors = {
+        tensor_id: replace(graph.tensors[tensor_id], shape=shape) for tensor_id, shape in _shapes(graph, ops).items()
+    }
+    return replace(graph, tensors={**graph.tensors, **tensors}, ops=ops, micro_batch_size=size)
+
+
+def _shapes(graph: Graph, ops: tuple[Op, ...]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that some rule describes: results first, then arguments by their readers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for op in ops:
+        for tensor_id, dims in zip(op.outputs, op.rule.results, strict=True):
+            shapes[tensor_id] = op.rule.shape(dims)
+    for op in ops:
+        for tensor_id, dims in zip(op.inputs, op.rule.operands, strict=True):
+            shapes.setdefault(tensor_id, op.rule.shape(dims))
+    return shapes

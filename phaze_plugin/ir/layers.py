@@ -1,25 +1,24 @@
-"""Layers: the units that placement moves, and the graph of what flows between them.
+"""Layers: the units that placement moves, what flows between them, and which of them are equal.
 
-Ops are grouped by module path (`modules.py`). Where paths say nothing, or would make layers that wait for each other,
-the forward chain is cut at its narrow waists (`waists.py`). A backward op belongs to the layer of the forward op that
-it is the gradient of.
+Forward ops are grouped by module path, or cut where a single tensor passes (`layer_grouping.py`). A backward op belongs
+to the layer of the forward op that it is the gradient of. Two layers are equal where `canonical_key` is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 
-from phaze.ir.graph import Graph, Role
-from phaze.ir.modules import PIECE, group_by_module
+from phaze.ir.graph import Graph
+from phaze.ir.layer_grouping import PIECE, cut_at_waists, group_by_module
 from phaze.ir.op import Op, Phase
-from phaze.ir.repeats import canonical_key
-from phaze.ir.waists import cut_at_waists
+from phaze.ir.tensor import Role
 
-__all__ = ["Boundary", "Layer", "LayerGraph", "single_layer", "split_layers"]
+__all__ = ["Boundary", "Layer", "LayerGraph", "canonical_key", "single_layer", "split_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -229,3 +228,29 @@ def _boundaries(graph: Graph, layer_of: Mapping[str, int]) -> tuple[Boundary, ..
         assert producer is not None
         found.append(Boundary(tensor_id, layer_of[producer.id], tuple(sorted(indices))))
     return tuple(found)
+
+
+def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], texts: dict[int, str]) -> str:
+    """Hash a layer's ops with tensors numbered by first appearance; `texts` keeps the text of rules seen before.
+
+    Tensors from outside enter by role, shape and type; those that leave are marked, since they must be kept.
+    """
+    numbers: dict[str, int] = {}
+    made = {tensor_id for op in ops for tensor_id in op.outputs}
+    lines = []
+    for op in ops:
+        rule = texts.setdefault(id(op.rule), str(op.rule))
+        inputs = [_number(graph, tensor_id, numbers, made) for tensor_id in op.inputs]
+        results = [_number(graph, tensor_id, numbers, made) for tensor_id in op.outputs]
+        lines.append(f"{op.phase} {op.kind} {op.function} {op.attributes} {rule} {inputs} {results}")
+    lines.append(f"out {sorted(numbers[tensor_id] for tensor_id in outputs if tensor_id in numbers)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _number(graph: Graph, tensor_id: str, numbers: dict[str, int], made: set[str]) -> str:
+    if tensor_id in numbers:
+        return str(numbers[tensor_id])
+    numbers[tensor_id] = len(numbers)
+    tensor = graph.tensors[tensor_id]
+    origin = "" if tensor_id in made else f" {tensor.role or 'boundary'} {tensor.shape}"
+    return f"{numbers[tensor_id]}{origin} {tensor.dtype}"

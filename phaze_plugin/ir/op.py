@@ -1,4 +1,4 @@
-"""Operators, and what follows from a rule alone: flops, traffic and the GEMM view."""
+"""Operators: kinds, functions known by name, and what follows from a rule alone (flops, traffic, GEMM view)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from enum import StrEnum
 from phaze.errors import GraphError, shown
 from phaze.ir.rule import FactorKind, Rule, names_of
 
-__all__ = ["Attribute", "Gemm", "Op", "OpKind", "Phase"]
+__all__ = [
+    "OPERANDS_AND_RESULTS",
+    "PASSES_GRADIENT",
+    "UNARY_READS",
+    "Attribute",
+    "Gemm",
+    "Op",
+    "OpKind",
+    "Phase",
+    "Saved",
+    "gemm_view",
+]
 
 Attribute = int | float | str | tuple[int, ...]
 
@@ -186,3 +197,65 @@ def _elements_read(rule: Rule, index: int) -> int:
 
 def _product(rule: Rule, names: Iterable[str]) -> int:
     return math.prod(rule.size(name) for name in names)
+
+
+class Saved(StrEnum):
+    """What a unary function's gradient reads besides the incoming gradient."""
+
+    INPUT = "input"
+    RESULT = "result"
+    NOTHING = "nothing"
+
+
+UNARY_READS: dict[str, Saved] = {
+    "abs": Saved.INPUT,
+    "cos": Saved.INPUT,
+    "erf": Saved.INPUT,
+    "exp": Saved.RESULT,
+    "gelu": Saved.INPUT,
+    "gelu_tanh": Saved.INPUT,
+    "log": Saved.INPUT,
+    "negative": Saved.NOTHING,
+    "reciprocal": Saved.RESULT,
+    "relu": Saved.RESULT,
+    "rsqrt": Saved.RESULT,
+    "scale": Saved.NOTHING,
+    "sigmoid": Saved.RESULT,
+    "silu": Saved.INPUT,
+    "sin": Saved.INPUT,
+    "sqrt": Saved.RESULT,
+    "square": Saved.INPUT,
+    "tanh": Saved.RESULT,
+}
+
+PASSES_GRADIENT = frozenset({"add", "add_constant", "contiguous", "fused_sum", "identity"})
+
+OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
+    **dict.fromkeys(UNARY_READS, ((1,), 1)),
+    "add": ((2,), 1),
+    "attention": ((3, 4, 5), 1),
+    "biased_softmax": ((2,), 1),
+    "cast": ((1,), 1),
+    "combine": ((3,), 1),
+    "cross_entropy": ((2,), 1),
+    "dispatch": ((2,), 1),
+    "divide": ((2,), 1),
+    "dropout": ((1,), 2),
+    "einsum": ((2,), 1),
+    "embedding": ((2,), 1),
+    "layer_norm": ((1, 2, 3), 1),
+    "max": ((1,), 1),
+    "mean": ((1,), 1),
+    "multiply": ((2,), 1),
+    "rms_norm": ((1, 2), 1),
+    "rotary": ((3,), 1),
+    "select": ((1,), 1),
+    "softmax": ((1,), 1),
+    "subtract": ((2,), 1),
+    "sum": ((1,), 1),
+    "top_k": ((1,), 2),
+}
+"""How many operands a function takes and results it gives at least, for those whose gradient is known by name.
+
+Further results are statistics that a framework keeps for its own backward.
+"""

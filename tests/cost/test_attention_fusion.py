@@ -12,7 +12,7 @@ from phaze.errors import CostError
 from phaze.hardware import preset
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role, stashed_bytes
 from phaze.ir.backward import DERIVED_BACKWARD
-from phaze.ir.text import format_graph
+from phaze.ir.graph import format_graph
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 WITHOUT_BIAS = [name for name in TINY_CONFIGS if not name.startswith("t5")]

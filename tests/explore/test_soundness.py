@@ -20,7 +20,7 @@ from phaze.explore.sampled_search import _Evaluator
 from phaze.explore.search_result import SearchProgress
 from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
 from phaze.ir import Graph, OpKind, Role
-from phaze.ir.builder import GraphBuilder
+from phaze.ir.graph_builder import GraphBuilder
 from phaze.planner.progress import TimeLimitError
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.0}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op, OpKind, Rule
-from phaze.ir.kinds import check_rule
+from phaze.ir.graph_checks import check_rule
 from phaze.ir.shape_rules import (
     broadcast_rule,
     concatenate_rule,

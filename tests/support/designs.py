@@ -12,7 +12,7 @@ from phaze.explore.search_question import SearchQuestion, read_question
 from phaze.hardware import AcceleratorArray
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, OpKind, Role
-from phaze.ir.builder import GraphBuilder
+from phaze.ir.graph_builder import GraphBuilder
 
 SMALL: dict[str, Any] = {
     "devices": 4,

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from oracles.numpy_reference.axes import Array, align, collapse
-from phaze.ir.functions import UNARY_READS, Saved
-from phaze.ir.op import Op
+from phaze.ir.op import UNARY_READS, Op, Saved
 from phaze.ir.rule import factor_names
 
 __all__ = ["ELEMENTWISE", "dropout", "dropout_backward"]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from phaze.errors import FormatError, GraphError, PhazeError, shown
-from phaze.ir.dtype import DType
-from phaze.ir.graph import Graph, Role, Tensor
+from phaze.ir.graph import Graph
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
+from phaze.ir.tensor import DType, Role, Tensor
 from phaze.json_records import write_whole
 
 __all__ = ["FORMAT", "VERSION", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]

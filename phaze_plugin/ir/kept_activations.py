@@ -1,7 +1,9 @@
-"""What a layer keeps for backward when it computes parts of its forward again, and which ops it runs again.
+"""What a layer keeps between forward and backward, and which ops it computes again, for each recompute mode.
 
-none       everything that backward reads
-selective  what backward reads, less what lies inside attention: results of products of two activations, and of the
+A layer that computes nothing again keeps its stash: the forward tensors that its backward ops read.
+
+none       the whole stash
+selective  the stash, less what lies inside attention: results of products of two activations, and of the
            softmax and dropout between them, that nothing else needs (Korthikanti et al., arXiv:2205.05198, section 5)
 products   what enters the layer, and the results of attention, of reduce-scatters and of every other product with a
            parameter, the first one included, as far as backward or what runs again reads them (torchtitan's selective
@@ -14,12 +16,20 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from phaze.ir.graph import Graph, Role
+from phaze.ir.graph import Graph
 from phaze.ir.layers import Layer
-from phaze.ir.op import Op, OpKind
-from phaze.ir.stash import stashed_tensors
+from phaze.ir.op import Op, OpKind, Phase
+from phaze.ir.tensor import Role
 
-__all__ = ["SEARCHED_MODES", "RecomputeMode", "kept_bytes", "kept_tensors", "recomputed_ops"]
+__all__ = [
+    "SEARCHED_MODES",
+    "RecomputeMode",
+    "kept_bytes",
+    "kept_tensors",
+    "recomputed_ops",
+    "stashed_bytes",
+    "stashed_tensors",
+]
 
 
 class RecomputeMode(StrEnum):
@@ -33,6 +43,27 @@ class RecomputeMode(StrEnum):
 
 SEARCHED_MODES = (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)
 """What is searched unless a strategy says otherwise; few targets run the others."""
+
+
+def stashed_tensors(graph: Graph, layer: Layer) -> tuple[str, ...]:
+    """Ids of the tensors to keep, views counted as the tensor whose memory they are.
+
+    Parameters and constants are not among them: they are there anyway.
+    """
+    kept: dict[str, None] = {}
+    for op in layer.backward:
+        for tensor_id in op.inputs:
+            storage = graph.storage(tensor_id)
+            producer = graph.producer(storage)
+            is_forward = producer is not None and producer.phase is Phase.FORWARD
+            if is_forward or graph.tensors[storage].role is Role.BATCH:
+                kept[storage] = None
+    return tuple(kept)
+
+
+def stashed_bytes(graph: Graph, layer: Layer) -> int:
+    """Bytes of what a layer keeps."""
+    return sum(graph.tensors[tensor_id].size_bytes for tensor_id in stashed_tensors(graph, layer))
 
 
 def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from phaze.errors import GraphError
-from phaze.ir.dtype import DType
-from phaze.ir.graph import Graph, Role, Tensor
+from phaze.ir.graph import Graph
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
+from phaze.ir.tensor import DType, Role, Tensor
 
 __all__ = ["GraphBuilder"]
 

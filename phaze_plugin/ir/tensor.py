@@ -1,10 +1,12 @@
-"""Element types and their sizes."""
+"""Tensors of a graph: element types and their sizes, shapes, and the role of a graph's arguments."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["DType"]
+__all__ = ["DType", "Role", "Tensor"]
 
 
 class DType(StrEnum):
@@ -48,3 +50,32 @@ _SIZE_BYTES = {
     DType.BOOL: 1,
     DType.COMPLEX64: 8,
 }
+
+
+class Role(StrEnum):
+    """What a graph's argument is; intermediate tensors have no role."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    BATCH = "batch"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value that flows between ops, or an argument of the graph where it has a role."""
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * self.dtype.size_bytes

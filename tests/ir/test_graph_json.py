@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phaze.errors import FormatError, GraphError, PhazeError
 from phaze.ir import DType, Graph, Op, OpKind, Role, Rule, Tensor, stashed_bytes
+from phaze.ir.graph_json import graph_from_json, graph_to_json, read_graph
 from phaze.ir.rule import names_of
-from phaze.ir.serialize import graph_from_json, graph_to_json, read_graph
 
 
 @given(graphs())

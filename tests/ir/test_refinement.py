@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.ir import DType, Graph, GraphBuilder, OpKind, Role
-from phaze.ir.refine import refine
+from phaze.ir.refinement import refine_factors
 from phaze.ir.shape_rules import contraction_rule, elementwise_rule, reduction_rule, reshape_rule
 
 
@@ -27,14 +27,14 @@ def linear_between_views(batch: int, length: int, heads: int, size: int) -> Grap
 
 
 def test_rows_and_columns_are_split_as_the_views_around_say() -> None:
-    graph = refine(linear_between_views(31, 4, 3, 5), 31)
+    graph = refine_factors(linear_between_views(31, 4, 3, 5), 31)
     assert str(graph.op("matmul").rule) == "(b0 d0) d1, d1 (d2 d3) -> (b0 d0) (d2 d3) | b0=31* d0=4 d1=10 d2=3 d3=5"
     assert str(graph.op("relu").rule) == "(b0 d0) (d1 d2) -> (b0 d0) (d1 d2) | b0=31* d0=4 d1=3 d2=5"
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
 def test_a_refined_graph_scales_to_what_is_built_at_that_size(length: int, heads: int, size: int, batch: int) -> None:
-    graph = refine(linear_between_views(31, length, heads, size), 31)
+    graph = refine_factors(linear_between_views(31, length, heads, size), 31)
     built = linear_between_views(batch, length, heads, size)
     assert graph.with_micro_batch(batch).tensors == built.tensors
     assert graph.with_micro_batch(batch).matmul_flops("backward") == built.matmul_flops("backward")
@@ -43,10 +43,10 @@ def test_a_refined_graph_scales_to_what_is_built_at_that_size(length: int, heads
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_refining_keeps_shapes_and_flops(name: str) -> None:
     graph = tiny_graph(name)
-    refined = refine(graph)
+    refined = refine_factors(graph)
     assert refined.tensors == graph.tensors
     assert [op.flops for op in refined.ops] == [op.flops for op in graph.ops]
-    assert refine(refined) == refined
+    assert refine_factors(refined) == refined
 
 
 def test_cuts_that_contradict_each_other_leave_the_first() -> None:
@@ -55,4 +55,4 @@ def test_cuts_that_contradict_each_other_leave_the_first() -> None:
     for shape in ((2, 6), (3, 4)):
         builder.add(f"view {shape}", OpKind.VIEW, "reshape", reshape_rule((12,), shape), (x,))
     (loss,) = builder.add("loss", OpKind.REDUCTION, "mean", reduction_rule((12,), (0,)), (x,))
-    assert str(refine(builder.build((loss,))).op("loss").rule) == "(d0 d1) -> . | d0=2 d1=6"
+    assert str(refine_factors(builder.build((loss,))).op("loss").rule) == "(d0 d1) -> . | d0=2 d1=6"

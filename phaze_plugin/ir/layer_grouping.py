@@ -1,26 +1,30 @@
-"""Layers by module path: the children of a container of alike blocks (`h.0`, `h.1`, ...) are a layer each.
+"""How forward ops are grouped into layers: by module path, or else by cutting the graph where it is narrow.
 
-A module that is called several times is such a container too: its calls are written `block@0`, `block@1`. On an op's
-path the outermost container with at least two children that compute the same decides, and with it all containers whose
-paths differ from its own in numbers only (the stages of a vision model); without any, the outermost numbered one.
-Children without parameters are no blocks. What stands outside of every block forms a layer per connected piece (the
-embedding; final norm, logits and loss), except that a piece without parameters (a mask, a position table) joins the
-layer that reads it, or the embedding where several layers do, so that these stay equal.
+`group_by_module` makes the children of a container of alike blocks (`h.0`, `h.1`, ...) a layer each. A module that is
+called several times is such a container too: its calls are written `block@0`, `block@1`. On an op's path the outermost
+container with at least two children that compute the same decides, and with it all containers whose paths differ from
+its own in numbers only (the stages of a vision model); without any, the outermost numbered one. Children without
+parameters are no blocks. What stands outside of every block forms a layer per connected piece (the embedding; final
+norm, logits and loss), except that a piece without parameters (a mask, a position table) joins the layer that reads it,
+or the embedding where several layers do, so that these stay equal.
+
+`cut_at_waists` is for graphs whose paths say nothing: it cuts after ops where a single tensor carries everything that
+follows needs.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 
-from phaze.ir.graph import Graph, Role
+from phaze.ir.graph import Graph
 from phaze.ir.op import Op, Phase
-from phaze.ir.waists import reads_parameter
+from phaze.ir.tensor import Role
 
-__all__ = ["PIECE", "group_by_module"]
+__all__ = ["PIECE", "cut_at_waists", "group_by_module"]
 
 PIECE = " #"
 """Stands between a piece's name and its number, which tells apart pieces of one name."""
@@ -153,3 +157,31 @@ def _reading(
     producers = [graph.producer(tensor_id) for op in ops for tensor_id in op.inputs]
     before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in own]
     return before[-1:] or [groups[ops[0].id]]
+
+
+def cut_at_waists(graph: Graph, forward: Sequence[Op]) -> dict[str, str]:
+    """Name a group for every forward op: runs of ops between waists, each holding at least one parameter.
+
+    Tensors that depend on no parameter (masks, position tables) do not widen a waist.
+    """
+    last_use = {tensor_id: position for position, op in enumerate(forward) for tensor_id in op.inputs}
+    learned = {tensor.id for tensor in graph.parameters}
+    alive: set[str] = set()
+    runs: list[list[Op]] = [[]]
+    for position, op in enumerate(forward):
+        runs[-1].append(op)
+        if learned.intersection(op.inputs):
+            learned.update(op.outputs)
+            alive.update(tensor_id for tensor_id in op.outputs if tensor_id in last_use)
+        alive = {tensor_id for tensor_id in alive if last_use[tensor_id] > position}
+        if len(alive) == 1 and reads_parameter(graph, runs[-1]):
+            runs.append([])
+    if len(runs) > 1 and not reads_parameter(graph, runs[-1]):
+        last = runs.pop()
+        runs[-1].extend(last)
+    return {op.id: f"part {index}" for index, run in enumerate(runs) for op in run}
+
+
+def reads_parameter(graph: Graph, ops: Iterable[Op]) -> bool:
+    """Whether some op reads a parameter."""
+    return any(graph.tensors[tensor_id].role is Role.PARAMETER for op in ops for tensor_id in op.inputs)

@@ -1,4 +1,4 @@
-"""Refinement: the factors of captured shapes, found by following views through the graph.
+"""Refinement: finds the factors that captured dimensions are made of by following views through the graph.
 
 A framework's trace merges dimensions where it likes: a linear map sees `(b s)` rows in one dimension, `(h d)` columns
 in another, and only a view nearby tells what they are made of. Each dimension of each tensor gets *cuts*: products of
@@ -21,7 +21,7 @@ from phaze.ir.graph import Graph
 from phaze.ir.op import Op
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 
-__all__ = ["refine"]
+__all__ = ["refine_factors"]
 
 Cuts = tuple[int, ...]
 TensorCuts = tuple[Cuts, ...]
@@ -30,7 +30,7 @@ MOST_SWEEPS = 20
 """Sweeps over the graph, to and fro; far more than the nesting of any view needs."""
 
 
-def refine(graph: Graph, batch_size: int | None = None) -> Graph:
+def refine_factors(graph: Graph, batch_size: int | None = None) -> Graph:
     """The graph with every factor split as finely as views anywhere in it tell; batch factors marked where asked."""
     cuts = _find_cuts(graph)
     written: dict[object, Rule] = {}
