@@ -56,7 +56,7 @@ def measure(what: str, works: Sequence[Work], points: AcceleratorArray, runs: in
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     count = len(works) * len(points)
-    evaluated = sum(distinct_accelerators(work.kind, points) for work in works)
+    evaluated = sum(len(distinct_accelerators(work.kind, points)[0]) for work in works)
     ratio = check_sample(works, points, estimate) / (median / len(points))
     print(
         f"{what}: {len(works)} distinct shapes x {len(points)} accelerators = {count} estimates in {median:.3f} s: "

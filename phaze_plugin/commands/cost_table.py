@@ -47,15 +47,15 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.hooks import PluginManager
     from phaze.model_import import import_graph
 
-    manager = PluginManager.load()
-    chip = find_accelerator(arguments.chip, manager)
+    plugins = PluginManager.load()
+    chip = find_accelerator(arguments.chip, plugins)
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     graph = import_graph(arguments.model, **options).with_backward()
     if arguments.micro_batch is not None:
         graph = graph.with_micro_batch(arguments.micro_batch)
     graph = cast_graph(fuse_attention(graph) if arguments.fused_attention else graph, recipe)
-    prices = plugin_prices(manager)
+    prices = plugin_prices(plugins)
     report = cost_report(graph, chip, recipe=recipe, is_fused=arguments.fuse, prices=prices)
     title = f"{graph.name} on {chip.name}, microbatch {graph.micro_batch_size}, {recipe.name}"
     counts = _attention_counts(graph)

@@ -1,4 +1,4 @@
-"""What one op and one collective cost, vectorised over accelerators."""
+"""What one op and one collective cost on an accelerator (time, traffic, energy), for many accelerators at once."""
 
 from phaze.cost.attention_fusion import fuse_attention
 from phaze.cost.calibration import (
@@ -15,11 +15,11 @@ from phaze.cost.calibration import (
 )
 from phaze.cost.collective_prices import Collective, CollectiveEstimate, price_collective
 from phaze.cost.cost_breakdown import CostReport, CostRow, cost_report, explain
-from phaze.cost.elementwise_fusion import OpGroup, format_groups, fuse_epilogues, group_work, single_groups
+from phaze.cost.elementwise_fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.graph_prices import plugin_prices, price_groups, price_ops
 from phaze.cost.operator_work import VIEW, Product, Work, matmul_work, op_work, vector_work
-from phaze.cost.optimizer_update import gathered_bytes, update_work
+from phaze.cost.optimizer_update import update_work
 from phaze.cost.work_prices import price_works
 
 __all__ = [
@@ -45,10 +45,8 @@ __all__ = [
     "calibration_of",
     "cost_report",
     "explain",
-    "format_groups",
     "fuse_attention",
     "fuse_epilogues",
-    "gathered_bytes",
     "group_work",
     "load_calibration",
     "matmul_work",

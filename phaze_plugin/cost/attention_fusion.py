@@ -56,6 +56,7 @@ class _Match:
 
 
 def _match(graph: Graph, softmax: Op, readers: Mapping[str, list[Op]]) -> _Match | None:
+    """The attention around a softmax, or None where its neighbours are not those of attention."""
     if softmax.kind is not OpKind.SOFTMAX or softmax.function != "softmax" or len(softmax.inputs) != 1:
         return None
     scores = graph.producer(softmax.inputs[0])
@@ -94,53 +95,59 @@ def _is_parameter(graph: Graph, tensor_id: str) -> bool:
 
 
 def _only_reader(graph: Graph, tensor_id: str, readers: Mapping[str, list[Op]]) -> Op | None:
-    found = readers.get(tensor_id, [])
-    return found[0] if len(found) == 1 and tensor_id not in graph.outputs else None
+    """The op that alone reads a tensor; None where several do, nobody does, or the graph gives it out."""
+    tensor_readers = readers.get(tensor_id, [])
+    return tensor_readers[0] if len(tensor_readers) == 1 and tensor_id not in graph.outputs else None
 
 
 def _joined(scores: Op, softmax: Op, context: Op, probabilities: str) -> tuple[Rule | None, tuple[str, ...]]:
     """The rule (query, key, value -> context) in the names of the scores' rule, and the operands in that order."""
-    made = scores.rule.results[0]
-    at = context.inputs.index(probabilities)
-    to_softmax = _renaming(softmax.rule.operands[0], made)
-    to_scores = _renaming(context.rule.operands[at], made)
-    if to_softmax is None or to_scores is None:
+    score_dims = scores.rule.results[0]
+    left = context.inputs.index(probabilities)
+    right = 1 - left  # a contraction has two operands: the probabilities and the value
+    from_softmax = _renaming(softmax.rule.operands[0], score_dims)
+    from_context = _renaming(context.rule.operands[left], score_dims)
+    if from_softmax is None or from_context is None:
         return None, ()
-    normalized = {to_softmax[f.name] for f in softmax.rule.factors if f.kind is FactorKind.NORMALIZED}
+    normalized = {from_softmax[factor.name] for factor in softmax.rule.factors if factor.kind is FactorKind.NORMALIZED}
     key = next((index for index, names in enumerate(scores.rule.operand_names) if normalized <= names), None)
-    value, result = context.rule.operands[1 - at], context.rule.results[0]
-    if key is None or not _is_value(value, result, to_scores, scores.rule.operand_names[key], normalized):
+    value, result = context.rule.operands[right], context.rule.results[0]
+    if key is None or not _is_value(value, result, from_context, scores.rule.operand_names[key], normalized):
         return None, ()
     taken = {factor.name for factor in scores.rule.factors}
-    own = {factor.name: factor for factor in context.rule.factors if factor.name not in to_scores}
-    names = to_scores | {name: _fresh(name, taken) for name in own}
+    value_factors = [factor for factor in context.rule.factors if factor.name not in from_context]
+    names = from_context | {factor.name: _fresh(factor.name, taken) for factor in value_factors}
     factors = [
         replace(factor, kind=FactorKind.NORMALIZED) if factor.name in normalized else factor
         for factor in scores.rule.factors
-    ] + [replace(factor, name=names[factor.name]) for factor in own.values()]
+    ] + [replace(factor, name=names[factor.name]) for factor in value_factors]
     query_dims, key_dims = scores.rule.operands[1 - key], scores.rule.operands[key]
     rule = Rule((query_dims, key_dims, _renamed(value, names)), (_renamed(result, names),), tuple(factors))
-    return rule, (scores.inputs[1 - key], scores.inputs[key], context.inputs[1 - at])
+    return rule, (scores.inputs[1 - key], scores.inputs[key], context.inputs[right])
 
 
 def _is_value(
-    value: Dims, result: Dims, to_scores: Mapping[str, str], key: frozenset[str], normalized: set[str]
+    value: Dims, result: Dims, from_context: Mapping[str, str], key: frozenset[str], normalized: set[str]
 ) -> bool:
-    """Whether every factor of the value is the key's, or its own and the result's, and key positions are summed."""
-    shared = {to_scores[name] for name in names_of(value) if name in to_scores}
-    own = {name for name in names_of(value) if name not in to_scores}
-    kept = {to_scores.get(name) for name in names_of(result)}
-    return normalized <= shared <= key and own <= names_of(result) and not normalized & kept
+    """Whether an operand of the context product is a value in the sense of attention.
+
+    Each of its factors must either be one of the key's or appear in the result, and the key positions (the normalized
+    factors) must be summed. ``from_context`` renames the context's factors to those of the scores.
+    """
+    shared = {from_context[name] for name in names_of(value) if name in from_context}
+    value_only = {name for name in names_of(value) if name not in from_context}
+    kept = {from_context.get(name) for name in names_of(result)}
+    return normalized <= shared <= key and value_only <= names_of(result) and not normalized & kept
 
 
-def _renaming(dims: Dims, other: Dims) -> dict[str, str] | None:
-    """Names of ``dims`` to those of ``other``, or None where they are not made of factors in the same way."""
-    if [len(dim.factors) for dim in dims] != [len(dim.factors) for dim in other]:
+def _renaming(dims: Dims, target_dims: Dims) -> dict[str, str] | None:
+    """The target's name of each factor in ``dims``, or None where the two are not made of factors in the same way."""
+    if [len(dim.factors) for dim in dims] != [len(dim.factors) for dim in target_dims]:
         return None
     return {
-        name: known
-        for dim, there in zip(dims, other, strict=True)
-        for name, known in zip(dim.factors, there.factors, strict=True)
+        name: target_name
+        for dim, target_dim in zip(dims, target_dims, strict=True)
+        for name, target_name in zip(dim.factors, target_dim.factors, strict=True)
     }
 
 
@@ -149,6 +156,7 @@ def _renamed(dims: Dims, names: Mapping[str, str]) -> Dims:
 
 
 def _fresh(name: str, taken: set[str]) -> str:
+    """A factor name that is not taken yet; it is taken from then on."""
     while name in taken:
         name = f"{name}_v"
     taken.add(name)

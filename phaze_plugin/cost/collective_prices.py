@@ -87,11 +87,8 @@ def price_collective(
         raise CostError(f"{collective} of {shown(tensor_bytes)} bytes; expected finite sizes of at least 0.")
     levels = cluster.axis_levels(axis_size, axis_stride)
     steps = _STEPS[Collective(collective)](levels, sizes)
-    sent = sum((sent for _, sent, _ in steps), start=np.zeros_like(sizes))
-    seconds = sum(
-        (messages * level.latency_s + moved / (level.bandwidth_bytes_per_s * _efficiency(level, cluster, calibration)))
-        for level, moved, messages in steps
-    )
+    sent = sum((step.sent_bytes for step in steps), start=np.zeros_like(sizes))
+    seconds = sum(step.seconds(_efficiency(step.level, cluster, calibration)) for step in steps)
     per_byte = (energy or energy_model()).link_j_per_byte
     return CollectiveEstimate(
         seconds=np.asarray(seconds) + np.zeros_like(sizes), sent_bytes=sent, energy_j=sent * per_byte
@@ -99,34 +96,53 @@ def price_collective(
 
 
 def _efficiency(level: InterconnectLevel, cluster: Cluster, calibration: Calibration) -> float:
-    """That of the innermost links, or of the network outside."""
+    """The reached share of a level's bandwidth: that of the innermost links, or of the network outside."""
     inner = cluster.levels[0]
     is_inner = (level.bandwidth_bytes_per_s, level.latency_s) == (inner.bandwidth_bytes_per_s, inner.latency_s)
     return calibration.link if is_inner else calibration.network
 
 
-_Step = tuple[InterconnectLevel, _Floats, int]
-"""A level, the bytes that each device sends on it, and the messages in sequence."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What a collective does on one level: the bytes that each device sends there, in so many messages in sequence."""
+
+    level: InterconnectLevel
+    sent_bytes: _Floats
+    messages: int
+
+    def seconds(self, efficiency: float) -> _Floats:
+        """Latencies and transfer at this share of the level's bandwidth."""
+        transfer_s = self.sent_bytes / (self.level.bandwidth_bytes_per_s * efficiency)
+        return self.messages * self.level.latency_s + transfer_s
+
+
+def _ring(level: InterconnectLevel, sizes: _Floats) -> _Step:
+    """One pass around a ring: every device sends all but its own part, in n - 1 messages."""
+    return _Step(level, sizes * (level.size - 1) / level.size, level.size - 1)
 
 
 def _scatter(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
+    """Reduce-scatter or all-gather: each level works on what the levels inside it leave to a device."""
     steps: list[_Step] = []
     for level in levels:
-        steps.append((level, sizes * (level.size - 1) / level.size, level.size - 1))
+        steps.append(_ring(level, sizes))
         sizes = sizes / level.size
     return steps
 
 
 def _reduce(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
+    """All-reduce: a reduce-scatter and an all-gather."""
     return 2 * _scatter(levels, sizes)
 
 
 def _exchange(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
-    return [(level, sizes * (level.size - 1) / level.size, level.size - 1) for level in levels]
+    """All-to-all: every byte crosses each level once."""
+    return [_ring(level, sizes) for level in levels]
 
 
 def _send(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
-    return [(level, sizes, 1) for level in levels[-1:]]
+    """Point to point: one message on the outermost level."""
+    return [_Step(level, sizes, 1) for level in levels[-1:]]
 
 
 _STEPS = {

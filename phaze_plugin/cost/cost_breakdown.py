@@ -28,6 +28,7 @@ from phaze.hardware import Accelerator, AcceleratorArray, PrecisionRecipe, preci
 from phaze.hardware.area_energy import energy_model
 from phaze.hardware.element_types import rate_name
 from phaze.ir import Graph, Op, Phase
+from phaze.tolerances import EQUAL_RESULTS
 
 if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
@@ -229,7 +230,7 @@ def _compute_reason(work: Work, accelerator: Accelerator, calibration: Calibrati
     """Which cores decide, and whether the tensor cores' time is spent on the work or on padding."""
     lanes = accelerator.vector_cores * accelerator.vector_lanes
     vector_s = math.ceil(work.vector_operations / lanes) / (accelerator.clock_hz * calibration.vector)
-    if vector_s >= seconds * (1 - 1e-9):
+    if vector_s >= seconds * (1 - EQUAL_RESULTS):
         idle = "; the tensor cores wait" if work.products else ""
         return f"the vector cores are busy with {work.vector_operations:.3g} lane operations{idle}"
     useful = least_tensor_s(work, accelerator) / (seconds * calibration.matrix)

@@ -1,6 +1,6 @@
-"""Epilogue fusion: elementwise ops join the matrix op that makes their input.
+"""Which elementwise ops run in one kernel with the op before them, and what the fused kernel still moves.
 
-An elementwise op (dropout included) joins the group of a matrix op when
+An elementwise op (dropout included) joins (`_joins`) the group of a matrix op when
 
 1. the last result of the group is one of its operands,
 2. it is of the same phase and runs over the same elements as that result,
@@ -26,7 +26,6 @@ from phaze.ir import Graph, Op, OpKind
 
 __all__ = [
     "OpGroup",
-    "format_groups",
     "fuse_epilogues",
     "group_work",
     "single_groups",
@@ -140,18 +139,3 @@ def group_work(group: OpGroup, tensors: Tensors) -> Work:
         ),
         streamed_bytes=sum(arriving.values()) + sum(written[name] for name in group.writes),
     )
-
-
-def format_groups(graph: Graph, groups: Iterable[OpGroup]) -> str:
-    """One line a group: what leaves, the functions in order, what comes in, and the off-chip bytes saved."""
-    return "".join(f"{_format_group(graph, group)}\n" for group in groups)
-
-
-def _format_group(graph: Graph, group: OpGroup) -> str:
-    functions = " + ".join(op.function for op in group.ops)
-    line = f"{', '.join(group.writes)} = {functions}({', '.join(group.reads)})"
-    if not group.epilogue:
-        return line
-    apart = sum(op_work(op, graph.tensors).compulsory_bytes for op in group.ops)
-    together = group_work(group, graph.tensors).compulsory_bytes
-    return f"{line}  [saves {apart - together:.0f} of {apart:.0f} bytes]"

@@ -1,4 +1,4 @@
-"""What ops cost on each of many accelerators.
+"""`Estimate`: seconds, bytes and energy of ops on each of many accelerators, and what binds their time.
 
 Seconds come twice, as the scheduler needs them: on one core of the op's kind, and spread over all cores of that kind.
 The binding term says which part of the time decides:
@@ -75,13 +75,13 @@ class Estimate:
         """Number of ops."""
         return len(self.kinds)
 
-    def gather(self, at: NDArray[np.int64], target: Estimate, row: int) -> None:
-        """Write this estimate's first op into ``row`` of ``target``, taking accelerator ``at[i]`` for the i-th."""
+    def gather(self, sources: NDArray[np.int64], target: Estimate, row: int) -> None:
+        """Write this estimate's first op into ``row`` of ``target``; its i-th accelerator is our ``sources[i]``-th."""
         for name in _ARRAYS:
-            np.take(getattr(self, name)[0], at, out=getattr(target, name)[row], mode="clip")
+            np.take(getattr(self, name)[0], sources, out=getattr(target, name)[row], mode="clip")
 
     def rows(self, ops: Sequence[int]) -> Estimate:
-        """The estimates of some of the ops."""
+        """The estimates of the ops at these rows, in this order."""
         arrays = {name: getattr(self, name)[list(ops)] for name in _ARRAYS}
         return Estimate(kinds=tuple(self.kinds[op] for op in ops), **arrays)
 

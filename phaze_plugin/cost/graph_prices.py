@@ -1,7 +1,7 @@
 """Prices of a graph's ops on every accelerator, singly or fused; a plugin's price wins over the built-in one.
 
-Callers pass the prices of plugins that they want. `plugin_prices` lists those of the installed plugins; finding plugins
-takes longer than pricing a layer, so it is asked once by whoever plans, and not here. A fused group with an op that a
+Callers pass the prices of plugins that they want. `plugin_prices` lists those of a manager's plugins; loading plugins
+takes longer than pricing a layer, so whoever plans does it once, and not this module. A fused group with an op that a
 plugin prices is priced as its ops one after the other. Equal works are priced once.
 
 A plugin's price is named after an op's kind and function (``elementwise.gelu``), its function (``gelu``) or its kind
@@ -63,18 +63,18 @@ def price_groups(
     energy: EnergyModel | None = None,
     prices: Mapping[str, OpPricer] | None = None,
 ) -> Estimate:
-    """Prices of groups: row i is ``groups[i]``; ``prices`` win over the built-in ones.
+    """Prices of groups: row i is ``groups[i]``; the ``prices`` of plugins win over the built-in ones.
 
     An op that nobody prices is a `CostError`; a price that fails or cannot be a `PluginError`.
     """
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     offered = prices or {}
     works: dict[Work, int] = {}
-    rows: list[int | Estimate] = []
+    rows: list[int | Estimate] = []  # the place of a group's work among the distinct ones, or a plugin's price
     for group in groups:
         if any(plugin_price_name(op, offered) for op in group.ops):
-            apart = [_price_alone(graph, op, chips, calibration, energy, offered) for op in group.ops]
-            rows.append(total_estimate(stack_estimates(apart)))
+            single_estimates = [_price_alone(graph, op, chips, calibration, energy, offered) for op in group.ops]
+            rows.append(total_estimate(stack_estimates(single_estimates)))
         else:
             rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
     if not rows:
@@ -97,14 +97,9 @@ def _price_alone(
     return price_works([op_work(op, graph.tensors)], chips, calibration=calibration, energy=energy)
 
 
-def plugin_prices(manager: PluginManager | None = None) -> dict[str, OpPricer]:
-    """The prices that plugins bring: those of ``manager``, or of all installed ones.
-
-    Two plugins that price the same ops are a `PluginError`.
-    """
-    from phaze.hooks import PluginManager
-
-    return (manager or PluginManager.load()).op_prices().to_mapping()
+def plugin_prices(plugins: PluginManager) -> dict[str, OpPricer]:
+    """The prices that plugins bring; two plugins that price the same ops are a `PluginError`."""
+    return plugins.op_prices().to_mapping()
 
 
 def plugin_price_name(op: Op, prices: Mapping[str, OpPricer]) -> str | None:

@@ -1,10 +1,10 @@
-"""Off-chip bytes of a matrix product: those of the best tiling whose tiles fit the memory in between.
+"""Off-chip bytes of matrix products and of fused attention: those of the best tiling that fits the memory in between.
 
 A product Y[M, N] = X[M, K] W[K, N] with X, W, Y bytes in total reads and writes, when the memory of S bytes holds
 
-    a block of Y (m x n accumulators of 4 bytes)   X ceil(N/n) + W ceil(M/m) + Y
-    a block of X (m x k elements)                  X + W ceil(M/m) + Y + spilled partial sums
-    a block of W (k x n elements)                  W + X ceil(N/n) + Y + spilled partial sums
+    a block of Y (m x n accumulators of 4 bytes)   X ceil(N/n) + W ceil(M/m) + Y                (`_output_resident`)
+    a block of X (m x k elements)                  X + W ceil(M/m) + Y + spilled partial sums  (`_operand_resident`)
+    a block of W (k x n elements)                  W + X ceil(N/n) + Y + spilled partial sums  (`_operand_resident`)
 
 together with two slivers (one in use, one arriving) of each streamed operand. Spilled partial sums are written and
 read, 4 bytes each, once for every block of K but one. A single element always fits: without reuse X N + W M + Y.
@@ -38,7 +38,9 @@ __all__ = [
 
 _Floats = NDArray[np.float64]
 _ACCUMULATOR_BYTES = 4.0
+"""Partial sums are kept in fp32."""
 _LARGEST_COUNT_EXPONENT = 24
+"""Block counts up to 3 * 2**24 are tried: more than any dim has blocks, in few enough candidates to price at once."""
 
 
 class Tiling(Protocol):
@@ -86,6 +88,7 @@ class ProductTiling:
     def traffic_bytes(self, memory_bytes: _Floats) -> _Floats:
         """Least bytes moved, for each size of the memory in between."""
         memory = memory_bytes[:, None]
+        # Both forms are evaluated from either side: X along M with W along N, and the other way round.
         sides = (self.m, self.left_bytes), (self.n, self.right_bytes)
         forms = [
             form

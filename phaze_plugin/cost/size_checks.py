@@ -14,10 +14,11 @@ __all__ = [
 ]
 
 LARGEST_SIZE = 2**60
+"""Sizes up to this stay exact in 64-bit integers, and are far above any tensor's."""
 
 
 def check_sizes(owner: str, least: int = 1, **sizes: object) -> None:
-    """Refuse what is not a whole number of at least ``least``."""
+    """Refuse a size that is not a whole number of at least ``least``."""
     for name, value in sizes.items():
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_whole or not least <= int(value) <= LARGEST_SIZE:  # type: ignore[call-overload]
@@ -25,7 +26,7 @@ def check_sizes(owner: str, least: int = 1, **sizes: object) -> None:
 
 
 def check_amounts(owner: str, *, may_be_zero: bool = False, **amounts: float) -> None:
-    """Refuse what is not finite, negative, or zero where that may not be."""
+    """Refuse an amount that is not finite or is negative, and zero unless it may be that."""
     for name, value in amounts.items():
         if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
             expected = "at least 0" if may_be_zero else "above 0"

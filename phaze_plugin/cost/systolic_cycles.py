@@ -1,6 +1,6 @@
-"""Cycles of a matrix product on systolic arrays of R rows and C columns.
+"""Cycles that a matrix product takes on systolic arrays of R rows and C columns, in the best of three dataflows.
 
-One product Y[M, N] = X[M, K] W[K, N] on one array, as SCALE-Sim counts it (exactly, on every run that we compared):
+One product Y[M, N] = X[M, K] W[K, N] on one array takes, as SCALE-Sim counts it (the tests compare with its runs):
 
     weight-stationary  Sr = K, Sc = N, T = M     (2R + C + T - 2) * ceil(Sr/R) * ceil(Sc/C) - 1
     input-stationary   Sr = K, Sc = M, T = N     (2R + C + T - 2) * ceil(Sr/R) * ceil(Sc/C) - 1
@@ -23,6 +23,9 @@ Pricing departs from it in three documented steps.
 
 3. The best dataflow and the best powers of two s, p with s p <= P are taken.
 
+`array_grid` lists the candidates (s, p) of step 3; `_streamed` and `_stationary_output` evaluate the formulas of step 2
+without their first fill, which `product_cycles` adds before it takes the least.
+
 Every candidate grows with B, M, N, K and shrinks with P, and more arrays only add candidates, so the least one obeys
 the laws of the cost model by construction; no candidate has fewer than B M N K / (R C P) cycles.
 """
@@ -30,7 +33,6 @@ the laws of the cost model by construction; no candidate has fewer than B M N K 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,35 +40,11 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "ArrayGrid",
     "Cycles",
-    "Dataflow",
     "array_grid",
     "product_cycles",
-    "scale_sim_cycles",
 ]
 
 _Floats = NDArray[np.float64]
-
-
-class Dataflow(StrEnum):
-    """Which operand stays in the array."""
-
-    WEIGHT_STATIONARY = "ws"
-    INPUT_STATIONARY = "is"
-    OUTPUT_STATIONARY = "os"
-
-
-def scale_sim_cycles(
-    dataflow: Dataflow | str, *, m: ArrayLike, n: ArrayLike, k: ArrayLike, rows: ArrayLike, cols: ArrayLike
-) -> NDArray[np.int64]:
-    """Compute cycles of one product on one array, as SCALE-Sim counts them; arguments broadcast."""
-    m, n, k, rows, cols = (np.asarray(value, dtype=np.int64) for value in (m, n, k, rows, cols))
-    across, along, stream, fill = {
-        Dataflow.WEIGHT_STATIONARY: (k, n, m, 2 * rows),
-        Dataflow.INPUT_STATIONARY: (k, m, n, 2 * rows),
-        Dataflow.OUTPUT_STATIONARY: (m, n, k, rows),
-    }[Dataflow(dataflow)]
-    cycles: NDArray[np.int64] = (fill + cols + stream - 2) * -(-across // rows) * -(-along // cols) - 1
-    return cycles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,9 +73,9 @@ class Cycles:
     total: _Floats
     without_fill: _Floats
 
-    def __add__(self, other: Cycles) -> Cycles:
+    def __add__(self, later: Cycles) -> Cycles:
         """Both, one after the other."""
-        return Cycles(self.total + other.total, self.without_fill + other.without_fill)
+        return Cycles(self.total + later.total, self.without_fill + later.without_fill)
 
 
 def array_grid(rows: ArrayLike, cols: ArrayLike, arrays: ArrayLike) -> ArrayGrid:
@@ -106,16 +84,17 @@ def array_grid(rows: ArrayLike, cols: ArrayLike, arrays: ArrayLike) -> ArrayGrid
     depth = np.array([int(value).bit_length() - 1 for value in count], dtype=np.int64)
     candidates = (depth + 1) * (depth + 2) // 2
     first = np.concatenate(([0], np.cumsum(candidates)[:-1])).astype(np.int64)
-    which = np.repeat(np.arange(len(row)), candidates)
+    triple = np.repeat(np.arange(len(row)), candidates)
+    # Exponents of (s, p), in order of their sum, so that a triple with fewer arrays uses a prefix of the list.
     pieces = [(stream, total - stream) for total in range(int(depth.max(initial=0)) + 1) for stream in range(total + 1)]
-    chosen = 2.0 ** np.array(pieces, dtype=np.float64)[np.arange(len(which)) - first[which]]
+    chosen = 2.0 ** np.array(pieces, dtype=np.float64)[np.arange(len(triple)) - first[triple]]
     return ArrayGrid(
         rows=row.astype(np.float64),
         cols=col.astype(np.float64),
         first=first,
-        flat_rows=row[which].astype(np.float64),
-        flat_cols=col[which].astype(np.float64),
-        flat_arrays=count[which].astype(np.float64),
+        flat_rows=row[triple].astype(np.float64),
+        flat_cols=col[triple].astype(np.float64),
+        flat_arrays=count[triple].astype(np.float64),
         stream_pieces=chosen[:, 0].copy(),
         contracted_pieces=chosen[:, 1].copy(),
         is_reduced=(chosen[:, 1] > 1).astype(np.float64),

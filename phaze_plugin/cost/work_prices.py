@@ -53,8 +53,9 @@ _RELEVANT = {
     CoreKind.BOTH: (*_TENSOR_COLUMNS, *_VECTOR_COLUMNS, *_SHARED_COLUMNS),
 }
 _VECTOR_OPERATION_L2_BYTES = 12.0
-"""Two fp32 operands read and one written."""
+"""What one lane operation moves between L2 and lanes: two fp32 operands read and one written."""
 _SINGLE_BYTES = 4
+"""Of float32. Only narrower types run on the units that need aligned sides."""
 
 
 def price_works(
@@ -73,65 +74,66 @@ def price_works(
     for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
         rows = [row for row, work in enumerate(works) if work.kind is kind]
         if rows:
-            first, at = _distinct(kind, chips)
-            setting = _setting(chips.take(first), calibration, model)
+            representatives, sources = distinct_accelerators(kind, chips)
+            terms = _chip_terms(chips.take(representatives), calibration, model)
             for row in rows:
-                priced = Estimate.empty([kind], len(first))
-                _price(works[row], setting, priced)
-                priced.gather(at, estimate, row)
+                priced = Estimate.empty([kind], len(representatives))
+                _price(works[row], terms, priced)
+                priced.gather(sources, estimate, row)
     return estimate
 
 
-def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> int:
-    """On how many of ``chips`` a work of this kind is evaluated; the other prices are gathered from there."""
-    return len(_distinct(kind, chips)[0])
-
-
-def _distinct(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:
+def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:
+    """The ``chips`` on which a work of this kind is evaluated, and for each chip which of those has its price."""
     return distinct_rows([*(getattr(chips, name) for name in _RELEVANT[kind]), *chips.rates.T])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Setting:
-    """What depends on the accelerators only; ``*_at`` say which distinct value each accelerator has."""
+class _ChipTerms:
+    """The terms of a price that depend on the accelerators only, each once per distinct value.
+
+    ``core_index`` and ``spread_index`` say which triple of a grid each accelerator has; ``share_index``,
+    ``buffer_index`` and ``l2_index`` which of the memory sizes its share of the buffer, its buffer and its private L2
+    are.
+    """
 
     chips: AcceleratorArray
     calibration: Calibration
     energy: EnergyModel
     core_grid: ArrayGrid
-    core_at: _Indices
+    core_index: _Indices
     spread_grid: ArrayGrid
-    spread_at: _Indices
+    spread_index: _Indices
     memory_sizes: _Floats
-    share_at: _Indices
-    buffer_at: _Indices
-    l2_at: _Indices
+    share_index: _Indices
+    buffer_index: _Indices
+    l2_index: _Indices
     bandwidth: _Floats
     buffer_j_per_byte: _Floats
     tensor_l2_j_per_byte: _Floats
     vector_l2_j_per_byte: _Floats
 
 
-def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _Setting:
+def _chip_terms(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _ChipTerms:
     rows, cols, cores = chips.tensor_rows, chips.tensor_cols, chips.tensor_cores
-    core_first, core_at = distinct_rows([rows, cols])
-    spread_first, spread_at = distinct_rows([rows, cols, cores])
+    core_first, core_index = distinct_rows([rows, cols])
+    spread_first, spread_index = distinct_rows([rows, cols, cores])
     tensor_l2 = chips.tensor_l2_bytes
     sizes = np.concatenate((chips.buffer_bytes // cores, chips.buffer_bytes, tensor_l2))
-    size_first, memory_at = distinct_rows([sizes])
-    share_at, buffer_at, l2_at = np.split(memory_at, 3)
-    return _Setting(
+    size_first, memory_index = distinct_rows([sizes])
+    share_index, buffer_index, l2_index = np.split(memory_index, 3)
+    return _ChipTerms(
         chips=chips,
         calibration=calibration,
         energy=energy,
         core_grid=array_grid(rows[core_first], cols[core_first], np.ones(len(core_first))),
-        core_at=core_at,
+        core_index=core_index,
         spread_grid=array_grid(rows[spread_first], cols[spread_first], cores[spread_first]),
-        spread_at=spread_at,
+        spread_index=spread_index,
         memory_sizes=sizes[size_first].astype(np.float64),
-        share_at=share_at,
-        buffer_at=buffer_at,
-        l2_at=l2_at,
+        share_index=share_index,
+        buffer_index=buffer_index,
+        l2_index=l2_index,
         bandwidth=chips.hbm_bandwidth_bytes_per_s * calibration.memory,
         buffer_j_per_byte=energy.sram_j_per_byte(chips.buffer_bytes),
         tensor_l2_j_per_byte=energy.sram_j_per_byte(tensor_l2),
@@ -139,23 +141,23 @@ def _setting(chips: AcceleratorArray, calibration: Calibration, energy: EnergyMo
     )
 
 
-def _price(work: Work, setting: _Setting, estimate: Estimate) -> None:
+def _price(work: Work, terms: _ChipTerms, estimate: Estimate) -> None:
     """Write the prices of ``work`` into the one row of ``estimate``."""
-    traffic = np.full(len(setting.memory_sizes), float(work.streamed_bytes))
+    traffic = np.full(len(terms.memory_sizes), float(work.streamed_bytes))
     for tiling in work.tilings:
-        traffic += tiling.traffic_bytes(setting.memory_sizes)
-    estimate.core_bytes[0] = traffic[setting.share_at]
-    estimate.spread_bytes[0] = traffic[setting.buffer_at]
-    _time(work, setting, False, estimate.core_bytes[0], estimate.core_s[0], estimate.core_binding[0])
-    _time(work, setting, True, estimate.spread_bytes[0], estimate.spread_s[0], estimate.spread_binding[0])
-    on_chip_j = _on_chip_energy(work, setting, traffic)
-    estimate.core_energy_j[0] = estimate.core_bytes[0] * setting.energy.hbm_j_per_byte + on_chip_j
-    estimate.spread_energy_j[0] = estimate.spread_bytes[0] * setting.energy.hbm_j_per_byte + on_chip_j
+        traffic += tiling.traffic_bytes(terms.memory_sizes)
+    estimate.core_bytes[0] = traffic[terms.share_index]
+    estimate.spread_bytes[0] = traffic[terms.buffer_index]
+    _time(work, terms, False, estimate.core_bytes[0], estimate.core_s[0], estimate.core_binding[0])
+    _time(work, terms, True, estimate.spread_bytes[0], estimate.spread_s[0], estimate.spread_binding[0])
+    on_chip_j = _on_chip_energy(work, terms, traffic)
+    estimate.core_energy_j[0] = estimate.core_bytes[0] * terms.energy.hbm_j_per_byte + on_chip_j
+    estimate.spread_energy_j[0] = estimate.spread_bytes[0] * terms.energy.hbm_j_per_byte + on_chip_j
 
 
 def _time(
     work: Work,
-    setting: _Setting,
+    terms: _ChipTerms,
     is_spread: bool,
     moved: _Floats,
     seconds: _Floats,
@@ -163,38 +165,39 @@ def _time(
 ) -> None:
     """Write the seconds and what binds them into ``seconds`` and ``binding``."""
     if work.products:
-        _tensor_time(work, setting, is_spread, seconds, binding)
+        _tensor_time(work, terms, is_spread, seconds, binding)
     else:
         binding[:] = _CODE[Binding.COMPUTE]
-    memory_s = moved / setting.bandwidth
+    memory_s = moved / terms.bandwidth
     np.copyto(binding, _CODE[Binding.MEMORY], where=memory_s > seconds)
-    if setting.calibration.stack.hides_memory:
+    if terms.calibration.stack.hides_memory:
         np.maximum(seconds, memory_s, out=seconds)
     else:
         seconds += memory_s
     if work.vector_operations:
-        lanes = setting.chips.vector_lanes * (setting.chips.vector_cores if is_spread else 1)
-        vector_s = np.ceil(work.vector_operations / lanes) / (setting.chips.clock_hz * setting.calibration.vector)
+        lanes = terms.chips.vector_lanes * (terms.chips.vector_cores if is_spread else 1)
+        vector_s = np.ceil(work.vector_operations / lanes) / (terms.chips.clock_hz * terms.calibration.vector)
         binding[vector_s >= seconds] = _CODE[Binding.COMPUTE]
         np.maximum(seconds, vector_s, out=seconds)
-    if setting.calibration.op_overhead_s:
-        np.copyto(binding, _CODE[Binding.OVERHEAD], where=seconds < setting.calibration.op_overhead_s)
-        seconds += setting.calibration.op_overhead_s
+    if terms.calibration.op_overhead_s:
+        np.copyto(binding, _CODE[Binding.OVERHEAD], where=seconds < terms.calibration.op_overhead_s)
+        seconds += terms.calibration.op_overhead_s
 
 
-def _tensor_time(work: Work, setting: _Setting, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]) -> None:
-    grid, at = (setting.spread_grid, setting.spread_at) if is_spread else (setting.core_grid, setting.core_at)
+def _tensor_time(work: Work, terms: _ChipTerms, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]) -> None:
+    """Write the seconds of all products, and whether arrays mostly fill and drain, into ``seconds`` and ``binding``."""
+    grid, triples = (terms.spread_grid, terms.spread_index) if is_spread else (terms.core_grid, terms.core_index)
     by_dtype: dict[str, Cycles] = {}
     for product in work.products:
         cycles = product_cycles(grid, product.batch, product.m, product.n, product.k)
-        dtype = _run_dtype(product, setting.calibration)
+        dtype = _run_dtype(product, terms.calibration)
         by_dtype[dtype] = by_dtype[dtype] + cycles if dtype in by_dtype else cycles
-    every = sum(by_dtype.values(), start=Cycles(np.zeros(len(grid.rows)), np.zeros(len(grid.rows))))
-    code = np.where(every.total > 2 * every.without_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])
-    binding[:] = code[at]
+    all_cycles = sum(by_dtype.values(), start=Cycles(np.zeros(len(grid.rows)), np.zeros(len(grid.rows))))
+    is_mostly_fill = all_cycles.total > 2 * all_cycles.without_fill
+    binding[:] = np.where(is_mostly_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])[triples]
     for dtype, cycles in by_dtype.items():
-        rate = setting.chips.clock_hz * setting.chips.rate(dtype)
-        seconds += cycles.total[at] / (rate * setting.calibration.matrix)
+        rate = terms.chips.clock_hz * terms.chips.rate(dtype)
+        seconds += cycles.total[triples] / (rate * terms.calibration.matrix)
 
 
 def _run_dtype(product: Product, calibration: Calibration) -> str:
@@ -205,27 +208,28 @@ def _run_dtype(product: Product, calibration: Calibration) -> str:
     return "float32" if is_slow else product.dtype
 
 
-def _on_chip_energy(work: Work, setting: _Setting, traffic: _Floats) -> _Floats:
+def _on_chip_energy(work: Work, terms: _ChipTerms, traffic: _Floats) -> _Floats:
     """Energy of arithmetic and of on-chip bytes, per accelerator."""
-    arithmetic_j = work.vector_operations * setting.energy.vector_operation_j
-    l2_bytes = np.zeros(len(setting.core_grid.rows))
+    arithmetic_j = work.vector_operations * terms.energy.vector_operation_j
+    l2_bytes = np.zeros(len(terms.core_grid.rows))
     for product in work.products:
-        arithmetic_j += product.macs * setting.energy.mac_energy_j(product.dtype)
+        arithmetic_j += product.macs * terms.energy.mac_energy_j(product.dtype)
         operands = product.macs * dtype_bytes(product.dtype)
-        l2_bytes += operands / setting.core_grid.rows + operands / setting.core_grid.cols
-    joules: _Floats = traffic[setting.l2_at] * setting.buffer_j_per_byte + arithmetic_j
+        l2_bytes += operands / terms.core_grid.rows + operands / terms.core_grid.cols
+    joules: _Floats = traffic[terms.l2_index] * terms.buffer_j_per_byte + arithmetic_j
     if work.products:
-        joules += l2_bytes[setting.core_at] * setting.tensor_l2_j_per_byte
+        joules += l2_bytes[terms.core_index] * terms.tensor_l2_j_per_byte
     if work.vector_operations:
-        joules += (work.vector_operations * _VECTOR_OPERATION_L2_BYTES) * setting.vector_l2_j_per_byte
+        joules += (work.vector_operations * _VECTOR_OPERATION_L2_BYTES) * terms.vector_l2_j_per_byte
     return joules
 
 
 _LARGEST_TABLE = 2**24
+"""Entries of the table of row keys. A larger table would need more than 128 MiB; a smaller one means more sorting."""
 
 
 def distinct_rows(columns: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each distinct row of ``columns`` first appears, and for every row which distinct one it is.
+    """The index at which each distinct row of ``columns`` first appears, and for every row which distinct one it is.
 
     Columns have few different values each, so a row's key is a small integer in mixed radix, and one pass over a table
     of all keys finds the distinct ones. Where the table would be too large, keys are renumbered on the way.

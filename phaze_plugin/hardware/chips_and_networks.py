@@ -162,11 +162,12 @@ def network_levels(name: str, device_count: int) -> tuple[InterconnectLevel, ...
     return network(name).joining(device_count)
 
 
-def known_accelerator(name: str, manager: PluginManager | None = None) -> Accelerator:
-    """The accelerator called ``name``, as ``manager`` (by default a new one) knows it.
+def known_accelerator(name: str, plugins: PluginManager | None) -> Accelerator:
+    """The accelerator called ``name``: a preset, or one that a plugin adds.
 
-    A name that nobody knows is an `UnknownNameError` that lists near ones; one that plugins clash over a `PluginError`.
+    Where ``plugins`` is None, the installed ones are looked up anew. A name that nobody knows is an `UnknownNameError`
+    that lists near ones; one that plugins clash over a `PluginError`.
     """
     from phaze.hooks import PluginManager
 
-    return (manager or PluginManager.load()).accelerators().get(name)
+    return (plugins or PluginManager.load()).accelerators().get(name)

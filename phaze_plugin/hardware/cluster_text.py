@@ -1,4 +1,4 @@
-"""Clusters as text: ``CHIP:COUNT[@NETWORK]``.
+"""Accelerators and clusters as users type them: a chip's name or file, and ``CHIP:COUNT[@NETWORK]``.
 
 CHIP is a known accelerator's name or the path of an accelerator's JSON file, COUNT a number of devices, NETWORK a known
 network's name (the chip's own one when left out; `paper` where it has none). The path of a cluster's JSON file
@@ -26,18 +26,19 @@ __all__ = [
 
 _NETWORK_OF_OTHER_CHIPS = "paper"
 _MOST_DIGITS = 40
+"""A count with more digits is not converted to a number: Python takes long over huge ones, and none is a cluster's."""
 
 
-def find_accelerator(text: str, manager: PluginManager | None = None) -> Accelerator:
+def find_accelerator(text: str, plugins: PluginManager | None = None) -> Accelerator:
     """The accelerator that ``text`` names: a preset, one that a plugin added, or the path of a JSON file.
 
-    Without a ``manager`` the installed plugins are looked up anew. A name that nobody knows is an `UnknownNameError`
+    Without ``plugins`` the installed ones are looked up anew. A name that nobody knows is an `UnknownNameError`
     that lists near ones, one that plugins clash over a `PluginError`, a file with something else a `FormatError`.
     """
-    return load_accelerator(text) if text.endswith(".json") else known_accelerator(text, manager)
+    return load_accelerator(text) if text.endswith(".json") else known_accelerator(text, plugins)
 
 
-def parse_cluster(text: str, manager: PluginManager | None = None) -> Cluster:
+def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
     """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``tpuv4-paper:1024@paper``.
 
     Another form and a count that no cluster has are a `HardwareError`, unknown chips and networks an
@@ -45,9 +46,9 @@ def parse_cluster(text: str, manager: PluginManager | None = None) -> Cluster:
     """
     chip, colon, rest = text.strip().rpartition(":")
     if not colon and rest.endswith(".json"):
-        return load_cluster(rest, manager)
-    count_text, at, network = rest.partition("@")
-    if not chip or (at and not network) or not (count_text.isascii() and count_text.isdigit()):
+        return load_cluster(rest, plugins)
+    count_text, separator, network = rest.partition("@")
+    if not chip or (separator and not network) or not (count_text.isascii() and count_text.isdigit()):
         raise HardwareError(
             f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64."
         )
@@ -56,9 +57,10 @@ def parse_cluster(text: str, manager: PluginManager | None = None) -> Cluster:
         raise HardwareError(
             f"cluster {shown(text)} has {count_text[:_MOST_DIGITS]} devices; expected 1 to {LARGEST_BYTES}."
         )
-    accelerator = find_accelerator(chip, manager)
+    accelerator = find_accelerator(chip, plugins)
     return Cluster(accelerator, count, network_levels(network or _network_of(chip), count))
 
 
 def _network_of(chip: str) -> str:
+    """The network that a chip comes with."""
     return preset(chip).default_network if chip in preset_names() else _NETWORK_OF_OTHER_CHIPS

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from phaze.errors import FormatError, HardwareError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
@@ -33,10 +33,11 @@ __all__ = [
 ]
 
 _VERSION = 1
+"""Of both documents; a file of another version is refused instead of being read wrongly."""
 _Value = TypeVar("_Value")
 
 
-def accelerator_to_json(accelerator: Accelerator) -> dict[str, Any]:
+def accelerator_to_json(accelerator: Accelerator) -> dict[str, object]:
     """The accelerator's fields as JSON values."""
     return asdict(accelerator)
 
@@ -46,28 +47,28 @@ def accelerator_from_json(document: object) -> Accelerator:
 
     Fields that are missing, unknown or of the wrong type are a `FormatError`, values that cannot be a `HardwareError`.
     """
-    body = dict(_object("accelerator", document))
-    rates = _construct("rates", MatrixRates, _object("rates", body.pop("rates", {})))
+    body = dict(_json_object("accelerator", document))
+    rates = _construct("rates", MatrixRates, _json_object("rates", body.pop("rates", {})))
     return _construct("accelerator", Accelerator, body | {"rates": rates})
 
 
-def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
+def cluster_to_json(cluster: Cluster) -> dict[str, object]:
     """The cluster's fields as JSON values."""
     return asdict(cluster)
 
 
-def cluster_from_json(document: object, manager: PluginManager | None = None) -> Cluster:
-    """The cluster that ``document`` describes; its accelerator is an object or a name that ``manager`` knows.
+def cluster_from_json(document: object, plugins: PluginManager | None = None) -> Cluster:
+    """The cluster that ``document`` describes; its accelerator is an object, or a name as `known_accelerator` takes it.
 
     It raises as `accelerator_from_json` does, and `UnknownNameError` for a name that nobody knows.
     """
-    body = dict(_object("cluster", document))
+    body = dict(_json_object("cluster", document))
     chip = body.pop("accelerator", None)
-    accelerator = known_accelerator(chip, manager) if isinstance(chip, str) else accelerator_from_json(chip)
+    accelerator = known_accelerator(chip, plugins) if isinstance(chip, str) else accelerator_from_json(chip)
     levels = body.pop("levels", [])
     if not isinstance(levels, list):
         raise FormatError(f"cluster: levels is {type(levels).__name__}; expected a list, innermost first.")
-    links = tuple(_construct("level", InterconnectLevel, _object("level", level)) for level in levels)
+    links = tuple(_construct("level", InterconnectLevel, _json_object("level", level)) for level in levels)
     return _construct("cluster", Cluster, body | {"accelerator": accelerator, "levels": links})
 
 
@@ -86,12 +87,12 @@ def load_accelerator(path: str | Path) -> Accelerator:
     return accelerator_from_json(_load(path, "accelerator"))
 
 
-def load_cluster(path: str | Path, manager: PluginManager | None = None) -> Cluster:
+def load_cluster(path: str | Path, plugins: PluginManager | None = None) -> Cluster:
     """Read the cluster in ``path``; a missing, damaged or foreign file is a `FormatError`."""
-    return cluster_from_json(_load(path, "cluster"), manager)
+    return cluster_from_json(_load(path, "cluster"), plugins)
 
 
-def _write(path: str | Path, kind: str, body: dict[str, Any]) -> None:
+def _write(path: str | Path, kind: str, body: dict[str, object]) -> None:
     text = json.dumps({"version": _VERSION, "kind": kind, kind: body}, indent=1)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -104,7 +105,7 @@ def _load(path: str | Path, kind: str) -> object:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not readable as JSON ({error}).") from error
-    envelope = _object(str(path), document)
+    envelope = _json_object(str(path), document)
     if envelope.get("kind") != kind:
         raise FormatError(f"{path}: kind is {envelope.get('kind')!r}; expected {kind!r}.")
     if envelope.get("version") != _VERSION:
@@ -112,13 +113,13 @@ def _load(path: str | Path, kind: str) -> object:
     return envelope.get(kind)
 
 
-def _object(owner: str, document: object) -> dict[str, Any]:
+def _json_object(owner: str, document: object) -> dict[str, object]:
     if not isinstance(document, dict):
         raise FormatError(f"{owner}: expected a JSON object, found {type(document).__name__}.")
     return document
 
 
-def _construct(owner: str, kind: Callable[..., _Value], body: dict[str, Any]) -> _Value:
+def _construct(owner: str, kind: Callable[..., _Value], body: dict[str, object]) -> _Value:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(body) - known):
         raise FormatError(f"{owner}: unknown field {unknown[0]!r}; known fields are {', '.join(sorted(known))}.")

@@ -1,15 +1,31 @@
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from graphs import TINY_CONFIGS, graphs, tiny_graph
 from hypothesis import given
 
-from phaze.cost import CoreKind, format_groups, fuse_epilogues, group_work, op_work, price_groups, price_ops
+from phaze.cost import CoreKind, OpGroup, fuse_epilogues, group_work, op_work, price_groups, price_ops
 from phaze.hardware import preset
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CHIP = preset("tpuv4").accelerator
+
+
+def format_groups(graph: Graph, groups: Iterable[OpGroup]) -> str:
+    """One line a group: what leaves, the functions in order, what comes in, and the off-chip bytes saved."""
+    return "".join(f"{format_group(graph, group)}\n" for group in groups)
+
+
+def format_group(graph: Graph, group: OpGroup) -> str:
+    functions = " + ".join(op.function for op in group.ops)
+    line = f"{', '.join(group.writes)} = {functions}({', '.join(group.reads)})"
+    if not group.epilogue:
+        return line
+    apart = sum(op_work(op, graph.tensors).compulsory_bytes for op in group.ops)
+    together = group_work(group, graph.tensors).compulsory_bytes
+    return f"{line}  [saves {apart - together:.0f} of {apart:.0f} bytes]"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from phaze.cost import LIBRARY_STACK, Binding, gathered_bytes, price_works, update_work
+from phaze.cost import LIBRARY_STACK, Binding, price_works, update_work
 from phaze.errors import CostError
 from phaze.hardware import precision_recipe, preset
 
@@ -20,24 +20,10 @@ def test_shards_divide_the_update_and_the_largest_one_counts() -> None:
     assert update_work(RECIPE, 100, zero_shards=8) == update_work(RECIPE, 13)
 
 
-def test_zero_one_and_two_gather_parameters_after_the_update() -> None:
-    gathered = [gathered_bytes(RECIPE, 100, zero_stage=stage, zero_shards=8) for stage in range(4)]
-    assert gathered == [0, 200, 200, 0]
-    assert gathered_bytes(RECIPE, 100, zero_stage=1, zero_shards=1) == 0
-
-
 @pytest.mark.parametrize(("parameters", "shards"), [(0, 1), (10, 0), (-5, 2), (math.nan, 1), (2.5, 1), (10, math.inf)])
 def test_an_update_of_nothing_is_refused(parameters: int, shards: int) -> None:
     with pytest.raises(CostError, match="update"):
         update_work(RECIPE, parameters, zero_shards=shards)
-
-
-@pytest.mark.parametrize(
-    ("stage", "shards", "parameters"), [(7, 2, 1), (-1, 2, 1), (1, -3, 1), (1, 2, -1), (1, 2, math.nan), (1.0, 2, 1)]
-)
-def test_an_unknown_stage_or_size_is_refused(stage: int, shards: int, parameters: int) -> None:
-    with pytest.raises(CostError, match="all-gather after the update"):
-        gathered_bytes(RECIPE, parameters, zero_stage=stage, zero_shards=shards)
 
 
 def test_a_stack_that_does_not_fuse_the_update_passes_over_gradients_before_it() -> None:

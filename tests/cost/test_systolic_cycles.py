@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaze.cost.systolic_cycles import array_grid, product_cycles, scale_sim_cycles
+from phaze.cost.systolic_cycles import array_grid, product_cycles
 
 RUNS = Path(__file__).parents[1] / "data" / "scalesim_gemm.csv"
 """Compute cycles that SCALE-Sim 3.0 reports for products on one array."""
@@ -15,20 +15,22 @@ RUNS = Path(__file__).parents[1] / "data" / "scalesim_gemm.csv"
 SIZES = st.integers(1, 3000)
 
 
+def scale_sim_cycles(dataflow: str, *, m: int, n: int, k: int, rows: int, cols: int) -> int:
+    """Compute cycles of one product on one array, as SCALE-Sim counts them."""
+    forms = {"ws": (k, n, m, 2 * rows), "is": (k, m, n, 2 * rows), "os": (m, n, k, rows)}
+    across, along, stream, fill = forms[dataflow]
+    return (fill + cols + stream - 2) * -(-across // rows) * -(-along // cols) - 1
+
+
 def test_the_closed_forms_equal_every_run_of_scale_sim() -> None:
     with RUNS.open() as file:
         rows = list(csv.DictReader(file))
     equal = [
-        scale_sim_cycles(row["dataflow"], **{name: int(row[name]) for name in ("m", "n", "k", "rows", "cols")}).item()
+        scale_sim_cycles(row["dataflow"], **{name: int(row[name]) for name in ("m", "n", "k", "rows", "cols")})
         == int(row["compute_cycles"])
         for row in rows
     ]
     assert (len(equal), all(equal)) == (75, True)
-
-
-def test_an_unknown_dataflow_is_refused() -> None:
-    with pytest.raises(ValueError, match="row-stationary"):
-        scale_sim_cycles("row-stationary", m=1, n=1, k=1, rows=1, cols=1)
 
 
 def by_hand(batch: int, m: int, n: int, k: int, rows: int, cols: int, arrays: int) -> int:
@@ -79,5 +81,5 @@ def test_different_arrays_in_one_grid_do_not_disturb_each_other() -> None:
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 256), st.integers(1, 256))
 def test_overlap_never_costs_cycles_against_scale_sim(m: int, n: int, k: int, rows: int, cols: int) -> None:
-    apart = [int(scale_sim_cycles(flow, m=m, n=n, k=k, rows=rows, cols=cols)) for flow in ("ws", "is", "os")]
+    apart = [scale_sim_cycles(flow, m=m, n=n, k=k, rows=rows, cols=cols) for flow in ("ws", "is", "os")]
     assert product_cycles(array_grid([rows], [cols], [1]), 1, m, n, k).total[0] <= min(apart) + 1

@@ -119,9 +119,12 @@ def test_the_sample_plugins_price_is_used_on_its_accelerator(python_with_sample:
 import phaze
 from phaze.cost import plugin_prices, price_ops
 from phaze.hardware import find_accelerator
+from phaze.hooks import PluginManager
 graph = phaze.import_graph("toy-tiny")
 shuffles = [op for op in graph.ops if op.function == "toy_shuffle"]
-print(*price_ops(graph, shuffles, find_accelerator("toy-chip"), prices=plugin_prices()).core_s.ravel())
+plugins = PluginManager.load()
+chip, prices = find_accelerator("toy-chip", plugins), plugin_prices(plugins)
+print(*price_ops(graph, shuffles, chip, prices=prices).core_s.ravel())
 """
     read_and_written_bytes, slowdown, bandwidth_bytes_per_s = 2 * 2 * 128, 3.0, 1e9
     seconds = [float(text) for text in run(python_with_sample, "-c", program).split()]
