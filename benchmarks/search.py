@@ -1,6 +1,6 @@
 """The accelerator to build for a model, proven over the paper's whole space, beside baselines and a sampled search.
 
-    python benchmarks/search.py --model bert-large [--network paper] [--samples 100,1000] [--out FILE]
+    PYTHONPATH=tests python benchmarks/search.py --model bert-large [--network paper] [--samples 100,1000] [--out FILE]
 
 searches 29,360 accelerators x 3 memories with microbatches 1, 2, 4, 8 and every recompute mode on 1,024 devices, batch
 4096, in two processes. It prints the baselines of the paper (tpuv4-paper with the experts' placement: their degrees on
@@ -26,12 +26,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from oracles.sampled_search import sample_designs
+
 import phaze
 from phaze.explore.best_first_search import Engine
 from phaze.explore.design_search import answer
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.sampled_search import sample_designs
 from phaze.explore.search_question import SearchQuestion, read_question
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager

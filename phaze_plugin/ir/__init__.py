@@ -6,7 +6,6 @@ from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.kept_activations import (
     SEARCHED_MODES,
     RecomputeMode,
-    kept_bytes,
     kept_tensors,
     recomputed_ops,
     stashed_bytes,
@@ -40,7 +39,6 @@ __all__ = [
     "Rule",
     "Tensor",
     "UnknownOp",
-    "kept_bytes",
     "kept_tensors",
     "op_bytes",
     "recomputed_ops",

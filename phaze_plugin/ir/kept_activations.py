@@ -24,7 +24,6 @@ from phaze.ir.tensor import Role
 __all__ = [
     "SEARCHED_MODES",
     "RecomputeMode",
-    "kept_bytes",
     "kept_tensors",
     "recomputed_ops",
     "stashed_bytes",
@@ -74,11 +73,6 @@ def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, 
     if mode is RecomputeMode.FULL:
         return tuple(_entering(graph, layer)) if stash else ()
     return _kept_and_again(graph, layer, mode)[0]
-
-
-def kept_bytes(graph: Graph, layer: Layer, mode: RecomputeMode) -> int:
-    """Bytes of what a layer keeps between forward and backward."""
-    return sum(graph.tensors[tensor_id].size_bytes for tensor_id in kept_tensors(graph, layer, mode))
 
 
 def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> tuple[Op, ...]:

@@ -170,12 +170,6 @@ class Rule:
         """How often the innermost statement runs: the product of all factors that are not looked up."""
         return math.prod(factor.size for factor in self.factors if factor.kind is not FactorKind.LOOKUP)
 
-    def reduced_names(self, result: int = 0) -> frozenset[str]:
-        """Factors that a result lacks and that may be split: splitting one leaves the result to be reduced."""
-        kept = names_of(self.results[result])
-        may_split = (FactorKind.FREE, FactorKind.LOOKUP)
-        return frozenset(f.name for f in self.factors if f.name not in kept and f.kind in may_split)
-
     def with_batch_scaled(self, old: int, new: int) -> Rule:
         """The same rule at another microbatch size."""
         batch = frozenset(factor.name for factor in self.factors if factor.is_batch)

@@ -19,7 +19,6 @@ __all__ = [
     "convolution_rule",
     "elementwise_rule",
     "lookup_rule",
-    "normalizing_rule",
     "opaque_rule",
     "reduction_rule",
     "reshape_rule",
@@ -62,17 +61,6 @@ def reduction_rule(shape: Shape, over: Sequence[int], *, keep: bool = False) -> 
     gone = {index % len(shape) for index in over}
     result = [Dim() if index in gone else dim for index, dim in enumerate(dims) if keep or index not in gone]
     return Rule((dims,), (tuple(result),), _factors(shape))
-
-
-def normalizing_rule(shape: Shape, over: Sequence[int], affine: Sequence[Sequence[int]] = ()) -> Rule:
-    """A softmax or norm over some dimensions; `affine` lists the dimensions of each weight and bias."""
-    dims = _named(shape)
-    marked = {index % len(shape) for index in over}
-    factors = tuple(
-        Factor(f"d{i}", size, FactorKind.NORMALIZED if i in marked else FactorKind.FREE) for i, size in enumerate(shape)
-    )
-    extra = tuple(tuple(dims[index] for index in indices) for indices in affine)
-    return Rule((dims, *extra), (dims,), factors)
 
 
 def slice_rule(shape: Shape, result: Shape) -> Rule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -364,8 +364,3 @@ def load_plan(
             "Make a new plan, or pass reprice=True to price its strategy on what is given now."
         )
     return plan
-
-
-def with_run(plan: Plan, run: RunFacts) -> Plan:
-    """The same plan from another run."""
-    return replace(plan, run=run)

@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem, reduce_problem, segments
 from phaze.schedule.scheduling_problem import SchedulingProblem
 
-__all__ = ["Rates", "lower_bound", "lower_bounds", "rates"]
+__all__ = ["Rates", "lower_bounds", "rates"]
 
 # columns: w_tensor, w_vector, w_chain, w_link, w_path
 _EXCLUSIVE = np.array(
@@ -89,11 +89,6 @@ class Rates:
         """The bound of each row."""
         bounds: FloatArray = self.worth_s.sum(axis=1)
         return bounds
-
-
-def lower_bound(reduced: ReducedProblem) -> float:
-    """A lower bound on the makespan of one problem, its segments added up."""
-    return sum(float(rates(part).bounds_s.max()) for part in segments(reduced))
 
 
 def rates(reduced: ReducedProblem) -> Rates:

@@ -8,7 +8,6 @@ from phaze.shard.program import shard_layer
 from phaze.shard.slice import slice_layer
 from phaze.shard.strategies import Strategy
 from phaze.shard.task import LayerTask, ShardedLayer, unsharded
-from phaze.shard.text import format_sharded_layer
 
 __all__ = [
     "PARTIAL",
@@ -23,7 +22,6 @@ __all__ = [
     "ShardedModel",
     "Split",
     "Strategy",
-    "format_sharded_layer",
     "sequence_lengths",
     "shard_layer",
     "shard_model",

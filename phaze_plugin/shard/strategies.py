@@ -43,11 +43,6 @@ class Strategy:
     made: tuple[Layout, ...]
     results: tuple[Layout, ...]
 
-    @property
-    def passes_partial(self) -> bool:
-        """Whether it hands on partial sums that it was given."""
-        return any(layout.is_partial for layout in self.operands)
-
 
 def split_choices(op: Op, width: int, *, only_factors: Iterable[str] | None = None) -> list[Ways]:
     """Every admissible choice of split factors, the empty one first."""

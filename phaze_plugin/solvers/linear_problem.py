@@ -295,11 +295,6 @@ class LinearResult:
     objective: float = math.inf
     bound: float = -math.inf
 
-    @property
-    def has_solution(self) -> bool:
-        """Whether there is a solution to use."""
-        return self.solution is not None
-
 
 @runtime_checkable
 class LinearSolver(Protocol):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from designs import searched, small_question, some_points, tiny_model
+from oracles.sampled_search import Sampled, _Beaten, _Evaluator, _Lattice, sample_designs
 from plans import small_graph
 
 import phaze
 from phaze.explore.best_first_search import Engine
-from phaze.explore.sampled_search import Sampled, _Beaten, _Evaluator, _Lattice, sample_designs
 
 POINTS = phaze.space.grid(
     tensor_cores=(1, 4), tensor_rows=(32, 64), tensor_cols=(64,), vector_cores=(1, 2), buffer_mib=(8,)

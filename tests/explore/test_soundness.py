@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from designs import SMALL, searched, small_question, some_points, tiny_model
+from oracles.sampled_search import _Evaluator
 
 import phaze
 from phaze.cost import Calibration
@@ -16,7 +17,6 @@ from phaze.explore.best_first_search import Engine
 from phaze.explore.design_search import answer
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.sampled_search import _Evaluator
 from phaze.explore.search_result import SearchProgress
 from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
 from phaze.ir import Graph, OpKind, Role

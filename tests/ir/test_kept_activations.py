@@ -1,7 +1,7 @@
 """What a layer keeps for backward, with and without recomputation, against published counts."""
 
 import pytest
-from graphs import tiny_graph
+from graphs import kept_bytes, tiny_graph
 
 from phaze.cost import fuse_attention
 from phaze.frontends.transformer_config import graph_from_config
@@ -11,7 +11,6 @@ from phaze.ir import (
     Phase,
     RecomputeMode,
     Role,
-    kept_bytes,
     kept_tensors,
     recomputed_ops,
     stashed_bytes,

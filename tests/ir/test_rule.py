@@ -28,11 +28,6 @@ def test_a_dimension_of_two_factors_has_their_product_as_its_size() -> None:
     assert LINEAR.shape(LINEAR.results[0]) == (2, 5, 3, 4)
 
 
-def test_a_contracted_factor_leaves_a_partial_sum() -> None:
-    assert LINEAR.reduced_names() == {"i"}
-    assert Rule.parse("b s v, b s -> . | b=1 s=2 v=3~").reduced_names() == {"b", "s"}
-
-
 def test_a_looked_up_factor_is_not_looped_over() -> None:
     rule = Rule.parse("v i, b s -> b s i | v=100? i=8 b=2 s=3")
     assert rule.work == 2 * 3 * 8

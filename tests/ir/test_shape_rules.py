@@ -19,7 +19,6 @@ from phaze.ir.shape_rules import (
     convolution_rule,
     elementwise_rule,
     lookup_rule,
-    normalizing_rule,
     opaque_rule,
     reduction_rule,
     reshape_rule,
@@ -133,11 +132,6 @@ def test_contractions_multiply_as_numpy() -> None:
     rule = contraction_rule(left.shape, right.shape, batch=((0,), (1,)), contracted=((1, 3), (3, 0)))
     expected = np.einsum("bijk,kbni->bjn", left, right)
     np.testing.assert_allclose(computed(OpKind.CONTRACTION, "einsum", rule, left, right), expected)
-
-
-def test_normalizing_marks_the_normalized_dimensions() -> None:
-    rule = normalizing_rule((2, 3, 4), (-1,), affine=((2,), (2,)))
-    assert str(rule) == "d0 d1 d2, d2, d2 -> d0 d1 d2 | d0=2 d1=3 d2=4~"
 
 
 def test_a_convolution_sums_over_windows() -> None:

@@ -9,8 +9,13 @@ import pytest
 from scheduling import random_problem
 
 from phaze.schedule import Job, Resource, SchedulingProblem, lower_bounds, schedule_layer
-from phaze.schedule.makespan_bounds import lower_bound
-from phaze.schedule.reduced_problem import reduce_problem, segments
+from phaze.schedule.makespan_bounds import rates
+from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
+
+
+def lower_bound(reduced: ReducedProblem) -> float:
+    """The bound of one problem, its segments added up."""
+    return sum(float(rates(part).bounds_s.max()) for part in segments(reduced))
 
 
 def arrays(problem: SchedulingProblem) -> dict[str, np.ndarray]:

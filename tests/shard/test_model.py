@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from graphs import kept_bytes
+from sharded_layer_text import format_sharded_layer
 from sharding import A100S
 
 import phaze
 from phaze.errors import ShardError
-from phaze.ir import Graph, OpKind, Phase, RecomputeMode, kept_bytes
+from phaze.ir import Graph, OpKind, Phase, RecomputeMode
 from phaze.ir.layers import single_layer
 from phaze.shard import (
     Axis,
@@ -17,7 +19,6 @@ from phaze.shard import (
     SequenceParallel,
     ShardedModel,
     ShardOptions,
-    format_sharded_layer,
     shard_model,
     slice_layer,
 )

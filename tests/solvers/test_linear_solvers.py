@@ -52,7 +52,7 @@ def test_infeasible_is_an_answer(solver: LinearSolver) -> None:
     builder.rows(x, 2.0, lower=3.0, upper=3.0)
     result = solver.solve(builder.build(), WorkLimits())
     assert result.status is SolveStatus.INFEASIBLE
-    assert not result.has_solution
+    assert result.solution is None
 
 
 @every_solver
@@ -72,7 +72,7 @@ def test_a_limit_still_brackets_the_optimum(solver: LinearSolver) -> None:
     cut = solver.solve(problem, WorkLimits(work=0.001))
     assert proven.status is SolveStatus.OPTIMAL
     assert cut.bound <= proven.objective + 1e-6 <= cut.objective + 2e-6
-    assert (cut.status is SolveStatus.LIMIT) == (not cut.has_solution)
+    assert (cut.status is SolveStatus.LIMIT) == (cut.solution is None)
 
 
 @every_solver

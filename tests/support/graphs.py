@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from phaze.frontends.transformer_config import graph_from_config
-from phaze.ir import DType, Graph, GraphBuilder, OpKind, Role, Rule
+from phaze.ir import DType, Graph, GraphBuilder, Layer, OpKind, RecomputeMode, Role, Rule, kept_tensors
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "vocab_size": 11}
 _LLAMA = {**_SMALL, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 20}
@@ -157,3 +157,8 @@ def _random_op(
         return builder.add(name, OpKind.ELEMENTWISE, "where", rule, (mask, x, weight), module=module)[0]
     rule = builder.rule("b s i -> b s i", sizes, normalized="i")
     return builder.add(name, OpKind.SOFTMAX, "softmax", rule, (x,), module=module)[0]
+
+
+def kept_bytes(graph: Graph, layer: Layer, mode: RecomputeMode) -> int:
+    """Bytes of what a layer keeps between forward and backward."""
+    return sum(graph.tensors[tensor_id].size_bytes for tensor_id in kept_tensors(graph, layer, mode))

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import optuna
 
-from phaze.errors import PlanError
 from phaze.explore.bound_sweeps import sweep_all, sweeps_of
 from phaze.explore.design_bounds import FloatArray
 from phaze.explore.design_boxes import Swept
@@ -54,13 +54,8 @@ def sample_designs(
 ) -> Iterator[Sampled]:
     """The throughput that sampling reaches after each number of evaluations, for the question's first model.
 
-    The last has fewer evaluations where it reached enough, or where the space has no more points. Raises PlanError
-    where Optuna is not installed.
+    The last has fewer evaluations where it reached enough, or where the space has no more points.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise PlanError("Optuna is not installed: pip install 'phaze-plugin[optuna]'.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     lattice = _Lattice(question)

@@ -1,4 +1,4 @@
-"""A sharded layer as text: a line per op with its split; collectives in their place, with their cost."""
+"""A sharded layer as text, for golden dumps: a line per op with its split, collectives with their cost in between."""
 
 from __future__ import annotations
 
