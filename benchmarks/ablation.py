@@ -20,7 +20,7 @@ import numpy as np
 from fit_published import FAMILIES, distinct, mape, run_of
 from published_rows import DATASETS, Row, read_rows
 
-from phaze.calibration_fitting import PreparedRun, prepare
+from phaze.calibration_fitting import PreparedRun, prepare_run
 from phaze.calibration_fitting.pass_decomposition import PassParts
 from phaze.cost import PERFECT_STACK, Calibration, calibration_of
 from phaze.cost.systolic_cycles import Cycles, product_cycles
@@ -58,7 +58,7 @@ def cases_of(rows: Sequence[Row], plugins: PluginManager, fact: str | None = Non
         for row in distinct(rows):
             if row.dataset in family.datasets:
                 own = row if fact is None else replace(row, stack={k: v for k, v in row.stack.items() if k != fact})
-                found.append(Case(row, prepare(run_of(own, stack), stack, plugins), shipped))
+                found.append(Case(row, prepare_run(run_of(own, stack), stack, plugins), shipped))
     return found
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from published_rows import Row, read_rows
 from validation import price
 
-from phaze.calibration_fitting import Fit, PreparedRun, Run, fit_terms, prepare
+from phaze.calibration_fitting import Fit, PreparedRun, Run, fit_terms, prepare_run
 from phaze.calibration_fitting.least_squares import point_of, slopes_at
 from phaze.cost import LIBRARY_STACK, Calibration, Stack
 from phaze.cost.calibration import TERMS
@@ -184,7 +184,7 @@ def fit_family(name: str, rows: Sequence[Row], plugins: PluginManager) -> tuple[
     family = FAMILIES[name]
     counts = {dataset: sum(row.dataset == dataset for row in rows) for dataset in family.datasets}
     stack = family.start.stack
-    runs = [prepare(run_of(row, stack, weight(row, counts)), stack, plugins) for row in rows]
+    runs = [prepare_run(run_of(row, stack, weight(row, counts)), stack, plugins) for row in rows]
     fit = fitted(runs, family, family.start)
     print(f"{name}: " + ", ".join(f"{term} {getattr(fit.calibration, term):.4g}" for term in family.terms))
     print("  unseen:", fit.unseen, "inseparable:", fit.inseparable)

@@ -1,9 +1,9 @@
-"""Calibrations from measured runs and traces."""
+"""Calibrations fitted to measurements: to the step times of runs, or to the profiler trace of one step."""
 
 from phaze.calibration_fitting.least_squares import Fit, fit_terms, separable_terms
 from phaze.calibration_fitting.measured_runs import Run, read_steps
 from phaze.calibration_fitting.profiler_trace import StepTrace, TraceFit, fit_trace, read_trace
-from phaze.calibration_fitting.run_prediction import PreparedRun, prepare
+from phaze.calibration_fitting.run_prediction import PreparedRun, prepare_run
 
 __all__ = [
     "Fit",
@@ -13,7 +13,7 @@ __all__ = [
     "TraceFit",
     "fit_terms",
     "fit_trace",
-    "prepare",
+    "prepare_run",
     "read_steps",
     "read_trace",
     "separable_terms",

@@ -1,12 +1,13 @@
-"""The calibration under which measured runs are predicted best.
+"""The calibration under which measured runs are predicted best, by robust least squares.
 
-Minimised are residuals weight * log(predicted / measured) with a loss that grows like the square up to a few percent
-and linearly beyond (pseudo-Huber), so that a run which no constant explains does not drag the others along. The
-variables are the logarithms of efficiencies and of the overhead, and the overlap itself, each within its range;
-Gauss-Newton steps with Levenberg's damping, derivatives by differences. Deterministic.
+`fit_terms` minimises residuals weight * log(predicted / measured). The loss (`_loss`) grows like the square up to a few
+percent and linearly beyond (pseudo-Huber), so that a run which no constant explains does not drag the others along. The
+variables are the logarithms of efficiencies and of the overhead, and the overlap itself, each within its range
+(`_to_variable`). `_minimise` takes Gauss-Newton steps with Levenberg's damping; derivatives are differences
+(`_slopes`). The same runs always give the same fit.
 
-Two terms cannot be separated by the runs where changing both leaves the residuals as they are: the columns of the
-derivatives are (nearly) parallel. A term that changes nothing is not seen at all, and not moved.
+The runs cannot separate two terms if changing both leaves the residuals as they are: the columns of their derivatives
+are then (nearly) parallel (`_parallel`). A term that changes nothing is not seen at all, and is not moved.
 """
 
 from __future__ import annotations
@@ -34,15 +35,32 @@ Predict = Callable[[Sequence[Calibration]], _Floats]
 """Seconds per (calibration, run)."""
 
 _BEND = 0.05
+"""The residual at which the loss turns from quadratic to linear. A smaller one ignores runs that no constant explains
+more, a larger one trusts all runs alike."""
 _STEP = 1e-3
+"""The step of differences, in a variable: small against what a fit must resolve, large against rounding."""
 _ROUNDS = 40
-_TOLERANCE = 1e-4
+"""At most so many steps are taken: a bound on the work of fits that converge slowly."""
+_LEAST_GAIN = 1e-4
+"""The search ends when the loss falls by less than this share; less would cost rounds for digits that nobody reads."""
+_DAMPING = 1e-3
+_LEAST_DAMPING = 1e-6
+"""The damping to begin with, and the one below which Gauss-Newton steps are taken as they are."""
 _FACTORS = (0.1, 1.0, 10.0, 1e3)
+"""Dampings that each round tries, relative to the last one: a bolder step, the same, and two more careful ones."""
+_LEAST_CURVATURE, _RIDGE = 1e-9, 1e-12
+"""What keeps the normal equations solvable where the loss is flat along a variable."""
+_SHORTEST = 1e-30
+"""Added to lengths that are divided by, so that a term without any effect is parallel to nothing."""
 _PARALLEL = 0.995
+"""Two terms whose columns of derivatives have a cosine above this are told apart by noise only."""
 _UNSEEN = 1e-3
+"""A term is not seen, and not moved, if no run's log seconds change by this much per unit of its variable."""
 _SHOWN = 0.02
+"""A term is worth fitting if some run's log seconds change by at least this much per unit of its variable."""
 _RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0)}
 _EFFICIENCY_RANGE = (0.02, 1.0)
+"""Where terms may lie: wide enough for any machine, narrow enough that logarithms stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +112,22 @@ def fit_terms(
     weight = np.ones(len(seconds)) if weights is None else np.asarray(weights, dtype=np.float64)
 
     def residuals(points: Sequence[_Floats]) -> _Floats:
-        found = predict([_at(start, terms, point) for point in points])
-        return np.log(found / seconds)
+        predicted = predict([_calibration_at(start, terms, point) for point in points])
+        return np.log(predicted / seconds)
 
     point = point_of(start, terms)
     low, high = (np.array([_to_variable(term, _range(term)[end]) for term in terms]) for end in (0, 1))
     point, slopes = _minimise(residuals, np.clip(point, low, high), low, high, weight)
     errors = np.exp(residuals([point])[0]) - 1
     unseen = tuple(term for term, column in zip(terms, slopes.T, strict=True) if np.abs(column).max() < _UNSEEN)
-    best = _at(start, terms, point)
-    back = predict([replace(best, **{term: getattr(start, term)}) for term in terms]) / seconds - 1
+    best = _calibration_at(start, terms, point)
+    without_term = predict([replace(best, **{term: getattr(start, term)}) for term in terms]) / seconds - 1
     return Fit(
         calibration=best,
         terms=tuple(terms),
         errors=tuple(errors.tolist()),
         slopes=dict(zip(terms, slopes.mean(axis=0).tolist(), strict=True)),
-        start_errors=dict(zip(terms, np.abs(back).mean(axis=1).tolist(), strict=True)),
+        start_errors=dict(zip(terms, np.abs(without_term).mean(axis=1).tolist(), strict=True)),
         unseen=unseen,
         inseparable=_parallel(slopes * weight[:, None], terms, unseen),
     )
@@ -128,7 +146,7 @@ def separable_terms(
     columns = dict(zip(candidates, slopes.T, strict=True))
     for term in sorted(candidates, key=lambda term: -float(np.linalg.norm(columns[term]))):
         column = columns[term]
-        twin = next((other for other, known in chosen.items() if _cosine(column, known) > _PARALLEL), None)
+        twin = next((name for name, known in chosen.items() if _cosine(column, known) > _PARALLEL), None)
         shown = float(np.abs(column).max())
         if shown < _SHOWN:
             left[term] = "the runs say nothing about it" if shown < _UNSEEN else "the runs hardly show it"
@@ -146,14 +164,14 @@ def point_of(calibration: Calibration, terms: Sequence[str]) -> _Floats:
     return np.array([_to_variable(term, getattr(calibration, term)) for term in terms])
 
 
-def slopes_at(predict: Predict, at: Calibration, terms: Sequence[str]) -> tuple[_Floats, _Floats, _Floats]:
+def slopes_at(predict: Predict, calibration: Calibration, terms: Sequence[str]) -> tuple[_Floats, _Floats, _Floats]:
     """The variables of a calibration, the seconds there, and the derivatives of their logarithms per (run, term)."""
-    point = point_of(at, terms)
+    point = point_of(calibration, terms)
     high = np.array([_to_variable(term, _range(term)[1]) for term in terms])
-    now = predict([at])[0]
+    now = predict([calibration])[0]
 
     def logarithms(points: Sequence[_Floats]) -> _Floats:
-        return np.log(predict([_at(at, terms, one) for one in points]))
+        return np.log(predict([_calibration_at(calibration, terms, point) for point in points]))
 
     return point, now, _slopes(logarithms, point, np.log(now), high)
 
@@ -162,7 +180,7 @@ def _minimise(
     residuals: Callable[[Sequence[_Floats]], _Floats], point: _Floats, low: _Floats, high: _Floats, weight: _Floats
 ) -> tuple[_Floats, _Floats]:
     """The best point, and the derivatives of the residuals there."""
-    damping = 1e-3
+    damping = _DAMPING
     now = residuals([point])[0]
     slopes = _slopes(residuals, point, now, high)
     for _ in range(_ROUNDS):
@@ -173,26 +191,27 @@ def _minimise(
             (point <= low) & (gradient > 0) | (point >= high) & (gradient < 0)
         )
         trials = [
-            np.clip(point - _solved(normal, gradient, is_free, damping * factor), low, high) for factor in _FACTORS
+            np.clip(point - _damped_step(normal, gradient, is_free, damping * factor), low, high) for factor in _FACTORS
         ]
-        found = residuals(trials)
-        losses = [_loss(row, weight) for row in found]
+        trial_residuals = residuals(trials)
+        losses = [_loss(residual, weight) for residual in trial_residuals]
         best = int(np.argmin(losses))
         loss = _loss(now, weight)
-        if losses[best] >= loss * (1 - _TOLERANCE):
+        if losses[best] >= loss * (1 - _LEAST_GAIN):
             break
-        damping = max(1e-6, damping * _FACTORS[best])
-        point, now = trials[best], found[best]
+        damping = max(_LEAST_DAMPING, damping * _FACTORS[best])
+        point, now = trials[best], trial_residuals[best]
         slopes = _slopes(residuals, point, now, high)
     return point, slopes
 
 
-def _solved(normal: _Floats, gradient: _Floats, is_free: NDArray[np.bool_], damping: float) -> _Floats:
+def _damped_step(normal: _Floats, gradient: _Floats, is_free: NDArray[np.bool_], damping: float) -> _Floats:
+    """Levenberg's step: the normal equations of the free variables with their diagonal enlarged; others stay."""
     step = np.zeros_like(gradient)
     free = np.flatnonzero(is_free)
     if len(free):
         part = normal[np.ix_(free, free)]
-        scale = np.diag(np.maximum(np.diag(part), 1e-9)) * damping + 1e-12 * np.eye(len(free))
+        scale = np.diag(np.maximum(np.diag(part), _LEAST_CURVATURE)) * damping + _RIDGE * np.eye(len(free))
         step[free] = np.linalg.solve(part + scale, gradient[free])
     return step
 
@@ -208,19 +227,20 @@ def _loss(residual: _Floats, weight: _Floats) -> float:
     return float((_BEND**2 * (np.sqrt(1 + (weight * residual / _BEND) ** 2) - 1)).sum())
 
 
-def _cosine(one: _Floats, other: _Floats) -> float:
-    return abs(float(one @ other)) / (float(np.linalg.norm(one)) * float(np.linalg.norm(other)) + 1e-30)
+def _cosine(first: _Floats, second: _Floats) -> float:
+    return abs(float(first @ second)) / (float(np.linalg.norm(first)) * float(np.linalg.norm(second)) + _SHORTEST)
 
 
 def _parallel(slopes: _Floats, terms: Sequence[str], unseen: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = []
+    """Pairs of terms that the runs cannot tell apart."""
+    pairs = []
     for first in range(len(terms)):
         for second in range(first + 1, len(terms)):
             if terms[first] in unseen or terms[second] in unseen:
                 continue
             if _cosine(slopes[:, first], slopes[:, second]) > _PARALLEL:
-                found.append((terms[first], terms[second]))
-    return tuple(found)
+                pairs.append((terms[first], terms[second]))
+    return tuple(pairs)
 
 
 def _least_apart(predict: Predict, start: Calibration, terms: Sequence[str]) -> str:
@@ -228,7 +248,7 @@ def _least_apart(predict: Predict, start: Calibration, terms: Sequence[str]) -> 
     if len(terms) < 2:
         return ""
     _, _, slopes = slopes_at(predict, start, terms)
-    length = np.linalg.norm(slopes, axis=0) + 1e-30
+    length = np.linalg.norm(slopes, axis=0) + _SHORTEST
     cosine = np.abs((slopes / length).T @ (slopes / length)) - np.eye(len(terms)) * 2
     first, second = sorted(divmod(int(cosine.argmax()), len(terms)))
     return f"They cannot separate {terms[first]} from {terms[second]}. "
@@ -242,7 +262,8 @@ def _to_variable(term: str, value: float) -> float:
     return value if term == "overlap" else math.log(max(value, _range(term)[0]))
 
 
-def _at(start: Calibration, terms: Sequence[str], point: _Floats) -> Calibration:
+def _calibration_at(start: Calibration, terms: Sequence[str], point: _Floats) -> Calibration:
+    """The start with its terms replaced by the values that a point in the variables stands for."""
     values = {
         term: float(min(_range(term)[1], value if term == "overlap" else math.exp(value)))
         for term, value in zip(terms, point.tolist(), strict=True)

@@ -1,4 +1,6 @@
-"""Measured steps as a table: one run a line, in a CSV file whose first line names the columns.
+"""Measured runs: what was trained, how, and how long a step took; read from a CSV table of one run a line.
+
+The first line names the columns:
 
 model, cluster, global_batch, seconds                    must be there
 name, precision, sequence_length, memory_gib,            may be

@@ -1,4 +1,4 @@
-"""A pass of a layer taken apart, so that any calibration prices it with a few sums.
+"""A pass of a layer taken apart into ideal seconds, so that any calibration prices it with a few sums.
 
 Ops run one after the other, as they do on chips whose stack hides no collectives. With T, V, M the ideal tensor, vector
 and memory seconds of an op, and a collective's latency A, inner seconds B and outer seconds C at full bandwidth:
@@ -68,12 +68,13 @@ def work_parts(works: Sequence[Work], accelerator: Accelerator, stack: Stack) ->
 
 
 def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> PassParts:
-    """The parts of some ops of a sliced layer."""
+    """The parts of ``ops``, a pass of a sliced layer."""
     groups = fuse_epilogues(local, ops, stack.fusion)
     links = [group.head for group in groups if group.head.kind is OpKind.COLLECTIVE]
-    found = [group_work(group, local.tensors) for group in groups if group.head.kind is not OpKind.COLLECTIVE]
-    works = [work for work in found if work.compulsory_bytes]
+    computing = (group for group in groups if group.head.kind is not OpKind.COLLECTIVE)
+    works = [work for group in computing if (work := group_work(group, local.tensors)).compulsory_bytes]
     tensor, vector, memory = work_parts(works, axis.cluster.accelerator, stack) if works else (np.zeros(0),) * 3
+    # Halving an efficiency doubles the seconds on its links, so that the differences are what those links take.
     whole, inner, outer = (
         sum(_link_s(axis, op, link, network) for op in links) for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
     )

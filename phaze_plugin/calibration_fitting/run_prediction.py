@@ -1,4 +1,4 @@
-"""A measured run, and the same run prepared: its step time under any calibration, without slicing or scheduling again.
+"""The step time of a measured run under any calibration, without slicing or scheduling the model again.
 
 The strategy is sliced once. A calibration then prices every pass from its parts, and the pipeline is simulated with the
 tables of `phaze.place`; so a prepared run agrees with `phaze.evaluate` wherever ops run one after the other.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PreparedRun",
-    "prepare",
+    "prepare_run",
     "whole_strategy",
 ]
 
@@ -82,19 +82,22 @@ class PreparedRun:
 
     def seconds(self, calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
         """The step time under each calibration; their stacks are replaced by the run's own."""
-        found = [self._times(replace(calibration, stack=self.stack)) for calibration in calibrations]
+        times_by_calibration = [self._times(replace(calibration, stack=self.stack)) for calibration in calibrations]
         stacked = StageTimes(
-            **{name: np.concatenate([getattr(times, name) for times in found]) for name in StageTimes.__slots__}
+            **{
+                name: np.concatenate([getattr(times, name) for times in times_by_calibration])
+                for name in StageTimes.__slots__
+            }
         )
         return np.asarray(simulate(self.program, stacked).time_s)
 
     def passes(self) -> list[PassParts]:
         """Every pass of every layer and microbatch of a step on one device."""
-        found = []
+        passes: list[PassParts] = []
         for layer in self.problem.graph.layers:
             parts = self.layers[layer.key]
-            found += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
-        return found
+            passes += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
+        return passes
 
     @property
     def update_bytes_s(self) -> float:
@@ -141,7 +144,7 @@ class PreparedRun:
         )
 
 
-def prepare(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
+def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
     """Slice a run's strategy; raises what `phaze.evaluate` raises for a model, cluster or strategy that cannot be."""
     stack = run.stack or stack
     limits = read_limits(run.strategy)
@@ -230,12 +233,12 @@ def _prepared(run: Run, request: Request, limits: Limits, stack: Stack) -> Prepa
 
 
 def _layers(model: ShardedModel, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> dict[str, _Layer]:
-    again = repeated_layers(model)
-    found = {}
+    repeated = repeated_layers(model)
+    layers = {}
     for key, sharded in layer_variants(model).items():
-        own = mode if sharded.task.layer.key in again else RecomputeMode.NONE
-        found[key] = _layer(sharded, slice_layer(sharded), own, stack, gradient_bytes)
-    return found
+        layer_mode = mode if sharded.task.layer.key in repeated else RecomputeMode.NONE
+        layers[key] = _layer(sharded, slice_layer(sharded), layer_mode, stack, gradient_bytes)
+    return layers
 
 
 def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> _Layer:

@@ -54,13 +54,13 @@ def run(arguments: Namespace, console: Console) -> int:
 def _from_steps(arguments: Namespace, console: Console) -> int:
     import numpy as np
 
-    from phaze.calibration_fitting import fit_terms, prepare, read_steps
+    from phaze.calibration_fitting import fit_terms, prepare_run, read_steps
     from phaze.hooks import PluginManager
 
     plugins = PluginManager.load()
     runs = read_steps(arguments.measured)
     start = _start(runs, arguments.stack, f"fitted to {arguments.measured}")
-    prepared = [prepare(one, start.stack, plugins) for one in runs]
+    prepared = [prepare_run(one, start.stack, plugins) for one in runs]
 
     def predict(calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
         return np.stack([one.seconds(calibrations) for one in prepared], axis=1)
@@ -197,7 +197,7 @@ def _warnings(notes: Sequence[str]) -> list[str]:
 
 
 def _from_trace(arguments: Namespace, console: Console) -> int:
-    from phaze.calibration_fitting import Run, fit_trace, prepare, read_trace
+    from phaze.calibration_fitting import Run, fit_trace, prepare_run, read_trace
     from phaze.hooks import PluginManager
     from phaze.json_records import to_document
 
@@ -218,7 +218,7 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
     )
     trace = read_trace(arguments.trace)
     start = _start([traced], arguments.stack or "eager", "traced")
-    prepared = prepare(traced, start.stack, PluginManager.load())
+    prepared = prepare_run(traced, start.stack, PluginManager.load())
     found = fit_trace(
         trace,
         prepared.passes(),

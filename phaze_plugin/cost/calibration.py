@@ -30,13 +30,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
 
 from phaze.errors import FormatError, shown
 from phaze.hardware import Accelerator, preset
 from phaze.hardware.chips_and_networks import preset_names
 from phaze.hardware.field_checks import fraction, non_negative, positive_integer
-from phaze.hardware.packaged_data import packaged_table
+from phaze.hardware.packaged_data import Table, packaged_table
 from phaze.json_records import from_document, read_document, to_document, write_whole
 
 __all__ = [
@@ -56,7 +55,7 @@ __all__ = [
 ]
 
 TERMS = ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
-"""What can be fitted."""
+"""The numbers of a calibration that can be fitted to measured steps."""
 
 
 class Fusion(StrEnum):
@@ -69,7 +68,7 @@ class Fusion(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What frameworks and libraries do on a chip.
+    """What frameworks and libraries do on a chip: facts about them, not fitted numbers.
 
     Attributes:
         fusion: which ops run as one.
@@ -123,7 +122,7 @@ EAGER_STACK = Stack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Efficiencies in (0, 1], a fixed cost per op, the overlap of collectives, and what the stack does.
+    """How near a chip comes to its peak: efficiencies in (0, 1], a fixed cost per op, overlap, and what the stack does.
 
     The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
     vector cores' rates and of HBM, link and network bandwidth; the overhead is launch and synchronisation of each op.
@@ -171,9 +170,9 @@ class Calibration:
 IDEAL = Calibration()
 
 
-def fitted_families() -> Mapping[str, Mapping[str, Any]]:
+def fitted_families() -> Mapping[str, Table]:
     """Every fitted family as its file says it."""
-    families: Mapping[str, Mapping[str, Any]] = packaged_table("calibrations")["families"]
+    families: Mapping[str, Table] = packaged_table("calibrations")["families"]
     return families
 
 
@@ -200,7 +199,7 @@ def why_ideal(accelerator: Accelerator) -> str | None:
     )
 
 
-def _family_of(name: str) -> Mapping[str, Any] | None:
+def _family_of(name: str) -> Table | None:
     return next((family for family in fitted_families().values() if name in family["chips"]), None)
 
 
@@ -208,16 +207,17 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     """Fields in which a chip differs from the preset of its name, but for its memory's size."""
     if accelerator.name not in preset_names():
         return []
-    known = preset(accelerator.name).accelerator
+    shipped = preset(accelerator.name).accelerator
     names = [field.name for field in fields(Accelerator) if field.name != "hbm_bytes"]
-    return [name for name in names if getattr(known, name) != getattr(accelerator, name)]
+    return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
 _KIND, _VERSION = "phaze calibration", 1
+"""What a calibration's file says of itself; a file of another version is refused instead of being read wrongly."""
 
 
 def save_calibration(
-    path: str | os.PathLike[str], calibration: Calibration, *, report: dict[str, Any] | None = None
+    path: str | os.PathLike[str], calibration: Calibration, *, report: Mapping[str, object] | None = None
 ) -> None:
     """Write a calibration; ``report`` says how it was obtained and is not read again."""
     document = {"kind": _KIND, "version": _VERSION, "calibration": to_document(calibration), "report": report or {}}

@@ -121,12 +121,13 @@ REAL_FIELDS = ("hbm_bandwidth_bytes_per_s", "clock_hz")
 
 
 def largest(field: str) -> int:
-    """The largest value of an integer field."""
+    """The largest value that an integer field may have."""
     return LARGEST_BYTES if field.endswith("_bytes") else LARGEST_COUNT
 
 
 _MINIMUM_L2_BYTES = 1024
 _L2_BYTES_PER_UNIT = 16
+"""The paper's sizes of a core's private L2: 16 bytes for each unit, and no less than 1 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,10 +163,11 @@ class AcceleratorArray:
         self._settle("rates", (len(names), len(RATE_NAMES)), "iuf", SMALLEST_REAL, LARGEST_REAL)
 
     def _settle(self, field: str, shape: tuple[int, ...], kinds: str, least: float, most: float) -> None:
+        """Check one field and keep a read-only copy; ``kinds`` are numpy's kinds of number that it may have."""
         values = np.array(getattr(self, field), dtype=None if len(self) else np.int64)
         if values.shape[:1] != shape[:1]:
-            found = len(values) if values.ndim else "no"
-            raise HardwareError(f"accelerator array: {field} has {found} entries; expected {shape[0]}.")
+            entries = len(values) if values.ndim else "no"
+            raise HardwareError(f"accelerator array: {field} has {entries} entries; expected {shape[0]}.")
         if values.shape != shape or values.dtype.kind not in kinds:
             what = "whole numbers" if kinds == "iu" else "numbers"
             raise HardwareError(
@@ -175,8 +177,10 @@ class AcceleratorArray:
         is_possible = (values >= least) & (values <= most)
         wrong = np.flatnonzero(~is_possible.reshape(shape[0], -1).all(axis=1)) if shape[0] else np.array([])
         if wrong.size:
-            at = int(wrong[0])
-            raise HardwareError(f"accelerator array: {field}[{at}] is {values[at]}; expected {least:g} to {most:g}.")
+            index = int(wrong[0])
+            raise HardwareError(
+                f"accelerator array: {field}[{index}] is {values[index]}; expected {least:g} to {most:g}."
+            )
         settled = values.astype(np.int64 if kinds == "iu" else np.float64, copy=False)
         settled.setflags(write=False)
         object.__setattr__(self, field, settled)
@@ -187,9 +191,9 @@ class AcceleratorArray:
 
     @classmethod
     def of(cls, accelerators: Iterable[Accelerator]) -> AcceleratorArray:
-        """Collect single accelerators."""
+        """The array of single accelerators, in their order."""
         chips = tuple(accelerators)
-        columns: dict[str, Any] = {
+        columns: dict[str, NDArray[Any]] = {
             field: np.array([getattr(chip, field) for chip in chips], dtype=dtype)
             for fields_of_type, dtype in ((INTEGER_FIELDS, np.int64), (REAL_FIELDS, np.float64))
             for field in fields_of_type
@@ -211,9 +215,9 @@ class AcceleratorArray:
 
     def at(self, index: int) -> Accelerator:
         """The accelerator at ``index``."""
-        row: dict[str, Any] = {field: getattr(self, field)[index].item() for field in (*INTEGER_FIELDS, *REAL_FIELDS)}
+        fields_of_chip = {field: getattr(self, field)[index].item() for field in (*INTEGER_FIELDS, *REAL_FIELDS)}
         rates = MatrixRates(**dict(zip(RATE_NAMES, map(float, self.rates[index]), strict=True)))
-        return Accelerator(name=self.names[index], **row, rates=rates)
+        return Accelerator(name=self.names[index], **fields_of_chip, rates=rates)
 
     def rate(self, dtype: str) -> NDArray[np.float64]:
         """Matrix rate at ``dtype``, one entry per accelerator."""

@@ -11,14 +11,13 @@ A network's outermost level has no size of its own: it joins as many groups as a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phaze.errors import UnknownNameError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.cluster import InterconnectLevel
-from phaze.hardware.packaged_data import Fact, fact_of, packaged_table
+from phaze.hardware.packaged_data import Fact, Table, fact_of, packaged_table
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -62,7 +61,7 @@ class Preset:
     def source(self) -> str:
         """What the sources of all fields have in common; empty where that is nothing."""
         parts = [self.facts[name].source.split("; ") for name in self.fields]
-        return "; ".join(part for part in dict.fromkeys(parts[0]) if all(part in others for others in parts))
+        return "; ".join(part for part in dict.fromkeys(parts[0]) if all(part in field_parts for field_parts in parts))
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -88,12 +87,12 @@ def preset(name: str) -> Preset:
     return _preset(name, chips[name])
 
 
-def _chips() -> Mapping[str, Any]:
-    chips: Mapping[str, Any] = packaged_table("chips")["chips"]
+def _chips() -> Table:
+    chips: Table = packaged_table("chips")["chips"]
     return chips
 
 
-def _preset(name: str, entry: Mapping[str, Any]) -> Preset:
+def _preset(name: str, entry: Table) -> Preset:
     facts = {field: fact_of(cell) for field, cell in entry["fields"].items()}
     rates = {dtype: fact_of(cell) for dtype, cell in entry["rates"].items()}
     peak = entry["published_peak_flops_per_s"]
@@ -147,7 +146,7 @@ def network_names() -> tuple[str, ...]:
 
 def network(name: str) -> Network:
     """The built-in network called ``name``; an `UnknownNameError` lists near names where there is none."""
-    networks: Mapping[str, Any] = packaged_table("networks")["networks"]
+    networks: Table = packaged_table("networks")["networks"]
     if name not in networks:
         raise UnknownNameError("network", name, networks)
     levels = (

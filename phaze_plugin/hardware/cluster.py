@@ -1,4 +1,4 @@
-"""Many devices and the links between them, in levels.
+"""Clusters: many equal devices and the links between them, in levels; which levels a mesh axis uses.
 
 Level 1 joins ``size`` devices, level 2 joins ``size`` groups of level 1, and so on: device ranks are written in mixed
 radix with the innermost level as the fastest digit. Bandwidth is per device and direction, so that groups which

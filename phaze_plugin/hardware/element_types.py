@@ -36,8 +36,8 @@ def element_type(dtype: str) -> DType:
 
 def rate_name(dtype: str) -> str:
     """The matrix rate that ``dtype`` runs at; types that matrix units do not know (int32, bool, ...) run as fp32."""
-    found = element_type(dtype)
-    return _RATES[DType.INT8] if found is DType.UINT8 else _RATES.get(found, _RATES[DType.FLOAT32])
+    element = element_type(dtype)
+    return _RATES[DType.INT8] if element is DType.UINT8 else _RATES.get(element, _RATES[DType.FLOAT32])
 
 
 def dtype_bytes(dtype: str) -> int:

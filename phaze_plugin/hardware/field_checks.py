@@ -1,4 +1,6 @@
-"""Checks that a field of a hardware value can exist; a `HardwareError` names the owner, the field and the value.
+"""Checks of the numbers in accelerators, clusters, recipes and calibrations, and the largest ones that may be.
+
+A number that cannot be is a `HardwareError` that names the owner, the field and the value.
 
 Bounds are far outside anything that will be built, and inside what floats can be multiplied and divided by without
 running over.
@@ -26,6 +28,7 @@ LARGEST_COUNT = 2**20
 """Of cores, rows, columns and lanes: products of three still fit 64 bits."""
 
 LARGEST_BYTES = 2**50
+"""Of memories, and of any other whole number such as a count of devices: exact as a float."""
 
 SMALLEST_REAL, LARGEST_REAL = 1e-9, 1e18
 """Of rates, clocks and bandwidths."""

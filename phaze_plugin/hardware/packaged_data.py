@@ -12,24 +12,29 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 __all__ = [
     "Fact",
+    "Table",
     "fact_of",
     "packaged_table",
 ]
 
+Table: TypeAlias = Mapping[str, Any]
+"""An object of a shipped JSON file. Its values are whatever the file says; those who read it know its keys."""
+
 
 @cache
-def packaged_table(name: str) -> Mapping[str, Any]:
+def packaged_table(name: str) -> Table:
     """The table ``data/NAME.json``."""
     text = resources.files("phaze.hardware.data").joinpath(f"{name}.json").read_text(encoding="utf-8")
-    table: Mapping[str, Any] = _frozen(json.loads(text))
+    table: Table = _frozen(json.loads(text))
     return table
 
 
 def _frozen(value: Any) -> Any:
+    """A JSON value whose objects are read-only and whose lists are tuples."""
     if isinstance(value, dict):
         return MappingProxyType({key: _frozen(item) for key, item in value.items()})
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
@@ -49,6 +54,6 @@ class Fact:
         return "fact" if self.is_verified else "estimate"
 
 
-def fact_of(cell: Mapping[str, Any]) -> Fact:
+def fact_of(cell: Table) -> Fact:
     """The fact in a cell of a packaged table."""
     return Fact(cell["value"], cell["source"], cell["verified"])

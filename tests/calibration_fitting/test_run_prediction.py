@@ -5,7 +5,7 @@ import pytest
 from plans import small_cluster, small_graph
 
 import phaze
-from phaze.calibration_fitting import Run, prepare
+from phaze.calibration_fitting import Run, prepare_run
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
 from phaze.errors import QuestionError
 from phaze.hooks import PluginManager
@@ -39,7 +39,7 @@ def run(name: str, **changes: Any) -> Run:
 @pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK, BLOCKING], ids=["library", "eager", "blocking"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) -> None:
-    prepared = prepare(run(name), stack, PluginManager.load())
+    prepared = prepare_run(run(name), stack, PluginManager.load())
     for terms in (FITTED, {**FITTED, "matrix": 0.9, "overlap": 0.0, "overhead_s": 5e-5}):
         calibration = Calibration(name="fitted", stack=stack, **terms)
         plan = phaze.evaluate(
@@ -64,12 +64,12 @@ def test_what_a_strategy_lacks_is_the_plainest_choice() -> None:
         strategy={"pp": 4, "micro_batch_size": 2},
         seconds=1.0,
     )
-    degrees = prepare(lacking, LIBRARY_STACK, PluginManager.load()).degrees
+    degrees = prepare_run(lacking, LIBRARY_STACK, PluginManager.load()).degrees
     assert (degrees.width, degrees.pipelines, degrees.devices, degrees.chunks, degrees.zero_stage) == (1, 2, 4, 1, 0)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(QuestionError, match="at most one stage a layer"):
-        prepare(
+        prepare_run(
             run("one stage, sharded", pp=8, dp=1, schedule="1f1b", stages=None), LIBRARY_STACK, PluginManager.load()
         )
