@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phaze.capabilities import Capabilities
     from phaze.cost import Estimate
     from phaze.hardware import AcceleratorArray
+    from phaze.hooks import PluginManager
     from phaze.ir import Graph, Op
     from phaze.plan.plan import Plan
 
@@ -88,9 +89,10 @@ class Target(Protocol):
         ...
 
     def export(self, plan: Plan, model: object) -> object:
-        """The plan in the target's own terms: texts by file name, or whatever else the target runs.
+        """The plan in the target's own terms, as texts by file name: `plan.export` calls it.
 
-        `plan.export` gives no model (None) where its caller has none.
+        The model is None where the caller has none. Raises PlanError where the target writes no file, saying what
+        to call instead.
         """
         ...
 
@@ -100,11 +102,19 @@ class RunnableTarget(Target, Protocol):
     """A target that arranges a live model: `plan.apply` calls it."""
 
     def apply(
-        self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]
+        self,
+        plan: Plan,
+        model: object,
+        *,
+        mesh: object,
+        loss_fn: object,
+        plugins: PluginManager,
+        options: Mapping[str, object],
     ) -> object:
         """The model, arranged as the plan says, on this mesh or (None) on one of its own.
 
-        Raises PlanError where model or mesh are not those of the plan, or options that the target does not know.
+        `plugins` know the stage builders. Raises PlanError where model or mesh are not those of the plan, or for
+        options that the target does not know.
         """
         ...
 

@@ -20,6 +20,7 @@ from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
 __all__ = ["JaxTarget", "ScanStages", "StableHloTarget", "phaze_stage_builders", "phaze_targets"]
@@ -64,7 +65,16 @@ class JaxTarget:
         """Nothing: this target arranges live models."""
         raise PlanError("target 'jax' writes no file; use plan.apply(model, inputs=...), or plan.export('pjit').")
 
-    def apply(self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]) -> Any:
+    def apply(
+        self,
+        plan: Plan,
+        model: object,
+        *,
+        mesh: object,
+        loss_fn: object,
+        plugins: PluginManager,
+        options: Mapping[str, object],
+    ) -> Any:
         """The model arranged on a mesh: see `phaze.backends.jax.applied_plan.AppliedPlan`.
 
         Raises PlanError for a model or mesh that is not the plan's, and for options other than those above.

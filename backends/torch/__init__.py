@@ -1,4 +1,8 @@
-"""torch: plans applied to modules: DTensors, FSDP2, recompute and pipelines; and as texts for other tools."""
+"""torch as a target, and the door to its package: plans applied to live modules, and exported as FSDP2 programs.
+
+This module and `fsdp_export.py` load without torch. All others import it at their top, and are imported here when a
+plan is applied or a model is cut into stages.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,36 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from phaze.backends.torch.fsdp import FsdpTarget
+from phaze.backends.torch.fsdp_export import FsdpTarget
 from phaze.capabilities import Capabilities, PipelineSchedule
-from phaze.errors import PlanError
+from phaze.errors import PlanError, shown
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
+    from phaze.backends.torch.applied_module import AppliedModule
+    from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-_NUMBERED = re.compile(r"\w\.\d+$")
-
 __all__ = ["ModuleStages", "TorchTarget", "phaze_stage_builders", "phaze_targets"]
+
+_OPTIONS = ("inputs", "optimizer")
+"""What `TorchTarget.apply` understands."""
+_NUMBERED = re.compile(r"\w\.\d+$")
+"""The path of an element of a module list."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchTarget:
     """Arranges a module on a device mesh.
 
-    Options of `apply`: `inputs` as `optimize` took them (needed for stages: they say what crosses the cuts) and
-    `optimizer` (a function from parameters to a torch optimizer; by default AdamW or SGD, as the plan's precision
-    says).
+    Options of `apply`:
+        inputs: the inputs that `optimize` took; needed for stages, because they say what crosses the cuts.
+        optimizer: a function from parameters to a torch optimizer; by default AdamW or SGD, as the plan's precision
+            says.
     """
 
     name: str = "torch"
@@ -54,11 +64,34 @@ class TorchTarget:
         """Nothing: this target arranges live models."""
         raise PlanError("target 'torch' writes no file; use plan.apply(model), or plan.export('fsdp').")
 
-    def apply(self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]) -> Any:
-        """See `phaze.backends.torch.applied.Applied`."""
-        from phaze.backends.torch.applied import apply_plan_to
+    def apply(
+        self,
+        plan: Plan,
+        model: object,
+        *,
+        mesh: object,
+        loss_fn: object,
+        plugins: PluginManager,
+        options: Mapping[str, object],
+    ) -> AppliedModule:
+        """The module arranged on a mesh; plugins' stage builders may cut it into stages.
 
-        return apply_plan_to(plan, model, mesh, loss_fn, options)  # type: ignore[arg-type]
+        Raises PlanError for a model or mesh that is not the plan's, and for options other than those above.
+        """
+        from phaze.backends.torch.applied_module import apply_to_module
+
+        for name in options:
+            if name not in _OPTIONS:
+                raise PlanError(f"apply has no option {shown(name)} for torch; expected some of {', '.join(_OPTIONS)}.")
+        return apply_to_module(
+            plan,
+            model,
+            mesh,
+            loss_fn=loss_fn,  # type: ignore[arg-type]
+            inputs=options.get("inputs"),
+            optimizer=options.get("optimizer"),
+            stage_builders=[offer.value for offer in plugins.stage_builders()],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +114,7 @@ class ModuleStages:
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
         """The modules before which the stages begin; what crosses there is found when the plan is applied."""
-        from phaze.backends.torch.stages import cut_paths
+        from phaze.backends.torch.stage_cuts import cut_paths
 
         return cut_paths(stages, model)
 

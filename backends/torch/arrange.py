@@ -1,135 +1,161 @@
-"""A module arranged on a mesh: parameters on the tensor axis, recompute, shards of copies, in this order."""
+"""How a module is arranged on a mesh: tensor-parallel parameters first, then recompute, then FSDP2.
+
+`arrange_module` does all three in place. `schedule_gradient_sync` decides, microbatch by microbatch, when copies of the
+model exchange gradients and drop gathered parameters (ZeRO). `checkpoint_block` recomputes a block in backward.
+
+This file needs torch alone: target 'fsdp' exports it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from phaze.backends.torch.split_collectives import Axis
-from phaze.backends.torch.split_parameters import Cut, showing, split_parameters, take_whole_states
-from phaze.backends.torch.split_tensor import SplitTensor, is_split
+from phaze.backends.torch.split_parameters import (
+    Cut,
+    accept_whole_states,
+    distribute_parameters,
+    parameters_as_parts,
+)
+from phaze.backends.torch.split_tensor import SplitTensor, TorchFunction, is_split
 
-__all__ = ["arrange", "recompute", "synchronise"]
+__all__ = ["arrange_module", "checkpoint_block", "schedule_gradient_sync"]
 
 
-def arrange(
-    module: Any,
-    mesh: Any,
+def arrange_module(
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
     *,
     cuts: Mapping[str, Cut],
     splits_sequences: bool,
     blocks: Mapping[str, str],
     zero: int,
-    compute_dtype: Any,
-    reduction_dtype: Any,
+    compute_dtype: torch.dtype,
+    reduction_dtype: torch.dtype,
 ) -> Axis | None:
-    """Arrange a module in place; `blocks` are its repeated layers, each with its recompute mode.
+    """Arrange a module in place, and return its tensor-parallel axis (None where tp is 1).
 
-    Gives the tensor axis, None where there is none.
+    The mesh has axes replicate, shard and tp. `cuts` are of parameters by name, and `blocks` are the recompute modes of
+    the module's repeated layers by path; FSDP2 gathers each block by itself.
     """
     axis = None
     if mesh["tp"].size() > 1:
-        tensor = mesh["tp"]
-        axis = Axis(tensor.get_group(), tensor.size(), tensor.get_local_rank(), splits_sequences)
-        split_parameters(module, cuts, tensor, axis)
+        tensor_mesh = mesh["tp"]
+        axis = Axis(tensor_mesh.get_group(), tensor_mesh.size(), tensor_mesh.get_local_rank(), splits_sequences)
+        distribute_parameters(module, cuts, tensor_mesh, axis)
     for path, mode in blocks.items():
-        recompute(module.get_submodule(path), mode)
+        checkpoint_block(module.get_submodule(path), mode)
     copies = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduction_dtype)
-    for part in (*(module.get_submodule(path) for path in blocks), module):
-        fully_shard(part, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
-    take_whole_states(module)
+    for submodule in (*(module.get_submodule(path) for path in blocks), module):
+        fully_shard(submodule, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
+    accept_whole_states(module)
     if axis is not None:
         for path in blocks:
-            _let_parts_through(module.get_submodule(path))
-        _show_while_running(module)
+            _let_split_tensors_through(module.get_submodule(path))
+        _read_parts_while_running(module)
     return axis
 
 
-def _show_while_running(module: Any) -> None:
-    """Behind FSDP2's own hook, which wants to see what is stored."""
-    runs: list[Any] = []
+def _read_parts_while_running(module: torch.nn.Module) -> None:
+    """Enter `parameters_as_parts` for every forward, behind FSDP2's own hook, which wants to see what is stored."""
+    entered: list[AbstractContextManager[None]] = []
 
-    def entering(*_: Any) -> None:
-        runs.append(showing())
-        runs[-1].__enter__()
+    def before_forward(*_: object) -> None:
+        entered.append(parameters_as_parts())
+        entered[-1].__enter__()
 
-    def leaving(*_: Any) -> None:
-        if runs:  # none where an earlier hook failed
-            runs.pop().__exit__(None, None, None)
+    def after_forward(*_: object) -> None:
+        if entered:  # empty where an earlier hook failed
+            entered.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(entering)
-    module.register_forward_hook(leaving, always_call=True)
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward, always_call=True)
 
 
-def synchronise(module: Any, zero: int, *, is_last: bool) -> None:
-    """What the backward of a microbatch does between copies.
+def schedule_gradient_sync(module: FSDPModule, zero: int, *, is_last: bool) -> None:
+    """Say what the backward of the next microbatch does between copies of the model; call it before each one.
 
-    From ZeRO 2 on gradients are reduced after every one, below after the last; parameters stay gathered until then
-    below ZeRO 3.
+    Under ZeRO 2 and 3 gradients are reduced after every microbatch, and below after the last one. Parameters stay
+    gathered from one microbatch to the next below ZeRO 3.
     """
     module.set_requires_gradient_sync(zero >= 2 or is_last)
     module.set_reshard_after_backward(zero == 3 or is_last)
 
 
-def recompute(block: Any, mode: str) -> None:
-    """Run a block's forward again in backward: all of it, or only `scaled_dot_product_attention`.
+def checkpoint_block(block: torch.nn.Module, mode: str) -> None:
+    """Compute a block's forward again in backward: all of it ("full"), or its attention only ("selective").
 
-    Attention that a model writes out as products and a softmax is kept by the selective mode.
+    Attention is what `scaled_dot_product_attention` computes. The selective mode keeps attention that a model writes
+    out as products and a softmax.
     """
     if mode == "full":
-        block.forward = functools.partial(checkpoint, showing()(block.forward), use_reentrant=False)
+        block.forward = functools.partial(checkpoint, parameters_as_parts()(block.forward), use_reentrant=False)
     elif mode == "selective":
-        block.forward = functools.partial(_with_attention_again, block.forward)
+        block.forward = functools.partial(_call_with_attention_recomputed, block.forward)
 
 
-class _AttentionAgain(TorchFunctionMode):
-    """Keeps what enters attention, and computes the rest of it again in backward."""
+class _RecomputesAttention(TorchFunctionMode):
+    """Keeps what enters attention, and computes the rest of attention again in backward."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _with_attention_again(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with _AttentionAgain():
+def _call_with_attention_recomputed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    with _RecomputesAttention():
         return forward(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A split tensor in a form that FSDP2 looks into: it ties its hooks to tensors that autograd knows."""
+class _OpenedTensor:
+    """A split tensor taken apart, for FSDP2, which ties its hooks to the tensors that it finds inside dataclasses."""
 
     local: torch.Tensor
-    how: tuple[Any, ...]
+    axis: Axis
+    shape: tuple[int, ...]
+    dim: int
+    outer: int
 
 
-def _open_parts(_: Any, args: Any, kwargs: Any) -> Any:
-    def opened(leaf: Any) -> Any:
+def _open_split_tensors(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def opened(leaf: object) -> object:
         if not isinstance(leaf, SplitTensor):
             return leaf
-        return _Part(leaf.local, (leaf.axis, tuple(leaf.shape), leaf.dim_, leaf.outer))
+        return _OpenedTensor(leaf.local, leaf.axis, tuple(leaf.shape), leaf.split_dim, leaf.outer)
 
     return tree_map(opened, (args, kwargs), is_leaf=is_split)
 
 
-def _close_parts(_: Any, args: Any, kwargs: Any) -> Any:
-    def closed(leaf: Any) -> Any:
-        return SplitTensor(leaf.local, *leaf.how) if isinstance(leaf, _Part) else leaf
+def _close_split_tensors(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def closed(leaf: object) -> object:
+        if not isinstance(leaf, _OpenedTensor):
+            return leaf
+        return SplitTensor(leaf.local, leaf.axis, leaf.shape, leaf.dim, leaf.outer)
 
-    return tree_map(closed, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _Part))
+    return tree_map(closed, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _OpenedTensor))
 
 
-def _let_parts_through(module: Any) -> None:
-    """Around FSDP2's own hook, which runs first of those there are."""
-    module.register_forward_pre_hook(_open_parts, prepend=True, with_kwargs=True)
-    module.register_forward_pre_hook(_close_parts, with_kwargs=True)
+def _let_split_tensors_through(module: torch.nn.Module) -> None:
+    """Take split tensors apart before FSDP2's own pre-hook, which runs first of those there are, and rejoin them."""
+    module.register_forward_pre_hook(_open_split_tensors, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(_close_split_tensors, with_kwargs=True)

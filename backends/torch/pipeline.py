@@ -1,31 +1,52 @@
-"""Pipelines: this process's stages, torch's schedule over them, and parameters that several stages share."""
+"""Pipelines in torch: this process's stages under torch's schedule, and gradients of parameters that stages share.
+
+`build_pipeline` cuts the model, arranges the stages of this process and hands them to a schedule of
+torch.distributed.pipelining. `Pipeline.backward` runs it, and sums the gradients of tied parameters (`SharedParameter`)
+over the stages that hold them. Under sequence parallelism only parts of sequences are sent from stage to stage
+(`_to_wire`, `_from_wire`).
+"""
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    _PipelineSchedule,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.arrange import synchronise
-from phaze.backends.torch.layouts import blocks_of
-from phaze.backends.torch.split_collectives import Axis, parted
-from phaze.backends.torch.split_tensor import SplitTensor
-from phaze.backends.torch.stages import Rehearsal, StageCut, StagePart, build_stage, rehearse
+from phaze.backends.torch.arrange import schedule_gradient_sync
+from phaze.backends.torch.split_collectives import Axis, scattered
+from phaze.backends.torch.split_tensor import SplitTensor, to_whole
+from phaze.backends.torch.stage_cuts import Boundary, DryRun, block_paths, dry_run
+from phaze.backends.torch.stage_models import StageEnd, StageModel, build_stage
 from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlanError
-from phaze.plan.plan import Plan
+from phaze.interfaces import StageBuilder
 
-__all__ = ["Pipeline", "build_pipeline"]
+if TYPE_CHECKING:
+    from phaze.plan.plan import Plan
+
+__all__ = ["ArrangeFunction", "LossFunction", "Pipeline", "SharedParameter", "build_pipeline", "find_cut_paths"]
+
+ArrangeFunction: TypeAlias = Callable[[torch.nn.Module, Mapping[str, str]], Axis | None]
+"""Arranges a module on the mesh; takes the recompute modes of its blocks by path, returns the tensor-parallel axis."""
+
+LossFunction: TypeAlias = Callable[..., torch.Tensor]
+"""Calls a module (first argument) with a batch (the others), and returns the scalar loss."""
 
 _SCHEDULES = {
     PipelineSchedule.GPIPE: ScheduleGPipe,
@@ -34,55 +55,73 @@ _SCHEDULES = {
 }
 
 
-class _Stage(PipelineStage):
+class _ZeroStage(PipelineStage):
     """A stage whose copies reduce gradients as often as its ZeRO stage says; torch's own does so once a step."""
 
     zero = 0
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """A backward of a microbatch."""
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: Mapping[str, object], last_backward: bool = False
+    ) -> tuple[object, object]:
+        """The backward of a microbatch."""
         if self.zero < 2 or backward_type != "full":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            answer: tuple[object, object] = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return answer
         self.submod.set_is_last_backward(last_backward)
-        synchronise(self.submod, self.zero, is_last=last_backward)
+        schedule_gradient_sync(self.submod, self.zero, is_last=last_backward)
         names = ("stage_output", "output_grads", "input_values")
         return stage_backward(*(bwd_kwargs[name] for name in names)), None
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
-    """Copies of one parameter on this process, and the processes whose stages hold others."""
+class SharedParameter:
+    """A parameter that several stages hold: its copies on this process, and the processes that have others.
 
-    parameters: tuple[Any, ...]
-    group: Any
+    The group is None where no other process has a copy.
+    """
+
+    copies: tuple[torch.nn.Parameter, ...]
+    group: dist.ProcessGroup | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """This process's stages under a schedule."""
+    """This process's stages under a schedule.
 
-    modules: tuple[Any, ...]
-    schedule: Any
-    ties: tuple[Tie, ...]
-    names: tuple[str, ...]
-    group: Any
+    Attributes:
+        modules: the model of each stage of this process, in order.
+        schedule: torch's schedule, ready to step.
+        shared_parameters: parameters whose gradients are summed over stages.
+        argument_names: the names of the model's arguments, for those of a batch that are given without names.
+        group: the processes of this pipeline.
+        holds_loss: whether this process has the last stage.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
+    schedule: _PipelineSchedule
+    shared_parameters: tuple[SharedParameter, ...]
+    argument_names: tuple[str, ...]
+    group: dist.ProcessGroup
     holds_loss: bool
 
-    def backward(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The mean loss over microbatches on every process of the pipeline; gradients are those of that mean."""
-        batch = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        losses: list[Any] = []
+    def backward(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
+        """Run `count` microbatches; the mean loss on every process of the pipeline, and gradients of that mean."""
+        batch = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        losses: list[torch.Tensor] = []
+        # torch calls the loss function only where it is given a target; `_loss_of_last_stage` ignores it.
         target = {"target": torch.zeros(count)} if self.holds_loss else {}
-        held = [(own, own.grad) for module in self.modules for own in module.parameters() if own.grad is not None]
-        for own, _ in held:
-            own.grad = None
+        # Gradients of earlier calls are set aside, so that sums over stages hold those of this call alone.
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
         self.schedule.step(**batch, **target, losses=losses, return_outputs=False)
-        for tie in self.ties:
-            _sum_gradients(tie)
-        for own, before in held:
-            own.grad = before if own.grad is None else own.grad + before
-        loss = torch.stack([one.detach() for one in losses]).mean() if losses else torch.zeros(())
-        device = next(iter(batch.values())).device
+        for shared in self.shared_parameters:
+            _sum_gradients(shared)
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        loss = torch.stack([loss.detach() for loss in losses]).mean() if losses else torch.zeros(())
+        device = next(iter(batch.values())).device  # type: ignore[attr-defined]
         loss = loss.to(device, torch.float32)
         dist.all_reduce(loss, group=self.group)
         if not bool(torch.isfinite(loss)):
@@ -93,82 +132,73 @@ class Pipeline:
         return loss
 
 
-def _sum_gradients(tie: Tie) -> None:
-    for parameter in tie.parameters:  # a stage may hold a parameter that it does not use
+def _sum_gradients(shared: SharedParameter) -> None:
+    """Give all copies of a parameter the sum of their gradients, over the stages of all processes that hold it."""
+    for parameter in shared.copies:  # a stage may hold a parameter that it does not use
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in tie.parameters if parameter.grad is not None]
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
-    if not local:
+    gradients = [parameter.grad for parameter in shared.copies if parameter.grad is not None]
+    local_gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    if not local_gradients:
         return
-    total = torch.stack(local).sum(0) if len(local) > 1 else local[0].contiguous()
-    if tie.group is not None:
-        dist.all_reduce(total, group=tie.group)
-    for one in local:
-        one.copy_(total)
+    is_one = len(local_gradients) == 1
+    total = local_gradients[0].contiguous() if is_one else torch.stack(local_gradients).sum(0)
+    if shared.group is not None:
+        dist.all_reduce(total, group=shared.group)
+    for gradient in local_gradients:
+        gradient.copy_(total)
 
 
 def build_pipeline(
     plan: Plan,
-    model: Any,
-    mesh: Any,
-    inputs: Any,
-    forward: Callable[..., Any],
-    arranged: Callable[[Any, Mapping[str, str]], Any],
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    inputs: object,
+    loss: LossFunction,
+    arrange: ArrangeFunction,
+    stage_builders: Iterable[StageBuilder],
 ) -> Pipeline:
     """Cut the model as the plan says and arrange the stages of this process."""
-    layers = [stage.layers for stage in plan.stages]
-    names = tuple(inspect.signature(model.forward).parameters)
-    batch = _micro_batch(inputs, names, plan.strategy.micro_batch_size)
-    paths = _paths(model, layers)
-    seen = rehearse(model, paths, batch, getattr(torch, plan.question.precision.compute_dtype))
-    place, pipeline_group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
-    own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
-    count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
-    holders = _holders(model, seen)
-    parts, stages = [], []
-    for index in own:
-        part = build_stage(model, paths, seen, index)
-        modes = dict.fromkeys(blocks_of(plan.stages[index].layers, part.module), plan.stages[index].recompute)
-        run = types.MethodType(_stage_forward(part, type(part.module).forward, forward), part.module)
-        axis = arranged(part.module, modes)
-        part.axis = axis
-        part.module.forward = run
-        parts.append(part)
-        stages.append(
-            _Stage(
-                part.module,
-                index,
-                len(plan.stages),
-                mesh.device_type if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device()),
-                input_args=_wire_shapes(part.relay_in, axis) if index else (),
-                output_args=_wire_shapes(part.relay_out, axis)
-                if part.relay_out
-                else (torch.empty(1, device="meta", requires_grad=True),),
-                group=pipeline_group,
-            )
-        )
+    argument_names = tuple(inspect.signature(model.forward).parameters)
+    paths = find_cut_paths(model, [stage.layers for stage in plan.stages], stage_builders)
+    batch = _example_micro_batch(inputs, argument_names, plan.strategy.micro_batch_size)
+    run = dry_run(model, paths, batch, getattr(torch, plan.question.precision.compute_dtype))
+    place, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+    local_stages = [index for index, stage in enumerate(plan.stages) if stage.place == place]
+    holders = _stages_of_shared_parameters(model, run)
+    models, stages = [], []
+    for index in local_stages:
+        stage_model = build_stage(model, paths, run, index)
+        modes = dict.fromkeys(block_paths(plan.stages[index].layers, stage_model.module), plan.stages[index].recompute)
+        # FSDP2 puts its own class before the module's: the model's forward is looked up before.
+        forward = _stage_forward(stage_model, type(stage_model.module).forward, loss)
+        stage_model.axis = arrange(stage_model.module, modes)
+        stage_model.module.forward = types.MethodType(forward, stage_model.module)
+        models.append(stage_model)
+        stages.append(_torch_stage(stage_model, index, len(plan.stages), mesh, group))
         stages[-1].zero = plan.strategy.zero
-    kind = PipelineSchedule(plan.strategy.schedule)
-    made = _SCHEDULES[kind](stages if kind is PipelineSchedule.INTERLEAVED else stages[0], count, loss_fn=_given_loss)
     return Pipeline(
-        modules=tuple(part.module for part in parts),
-        schedule=made,
-        ties=_ties(model, holders, own, parts, mesh),
-        names=names,
-        group=pipeline_group,
-        holds_loss=len(plan.stages) - 1 in own,
+        modules=tuple(stage_model.module for stage_model in models),
+        schedule=_torch_schedule(plan, stages),
+        shared_parameters=_shared_parameters(model, holders, local_stages, models, mesh),
+        argument_names=argument_names,
+        group=group,
+        holds_loss=len(plan.stages) - 1 in local_stages,
     )
 
 
-def _paths(model: Any, layers: Sequence[Sequence[str]]) -> list[str]:
-    """Where the model is cut: what the first stage builder that accepts it says; raises PlanError."""
-    from phaze.hooks import PluginManager
+def find_cut_paths(
+    model: torch.nn.Module, layers: Sequence[Sequence[str]], stage_builders: Iterable[StageBuilder]
+) -> list[str]:
+    """The modules before whose calls stages begin, as the first stage builder says that accepts the model.
 
-    builders = [offer.value for offer in PluginManager.load().stage_builders() if offer.value.target == "torch"]
-    builder = next((one for one in builders if one.accepts(model)), None)
+    Raises PlanError where no builder accepts it, or where the builder's answer names no such modules.
+    """
+    builders = [builder for builder in stage_builders if builder.target == "torch"]
+    builder = next((builder for builder in builders if builder.accepts(model)), None)
     if builder is None:
-        known = ", ".join(sorted(one.name for one in builders))
+        known = ", ".join(sorted(builder.name for builder in builders))
         raise PlanError(f"nothing cuts {type(model).__name__} into stages (known: {known}); plan with strategy pp=1.")
     paths = [str(path) for path in builder.build_stages(model, layers)]
     modules = {name for name, _ in model.named_modules()}
@@ -181,125 +211,170 @@ def _paths(model: Any, layers: Sequence[Sequence[str]]) -> list[str]:
     return paths
 
 
-def _given_loss(output: Any, _: Any) -> Any:
-    """The last stage returns the loss itself."""
-    return output.sum()
-
-
-def _micro_batch(inputs: Any, names: Sequence[str], size: int) -> dict[str, Any]:
+def _example_micro_batch(inputs: object, names: Sequence[str], size: int) -> dict[str, object]:
     """Example inputs by name, at the size of a microbatch."""
     if isinstance(inputs, Mapping):
-        given = dict(inputs)
+        named = dict(inputs)
     else:
-        flat = inputs if isinstance(inputs, list | tuple) else (inputs,)
-        given = dict(zip(names, flat, strict=False))
+        listed = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        named = dict(zip(names, listed, strict=False))
 
-    def sized(leaf: Any) -> Any:
+    def sized(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return torch.zeros((size, *leaf.shape[1:]), dtype=leaf.dtype)
 
-    return {name: tree_map(sized, value) for name, value in given.items()}
+    return {name: tree_map(sized, value) for name, value in named.items()}
 
 
-def _stage_forward(part: StagePart, whole: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage's forward: what it received in, what crosses its end out, or the loss."""
+# ---------------------------------------------------------------------------------------- torch's stages and schedule
 
-    def run(module: Any, *received: Any, **batch: Any) -> Any:
-        part.received.clear()
-        part.kept.clear()
-        part.incoming[:] = [_from_wire(value, like, part.axis) for value, like in _pairs(part, received)]
-        call = types.MethodType(whole, module)
+
+def _torch_stage(
+    stage_model: StageModel, index: int, count: int, mesh: DeviceMesh, group: dist.ProcessGroup
+) -> _ZeroStage:
+    """Stage `index` of `count` for torch's schedule, with the shapes of what it receives and sends."""
+    is_cpu = mesh.device_type == "cpu"
+    axis, boundary_in, boundary_out = stage_model.axis, stage_model.boundary_in, stage_model.boundary_out
+    loss_shapes = (torch.empty(1, device="meta", requires_grad=True),)
+    return _ZeroStage(
+        stage_model.module,
+        index,
+        count,
+        mesh.device_type if is_cpu else torch.device("cuda", torch.cuda.current_device()),
+        input_args=_wire_shapes(boundary_in, axis) if boundary_in is not None else (),
+        output_args=_wire_shapes(boundary_out, axis) if boundary_out is not None else loss_shapes,
+        group=group,
+    )
+
+
+def _torch_schedule(plan: Plan, stages: Sequence[_ZeroStage]) -> _PipelineSchedule:
+    kind = PipelineSchedule(plan.strategy.schedule)
+    count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
+    scheduled = stages if kind is PipelineSchedule.INTERLEAVED else stages[0]
+    return _SCHEDULES[kind](scheduled, count, loss_fn=_loss_of_last_stage)
+
+
+def _loss_of_last_stage(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """The last stage returns the loss itself."""
+    return output.sum()
+
+
+def _stage_forward(
+    stage_model: StageModel, model_forward: Callable[..., object], loss: LossFunction
+) -> Callable[..., object]:
+    """A stage's forward: takes what crosses the cut before it, returns what crosses the one behind it, or the loss."""
+
+    def forward(module: torch.nn.Module, *received: torch.Tensor, **batch: object) -> object:
+        stage_model.received.clear()
+        stage_model.replaced.clear()
+        boundary_in = stage_model.boundary_in
+        arrived = [] if boundary_in is None else list(zip(received, boundary_in.tensors, strict=True))
+        stage_model.incoming[:] = [_from_wire(value, like, stage_model.axis) for value, like in arrived]
         try:
-            loss = forward(call, **batch)
-        except StageCut as cut:
-            assert part.relay_out is not None
-            pairs = zip(cut.values, part.relay_out.tensors, strict=True)
-            return tuple(_to_wire(value, part.axis).to(like.dtype) for value, like in pairs)
-        return loss.reshape(1).clone()
+            value = loss(types.MethodType(model_forward, module), **batch)
+        except StageEnd as end:
+            assert stage_model.boundary_out is not None
+            crossing = zip(end.values, stage_model.boundary_out.tensors, strict=True)
+            return tuple(_to_wire(value, stage_model.axis).to(like.dtype) for value, like in crossing)
+        return value.reshape(1).clone()
 
-    return run
-
-
-def _pairs(part: StagePart, received: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(received, part.relay_in.tensors, strict=True)) if part.relay_in is not None else []
+    return forward
 
 
-def _is_sent_in_parts(value: Any, axis: Axis | None) -> bool:
+def _is_sent_in_parts(value: torch.Tensor, axis: Axis | None) -> bool:
+    """Whether devices of the tensor-parallel axis each send their part of the sequence, dimension 1."""
     return bool(axis and axis.splits_sequences and len(value.shape) >= 3 and value.shape[1] % axis.size == 0)
 
 
-def _to_wire(value: Any, axis: Axis | None) -> Any:
+def _to_wire(value: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """What this process sends of a tensor to the next stage."""
     if axis is None or not _is_sent_in_parts(value, axis):
-        return (value.whole() if isinstance(value, SplitTensor) else value).contiguous()
-    if isinstance(value, SplitTensor) and (value.dim_, value.outer) == (1, 1):
+        return to_whole(value).contiguous()
+    if isinstance(value, SplitTensor) and (value.split_dim, value.outer) == (1, 1):
         return value.local.contiguous()
-    whole = value.whole() if isinstance(value, SplitTensor) else value
-    return parted(whole, axis, 1)
+    return scattered(to_whole(value), axis, 1)
 
 
-def _from_wire(value: Any, like: Any, axis: Axis | None) -> Any:
+def _from_wire(value: torch.Tensor, like: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """A tensor that arrived as the model sees it; `like` has the shape of the whole."""
     if axis is None or not _is_sent_in_parts(like, axis):
         return value
     return SplitTensor(value, axis, like.shape, 1)
 
 
-def _wire_shapes(relay: Any, axis: Axis | None) -> tuple[Any, ...]:
-    made = []
-    for tensor in relay.tensors:
+def _wire_shapes(boundary: Boundary, axis: Axis | None) -> tuple[torch.Tensor, ...]:
+    """Shapes and types of what is sent over a cut, as tensors without storage."""
+    sent = []
+    for tensor in boundary.tensors:
         shape = list(tensor.shape)
         if axis is not None and _is_sent_in_parts(tensor, axis):
             shape[1] //= axis.size
-        made.append(torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad))
-    return tuple(made)
+        sent.append(torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad))
+    return tuple(sent)
 
 
-def _holders(model: Any, seen: Rehearsal) -> dict[str, list[int]]:
-    """The stages that hold each parameter which several hold, by its first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, set[int]] = {}
-    for path, stages in seen.stages.items():
+# ---------------------------------------------------------------------------------------- parameters of several stages
+
+
+def _stages_of_shared_parameters(model: torch.nn.Module, run: DryRun) -> dict[str, list[int]]:
+    """The stages that hold each parameter which several stages hold, by its first name."""
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[str, set[int]] = {}
+    for path, stages in run.stages.items():
         for parameter in model.get_submodule(path)._parameters.values():
             if parameter is not None:
-                found.setdefault(first[id(parameter)], set()).update(stages)
-    return {name: sorted(stages) for name, stages in found.items() if len(stages) > 1}
+                holders.setdefault(first_name[id(parameter)], set()).update(stages)
+    return {name: sorted(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
-def _ties(
-    model: Any, holders: Mapping[str, Sequence[int]], own: Sequence[int], parts: Sequence[StagePart], mesh: Any
-) -> tuple[Tie, ...]:
+def _shared_parameters(
+    model: torch.nn.Module,
+    holders: Mapping[str, Sequence[int]],
+    local_stages: Sequence[int],
+    stage_models: Sequence[StageModel],
+    mesh: DeviceMesh,
+) -> tuple[SharedParameter, ...]:
     aliases: dict[str, list[str]] = {}
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(first[id(parameter)], []).append(name)
-    groups = _groups(mesh, holders)
-    ties = []
+        aliases.setdefault(first_name[id(parameter)], []).append(name)
+    groups = _groups_of_holders(mesh, holders)
+    shared = []
     for name, stages in holders.items():
-        if not set(stages) & set(own):
+        if not set(stages) & set(local_stages):
             continue
-        found: dict[int, Any] = {}
-        for part in parts:
-            known = dict(part.module.named_parameters(remove_duplicate=False))
+        copies: dict[int, torch.nn.Parameter] = {}
+        for stage_model in stage_models:
+            known = dict(stage_model.module.named_parameters(remove_duplicate=False))
             for alias in aliases[name]:
                 if alias in known:
-                    found[id(known[alias])] = known[alias]
-        places = tuple(sorted({stage % mesh["pp"].size() for stage in stages}))
-        ties.append(Tie(tuple(found.values()), groups.get(places)))
-    return tuple(ties)
+                    copies[id(known[alias])] = known[alias]
+        places = _places(stages, mesh)
+        shared.append(SharedParameter(tuple(copies.values()), groups.get(places)))
+    return tuple(shared)
 
 
-def _groups(mesh: Any, holders: Mapping[str, Sequence[int]]) -> dict[tuple[int, ...], Any]:
-    """This process's group among the pipeline places that share a parameter; made by all processes in one order."""
-    size = mesh["pp"].size()
-    wanted = sorted({tuple(sorted({stage % size for stage in stages})) for stages in holders.values()})
-    columns = mesh.mesh.reshape(size, -1).T.tolist()
-    found = {}
-    for places in wanted:
+def _places(stages: Iterable[int], mesh: DeviceMesh) -> tuple[int, ...]:
+    """The places in the pipeline that run these stages; with several stages per device they go round the places."""
+    return tuple(sorted({stage % mesh["pp"].size() for stage in stages}))
+
+
+def _groups_of_holders(
+    mesh: DeviceMesh, holders: Mapping[str, Sequence[int]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This process's group among the pipeline places that share a parameter.
+
+    torch wants all processes to make all groups, in the same order, also those that they are not in.
+    """
+    columns = mesh.mesh.reshape(mesh["pp"].size(), -1).T.tolist()
+    groups = {}
+    for places in sorted({_places(stages, mesh) for stages in holders.values()}):
         if len(places) == 1:
             continue
         for column in columns:
             ranks = [column[place] for place in places]
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
-                found[places] = group
-    return found
+                groups[places] = group
+    return groups

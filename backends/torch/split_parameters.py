@@ -1,10 +1,13 @@
-"""Parameters on the tensor axis: stored as DTensors, seen by their modules as parts.
+"""How parameters are stored for tensor parallelism: as DTensors, which their modules see as split tensors.
 
-A split that is not one block of its dimension (a fused projection cut by heads) is stored as a copy whose elements are
-put in the order of devices, so that every part is one block; states that are saved or loaded have the model's own
-order. An optimizer sees them, and saves what it knows of them, in the order of devices.
+`distribute_parameters` replaces the parameters of a module; while `parameters_as_parts` is entered, the module's own
+code reads SplitTensors in their place.
 
-This file needs torch alone.
+A split that is not one block of its dimension (a fused projection that is split by heads) is stored as a copy whose
+elements stand in the order of devices, so that every part is one block. States that are saved or loaded have the
+model's own order. An optimizer sees such parameters, and saves what it knows of them, in the order of devices.
+
+This file needs torch alone: target 'fsdp' exports it.
 """
 
 from __future__ import annotations
@@ -12,129 +15,145 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from phaze.backends.torch import split_products, split_rules
-from phaze.backends.torch.split_collectives import Axis, part_of
+from phaze.backends.torch.split_collectives import Axis, local_part
 from phaze.backends.torch.split_tensor import SplitTensor
 
-__all__ = ["Cut", "showing", "split_parameters", "take_whole_states", "to_device_order", "to_model_order"]
+__all__ = [
+    "Cut",
+    "accept_whole_states",
+    "distribute_parameters",
+    "parameters_as_parts",
+    "to_device_order",
+    "to_model_order",
+]
 
-Cut = tuple[int, int]
-"""A dimension, and the equal runs of it inside of which it is cut."""
+_RULES = (split_products, split_rules)  # imported for their rules, which register themselves
+_READS_PARTS: ContextVar[bool] = ContextVar("reads_parts", default=False)
 
-_RULES = (split_products, split_rules)
-_SHOWS: ContextVar[bool] = ContextVar("shows", default=False)
+
+class Cut(NamedTuple):
+    """Where a parameter is cut: dimension `dim`, inside each of its `outer` equal runs, into one chunk per device."""
+
+    dim: int
+    outer: int
 
 
 @contextmanager
-def showing() -> Iterator[None]:
-    """Inside, parameters that modules have are parts; outside, DTensors."""
-    token = _SHOWS.set(True)
+def parameters_as_parts() -> Iterator[None]:
+    """While this is entered, modules read their parameters as parts; otherwise they read DTensors."""
+    token = _READS_PARTS.set(True)
     try:
         yield
     finally:
-        _SHOWS.reset(token)
+        _READS_PARTS.reset(token)
 
 
-def split_parameters(module: Any, cuts: Mapping[str, Cut], mesh: Any, axis: Axis) -> None:
-    """Replace every parameter by its DTensor on the tensor axis; `cuts` by any of its names, others are whole."""
-    made: dict[int, Any] = {}
-    found = {id(own): cuts.get(name) for name, own in module.named_parameters(remove_duplicate=False)}
-    found |= {id(own): cuts[name] for name, own in module.named_parameters(remove_duplicate=False) if name in cuts}
-    for part in module.modules():
-        own = {}
-        for key, parameter in part._parameters.items():
+def distribute_parameters(module: torch.nn.Module, cuts: Mapping[str, Cut], mesh: DeviceMesh, axis: Axis) -> None:
+    """Replace every parameter by its DTensor on the tensor-parallel axis.
+
+    `cuts` names a parameter by any of its names; parameters that are not named are whole on every device.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    cut_of: dict[int, Cut | None] = {id(parameter): None for _, parameter in named}
+    cut_of |= {id(parameter): cuts[name] for name, parameter in named if name in cuts}
+    distributed: dict[int, torch.nn.Parameter] = {}
+    for submodule in module.modules():
+        cuts_here: dict[str, Cut | None] = {}
+        for key, parameter in submodule._parameters.items():
             if parameter is None:
                 continue
-            cut = found[id(parameter)]
-            if id(parameter) not in made:
-                made[id(parameter)] = _distributed(parameter, cut, mesh, axis)
-            part._parameters[key] = made[id(parameter)]
-            own[key] = cut
-        if own:
-            _show_parts(part, own, axis)
+            cut = cut_of[id(parameter)]
+            if id(parameter) not in distributed:  # tied parameters stay one parameter
+                distributed[id(parameter)] = _distributed(parameter, cut, mesh, axis)
+            submodule._parameters[key] = distributed[id(parameter)]
+            cuts_here[key] = cut
+        if cuts_here:
+            _let_module_read_parts(submodule, cuts_here, axis)
 
 
-def _distributed(parameter: Any, cut: Cut | None, mesh: Any, axis: Axis) -> Any:
+def _distributed(parameter: torch.nn.Parameter, cut: Cut | None, mesh: DeviceMesh, axis: Axis) -> torch.nn.Parameter:
     value = parameter.detach()
-    local = value if cut is None else part_of(value, axis, *cut).contiguous()
-    placement = Replicate() if cut is None else Shard(cut[0])
+    local = value if cut is None else local_part(value, axis, cut.dim, cut.outer).contiguous()
+    placement = Replicate() if cut is None else Shard(cut.dim)
     stored = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
     )
     return torch.nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
-class _ShowsParts:
-    """Beside a module's own class: while the model runs, its parameters are parts to whoever reads them."""
+class _ReadsParts:
+    """A base class that is put before a module's own: while the model runs, its parameters read as parts."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = super().__getattr__(name)  # type: ignore[misc]
         cuts, axis = self.__dict__["_phaze_cuts"]
-        if name not in cuts or not _SHOWS.get():
+        if name not in cuts or not _READS_PARTS.get():
             return value
         local, cut = value.to_local() if isinstance(value, DTensor) else value, cuts[name]
-        return local if cut is None else SplitTensor(local, axis, value.shape, *cut)
+        return local if cut is None else SplitTensor(local, axis, value.shape, cut.dim, cut.outer)
 
 
-def _show_parts(module: Any, cuts: Mapping[str, Cut | None], axis: Axis) -> None:
+def _let_module_read_parts(module: torch.nn.Module, cuts: Mapping[str, Cut | None], axis: Axis) -> None:
     module._phaze_cuts = (cuts, axis)
     kind = type(module)
-    module.__class__ = type(kind.__name__, (_ShowsParts, kind), {})
-    strided = {key: (cut, axis.size) for key, cut in cuts.items() if cut is not None and cut[1] > 1}
+    module.__class__ = type(kind.__name__, (_ReadsParts, kind), {})
+    strided = {key: (cut, axis.size) for key, cut in cuts.items() if cut is not None and cut.outer > 1}
     if strided:
         module._phaze_strided = strided
-        _restore_order(module, strided)
+        _keep_model_order_in_states(module, strided)
 
 
 def to_device_order(value: torch.Tensor, cut: Cut, ways: int) -> torch.Tensor:
-    """Elements of (runs, devices, chunk) in the order (devices, runs, chunk)."""
+    """Put elements of (runs, devices, chunk) in the order (devices, runs, chunk)."""
     dim, outer = cut
     return value.unflatten(dim, (outer, ways, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def to_model_order(value: torch.Tensor, cut: Cut, ways: int) -> torch.Tensor:
-    """The way back."""
-    return to_device_order(value, (cut[0], ways), cut[1])
+    """Undo `to_device_order`."""
+    return to_device_order(value, Cut(cut.dim, ways), cut.outer)
 
 
-def _restore_order(module: Any, cuts: Mapping[str, tuple[Cut, int]]) -> None:
-    """States are in the model's own order, whoever saves, loads or distributes them."""
+def _keep_model_order_in_states(module: torch.nn.Module, strided: Mapping[str, tuple[Cut, int]]) -> None:
+    """Let states have the model's own order, whoever saves, loads or distributes them."""
 
-    def reordered(state: dict[str, Any], prefix: str, order: Callable[..., torch.Tensor]) -> None:
-        for key, (cut, ways) in cuts.items():
+    def reorder(state: dict[str, object], prefix: str, order: Callable[[torch.Tensor, Cut, int], torch.Tensor]) -> None:
+        for key, (cut, ways) in strided.items():
             stored = state.get(prefix + key)
             if isinstance(stored, DTensor):
                 whole = order(stored.detach().full_tensor(), cut, ways)
-                state[prefix + key] = distributed_as(whole, stored)
+                state[prefix + key] = _distributed_as(whole, stored)
 
-    def saving(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
-        reordered(state, prefix, to_model_order)
+    def after_saving(_: torch.nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
+        reorder(state, prefix, to_model_order)
 
-    def loading(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        reordered(state, prefix, to_device_order)
+    def before_loading(_: torch.nn.Module, state: dict[str, object], prefix: str, *__: object) -> None:
+        reorder(state, prefix, to_device_order)
 
-    module.register_state_dict_post_hook(saving)
-    module.register_load_state_dict_pre_hook(loading)
+    module.register_state_dict_post_hook(after_saving)
+    module.register_load_state_dict_pre_hook(before_loading)
 
 
-def take_whole_states(module: Any) -> None:
+def accept_whole_states(module: torch.nn.Module) -> None:
     """Let `load_state_dict` take whole tensors, equal in all processes, beside the DTensors that `state_dict` gives."""
 
-    def loading(_: Any, state: dict[str, Any], *__: Any) -> None:
-        for name, own in module.named_parameters(remove_duplicate=False):
+    def before_loading(_: torch.nn.Module, state: dict[str, object], *__: object) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             given = state.get(name)
-            if isinstance(own, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
-                state[name] = distributed_as(given, own)
+            if isinstance(parameter, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+                state[name] = _distributed_as(given, parameter)
 
-    module.register_load_state_dict_pre_hook(loading)
+    module.register_load_state_dict_pre_hook(before_loading)
 
 
-def distributed_as(whole: torch.Tensor, like: DTensor) -> DTensor:
+def _distributed_as(whole: torch.Tensor, like: DTensor) -> DTensor:
     """A whole tensor, equal in all processes, distributed as another one is."""
     moved = whole.detach().to(like.device, like.dtype).contiguous()
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,22 +1,31 @@
-"""How functions of torch work on parts: elementwise ones, views, normalizations, and what joins or picks.
+"""How torch's other functions run on split tensors: elementwise, views, indexing, softmax, norms, sums, joins.
 
-Every rule returns what the function would return on the whole tensors, cut or whole, or raises NoRule. Products,
-lookups and losses stand in `split_products`.
+Every rule returns what its function would return on the whole tensors, as a split or a whole tensor, or raises NoRule,
+after which the function runs on whole tensors. Rules stand in this order:
 
-This file needs torch alone.
+- element by element: `elementwise`, `in_place`, `converted`, and `register_hook` for gradients;
+- views: `view`, `flatten`, `unflatten` (all by `reshaped`), `unsqueeze`, `squeeze`, `transpose`, `permute`, `t`,
+  `expand`, `getitem`, `split`;
+- along dimensions that are whole: `along_whole_dim` (softmax, cumulative sums), `norm`, `reduce`, `cat`, `stack`,
+  `repeat_interleave`.
+
+Products, embeddings and losses stand in `split_products`.
+
+This file needs torch alone: target 'fsdp' exports it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
-from phaze.backends.torch.split_collectives import copied, summed
-from phaze.backends.torch.split_tensor import NoRule, SplitTensor, is_split, rule_for
+from phaze.backends.torch.split_collectives import all_reduced, copied
+from phaze.backends.torch.split_tensor import NoRule, SplitTensor, TorchFunction, is_split, rule_for, to_whole
 
 __all__ = ["reshaped"]
 
@@ -33,260 +42,275 @@ _IN_PLACE = "add_ sub_ mul_ div_ masked_fill_ clamp_ relu_ __iadd__ __isub__ __i
 
 
 @rule_for(*_ELEMENTWISE.split())
-def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Element by element, operands stretched to a common shape: the first cut that is met is the result's."""
+def elementwise(func: TorchFunction, *args: object, **kwargs: object) -> SplitTensor:
+    """Work element by element, with operands stretched to a common shape: the result is split as the leader is."""
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
-    first = _leader(tensors, shape)
-    local = _parts(first, leaves)
-    local_args, local_kwargs = tree_unflatten(local, tree)
-    made = func(*local_args, **local_kwargs)
-    return first.like(made, shape, len(shape) - len(first.shape) + first.dim_)
+    leader = _leader(tensors, shape)
+    local_args, local_kwargs = tree_unflatten(_parts_beside(leader, leaves), tree)
+    local = func(*local_args, **local_kwargs)
+    return leader.with_part(local, shape, len(shape) - len(leader.shape) + leader.split_dim)
 
 
-def _parts(leader: SplitTensor, leaves: Sequence[Any]) -> list[Any]:
-    """What belongs to the leader's part of every tensor among some operands, dimensions counted from the right."""
-    at = leader.dim_ - len(leader.shape)
-    return [
-        leader.part(leaf, len(leaf.shape) + at if len(leaf.shape) >= -at else -1)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
+def _parts_beside(leader: SplitTensor, leaves: Iterable[object]) -> list[object]:
+    """Take from every tensor among some operands the part that meets the leader's; other operands stay as they are.
+
+    Dimensions that are stretched to a common shape are counted from the right.
+    """
+    dim_from_right = leader.split_dim - len(leader.shape)
+
+    def part(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dim = len(leaf.shape) + dim_from_right
+        return leader.matching_part(leaf, max(dim, -1))  # -1: the operand does not have that dimension
+
+    return [part(leaf) for leaf in leaves]
 
 
-def _leader(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> SplitTensor:
-    """The first split operand that is not stretched along its cut."""
+def _leader(tensors: Iterable[torch.Tensor], shape: Sequence[int]) -> SplitTensor:
+    """The first split operand that is not stretched along its split dimension."""
     for tensor in tensors:
-        if isinstance(tensor, SplitTensor) and shape[len(shape) - len(tensor.shape) + tensor.dim_] == tensor.length:
-            return tensor
+        if isinstance(tensor, SplitTensor):
+            dim = len(shape) - len(tensor.shape) + tensor.split_dim
+            if shape[dim] == tensor.length:
+                return tensor
     raise NoRule
 
 
 @rule_for(*_IN_PLACE.split())
-def in_place(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """On the part itself, so that views of it see the change."""
+def in_place(func: TorchFunction, target: torch.Tensor, *args: object, **kwargs: object) -> SplitTensor:
+    """Change the part itself, so that views of it see the change."""
     if not isinstance(target, SplitTensor):
         raise NotImplementedError(
             f"{func.__name__} puts a tensor that is split over devices into a whole one; write it out of place."
         )
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
-    local = _parts(target, leaves)
-    local_args, local_kwargs = tree_unflatten(local, tree)
+    local_args, local_kwargs = tree_unflatten(_parts_beside(target, leaves), tree)
     func(target.local, *local_args, **local_kwargs)
     return target
 
 
 @rule_for("to", "type_as")
-def converted(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another type; a tensor among the arguments is read for its type and device only."""
+def converted(func: TorchFunction, value: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Convert to another type; a tensor among the arguments is read for its type and device only."""
 
-    def local(one: Any) -> Any:
-        return one.local if isinstance(one, SplitTensor) else one
+    def local_part(argument: Any) -> Any:
+        return argument.local if isinstance(argument, SplitTensor) else argument
 
-    made = func(local(value), *map(local, args), **{name: local(one) for name, one in kwargs.items()})
-    return value.like(made) if isinstance(value, SplitTensor) else made
+    local_kwargs = {name: local_part(argument) for name, argument in kwargs.items()}
+    local = func(local_part(value), *map(local_part, args), **local_kwargs)
+    return value.with_part(local) if isinstance(value, SplitTensor) else local
 
 
 @rule_for("register_hook")
-def register_hook(func: Any, value: Any, hook: Any) -> Any:
-    """On the gradient of the part, which the hook sees split as the tensor is."""
+def register_hook(
+    func: TorchFunction, value: SplitTensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
+) -> RemovableHandle:
+    """Hook the gradient of the part; the hook sees it split as the tensor is."""
 
-    def shown(gradient: Any) -> Any:
-        changed = hook(value.like(gradient))
-        return changed if changed is None else value.part(changed, value.dim_)
+    def on_local_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
+        changed = hook(value.with_part(gradient))
+        return changed if changed is None else value.matching_part(changed, value.split_dim)
 
-    return value.local.register_hook(shown)
+    return value.local.register_hook(on_local_gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------- views
 
 
-def reshaped(value: SplitTensor, shape: Sequence[int]) -> Any:
-    """The same elements in another shape, where the cut falls on chunks of one dimension of it."""
+def reshaped(value: SplitTensor, shape: Sequence[int]) -> SplitTensor:
+    """The same elements in another shape, where the split falls on chunks of one of its dimensions; else NoRule.
+
+    The elements are seen as (before, run, inner): `before` counts the runs that are split each by itself, and `inner`
+    the elements of one run. A dimension of the new shape can be the split one if runs of it hold as many elements and
+    begin in the same places. The last such dimension is taken.
+    """
     if tuple(shape) == tuple(value.shape):
         return value
-    before = math.prod(value.shape[: value.dim_]) * value.outer
-    inner = value.length // value.outer * math.prod(value.shape[value.dim_ + 1 :])
-    start, found = 1, None
+    before = math.prod(value.shape[: value.split_dim]) * value.outer
+    inner = value.length // value.outer * math.prod(value.shape[value.split_dim + 1 :])
+    runs_before_dim, split = 1, None
     for dim, size in enumerate(shape):
-        if before % start == 0 and size % (before // start) == 0:
-            outer = before // start
+        if before % runs_before_dim == 0 and size % (before // runs_before_dim) == 0:
+            outer = before // runs_before_dim
             run = size // outer
-            if run * math.prod(shape[dim + 1 :]) == inner and _stays_cut(value, run, inner):
-                found = (dim, outer)
-        start *= size
-    if found is None:
+            if run * math.prod(shape[dim + 1 :]) == inner and _stays_split(value, run, inner):
+                split = (dim, outer)
+        runs_before_dim *= size
+    if split is None:
         raise NoRule
-    dim, outer = found
-    local = list(shape)
-    held = value.local.shape[value.dim_] // value.outer
-    local[dim] = shape[dim] // value.axis.size if value.is_even else outer * held
-    return value.like(value.local.reshape(local), shape, dim, outer)
+    dim, outer = split
+    local_shape = list(shape)
+    local_run = value.local.shape[value.split_dim] // value.outer
+    local_shape[dim] = shape[dim] // value.axis.size if value.is_even else outer * local_run
+    return value.with_part(value.local.reshape(local_shape), shape, dim, outer)
 
 
-def _stays_cut(value: SplitTensor, run: int, inner: int) -> bool:
+def _stays_split(value: SplitTensor, run: int, inner: int) -> bool:
+    """Whether chunks of a run of the new dimension are those that devices hold; unequal chunks must stay the same."""
     if value.is_even:
         return run % value.axis.size == 0
-    return value.outer == 1 and run == value.length and inner == run * math.prod(value.shape[value.dim_ + 1 :])
+    return value.outer == 1 and run == value.length and inner == run * math.prod(value.shape[value.split_dim + 1 :])
 
 
-def _sizes(value: torch.Tensor, sizes: Sequence[Any]) -> list[int]:
-    flat = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple | torch.Size) else list(sizes)
-    if any(not isinstance(size, int) for size in flat):
+def _listed(sizes: Sequence[Any]) -> list[Any]:
+    """Sizes or dimensions, which torch takes one by one or as one sequence."""
+    return list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple | torch.Size) else list(sizes)
+
+
+def _complete_sizes(value: torch.Tensor, sizes: Sequence[object]) -> list[int]:
+    """The sizes of a shape, with -1 replaced by what it stands for."""
+    listed = _listed(sizes)
+    if any(not isinstance(size, int) for size in listed):
         raise NoRule
-    if -1 in flat:
-        known = math.prod(size for size in flat if size != -1)
-        flat[flat.index(-1)] = value.numel() // known
-    return flat
+    if -1 in listed:
+        known = math.prod(size for size in listed if size != -1)
+        listed[listed.index(-1)] = value.numel() // known
+    return listed
 
 
 @rule_for("view", "reshape")
-def view(func: Any, value: Any, *sizes: Any, **kwargs: Any) -> Any:
+def view(func: TorchFunction, value: torch.Tensor, *sizes: object, **kwargs: object) -> SplitTensor:
     """Another shape; `view(dtype)` is not known."""
     given = sizes or (kwargs.get("shape", kwargs.get("size")),)
     if not isinstance(value, SplitTensor) or given[0] is None:
         raise NoRule
-    return reshaped(value, _sizes(value, given))
+    return reshaped(value, _complete_sizes(value, given))
 
 
 @rule_for("flatten")
-def flatten(func: Any, value: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Dimensions joined."""
-    rank = len(value.shape)
-    first, last = start_dim % rank, end_dim % rank
+def flatten(func: TorchFunction, value: SplitTensor, start_dim: int = 0, end_dim: int = -1) -> SplitTensor:
+    """Several dimensions joined to one."""
+    first, last = _positive(value, start_dim), _positive(value, end_dim)
     joined = math.prod(value.shape[first : last + 1])
     return reshaped(value, (*value.shape[:first], joined, *value.shape[last + 1 :]))
 
 
 @rule_for("unflatten")
-def unflatten(func: Any, value: Any, dim: int, sizes: Any) -> Any:
-    """A dimension taken apart."""
-    at = dim % len(value.shape)
-    parts = list(sizes)
+def unflatten(func: TorchFunction, value: SplitTensor, dim: int, sizes: Sequence[int]) -> SplitTensor:
+    """One dimension taken apart into several."""
+    dim, parts = _positive(value, dim), list(sizes)
     if -1 in parts:
-        parts[parts.index(-1)] = value.shape[at] // math.prod(size for size in parts if size != -1)
-    return reshaped(value, (*value.shape[:at], *parts, *value.shape[at + 1 :]))
+        parts[parts.index(-1)] = value.shape[dim] // math.prod(size for size in parts if size != -1)
+    return reshaped(value, (*value.shape[:dim], *parts, *value.shape[dim + 1 :]))
 
 
 @rule_for("unsqueeze")
-def unsqueeze(func: Any, value: Any, dim: int) -> Any:
-    """A dimension of one."""
-    at = dim % (len(value.shape) + 1)
-    shape = (*value.shape[:at], 1, *value.shape[at:])
-    return value.like(value.local.unsqueeze(at), shape, value.dim_ + (at <= value.dim_))
+def unsqueeze(func: TorchFunction, value: SplitTensor, dim: int) -> SplitTensor:
+    """A new dimension of one element."""
+    dim %= len(value.shape) + 1
+    shape = (*value.shape[:dim], 1, *value.shape[dim:])
+    return value.with_part(value.local.unsqueeze(dim), shape, value.split_dim + (dim <= value.split_dim))
 
 
 @rule_for("squeeze")
-def squeeze(func: Any, value: Any, dim: Any = None) -> Any:
-    """Without a dimension of one."""
+def squeeze(func: TorchFunction, value: SplitTensor, dim: object = None) -> SplitTensor:
+    """A dimension of one element left out."""
     if not isinstance(dim, int):
         raise NoRule
-    at = dim % len(value.shape)
-    if value.shape[at] != 1:
+    dim = _positive(value, dim)
+    if value.shape[dim] != 1:
         return value
-    shape = (*value.shape[:at], *value.shape[at + 1 :])
-    return value.like(value.local.squeeze(at), shape, value.dim_ - (at < value.dim_))
+    shape = (*value.shape[:dim], *value.shape[dim + 1 :])
+    return value.with_part(value.local.squeeze(dim), shape, value.split_dim - (dim < value.split_dim))
 
 
 @rule_for("transpose", "swapaxes")
-def transpose(func: Any, value: Any, dim0: int, dim1: int) -> Any:
+def transpose(func: TorchFunction, value: SplitTensor, dim0: int, dim1: int) -> SplitTensor:
     """Two dimensions exchanged."""
     order = list(range(len(value.shape)))
-    first, second = dim0 % len(order), dim1 % len(order)
+    first, second = _positive(value, dim0), _positive(value, dim1)
     order[first], order[second] = order[second], order[first]
     return _permuted(value, order)
 
 
 @rule_for("permute")
-def permute(func: Any, value: Any, *dims: Any, **kwargs: Any) -> Any:
+def permute(func: TorchFunction, value: SplitTensor, *dims: object, **kwargs: object) -> SplitTensor:
     """Dimensions in another order."""
-    given = dims or (kwargs["dims"],)
-    flat = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
-    return _permuted(value, [dim % len(value.shape) for dim in flat])
+    return _permuted(value, [_positive(value, dim) for dim in _listed(dims or (kwargs["dims"],))])
 
 
 @rule_for("t")
-def t(func: Any, value: Any) -> Any:
+def t(func: TorchFunction, value: SplitTensor) -> SplitTensor:
     """A matrix transposed."""
     return _permuted(value, [1, 0] if len(value.shape) == 2 else [0])
 
 
-def _permuted(value: SplitTensor, order: Sequence[int]) -> Any:
+def _permuted(value: SplitTensor, order: Sequence[int]) -> SplitTensor:
     shape = tuple(value.shape[dim] for dim in order)
-    return value.like(value.local.permute(*order), shape, list(order).index(value.dim_))
+    return value.with_part(value.local.permute(*order), shape, list(order).index(value.split_dim))
 
 
 @rule_for("expand")
-def expand(func: Any, value: Any, *sizes: Any) -> Any:
-    """Dimensions of one stretched, new ones in front."""
-    flat = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple | torch.Size) else list(sizes)
-    new = len(flat) - len(value.shape)
-    shape = [value.shape[i - new] if size == -1 else size for i, size in enumerate(flat)]
-    at = value.dim_ + new
-    if shape[at] != value.length:
+def expand(func: TorchFunction, value: SplitTensor, *sizes: object) -> SplitTensor:
+    """Dimensions of one element stretched, and new ones in front."""
+    listed = _listed(sizes)
+    new_dims = len(listed) - len(value.shape)
+    shape = [value.shape[dim - new_dims] if size == -1 else size for dim, size in enumerate(listed)]
+    split_dim = value.split_dim + new_dims
+    if shape[split_dim] != value.length:
         raise NoRule
-    local = [value.local.shape[value.dim_] if i == at else size for i, size in enumerate(shape)]
-    return value.like(value.local.expand(local), shape, at)
+    local_length = value.local.shape[value.split_dim]
+    local_shape = [local_length if dim == split_dim else size for dim, size in enumerate(shape)]
+    return value.with_part(value.local.expand(local_shape), shape, split_dim)
 
 
 @rule_for("__getitem__")
-def getitem(func: Any, value: Any, index: Any) -> Any:
-    """Whole numbers, slices, None and the ellipsis, as long as the cut dimension is taken whole."""
+def getitem(func: TorchFunction, value: torch.Tensor, index: object) -> SplitTensor:
+    """Indexing by whole numbers, slices, None and the ellipsis, as long as the split dimension is taken whole."""
     if not isinstance(value, SplitTensor):
         raise NoRule
-    given = index if isinstance(index, tuple) else (index,)
-    if any(
-        isinstance(item, bool) or not (item is None or item is Ellipsis or isinstance(item, int | slice))
-        for item in given
-    ):
-        raise NoRule
-    taken = sum(1 for item in given if item is not None and item is not Ellipsis)
-    rest = (slice(None),) * (len(value.shape) - taken)
-    at = given.index(Ellipsis) if Ellipsis in given else len(given)
-    full = (*given[:at], *rest, *given[at + 1 :])
-    dim, result = 0, 0
-    for item in full:
-        if item is None:
-            result += 1
+    items = _complete_index(value, index if isinstance(index, tuple) else (index,))
+    local_items: list[int | slice | None] = []
+    dim, result_dim, split_dim = 0, 0, None
+    for item in items:
+        if item is None:  # a new dimension
+            local_items.append(item)
+            result_dim += 1
             continue
-        if dim == value.dim_:
+        if dim == value.split_dim:
             if not isinstance(item, slice) or item.indices(value.length) != (0, value.length, 1):
                 raise NoRule
-            found = result
-        result += not isinstance(item, int)
+            split_dim, item = result_dim, slice(None)  # the slice counts elements of the whole, not of the part
+        local_items.append(item)
+        result_dim += not isinstance(item, int)
         dim += 1
-    made = value.local[tuple(slice(None) if d == value.dim_ else item for d, item in _numbered(full))]
-    shape = list(made.shape)
-    shape[found] = value.length
-    return value.like(made, shape, found)
+    local = value.local[tuple(local_items)]
+    return value.with_part(local, _with_length(local, split_dim, value), split_dim)
 
 
-def _numbered(full: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Each item of an index with the dimension that it takes; -1 for a new one."""
-    numbered, dim = [], 0
-    for item in full:
-        numbered.append((-1 if item is None else dim, item))
-        dim += item is not None
-    return numbered
+def _complete_index(value: SplitTensor, items: Sequence[object]) -> list[int | slice | None]:
+    """An index with one item for every dimension, and None for new ones; the ellipsis is written out."""
+    for item in items:
+        is_known = item is None or item is Ellipsis or isinstance(item, int | slice)
+        if isinstance(item, bool) or not is_known:
+            raise NoRule
+    indexed = sum(1 for item in items if item is not None and item is not Ellipsis)
+    rest = (slice(None),) * (len(value.shape) - indexed)
+    place = items.index(Ellipsis) if Ellipsis in items else len(items)
+    return [*items[:place], *rest, *items[place + 1 :]]  # type: ignore[list-item]
+
+
+def _with_length(local: torch.Tensor, split_dim: int | None, value: SplitTensor) -> list[int]:
+    """The shape of the whole result of which a device holds `local`: the split dimension has the whole length."""
+    assert split_dim is not None
+    shape = list(local.shape)
+    shape[split_dim] = value.length
+    return shape
 
 
 @rule_for("split", "chunk", "unbind", "split_with_sizes", "tensor_split")
-def split(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Parts along another dimension; along the cut one, the runs themselves."""
+def split(func: TorchFunction, value: SplitTensor, *args: Any, **kwargs: Any) -> tuple[SplitTensor, ...]:
+    """Parts along another dimension; along the split one, its runs themselves."""
     name = func.__name__
-    default = 0
-    dim = kwargs.get("dim", args[-1] if name == "unbind" and args else args[1] if len(args) > 1 else default)
-    at = dim % len(value.shape)
-    if at != value.dim_:
-        made = func(value.local, *args, **kwargs)
-        gone = name == "unbind"
-        shapes = [list(part.shape) for part in made]
-        place = value.dim_ - (gone and at < value.dim_)
-        for shape in shapes:
-            shape[place] = value.length
-        return tuple(value.like(part, shape, place) for part, shape in zip(made, shapes, strict=True))
+    dim = kwargs.get("dim", args[-1] if name == "unbind" and args else args[1] if len(args) > 1 else 0)
+    dim = _positive(value, dim)
+    if dim != value.split_dim:
+        split_dim = value.split_dim - (name == "unbind" and dim < value.split_dim)
+        pieces = func(value.local, *args, **kwargs)
+        return tuple(value.with_part(piece, _with_length(piece, split_dim, value), split_dim) for piece in pieces)
     how = args[0] if args else kwargs.get("split_size", kwargs.get("split_size_or_sections", kwargs.get("chunks")))
     run = value.length // value.outer
     sizes = list(how) if isinstance(how, list | tuple) else None
@@ -294,92 +318,98 @@ def split(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     is_runs = sizes == [run] * value.outer or count == value.outer or (name == "split" and how == run)
     if not is_runs or value.outer == 1 or not value.is_even:
         raise NoRule
-    shape = [run if i == at else size for i, size in enumerate(value.shape)]
-    return tuple(value.like(part, shape, at, 1) for part in value.local.chunk(value.outer, at))
+    shape = [run if place == dim else size for place, size in enumerate(value.shape)]
+    return tuple(value.with_part(piece, shape, dim, 1) for piece in value.local.chunk(value.outer, dim))
 
 
 # ------------------------------------------------------------------------------------- along dimensions that are whole
 
 
-def _dim(value: torch.Tensor, dim: int) -> int:
+def _positive(value: torch.Tensor, dim: int) -> int:
+    """A dimension counted from the left, where it may have been counted from the right."""
     return dim % len(value.shape)
 
 
 @rule_for("softmax", "log_softmax", "cumsum")
-def along(func: Any, value: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Along a dimension that is not cut."""
-    if not isinstance(dim, int) or _dim(value, dim) == value.dim_:
+def along_whole_dim(
+    func: TorchFunction, value: SplitTensor, dim: object = None, *args: object, **kwargs: object
+) -> SplitTensor:
+    """Functions along one dimension, which must not be the split one."""
+    if not isinstance(dim, int) or _positive(value, dim) == value.split_dim:
         raise NoRule
-    return value.like(func(value.local, dim, *args, **kwargs))
+    return value.with_part(func(value.local, dim, *args, **kwargs))
 
 
 @rule_for("layer_norm", "rms_norm")
-def norm(func: Any, value: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """Over the last dimensions, none of them cut; scale and shift are whole."""
-    if not isinstance(value, SplitTensor) or value.dim_ >= len(value.shape) - len(normalized_shape):
+def norm(
+    func: TorchFunction, value: torch.Tensor, normalized_shape: Sequence[int], *args: object, **kwargs: object
+) -> SplitTensor:
+    """Norms over the last dimensions, none of them split; scale and shift are whole."""
+    if not isinstance(value, SplitTensor) or value.split_dim >= len(value.shape) - len(normalized_shape):
         raise NoRule
+    axis = value.axis
 
-    def whole(item: Any) -> Any:
-        return copied(_plain(item), value.axis) if isinstance(item, torch.Tensor) else item
+    def copied_whole(argument: object) -> object:
+        return copied(to_whole(argument), axis) if isinstance(argument, torch.Tensor) else argument
 
-    local = [whole(item) for item in args], {name: whole(item) for name, item in kwargs.items()}
-    return value.like(func(value.local, normalized_shape, *local[0], **local[1]))
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.whole() if isinstance(value, SplitTensor) else value
+    local_args = [copied_whole(argument) for argument in args]
+    local_kwargs = {name: copied_whole(argument) for name, argument in kwargs.items()}
+    return value.with_part(func(value.local, normalized_shape, *local_args, **local_kwargs))
 
 
 @rule_for("sum", "mean")
-def reduce(func: Any, value: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Over whole dimensions, or a sum over all of them."""
+def reduce(
+    func: TorchFunction,
+    value: SplitTensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Sums and means. Over the split dimension the parts' results are summed over devices; else they stay split."""
     dims = range(len(value.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {_dim(value, one) for one in dims}
-    if value.dim_ in gone:
-        if not value.is_even:
+    reduced_dims = {_positive(value, reduced) for reduced in dims}
+    if value.split_dim in reduced_dims:
+        if not value.is_even:  # the mean of unequal parts' means is not the mean
             raise NoRule
-        total = summed(
-            func(value.local, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs), value.axis
-        )
+        given = {} if dim is None else {"dim": dim, "keepdim": keepdim}
+        total = all_reduced(func(value.local, **given, **kwargs), value.axis)
         return total / value.axis.size if func.__name__ == "mean" else total
-    made = func(value.local, dim, keepdim, **kwargs)
-    place = value.dim_ - (0 if keepdim else sum(1 for one in gone if one < value.dim_))
-    shape = list(made.shape)
-    shape[place] = value.length
-    return value.like(made, shape, place)
+    local = func(value.local, dim, keepdim, **kwargs)
+    left_out = 0 if keepdim else sum(1 for reduced in reduced_dims if reduced < value.split_dim)
+    split_dim = value.split_dim - left_out
+    return value.with_part(local, _with_length(local, split_dim, value), split_dim)
 
 
 @rule_for("cat", "concat")
-def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Joined along a whole dimension."""
-    first = next((one for one in tensors if isinstance(one, SplitTensor)), None)
-    if first is None or _dim(first, dim) == first.dim_:
+def cat(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> SplitTensor:
+    """Tensors joined along a dimension that is whole."""
+    leader = next((tensor for tensor in tensors if isinstance(tensor, SplitTensor)), None)
+    if leader is None or _positive(leader, dim) == leader.split_dim:
         raise NoRule
-    made = func([first.part(one, first.dim_) for one in tensors], dim)
-    shape = list(made.shape)
-    shape[first.dim_] = first.length
-    return first.like(made, shape)
+    local = func([leader.matching_part(tensor, leader.split_dim) for tensor in tensors], dim)
+    return leader.with_part(local, _with_length(local, leader.split_dim, leader))
 
 
 @rule_for("stack")
-def stack(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Joined along a new dimension."""
-    first = next(one for one in tensors if isinstance(one, SplitTensor))
-    at = dim % (len(first.shape) + 1)
-    made = func([first.part(one, first.dim_) for one in tensors], at)
-    shape = (*first.shape[:at], len(tensors), *first.shape[at:])
-    return first.like(made, shape, first.dim_ + (at <= first.dim_))
+def stack(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> SplitTensor:
+    """Tensors joined along a new dimension."""
+    leader = next(tensor for tensor in tensors if isinstance(tensor, SplitTensor))
+    dim %= len(leader.shape) + 1
+    local = func([leader.matching_part(tensor, leader.split_dim) for tensor in tensors], dim)
+    shape = (*leader.shape[:dim], len(tensors), *leader.shape[dim:])
+    return leader.with_part(local, shape, leader.split_dim + (dim <= leader.split_dim))
 
 
 @rule_for("repeat_interleave")
-def repeat_interleave(func: Any, value: Any, repeats: Any, dim: Any = None, **kwargs: Any) -> Any:
-    """Elements repeated: along the cut dimension too, for what is repeated stays together."""
-    if (
-        not isinstance(repeats, int)
-        or dim is None
-        or (_dim(value, dim) == value.dim_ and (value.outer > 1 or not value.is_even))
-    ):
+def repeat_interleave(
+    func: TorchFunction, value: SplitTensor, repeats: object, dim: int | None = None, **kwargs: object
+) -> SplitTensor:
+    """Elements repeated, along the split dimension too: an element and its copies stay together on one device."""
+    if not isinstance(repeats, int) or dim is None:
         raise NoRule
-    made = func(value.local, repeats, dim=dim)
-    shape = [size * repeats if i == _dim(value, dim) else size for i, size in enumerate(value.shape)]
-    return value.like(made, shape)
+    dim = _positive(value, dim)
+    if dim == value.split_dim and (value.outer > 1 or not value.is_even):
+        raise NoRule
+    local = func(value.local, repeats, dim=dim)
+    shape = [size * repeats if place == dim else size for place, size in enumerate(value.shape)]
+    return value.with_part(local, shape)

@@ -1,111 +1,148 @@
-"""A tensor of which every device of an axis holds a part, seen by the model's own code as if it were whole.
+"""SplitTensor: a tensor that is split over devices and that the model's own code uses as if it were whole.
 
-The model runs as it was written: shapes are those of the whole tensor, and every function of torch that meets a split
-tensor is answered here. A function with a rule works on the parts; every other one gets whole tensors, gathered first,
-so that an unknown function costs time and never a wrong number. Whole tensors are plain ones. Rules work above
-autograd: gradients follow from what they call. An `autograd.Function` is asked nothing of that kind and would lose the
-gradient: the wrapper requires one where its part does, so that such a function is seen and refused.
+The model runs as it was written. A split tensor has the shape of the whole tensor, and every function of torch that
+meets one is answered by `SplitTensor.__torch_function__`. Where a rule for the function is known (`RULES`, filled by
+`split_rules` and `split_products`), the function works on the parts. Every other function gets whole tensors, which
+are gathered first: an unknown function costs time and never gives a wrong number. Whole tensors are plain ones.
 
-This file needs torch alone.
+Rules work above autograd: gradients follow from the functions that they call. An `autograd.Function` does not pass
+through `__torch_function__` and would lose the gradient. The wrapper therefore requires a gradient where its part
+does, so that such a function is seen and refused.
+
+This file needs torch alone: target 'fsdp' exports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.split_collectives import Axis, copied, gathered, parted
+from phaze.backends.torch.split_collectives import Axis, all_gathered, copied, scattered
 
-__all__ = ["RULES", "NoRule", "SplitTensor", "is_split", "rule_for"]
+__all__ = ["RULES", "NoRule", "SplitTensor", "TorchFunction", "is_split", "rule_for", "to_whole"]
 
-Rule = Callable[..., Any]
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function or method of torch. It returns whatever torch says: a tensor, several of them, or a number."""
+
+Rule: TypeAlias = Callable[..., Any]
+"""Takes a function of torch and its arguments, some of them split; returns what the function would return."""
+
 RULES: dict[str, Rule] = {}
-"""By the name of torch's function or method; filled by `split_rules`."""
+"""Rules by the name of torch's function or method."""
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+"""torch takes these names of NumPy's for its own; rules know torch's own names only."""
+_IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+_METADATA_NAMES = (
+    "size dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex stride storage_offset "
+    "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference"
+)
+_METADATA = frozenset(_METADATA_NAMES.split())
+"""Functions that read no element: the wrapper, which has the whole tensor's shape, answers them itself."""
 
 
 class NoRule(Exception):  # noqa: N818 - a signal between rules, never seen by users
-    """A rule does not know this form of its function: it runs on whole tensors."""
+    """A rule does not know this form of its function, which then runs on whole tensors."""
 
 
 class SplitTensor(torch.Tensor):
-    """A part of a tensor: dimension `dim` is cut, inside each of `outer` equal runs, into a chunk per device."""
+    """This device's part of a tensor, with the shape of the whole.
+
+    Attributes:
+        local: the part that this device holds.
+        axis: the devices that hold the parts.
+        split_dim: the dimension that is split.
+        outer: the number of equal runs of that dimension; each run is split into one chunk per device.
+    """
 
     local: torch.Tensor
     axis: Axis
-    dim_: int
+    split_dim: int
     outer: int
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, axis: Axis, shape: Any, dim: int, outer: int = 1) -> SplitTensor:
+    def __new__(cls, local: torch.Tensor, axis: Axis, shape: Sequence[int], dim: int, outer: int = 1) -> SplitTensor:
         """A wrapper of the whole tensor's shape around the part."""
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
+        wrapper: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        made.local, made.axis, made.dim_, made.outer = local, axis, dim, outer
+        wrapper.local, wrapper.axis, wrapper.split_dim, wrapper.outer = local, axis, dim, outer
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse)
-        return made
+                wrapper.register_hook(_refuse_autograd_function)  # gradients go to the part, never to the wrapper
+        return wrapper
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:
-        return f"SplitTensor(shape={list(self.shape)}, dim={self.dim_}, outer={self.outer}, local={self.local})"
+    def __repr__(self, **_: object) -> str:
+        return f"SplitTensor(shape={list(self.shape)}, dim={self.split_dim}, outer={self.outer}, local={self.local})"
 
     @property
     def length(self) -> int:
-        """Elements of the whole dimension that is cut."""
-        return int(self.shape[self.dim_])
+        """The number of elements of the whole dimension that is split."""
+        return int(self.shape[self.split_dim])
 
     @property
     def is_even(self) -> bool:
-        """Whether all devices hold as much."""
+        """Whether all devices hold equally much."""
         return self.length % (self.outer * self.axis.size) == 0
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the part does."""
+        """Whether the part requires a gradient."""
         return bool(self.local.requires_grad)
 
-    def whole(self, *, sums: bool = False) -> torch.Tensor:
-        """The whole tensor, on every device."""
-        return gathered(self.local, self.axis, self.dim_, self.outer, self.length, sums=sums)
+    def whole(self, *, sums_gradient: bool = False) -> torch.Tensor:
+        """The whole tensor, gathered on every device."""
+        return all_gathered(self.local, self.axis, self.split_dim, self.outer, self.length, sums_gradient=sums_gradient)
 
-    def like(self, local: torch.Tensor, shape: Any = None, dim: int | None = None, outer: int | None = None) -> Any:
-        """Another tensor on the same axis, cut likewise unless said otherwise."""
+    def with_part(
+        self,
+        local: torch.Tensor,
+        shape: Sequence[int] | None = None,
+        dim: int | None = None,
+        outer: int | None = None,
+    ) -> SplitTensor:
+        """Another split tensor on the same axis, whose shape and split are this one's unless they are given."""
         return SplitTensor(
             local,
             self.axis,
             self.shape if shape is None else shape,
-            self.dim_ if dim is None else dim,
+            self.split_dim if dim is None else dim,
             self.outer if outer is None else outer,
         )
 
-    def part(self, value: Any, dim: int) -> torch.Tensor:
-        """The part of another tensor that belongs to this one, where `dim` of it stands beside the cut dimension.
+    def matching_part(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """The part of another operand that meets this tensor's part, where its `dim` meets this one's split dimension.
 
-        A tensor that does not have that dimension, or has it once, is whole.
+        An operand without that dimension (`dim` below 0), or with one element there, is needed whole.
         """
         if isinstance(value, SplitTensor):
-            if (value.dim_, value.outer, value.length) == (dim, self.outer, self.length):
+            if (value.split_dim, value.outer, value.length) == (dim, self.outer, self.length):
                 return value.local
             value = value.whole()
         if dim < 0 or value.shape[dim] == 1:
             return copied(value, self.axis)
         if value.shape[dim] != self.length:
             raise NoRule
-        return parted(value, self.axis, dim, self.outer)
+        return scattered(value, self.axis, dim, self.outer)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if any(_is_output(one) for one in args):
-            _refuse()
+        if any(_is_made_by_autograd(argument) for argument in args):
+            _refuse_autograd_function()
         if func == torch.Tensor.T.__get__:
             return args[0].permute(*range(len(args[0].shape) - 1, -1, -1))
         if func == torch.Tensor.mT.__get__:
@@ -114,73 +151,71 @@ class SplitTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(kwargs.get("out"), SplitTensor) or (name == "__setitem__" and isinstance(args[0], SplitTensor)):
-            raise _in_place(name)
+            raise _in_place_error(name)
         rule = RULES.get(name)
         if rule is not None:
             try:
                 return rule(func, *args, **{_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()})
             except NoRule:
-                pass
-        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
-        if changes and isinstance(args[0], SplitTensor):
-            raise _in_place(name)
-        whole_args, whole_kwargs = tree_map(_whole, (args, kwargs), is_leaf=is_split)
+                pass  # the function runs on whole tensors, below
+        is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+        if is_in_place and isinstance(args[0], SplitTensor):
+            raise _in_place_error(name)
+        whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs), is_leaf=is_split)
         return func(*whole_args, **whole_kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         raise NotImplementedError(
             f"{func} met a tensor that is split over devices below the level where it is known; call it through "
-            "torch's own functions, or plan with tensor_widths=1."
+            "torch's own functions, or plan with strategy tp=1."
         )
 
 
-def _is_output(value: Any) -> bool:
-    """Whether autograd itself made a split tensor."""
+def _is_made_by_autograd(value: object) -> bool:
+    """Whether autograd itself made a split tensor: it is the output of an `autograd.Function`."""
     if not isinstance(value, SplitTensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return value.grad_fn is not None
 
 
-def _refuse(*_: Any) -> None:
+def _refuse_autograd_function(*_: torch.Tensor) -> None:
     raise NotImplementedError(
         "an autograd.Function was applied to a tensor that is split over devices, whose gradient it would lose; write "
-        "it with torch's own functions, or plan with tensor_widths=1."
+        "it with torch's own functions, or plan with strategy tp=1."
     )
 
 
-def _in_place(name: str) -> NotImplementedError:
+def _in_place_error(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name} changes a tensor that is split over devices in place, which tensor parallelism cannot follow; write "
-        "it out of place, or plan with tensor_widths=1."
+        "it out of place, or plan with strategy tp=1."
     )
 
 
-def is_split(value: Any) -> bool:
-    """Whether something is a split tensor."""
+def is_split(value: object) -> bool:
+    """Whether a leaf of some arguments is a split tensor."""
     return isinstance(value, SplitTensor)
 
 
-def _whole(value: Any) -> Any:
+def to_whole(value: Any) -> Any:
+    """A split tensor gathered; anything else as it is."""
     return value.whole() if isinstance(value, SplitTensor) else value
 
 
-_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-_CHANGES = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
-_METADATA_NAMES = (
-    "size dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex stride storage_offset "
-    "get_device __hash__ __len__ __repr__ is_same_size __format__ is_sparse_csr is_inference"
-)
-_METADATA = frozenset(_METADATA_NAMES.split())
-
-
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
-    """Mark the rule of some functions, by name."""
+    """Register a function as the rule of these functions of torch."""
 
-    def mark(rule: Rule) -> Rule:
+    def register(rule: Rule) -> Rule:
         for name in names:
             RULES[name] = rule
         return rule
 
-    return mark
+    return register

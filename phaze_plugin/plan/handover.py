@@ -32,14 +32,12 @@ def apply_plan(
             f"target {target.name!r} writes files and arranges no live model; use plan.export({target.name!r}), or "
             "plan with target='auto'."
         )
-    return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, options=options)
+    return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=options)
 
 
 def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) -> Mapping[str, str]:
     """What a target writes for a plan: texts by file name."""
     target = _find_target(plan, plugins, name)
-    if isinstance(target, RunnableTarget):
-        raise PlanError(f"target {name!r} arranges a live model and writes no file; use plan.apply(model).")
     exported = target.export(plan, model)
     if isinstance(exported, str):
         return {f"{name}.txt": exported}

@@ -16,12 +16,15 @@ from torch_plans import imported, planned
 from torch_training import batch_of, build_model
 
 import phaze
+from phaze.backends.torch import TorchTarget
+from phaze.backends.torch.pipeline import find_cut_paths
 from phaze.backends.torch.split_collectives import Axis
-from phaze.backends.torch.split_parameters import to_device_order, to_model_order
+from phaze.backends.torch.split_parameters import Cut, to_device_order, to_model_order
 from phaze.backends.torch.split_rules import reshaped
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor
-from phaze.backends.torch.stages import cut_paths, rehearse
+from phaze.backends.torch.stage_cuts import cut_paths, dry_run
 from phaze.errors import PlanError
+from phaze.hooks import PluginManager
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +85,6 @@ def test_a_plan_for_analysis_is_refused() -> None:
 
 def test_zero_bubble_pipelines_and_partly_sharded_copies_are_never_planned_for_torch() -> None:
     plan = planned("uncut", 2, {"dp": 2})
-    from phaze.backends.torch import TorchTarget
-
     capabilities = TorchTarget().capabilities
     assert {schedule.value for schedule in capabilities.schedules} == {"gpipe", "1f1b", "interleaved-1f1b"}
     assert plan.strategy.zero in capabilities.zero_stages == frozenset({0, 3})
@@ -100,26 +101,25 @@ def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() ->
 
 
 def test_a_model_that_nothing_cuts_is_refused_with_what_is_known() -> None:
-    from phaze.backends.torch.pipeline import _paths
-
+    builders = [offer.value for offer in PluginManager.load().stage_builders()]
     with pytest.raises(PlanError, match=r"nothing cuts Uncut into stages \(known: list of blocks"):
-        _paths(build_model("uncut"), [["0:early"], ["1:late"]])
+        find_cut_paths(build_model("uncut"), [["0:early"], ["1:late"]], builders)
 
 
 def test_orders_of_devices_and_of_the_model_undo_each_other() -> None:
     value = torch.arange(24).reshape(2, 12)
-    ordered = to_device_order(value, (1, 3), 2)
+    ordered = to_device_order(value, Cut(1, 3), 2)
     assert ordered[0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
-    assert torch.equal(to_model_order(ordered, (1, 3), 2), value)
+    assert torch.equal(to_model_order(ordered, Cut(1, 3), 2), value)
 
 
 def test_a_view_keeps_the_cut_where_it_falls_on_chunks_of_a_dimension() -> None:
     axis = Axis(None, 2, 0)
     value = SplitTensor(torch.zeros(4, 6), axis, (4, 12), 1, 3)
     heads = reshaped(value, (4, 3, 4))
-    assert (tuple(heads.local.shape), heads.dim_, heads.outer) == ((4, 3, 2), 2, 1)
+    assert (tuple(heads.local.shape), heads.split_dim, heads.outer) == ((4, 3, 2), 2, 1)
     rows = reshaped(SplitTensor(torch.zeros(2, 3, 5), axis, (2, 6, 5), 1), (12, 5))
-    assert (tuple(rows.local.shape), rows.dim_, rows.outer) == ((6, 5), 0, 2)
+    assert (tuple(rows.local.shape), rows.split_dim, rows.outer) == ((6, 5), 0, 2)
     with pytest.raises(NoRule):
         reshaped(SplitTensor(torch.zeros(4, 3), axis, (4, 6), 1), (4, 3, 2))
 
@@ -150,15 +150,15 @@ class Gated(torch.nn.Module):
 
 def test_what_has_no_gradient_but_depends_on_parameters_crosses_a_cut_or_is_refused() -> None:
     batch = {"ids": torch.zeros(2, 3, dtype=torch.int64)}
-    seen = rehearse(Gated(late=False), ["blocks.1"], batch, torch.bfloat16)
-    (relay,) = seen.relays
-    assert [(one.dtype, one.requires_grad) for one in relay.tensors] == [
+    run = dry_run(Gated(late=False), ["blocks.1"], batch, torch.bfloat16)
+    (boundary,) = run.boundaries
+    assert [(tensor.dtype, tensor.requires_grad) for tensor in boundary.tensors] == [
         (torch.bfloat16, True),
         (torch.bfloat16, False),
     ]
-    assert seen.stages[""] == {0, 1}
+    assert run.stages[""] == {0, 1}
     with pytest.raises(PlanError, match="reads what an earlier stage compared or counted"):
-        rehearse(Gated(late=True), ["blocks.1"], batch, torch.float32)
+        dry_run(Gated(late=True), ["blocks.1"], batch, torch.float32)
 
 
 def test_a_view_of_a_part_sees_changes_in_place() -> None:
@@ -204,7 +204,7 @@ def test_a_hook_on_a_split_tensor_sees_and_changes_its_gradient() -> None:
 def test_names_of_numpy_mean_the_same_dimensions() -> None:
     value = SplitTensor(torch.ones(4, 3), Axis(None, 2, 0), (4, 6), 1)
     assert (tuple(value.sum(axis=0).shape), tuple(value.sum(axis=0).local.shape)) == ((6,), (3,))
-    assert [tuple(one.shape) for one in value.tensor_split(2, axis=0)] == [(2, 6), (2, 6)]
+    assert [tuple(piece.shape) for piece in value.tensor_split(2, axis=0)] == [(2, 6), (2, 6)]
     assert tuple(SplitTensor(torch.ones(4, 3, 2), Axis(None, 2, 0), (4, 6, 2), 1).T.shape) == (2, 6, 4)
 
 

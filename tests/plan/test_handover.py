@@ -37,10 +37,20 @@ class Arranger(Writer):
 
     name: str = "arranger"
 
+    def export(self, plan: Plan, model: object) -> object:
+        raise PlanError("target 'arranger' writes no file; use plan.apply(model).")
+
     def apply(
-        self, plan: Plan, model: object, *, mesh: object, loss_fn: object, options: Mapping[str, object]
+        self,
+        plan: Plan,
+        model: object,
+        *,
+        mesh: object,
+        loss_fn: object,
+        plugins: PluginManager,
+        options: Mapping[str, object],
     ) -> object:
-        return (plan, model, mesh, loss_fn, dict(options))
+        return (plan, model, mesh, loss_fn, plugins, dict(options))
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,9 @@ def planned_for(target: str | None) -> Plan:
 
 def test_apply_hands_everything_to_the_plans_target() -> None:
     plan = planned_for("arranger")
-    applied = apply_plan(plan, manager_with(Arranger()), "model", "mesh", "loss", {"option": 1})
-    assert applied == (plan, "model", "mesh", "loss", {"option": 1})
+    plugins = manager_with(Arranger())
+    applied = apply_plan(plan, plugins, "model", "mesh", "loss", {"option": 1})
+    assert applied == (plan, "model", "mesh", "loss", plugins, {"option": 1})
 
 
 def test_a_plan_for_analysis_is_not_applied() -> None:
@@ -83,7 +94,7 @@ def test_a_plan_for_analysis_is_not_applied() -> None:
 def test_a_target_that_writes_files_applies_nothing_and_says_what_to_call() -> None:
     with pytest.raises(PlanError, match=r"'writer' writes files .* plan.export\('writer'\)"):
         apply_plan(planned_for("writer"), manager_with(Writer()), None, None, None, {})
-    with pytest.raises(PlanError, match=r"'arranger' arranges a live model .* plan.apply\(model\)"):
+    with pytest.raises(PlanError, match=r"'arranger' writes no file; use plan.apply\(model\)"):
         export_plan(small_plan(), manager_with(Arranger()), "arranger", None)
 
 

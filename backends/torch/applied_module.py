@@ -1,0 +1,307 @@
+"""A plan applied to a live torch module: its device mesh, the module or its stages arranged on it, a training step.
+
+`apply_to_module` checks that plan, model and mesh belong together, and returns an `AppliedModule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.utils._pytree import tree_map
+
+from phaze.backends.torch.arrange import arrange_module, schedule_gradient_sync
+from phaze.backends.torch.fsdp_export import stored_cut
+from phaze.backends.torch.pipeline import ArrangeFunction, LossFunction, Pipeline, build_pipeline
+from phaze.backends.torch.split_collectives import Axis, shared_gradient_sums
+from phaze.backends.torch.split_parameters import Cut
+from phaze.backends.torch.split_tensor import to_whole
+from phaze.backends.torch.stage_cuts import block_paths
+from phaze.errors import PlanError, shown
+from phaze.interfaces import StageBuilder
+from phaze.loss_in_output import loss_candidates
+
+if TYPE_CHECKING:
+    from phaze.plan.plan import Plan
+
+__all__ = ["AppliedModule", "apply_to_module", "loss_of_output"]
+
+MESH_AXES = ("pp", "replicate", "shard", "tp")
+"""Pipeline stages, whole copies, shards of a copy (ZeRO), and tensor-parallel devices."""
+
+SGD_LEARNING_RATE = 1e-2
+"""For the SGD of plans whose precision keeps no optimizer states, where no `optimizer=` is given. It is not tuned for
+any model: a larger rate learns faster and diverges earlier."""
+
+SHOWN_DIFFERENCES = 5
+"""How many differences between model and plan a message lists: the first ones say enough, and hundreds may follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AppliedModule:
+    """A model arranged on a mesh, as this process sees it.
+
+    Weights must be equal in all processes when the plan is applied, and with dropout the seeds of processes that share
+    parameters on the tensor-parallel axis too.
+
+    Attributes:
+        module: the model itself, arranged; None where it is cut into stages.
+        stages: this process's stages, in order, with the model's own names; the module alone without a pipeline.
+        schedule: a ready schedule of torch.distributed.pipelining; None without a pipeline.
+        mesh: axes pp, replicate, shard, tp.
+        optimizer: the optimizer of this process's parameters.
+    """
+
+    module: torch.nn.Module | None
+    stages: tuple[torch.nn.Module, ...]
+    schedule: _PipelineSchedule | None
+    mesh: DeviceMesh
+    optimizer: torch.optim.Optimizer
+    _pipeline: Pipeline | None
+    _loss: LossFunction
+    _micro_batch_size: int
+    _share_size: int
+    _zero: int
+
+    def share(self, batch: Any) -> Any:
+        """This process's part of a global batch: dimension 0 of every tensor, cut over the copies of the model."""
+        copies = self.mesh["replicate"].size() * self.mesh["shard"].size()
+        index = self.mesh.get_local_rank("replicate") * self.mesh["shard"].size() + self.mesh.get_local_rank("shard")
+        size = self._share_size
+
+        def cut(leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.shape[0] != copies * size:
+                raise PlanError(f"the batch has {leaf.shape[0]} samples; the plan's has {copies * size}.")
+            return leaf[index * size : (index + 1) * size]
+
+        return tree_map(cut, batch)
+
+    def step(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """One training step on this process's share of a batch, given as the model takes it; the batch's mean loss."""
+        self.optimizer.zero_grad()
+        loss = self.backward(*args, **kwargs)
+        self.optimizer.step()
+        return loss
+
+    def backward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """The loss, its gradients added to those that parameters have; nothing is updated."""
+        count = self._micro_batch_count(args, kwargs)
+        if self._pipeline is not None:
+            loss = self._pipeline.backward(count, args, kwargs)
+        else:
+            loss = self._accumulate(count, args, kwargs)
+        for name in ("replicate", "shard"):
+            if self.mesh[name].size() > 1:
+                dist.all_reduce(loss, group=self.mesh[name].get_group())
+                loss /= self.mesh[name].size()
+        return loss
+
+    def _micro_batch_count(self, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+        sizes = {leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)}
+        if sizes != {self._share_size}:
+            raise PlanError(
+                f"the batch has tensors of {sorted(sizes)} samples; expected {self._share_size} in each: this "
+                "process's share (`run.share(batch)` takes it from a global batch)."
+            )
+        return self._share_size // self._micro_batch_size
+
+    def _accumulate(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
+        """Run all microbatches one after another; their mean loss."""
+        size, total = self._micro_batch_size, None
+        for index in range(count):
+
+            def sliced(leaf: object, start: int = index * size) -> object:
+                return leaf[start : start + size] if isinstance(leaf, torch.Tensor) else leaf
+
+            micro_args, micro_kwargs = tree_map(sliced, (args, kwargs))
+            schedule_gradient_sync(self.module, self._zero, is_last=index == count - 1)
+            loss = self._loss(self.module, *micro_args, **micro_kwargs) / count
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+
+def apply_to_module(
+    plan: Plan,
+    model: object,
+    mesh: object,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    inputs: object,
+    optimizer: object,
+    stage_builders: Iterable[StageBuilder],
+) -> AppliedModule:
+    """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
+    _check_model(plan, model)
+    device_mesh = _mesh_of_plan(plan, mesh)
+    loss = _loss_function(loss_fn)
+    arrange = _arrange_function(plan, model, device_mesh)
+    pipeline = None
+    if plan.strategy.pp > 1:
+        if inputs is None:
+            raise PlanError(
+                "a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts."
+            )
+        pipeline = build_pipeline(
+            plan, model, device_mesh, inputs=inputs, loss=loss, arrange=arrange, stage_builders=stage_builders
+        )
+        stages = pipeline.modules
+    else:
+        arrange(model, dict.fromkeys(block_paths(plan.stages[0].layers, model), plan.stages[0].recompute))
+        stages = (model,)
+    return AppliedModule(
+        module=None if pipeline else model,
+        stages=stages,
+        schedule=pipeline.schedule if pipeline else None,
+        mesh=device_mesh,
+        optimizer=_make_optimizer(plan, stages, optimizer),
+        _pipeline=pipeline,
+        _loss=loss,
+        _micro_batch_size=plan.strategy.micro_batch_size,
+        _share_size=plan.question.global_batch_size // plan.strategy.dp,
+        _zero=plan.strategy.zero,
+    )
+
+
+def _check_model(plan: Plan, model: torch.nn.Module) -> None:
+    """Raise PlanError saying what differs where the model is not the planned one, by its parameters and layers."""
+    if any(isinstance(submodule, FSDPModule) for submodule in model.modules()):
+        raise PlanError("the model is sharded already; apply a plan to the plain model, once.")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    differences = []
+    if count != plan.model.parameter_count:
+        differences.append(f"{plan.model.parameter_count:,} parameters in the plan, {count:,} here")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, splits in plan.layouts.parameters.items():
+        if name not in shapes:
+            differences.append(f"the plan splits {name!r}, which the model does not have")
+        elif any(split.dim >= len(shapes[name]) for split in splits):
+            shape = list(shapes[name])
+            differences.append(f"the plan splits dimension {splits[0].dim} of {name!r}, whose shape is {shape}")
+    if differences:
+        listed = "\n  ".join(differences[:SHOWN_DIFFERENCES])
+        raise PlanError(f"the model is not the one that was planned ({plan.model.name}):\n  {listed}\nPlan this one.")
+
+
+def _arrange_function(plan: Plan, model: torch.nn.Module, mesh: DeviceMesh) -> ArrangeFunction:
+    """A function that arranges the model, or a stage of it, as the plan says."""
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    layouts = plan.layouts.parameters
+    cuts = {
+        name: Cut(*stored_cut(layouts[first_name[id(parameter)]]))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if layouts.get(first_name[id(parameter)])
+    }
+    recipe = plan.question.precision
+
+    def arrange(module: torch.nn.Module, blocks: Mapping[str, str]) -> Axis | None:
+        return arrange_module(
+            module,
+            mesh,
+            cuts=cuts,
+            splits_sequences=plan.strategy.sequence_parallel and plan.strategy.tp > 1,
+            blocks=blocks,
+            zero=plan.strategy.zero,
+            compute_dtype=getattr(torch, recipe.compute_dtype),
+            reduction_dtype=getattr(torch, recipe.reduction_dtype),
+        )
+
+    return arrange
+
+
+def _loss_function(loss_fn: Callable[..., torch.Tensor] | None) -> LossFunction:
+    """A function that calls a module and returns the scalar loss; a `loss_fn` takes the batch's `targets` itself."""
+
+    def loss(module: Callable[..., object], *args: object, **kwargs: object) -> torch.Tensor:
+        targets = kwargs.pop("targets", None) if loss_fn is not None else None
+        with shared_gradient_sums():
+            output = module(*args, **kwargs)
+            if loss_fn is None:
+                return to_whole(loss_of_output(output))
+            return to_whole(loss_fn(output) if targets is None else loss_fn(output, targets))
+
+    return loss
+
+
+def loss_of_output(output: object) -> torch.Tensor:
+    """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises PlanError."""
+    for candidate in loss_candidates(output):
+        if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
+            return candidate
+    raise PlanError(
+        f"the model returned a {type(output).__name__} without a scalar loss; pass labels in the batch, or loss_fn= to "
+        "apply (a function of the output, and of targets= where those are in the batch)."
+    )
+
+
+def _make_optimizer(plan: Plan, stages: Sequence[torch.nn.Module], make: object) -> torch.optim.Optimizer:
+    """The optimizer of this process's parameters: the user's, or AdamW or SGD as the plan's precision says."""
+    trained = [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
+    parameters = list({id(parameter): parameter for parameter in trained}.values())  # tied ones once
+    if make is None:
+        if plan.question.precision.state_bytes > 0:
+            return torch.optim.AdamW(parameters)
+        return torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE)
+    if not callable(make):
+        raise PlanError(f"optimizer is {shown(make)}; expected a function from parameters to a torch optimizer.")
+    optimizer = make(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(f"optimizer made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    return optimizer
+
+
+# ---------------------------------------------------------------------------------------------------- the device mesh
+
+
+def _mesh_of_plan(plan: Plan, given: object) -> DeviceMesh:
+    """A mesh with axes pp, replicate, shard, tp over the ranks of the given one (axes pp, dp, tp), or over all.
+
+    Data parallelism is `replicate` where every copy is whole, and `shard` where copies are sharded (ZeRO). Raises
+    PlanError where the mesh, or the launch, does not have the plan's sizes.
+    """
+    strategy = plan.strategy
+    sizes = {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp}
+    wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if not dist.is_initialized():
+        raise PlanError("torch.distributed has no process group; call torch.distributed.init_process_group() first.")
+    ranks = _ranks_of_launch(sizes, wanted) if given is None else _ranks_of_mesh(given, sizes, wanted)
+    copies = (1, strategy.dp) if strategy.zero else (strategy.dp, 1)
+    shape = (strategy.pp, *copies, strategy.tp)
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+    return DeviceMesh(device, ranks.reshape(shape), mesh_dim_names=MESH_AXES)
+
+
+def _ranks_of_launch(sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
+    count = sizes["pp"] * sizes["dp"] * sizes["tp"]
+    if dist.get_world_size() != count:
+        raise PlanError(
+            f"the plan takes {count} processes ({wanted}), and {dist.get_world_size()} were launched; launch {count}, "
+            "or plan for as many devices."
+        )
+    return torch.arange(count)
+
+
+def _ranks_of_mesh(mesh: object, sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
+    """The ranks of a mesh in the order pp, dp, tp."""
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh with axes {wanted}.")
+    names = list(mesh.mesh_dim_names or ())
+    listed = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=False)) or "no names"
+    if not names or not set(names) <= set(sizes):
+        raise PlanError(f"mesh has the axes {listed}; the plan's are {wanted}. Name them so.")
+    given_sizes = dict(zip(names, mesh.shape, strict=True))
+    if any(given_sizes.get(name, 1) != size for name, size in sizes.items()):
+        raise PlanError(f"mesh has the sizes {listed}; the plan needs {wanted}. Pass such a mesh, or none.")
+    order = [names.index(name) for name in sizes if name in names]
+    return mesh.mesh.permute(order)

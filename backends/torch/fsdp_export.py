@@ -1,0 +1,101 @@
+"""Target 'fsdp': a plan written as data and as Python files that need nothing but torch, for a launch by torchrun.
+
+`train_step.py` reads `sharding.json` and arranges the model. The modules that run a model's own code on parts of its
+parameters come along beside it, word for word as Phaze itself runs them.
+
+This module loads without torch. `stored_cut` says how torch stores a parameter's layout; target 'torch' uses it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from phaze.capabilities import Capabilities
+from phaze.errors import PlanError
+
+if TYPE_CHECKING:
+    from phaze.plan.plan import Plan, SplitDim
+
+__all__ = ["FsdpTarget", "stored_cut"]
+
+FORMAT = "phaze-fsdp"
+VERSION = 1
+"""Of `sharding.json`; it rises when a field changes its meaning."""
+
+_PACKAGE = "phaze.backends.torch"
+_EXPORTED_MODULES = (
+    "arrange",
+    "split_collectives",
+    "split_tensor",
+    "split_rules",
+    "split_products",
+    "split_parameters",
+)
+_TRAIN_STEP = "fsdp_train_step.txt"
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpTarget:
+    """Writes `sharding.json`, `train_step.py`, which reads it, and what that imports."""
+
+    name: str = "fsdp"
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """One pipeline stage only; ZeRO as under target 'torch'."""
+        return Capabilities(
+            zero_stages=frozenset({0, 3}), master_zero_stages=frozenset({1, 2}), allows_strided_parameters=True
+        )
+
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
+        """All files by name; the model is not needed."""
+        source = files(_PACKAGE)
+        texts = {f"{name}.py": source.joinpath(f"{name}.py").read_text() for name in _EXPORTED_MODULES}
+        data = json.dumps(_plan_data(plan), indent=1) + "\n"
+        train_step = source.joinpath(_TRAIN_STEP).read_text()
+        standalone = {name: _without_package(text) for name, text in texts.items()}
+        return {"sharding.json": data, "train_step.py": train_step, **standalone}
+
+
+def _without_package(text: str) -> str:
+    """A module's text that imports the files beside it instead of those of this package."""
+    rules = f"from {_PACKAGE} import split_products, split_rules\n"
+    return text.replace(rules, "import split_products\nimport split_rules\n").replace(f"{_PACKAGE}.", "")
+
+
+def _plan_data(plan: Plan) -> dict[str, object]:
+    """What `train_step.py` reads."""
+    strategy, recipe = plan.strategy, plan.question.precision
+    if recipe.compute_dtype not in _COMPUTE_DTYPES:
+        raise PlanError(f"target 'fsdp' computes in float32, bfloat16 or float16; the plan in {recipe.compute_dtype}.")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": plan.model.name,
+        "mesh": {"dp": strategy.dp, "tp": strategy.tp},
+        "global_batch_size": plan.question.global_batch_size,
+        "micro_batch_size": strategy.micro_batch_size,
+        "zero": strategy.zero,
+        "compute_dtype": recipe.compute_dtype,
+        "reduction_dtype": recipe.reduction_dtype,
+        "splits_sequences": strategy.sequence_parallel and strategy.tp > 1,
+        "layers": [layer.partition(":")[2] for layer in plan.stages[0].layers],
+        "recompute": strategy.recompute[0],
+        "parameters": {name: list(stored_cut(splits)) for name, splits in plan.layouts.parameters.items() if splits},
+    }
+
+
+def stored_cut(splits: Sequence[SplitDim]) -> tuple[int, int]:
+    """How torch stores a parameter's layout: the dimension that is cut, and the equal runs of it that are cut each.
+
+    Splits of several factors that lie side by side in one dimension are one cut. A layout that splits two dimensions is
+    stored cut along the first: it takes as many bytes, and what reads it gathers where it must.
+    """
+    first = min(splits, key=lambda split: (split.dim, split.outer))
+    return first.dim, first.outer

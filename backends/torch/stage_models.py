@@ -1,0 +1,190 @@
+"""The model of one pipeline stage: the model's own forward, run with stand-ins for the modules of other stages.
+
+A stage runs the whole forward of the model, but holds only its own modules. Modules of other stages are absent: what
+stands in their place returns tensors of the right shapes full of NaN, which cost nothing and must never reach a result
+(`_AbsentModule`). The stage before a cut runs up to the call of the module behind it, and hands over those of its
+arguments that depend on parameters (`_StageExit`). The stage behind the cut runs up to the same call, puts what it
+received in their place (`_receive_boundary`), and goes on. Whatever is made of the batch alone, such as masks and
+positions, every stage makes for itself.
+
+Where the cuts stand and what crosses them says the dry run of `stage_cuts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from phaze.backends.torch.split_collectives import Axis
+from phaze.backends.torch.split_tensor import is_split
+from phaze.backends.torch.stage_cuts import Boundary, DryRun, PreHook, clone_with_tensors, is_inside, tensors_in
+
+__all__ = ["StageEnd", "StageModel", "build_stage"]
+
+
+class _StandIn(torch.nn.Module):
+    """Stands in the place of a module that a stage does not run; its attributes are those of the original."""
+
+    def __init__(self, original: torch.nn.Module) -> None:
+        super().__init__()
+        # In a tuple, behind torch's back: the original must not become a submodule, nor bring its parameters.
+        object.__setattr__(self, "original", (original,))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(object.__getattribute__(self, "original")[0], name)
+
+
+class _AbsentModule(_StandIn):
+    """Stands for a module of another stage: its results have the right shapes, and NaN where they have numbers."""
+
+    def __init__(self, original: torch.nn.Module, results: Sequence[object]) -> None:
+        super().__init__(original)
+        self.results, self.calls = tuple(results), 0
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """What the call of this number returned in the dry run, filled with NaN."""
+        result = self.results[self.calls % len(self.results)]
+        self.calls += 1
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+
+        def filled(leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            value = float("nan") if leaf.is_floating_point() else 0
+            return torch.full((), value, dtype=leaf.dtype, device=device).expand(leaf.shape)
+
+        return tree_map(filled, result)
+
+
+class StageEnd(Exception):  # noqa: N818 - ends a stage's forward, never seen by users
+    """The forward has come to the end of its stage; `values` are what crosses the cut."""
+
+    def __init__(self, values: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.values = values
+
+
+class _StageExit(_StandIn):
+    """Stands for the module behind a stage's end: its call hands over what crosses the cut."""
+
+    def __init__(self, original: torch.nn.Module, boundary: Boundary, received: dict[int, torch.Tensor]) -> None:
+        super().__init__(original)
+        self.boundary, self.received = boundary, received
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Ends the stage; a tensor that the stage itself received goes on as it was received."""
+        leaves, _ = tree_flatten((args, kwargs), is_leaf=is_split)
+        values = (leaves[same[0]] for same in self.boundary.places)
+        raise StageEnd(tuple(self.received.get(id(value), value) for value in values))
+
+
+@dataclass(slots=True)
+class StageModel:
+    """The model of one stage, and what it received for the microbatch at hand.
+
+    Attributes:
+        module: the whole model, in which only the stage's own modules have parameters.
+        boundary_in: what crosses the cut before the stage; None for the first one.
+        boundary_out: what crosses the cut behind the stage; None for the last one.
+        incoming: tensors that arrived and were not put in their places yet.
+        received: tensors that arrived, by the id of the absent module's tensor that each one replaces.
+        replaced: those replaced tensors, kept so that no other tensor gets their ids.
+        axis: the tensor-parallel axis, where there is one.
+    """
+
+    module: torch.nn.Module
+    boundary_in: Boundary | None
+    boundary_out: Boundary | None
+    incoming: list[torch.Tensor] = field(default_factory=list)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    replaced: list[object] = field(default_factory=list)
+    axis: Axis | None = None
+
+
+def build_stage(module: torch.nn.Module, paths: Sequence[str], run: DryRun, stage: int) -> StageModel:
+    """The model with the modules of one stage; its parameters are the model's own."""
+    live = {name for name, stages in run.stages.items() if stage in stages}
+    clone = clone_with_tensors(module, lambda tensor: torch.empty_like(tensor, device="meta"))
+    originals = dict(module.named_modules(remove_duplicate=False))
+    for name, submodule in clone.named_modules():
+        if name in live:
+            for key in submodule._parameters:
+                submodule._parameters[key] = originals[name]._parameters[key]
+        for key in submodule._buffers:
+            submodule._buffers[key] = originals[name]._buffers[key]
+    boundary_in = run.boundaries[stage - 1] if stage else None
+    boundary_out = run.boundaries[stage] if stage < len(paths) else None
+    built = StageModel(clone, boundary_in, boundary_out)
+    exit_path = paths[stage] if stage < len(paths) else None
+    _replace_absent_modules(clone, "", live, exit_path, run, built)
+    _drop_parameters_of_others(clone, originals)
+    if boundary_in is not None:
+        entry = paths[stage - 1]
+        clone.get_submodule(entry).register_forward_pre_hook(_receive_boundary(built, boundary_in), with_kwargs=True)
+        for name, submodule in clone.named_modules():
+            if name != entry and any(is_inside(path, name) for path in live):
+                submodule.register_forward_pre_hook(_replace_received(built), with_kwargs=True)
+    return built
+
+
+def _replace_absent_modules(
+    module: torch.nn.Module, path: str, live: set[str], exit_path: str | None, run: DryRun, built: StageModel
+) -> None:
+    """Put stand-ins in the place of the modules below `path` that the stage does not run."""
+    for key, child in list(module._modules.items()):
+        if child is None:
+            continue
+        name = f"{path}.{key}".lstrip(".")
+        if name == exit_path:
+            assert built.boundary_out is not None
+            module._modules[key] = _StageExit(child, built.boundary_out, built.received)
+        elif not any(True for _ in child.parameters()):
+            continue
+        elif not any(is_inside(live_path, name) for live_path in live) and name in run.results:
+            module._modules[key] = _AbsentModule(child, run.results[name])
+        else:  # it holds modules of the stage, or is a container that is never called itself
+            _replace_absent_modules(child, name, live, exit_path, run, built)
+
+
+def _drop_parameters_of_others(clone: torch.nn.Module, originals: Mapping[str, torch.nn.Module]) -> None:
+    """Modules that are never called keep what the stage holds anyway (tied parameters), and nothing else."""
+    held = {id(parameter) for parameter in clone.parameters() if parameter.device.type != "meta"}
+    for name, submodule in clone.named_modules():
+        for key, parameter in submodule._parameters.items():
+            if parameter is not None and parameter.device.type == "meta" and name in originals:
+                original = originals[name]._parameters[key]
+                if original is not parameter:
+                    submodule._parameters[key] = original if id(original) in held else None
+
+
+def _receive_boundary(built: StageModel, boundary: Boundary) -> PreHook:
+    """Before the call where a stage begins: put what it received in the place of what absent modules returned."""
+
+    def hook(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if not built.incoming:
+            return None
+        leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
+        for same, value in zip(boundary.places, built.incoming, strict=True):
+            for place in same:
+                built.replaced.append(leaves[place])
+                built.received[id(leaves[place])] = value
+                leaves[place] = value
+        built.incoming.clear()
+        return tree_unflatten(leaves, tree)
+
+    return hook
+
+
+def _replace_received(built: StageModel) -> PreHook:
+    """Before later calls of the stage: arguments that crossed the cut are those that were received."""
+
+    def hook(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if not built.received:
+            return None
+        leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
+        return tree_unflatten([built.received.get(id(leaf), leaf) for leaf in leaves], tree)
+
+    return hook
