@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phaze.backends.launch_flags import block_counts, head_lines, micro_batches, strongest_recompute
+from phaze.backends.launcher_exports import block_counts, head_lines, micro_batches, strongest_recompute
 from phaze.capabilities import Capabilities, PipelineSchedule
 
 if TYPE_CHECKING:

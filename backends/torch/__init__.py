@@ -105,12 +105,13 @@ class ModuleStages:
         """Whether a module holds a list of at least two blocks of one class, or a graph has layers of such a list."""
         torch = sys.modules.get("torch")
         if isinstance(model, Graph):
-            lists = [layer.name.rpartition(".")[0] for layer in model.layers if _NUMBERED.search(layer.name)]
-            return len(lists) > len(set(lists))
+            list_paths = [layer.name.rpartition(".")[0] for layer in model.layers if _NUMBERED.search(layer.name)]
+            return len(list_paths) > len(set(list_paths))
         if torch is None or not isinstance(model, torch.nn.Module):
             return False
-        lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList | torch.nn.Sequential)]
-        return any(len(part) > 1 and len({type(child) for child in part}) == 1 for part in lists)
+        kinds = torch.nn.ModuleList | torch.nn.Sequential
+        block_lists = [submodule for submodule in model.modules() if isinstance(submodule, kinds)]
+        return any(len(blocks) > 1 and len({type(block) for block in blocks}) == 1 for blocks in block_lists)
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
         """The modules before which the stages begin; what crosses there is found when the plan is applied."""
@@ -121,11 +122,11 @@ class ModuleStages:
 
 @hookimpl
 def phaze_targets() -> tuple[Target, ...]:
-    """torch itself, and texts."""
+    """torch itself, and the FSDP2 programs."""
     return (TorchTarget(), FsdpTarget())
 
 
 @hookimpl
 def phaze_stage_builders() -> tuple[StageBuilder, ...]:
-    """The one that cuts lists of blocks."""
+    """The builder that cuts lists of blocks."""
     return (ModuleStages(),)

@@ -70,19 +70,19 @@ DEGREES: dict[int, list[Strategy]] = {
 
 def full_cases(world: int) -> dict[str, Strategy]:
     """Every model with all degrees, copies whole and sharded, with and without recompute."""
-    found: dict[str, Strategy] = {}
+    cases: dict[str, Strategy] = {}
     for kind in ("gpt2", "llama", "t5"):
         for degrees in DEGREES[world]:
             for zero in (0, 3) if "dp" in degrees else (0,):
                 for mode in ("none", "full"):
                     words = " ".join(f"{name}{size}" for name, size in degrees.items())
                     name = f"{kind} {words} zero{zero} {mode}"
-                    found[name] = {**degrees, "zero": zero, "recompute": mode}
+                    cases[name] = {**degrees, "zero": zero, "recompute": mode}
     if world == 4:
-        found["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
-        found["llama tp4"] = {"tp": 4}
-        found["hand-written pp4"] = {"pp": 4}
-    return found
+        cases["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
+        cases["llama tp4"] = {"tp": 4}
+        cases["hand-written pp4"] = {"pp": 4}
+    return cases
 
 
 def run_cases(folder: Path, world: int, cases: Mapping[str, tuple[str, phaze.Plan, int]]) -> Answers:
@@ -115,13 +115,13 @@ def run_strategies(folder: Path, world: int, strategies: Mapping[str, Strategy])
     return run_cases(folder, world, cases)
 
 
-def check_equality(found: dict[str, Any], most: float = 1e-5) -> None:
-    assert "error" not in found, found.get("trace")
-    assert found["loss"] < most
-    assert found["gradient"] < most, found["worst"]
-    assert found["again"] < most
-    assert found["parameter"] < most
-    assert found["loaded"] == 0.0
+def check_equality(answer: dict[str, Any], most: float = 1e-5) -> None:
+    assert "error" not in answer, answer.get("trace")
+    assert answer["loss"] < most
+    assert answer["gradient"] < most, answer["worst"]
+    assert answer["again"] < most
+    assert answer["parameter"] < most
+    assert answer["loaded"] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -136,23 +136,21 @@ def test_a_step_in_processes_equals_one_process(answers: dict[int, Answers], wor
 
 @pytest.mark.parametrize("name", ["gpt2 pp2", "t5 pp2", "gpt2 dp2 pp2 tp2", "hand-written pp2"])
 def test_stages_together_hold_every_parameter_under_its_own_name(answers: dict[int, Answers], name: str) -> None:
-    found = answers[8 if "dp2" in name else 2](name)
+    held = answers[8 if "dp2" in name else 2](name)["names"]
     model = build_model(name.partition(" ")[0])
-    known = {one for one, _ in model.named_parameters(remove_duplicate=False)}
-    first = {
-        one: next(n for n, p in model.named_parameters() if p is own)
-        for one, own in model.named_parameters(remove_duplicate=False)
-    }
-    assert set(found["names"]) <= known
-    assert {first[one] for one in found["names"]} == {one for one, _ in model.named_parameters()}
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = {alias: names[id(parameter)] for alias, parameter in model.named_parameters(remove_duplicate=False)}
+    assert set(held) <= known
+    assert {first[alias] for alias in held} == set(names.values())
 
 
 @pytest.mark.parametrize("name", ["gpt2 dp2", "gpt2 dp2 zero3", "gpt2 tp2", "llama tp2", "t5 tp2", "bert tp2"])
 def test_live_parameters_gradients_and_moments_have_the_planned_bytes(answers: dict[int, Answers], name: str) -> None:
-    found = answers[2](name)
+    answer = answers[2](name)
     plan = planned(name.partition(" ")[0], 2, DEFAULT[2][name])
     memory = plan.stages[0].memory_bytes
-    for live in found["live"]:
+    for live in answer["live"]:
         assert live["parameters"] == pytest.approx(memory["parameters"], rel=0.01)
         assert live["gradients"] == pytest.approx(memory["gradients"], rel=0.01)
         assert live["optimizer"] == pytest.approx(memory["optimizer"], rel=0.01)
@@ -203,12 +201,12 @@ def check_unforced(folder: Path, kinds: Mapping[str, int]) -> dict[str, phaze.Pl
 
 def test_plans_under_limits_of_memory_train_as_one_process_does(tmp_path: Path) -> None:
     plans = check_unforced(tmp_path, UNFORCED)
-    chosen = [plan.strategy for plan in plans.values()]
+    strategies = [plan.strategy for plan in plans.values()]
     assert all(plan.provenance.target == "torch" for plan in plans.values())
-    assert any(one.tp > 1 for one in chosen)
-    assert any(one.pp > 1 for one in chosen)
-    assert any(one.zero > 0 for one in chosen)
-    assert any(set(one.recompute) != {"none"} for one in chosen)
+    assert any(strategy.tp > 1 for strategy in strategies)
+    assert any(strategy.pp > 1 for strategy in strategies)
+    assert any(strategy.zero > 0 for strategy in strategies)
+    assert any(set(strategy.recompute) != {"none"} for strategy in strategies)
     assert plans["uncut"].strategy.pp == 1
     assert any("one pipeline stage only" in note for note in plans["uncut"].provenance.notes)
 
@@ -222,6 +220,6 @@ def test_plans_of_more_models_train_as_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_combination_in_processes_equals_one_process(tmp_path: Path, world: int) -> None:
     cases = full_cases(world)
-    found = run_strategies(tmp_path, world, cases)
+    answer_of = run_strategies(tmp_path, world, cases)
     for name in cases:
-        check_equality(found(name))
+        check_equality(answer_of(name))

@@ -180,25 +180,25 @@ class Doubled(torch.autograd.Function):
 
 
 def test_an_autograd_function_on_a_part_is_refused_before_its_gradient_is_lost() -> None:
-    own = torch.ones(4, 3, requires_grad=True)
-    value = SplitTensor(own, Axis(None, 2, 0), (4, 6), 1)
+    local = torch.ones(4, 3, requires_grad=True)
+    value = SplitTensor(local, Axis(None, 2, 0), (4, 6), 1)
     with pytest.raises(NotImplementedError, match=r"an autograd.Function was applied to a tensor that is split"):
         _ = Doubled.apply(value) + 1
 
 
 def test_a_hook_on_a_split_tensor_sees_and_changes_its_gradient() -> None:
-    own, seen = torch.ones(4, 3, requires_grad=True), []
-    value = SplitTensor(own, Axis(None, 2, 0), (4, 6), 1) * 2
+    local, seen_shapes = torch.ones(4, 3, requires_grad=True), []
+    value = SplitTensor(local, Axis(None, 2, 0), (4, 6), 1) * 2
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(gradient.shape))
+        seen_shapes.append(tuple(gradient.shape))
         return gradient * 3
 
     value.register_hook(hook)
     value.local.sum().backward()
-    assert seen == [(4, 6)]
-    assert own.grad is not None
-    assert own.grad.tolist() == [[6.0] * 3] * 4
+    assert seen_shapes == [(4, 6)]
+    assert local.grad is not None
+    assert local.grad.tolist() == [[6.0] * 3] * 4
 
 
 def test_names_of_numpy_mean_the_same_dimensions() -> None:
@@ -227,8 +227,8 @@ def test_exported_files_train_where_phaze_cannot_be_imported(
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
+    training = json.loads((tmp_path / "found.json").read_text())
+    assert training["losses"] == pytest.approx(training["expected"], rel=1e-5)
 
 
 def test_the_export_holds_one_stage_only() -> None:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from phaze.backends.device_names import known_chip
-from phaze.backends.jax_world import JaxWorld
-from phaze.backends.torch_world import TorchWorld
+from phaze.backends.worlds import JaxWorld, TorchWorld, chip_of_device
 from phaze.hooks import PluginManager
 
 
@@ -22,7 +20,7 @@ from phaze.hooks import PluginManager
     ],
 )
 def test_a_driver_s_name_is_a_known_chip_or_none(device: str, chip: str | None) -> None:
-    assert known_chip(device) == chip
+    assert chip_of_device(device) == chip
 
 
 @pytest.mark.parametrize("world", [TorchWorld(), JaxWorld()])

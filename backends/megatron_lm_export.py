@@ -1,7 +1,8 @@
-"""Arguments for Megatron-LM (github.com/NVIDIA/Megatron-LM); option names checked, not run here.
+"""Target 'megatron-lm': a plan written as command-line arguments of Megatron-LM (github.com/NVIDIA/Megatron-LM).
 
-ZeRO-1 is its distributed optimizer, stages 2 and 3 its own FSDP. It has 1F1B, and interleaved 1F1B where a device has
-several stages; a layout names the blocks of each.
+ZeRO 1 is its distributed optimizer; ZeRO 2 and 3 are its own FSDP. It runs 1F1B, and interleaved 1F1B where a device
+has several stages; a layout names the blocks of each stage. Option names were checked against `SOURCE`; nothing of it
+was run by us.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phaze.backends.launch_flags import block_counts, head_lines, strongest_recompute
+from phaze.backends.launcher_exports import block_counts, head_lines, strongest_recompute
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["MegatronTarget", "phaze_targets"]
 
 SOURCE = "megatron/training/arguments.py at commit 000c4ac"
+"""Where the option names were read."""
+
 _SCHEDULES = frozenset({PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED})
 _PRECISIONS = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 _FSDP = {2: "optim_grads", 3: "optim_grads_params"}
@@ -62,26 +65,28 @@ class MegatronTarget:
 
 
 def _arguments(plan: Plan) -> list[str]:
-    chosen, recipe = plan.strategy, plan.question.precision
+    """Everything that the plan decides; raises PlanError for a precision that Megatron-LM does not train in."""
+    strategy, recipe = plan.strategy, plan.question.precision
     if recipe.compute_dtype not in _PRECISIONS:
         raise PlanError(f"Megatron-LM trains in bf16, fp16 or fp32; the plan's precision is {recipe.name}.")
-    found = [
-        f"--tensor-model-parallel-size {chosen.tp}",
-        f"--pipeline-model-parallel-size {chosen.pp}",
-        f"--micro-batch-size {chosen.micro_batch_size}",
+    arguments = [
+        f"--tensor-model-parallel-size {strategy.tp}",
+        f"--pipeline-model-parallel-size {strategy.pp}",
+        f"--micro-batch-size {strategy.micro_batch_size}",
         f"--global-batch-size {plan.question.global_batch_size}",
         f"--seq-length {plan.model.tokens_per_sample}",
         *_PRECISIONS[recipe.compute_dtype],
     ]
-    if chosen.sequence_parallel and chosen.tp > 1:
-        found.append("--sequence-parallel")
-    found += _sharding(chosen.zero)
-    if chosen.pp > 1:
-        found.append(f"--pipeline-model-parallel-layout '{_layout(plan)}'")
-    return [*found, *_RECOMPUTE[strongest_recompute(plan)]]
+    if strategy.sequence_parallel and strategy.tp > 1:
+        arguments.append("--sequence-parallel")
+    arguments += _sharding(strategy.zero)
+    if strategy.pp > 1:
+        arguments.append(f"--pipeline-model-parallel-layout '{_layout(plan)}'")
+    return [*arguments, *_RECOMPUTE[strongest_recompute(plan)]]
 
 
 def _sharding(zero: int) -> list[str]:
+    """The arguments for a ZeRO stage."""
     if zero == 0:
         return []
     if zero == 1:
@@ -96,7 +101,10 @@ def _sharding(zero: int) -> list[str]:
 
 
 def _layout(plan: Plan) -> str:
-    """E for the embedding, t for a block, L for the head with its loss; chunks go round the devices."""
+    """The stages from first to last: E is the embedding, t a block, L the head with its loss.
+
+    Where devices have several stages, stages go round the devices.
+    """
     parts = ["" if count == 0 else "t" if count == 1 else f"t*{count}" for count in block_counts(plan, "Megatron-LM")]
     parts[0] = f"E{parts[0]}"
     parts[-1] = f"{parts[-1]}L"

@@ -1,7 +1,7 @@
-"""What texts for launchers have in common: how many samples go where, the strongest recompute mode, decoder blocks.
+"""What the files written for Megatron-LM, torchtitan and MaxText have in common: first lines, counts, recompute mode.
 
-Launchers bring their own models, whose layers are an embedding, equal blocks and a head; a plan for them has the
-same: one layer before the blocks and one behind them.
+Such launchers bring their own models, whose layers are an embedding, equal blocks and a head. A plan for one of them
+has the same layers: one before the blocks and one behind them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["block_counts", "head_lines", "micro_batches", "strongest_recompute"]
 
-_STRENGTH = ("none", "selective", "products", "full")
+_RECOMPUTE_MODES = ("none", "selective", "products", "full")
+"""From the one that computes least again, and keeps most, to the one that computes most."""
 
 
 def head_lines(plan: Plan, tool: str, source: str) -> list[str]:
-    """What every text says first: which plan it is, for which version, and that nobody ran it."""
+    """What every file says first: which plan it is, for which version of the tool, and that it was not run by us."""
     return [
         f"# {plan.model.name} on {plan.cluster.device_count} x {plan.cluster.accelerator.name}, by Phaze.",
         f"# For {tool}; option names checked against {source}, not run by Phaze.",
@@ -28,13 +29,13 @@ def head_lines(plan: Plan, tool: str, source: str) -> list[str]:
 
 
 def micro_batches(plan: Plan) -> int:
-    """Microbatches of one pipeline."""
+    """The number of microbatches that each pipeline runs in a step."""
     return plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
 
 
 def strongest_recompute(plan: Plan) -> str:
-    """The mode of all stages, where a tool has one for all."""
-    return max(plan.strategy.recompute, key=_STRENGTH.index)
+    """The recompute mode for tools that have one mode for all stages: the strongest that any stage needs to fit."""
+    return max(plan.strategy.recompute, key=_RECOMPUTE_MODES.index)
 
 
 def block_counts(plan: Plan, tool: str) -> list[int]:

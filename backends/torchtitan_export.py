@@ -1,7 +1,8 @@
-"""A configuration for torchtitan (github.com/pytorch/torchtitan); option names checked, not run here.
+"""Target 'torchtitan': a plan written as sections of a job configuration of torchtitan (github.com/pytorch/torchtitan).
 
-torchtitan shards by FSDP2: stage 3 gathers parameters in both passes, stage 2 keeps them after forward; copies without
-shards are DDP, which it combines with nothing else. Its tensor parallelism always splits the sequence too.
+torchtitan shards by FSDP2: under ZeRO 3 it gathers parameters in both passes, and under ZeRO 2 it keeps them after the
+forward. Copies without shards are DDP, which it combines with nothing else. Its tensor parallelism always splits the
+sequence too. Option names were checked against `SOURCE`; nothing of it was run by us.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from phaze.backends.launch_flags import block_counts, head_lines, micro_batches, strongest_recompute
+from phaze.backends.launcher_exports import block_counts, head_lines, micro_batches, strongest_recompute
 from phaze.capabilities import Capabilities, PipelineSchedule
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["TorchtitanTarget", "phaze_targets"]
 
 SOURCE = "torchtitan/config/job_config.py at commit 6404b93"
+"""Where the option names were read."""
+
 _SCHEDULES = {
     PipelineSchedule.GPIPE: "GPipe",
     PipelineSchedule.ONE_F_ONE_B: "1F1B",
@@ -30,7 +33,8 @@ _SCHEDULES = {
 }
 _PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
 
-Section = dict[str, object]
+Section: TypeAlias = dict[str, object]
+"""One section of the TOML file: values by option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,11 @@ class TorchtitanTarget:
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """One file: sections of a job configuration."""
-        chosen = plan.strategy
-        if chosen.zero == 0 and chosen.dp > 1 and chosen.tp * chosen.pp > 1:
+        strategy = plan.strategy
+        if strategy.zero == 0 and strategy.dp > 1 and strategy.tp * strategy.pp > 1:
             raise PlanError(
-                f"torchtitan combines DDP (ZeRO stage 0, dp={chosen.dp}) with no tensor or pipeline parallelism (tp="
-                f"{chosen.tp}, pp={chosen.pp}); plan with strategy zero=2 or zero=3, which are FSDP2 there."
+                f"torchtitan combines DDP (ZeRO stage 0, dp={strategy.dp}) with no tensor or pipeline parallelism (tp="
+                f"{strategy.tp}, pp={strategy.pp}); plan with strategy zero=2 or zero=3, which are FSDP2 there."
             )
         sections = {
             "training": _training(plan),
@@ -66,7 +70,7 @@ class TorchtitanTarget:
             "activation_checkpoint": _recompute(plan),
         }
         lines = head_lines(plan, "torchtitan", SOURCE)
-        if chosen.tp > 1 and not chosen.sequence_parallel:
+        if strategy.tp > 1 and not strategy.sequence_parallel:
             lines.append("# The plan splits no sequence between layers; torchtitan's tensor parallelism does.")
         for name, section in sections.items():
             lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
@@ -74,13 +78,14 @@ class TorchtitanTarget:
 
 
 def _training(plan: Plan) -> Section:
-    recipe, chosen = plan.question.precision, plan.strategy
+    """Batch and precision; torchtitan's local batch is what one step of a pipeline takes, else one microbatch."""
+    recipe, strategy = plan.question.precision, plan.strategy
     if recipe.compute_dtype not in _PRECISIONS:
         raise PlanError(f"torchtitan trains in bfloat16 or float32; the plan's precision is {recipe.name}.")
-    in_flight = micro_batches(plan) if chosen.pp > 1 else 1
+    in_flight = micro_batches(plan) if strategy.pp > 1 else 1
     return {
         "seq_len": plan.model.tokens_per_sample,
-        "local_batch_size": chosen.micro_batch_size * in_flight,
+        "local_batch_size": strategy.micro_batch_size * in_flight,
         "global_batch_size": plan.question.global_batch_size,
         "mixed_precision_param": _PRECISIONS[recipe.compute_dtype],
         "mixed_precision_reduce": "float32",
@@ -88,18 +93,19 @@ def _training(plan: Plan) -> Section:
 
 
 def _parallelism(plan: Plan) -> Section:
-    chosen = plan.strategy
+    """Degrees, sharding and the pipeline."""
+    strategy = plan.strategy
     section: Section = {
-        "data_parallel_replicate_degree": 1 if chosen.zero else chosen.dp,
-        "data_parallel_shard_degree": chosen.dp if chosen.zero else 1,
-        "tensor_parallel_degree": chosen.tp,
-        "pipeline_parallel_degree": chosen.pp,
+        "data_parallel_replicate_degree": 1 if strategy.zero else strategy.dp,
+        "data_parallel_shard_degree": strategy.dp if strategy.zero else 1,
+        "tensor_parallel_degree": strategy.tp,
+        "pipeline_parallel_degree": strategy.pp,
     }
-    if chosen.zero:
-        section["fsdp_reshard_after_forward"] = "always" if chosen.zero == 3 else "never"
-    if chosen.pp > 1:
-        section["pipeline_parallel_schedule"] = _SCHEDULES[PipelineSchedule(chosen.schedule)]
-        section["pipeline_parallel_microbatch_size"] = chosen.micro_batch_size
+    if strategy.zero:
+        section["fsdp_reshard_after_forward"] = "always" if strategy.zero == 3 else "never"
+    if strategy.pp > 1:
+        section["pipeline_parallel_schedule"] = _SCHEDULES[PipelineSchedule(strategy.schedule)]
+        section["pipeline_parallel_microbatch_size"] = strategy.micro_batch_size
         section["module_fqns_per_model_part"] = _modules(plan)
     return section
 
@@ -117,7 +123,7 @@ def _modules(plan: Plan) -> list[list[str]]:
 
 
 def _recompute(plan: Plan) -> Section:
-    """Its selective mode by op is `products`, and the nearest to the plan's `selective`."""
+    """torchtitan's selective mode by op is the plan's `products`, and the nearest that it has to `selective`."""
     mode = strongest_recompute(plan)
     if mode in ("selective", "products"):
         return {"mode": "selective", "selective_ac_option": "op"}
