@@ -42,13 +42,13 @@ def serve(rank: int, folder: Path, world: int) -> None:
     answers = []
     for case in json.loads((folder / "cases.json").read_text()):
         try:
-            found = run_case(case)
+            answer = run_case(case)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             with (folder / f"failures-{rank}.txt").open("a") as notes:  # others may wait in vain for this rank
-                notes.write(f"{case}\n{found['trace']}\n")
+                notes.write(f"{case}\n{answer['trace']}\n")
         gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, found)
+        dist.all_gather_object(gathered, answer)
         answers.append(joined(gathered))
     if rank == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
@@ -56,19 +56,20 @@ def serve(rank: int, folder: Path, world: int) -> None:
     dist.destroy_process_group()
 
 
-def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
+def joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks saw: the largest of each error, the names that any of them held."""
-    for rank, one in enumerate(found):
-        if "error" in one:
-            return {**one, "rank": rank}
-    numbers = {key: max(one[key] for one in found) for key in found[0] if isinstance(found[0][key], float)}
-    worst = max(found, key=lambda one: one["gradient"])
-    names = sorted({name for one in found for name in one["names"]})
+    for rank, answer in enumerate(of_ranks):
+        if "error" in answer:
+            return {**answer, "rank": rank}
+    first = of_ranks[0]
+    numbers = {key: max(answer[key] for answer in of_ranks) for key in first if isinstance(first[key], float)}
+    worst = max(of_ranks, key=lambda answer: answer["gradient"])
+    names = sorted({name for answer in of_ranks for name in answer["names"]})
     listed = {
         "names": names,
         "worst": worst["worst"],
-        "curve": found[0]["curve"],
-        "live": [one["live"] for one in found],
+        "curve": first["curve"],
+        "live": [answer["live"] for answer in of_ranks],
     }
     return numbers | listed
 
@@ -86,17 +87,17 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     run = plan.apply(
         model,
         inputs=inputs_of(kind, batch),
-        optimizer=lambda own: torch.optim.SGD(own, lr=LEARNING_RATE),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
         **given_loss(kind),
     )
     gathered = {}
     for stage in run.stages:
-        stage.register_forward_hook(lambda own, *_: gathered.update({id(own): stored_bytes(own.parameters())}))
+        stage.register_forward_hook(lambda module, *_: gathered.update({id(module): stored_bytes(module.parameters())}))
     with CopyTraffic() as traffic:
-        found = run.backward(**run.share(batch))
+        sharded_loss = run.backward(**run.share(batch))
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters(remove_duplicate=False)}
     worst, errors, names = "", 0.0, []
-    largest = max(float(one.abs().max()) for one in gradients.values())
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for stage in run.stages:
         for name, parameter in stage.named_parameters():
             if parameter.grad is None:
@@ -106,7 +107,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             if error >= errors:
                 worst, errors = name, error
     answer = {
-        "loss": abs(float(found) - float(loss.detach())) / abs(float(loss.detach())),
+        "loss": abs(float(sharded_loss) - float(loss.detach())) / abs(float(loss.detach())),
         "gradient": errors,
         "worst": worst,
         "names": names,
@@ -118,11 +119,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             parameter -= LEARNING_RATE * parameter.grad
     run.step(**run.share(batch))
     after = dict(reference.named_parameters(remove_duplicate=False))
-    scale = max(float(one.detach().abs().max()) for one in after.values())
+    scale = max(float(parameter.detach().abs().max()) for parameter in after.values())
     answer["parameter"] = max(
-        difference(in_order(stage, name, own, own.detach()), after[name].detach(), scale)
+        difference(in_order(stage, name, parameter, parameter.detach()), after[name].detach(), scale)
         for stage in run.stages
-        for name, own in stage.named_parameters()
+        for name, parameter in stage.named_parameters()
     )
     live["optimizer"] = adam_bytes(run)
     answer["loaded"] = loading_error(run, kind)
@@ -138,17 +139,17 @@ def loading_error(run: Any, kind: str) -> float:
     state, whole = other.state_dict(), StateDictOptions(full_state_dict=True)
     for stage in run.stages:
         given = {name: state[name] for name in stage.state_dict()}
-        for load in (stage.load_state_dict, lambda one, own=stage: set_model_state_dict(own, one, options=whole)):
+        for load in (stage.load_state_dict, lambda state, into=stage: set_model_state_dict(into, state, options=whole)):
             for parameter in stage.parameters():
                 parameter.detach().zero_()
             load(dict(given))
             stage.load_state_dict(stage.state_dict())
-            for name, own in stage.named_parameters():
-                found = in_order(stage, name, own, own.detach())
-                worst = max(worst, float((found - state[name]).abs().max()))
+            for name, parameter in stage.named_parameters():
+                loaded = in_order(stage, name, parameter, parameter.detach())
+                worst = max(worst, float((loaded - state[name]).abs().max()))
         saved = get_model_state_dict(stage, options=whole)
         ends = [(whole_tensor(saved[name]), value) for name, value in given.items()]
-        worst = max([worst, *(float((found - value).abs().max()) for found, value in ends)])
+        worst = max([worst, *(float((loaded - value).abs().max()) for loaded, value in ends)])
     return worst
 
 
@@ -156,9 +157,9 @@ def second_backward(run: Any, batch: Any, gradients: dict[str, Any], largest: fl
     """The error of gradients that a second backward adds to."""
     run.backward(**run.share(batch))
     return max(
-        difference(in_order(stage, name, own, own.grad), 2 * gradients[name], largest)
+        difference(in_order(stage, name, parameter, parameter.grad), 2 * gradients[name], largest)
         for stage in run.stages
-        for name, own in stage.named_parameters()
+        for name, parameter in stage.named_parameters()
     )
 
 
@@ -173,16 +174,16 @@ def in_order(stage: torch.nn.Module, name: str, parameter: torch.nn.Parameter, v
 
 
 def whole_tensor(value: Any) -> torch.Tensor:
-    found: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
+    whole: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor, largest: float) -> float:
+def difference(actual: torch.Tensor, expected: torch.Tensor, largest: float) -> float:
     """The largest difference as a share of the largest value; what is nothing but rounding in both is equal."""
     scale = float(expected.abs().max())
     if scale < 1e-6 * largest:
-        return float((found - expected).abs().max()) / largest
-    return float((found - expected).abs().max()) / scale
+        return float((actual - expected).abs().max()) / largest
+    return float((actual - expected).abs().max()) / scale
 
 
 class CopyTraffic(TorchDispatchMode):
@@ -199,32 +200,33 @@ class CopyTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = func.name().split("::")
         times = self._times.get(name.partition(".")[0], 0) if namespace == "c10d" else 0
-        tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)] if times else []
-        size = max((one.numel() * one.element_size() for one in tensors), default=0)
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)] if times else []
+        size = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
         self.total_bytes += times * size if size >= 1024 else 0
         return func(*args, **(kwargs or {}))
 
 
 def live_bytes(run: Any) -> dict[str, int]:
     """Bytes of parameters and gradients that this process holds between steps."""
-    parameters = [own for stage in run.stages for own in stage.parameters()]
+    parameters = [parameter for stage in run.stages for parameter in stage.parameters()]
     return {
         "parameters": stored_bytes(parameters),
-        "gradients": stored_bytes(own.grad for own in parameters if own.grad is not None),
+        "gradients": stored_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
     }
 
 
 def stored_bytes(tensors: Iterable[Any]) -> int:
-    parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    return sum(int(one.numel() * one.element_size()) for one in parts)
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(int(part.numel() * part.element_size()) for part in parts)
 
 
 def adam_bytes(run: Any) -> int:
     """Bytes of Adam's two moments of this process's parameters, after a step."""
-    adam = torch.optim.Adam([own for stage in run.stages for own in stage.parameters()])
+    adam = torch.optim.Adam([parameter for stage in run.stages for parameter in stage.parameters()])
     adam.step()
     moments = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return sum(int(one.to_local().numel() if isinstance(one, DTensor) else one.numel()) * 4 for one in moments)
+    local_moments = [moment.to_local() if isinstance(moment, DTensor) else moment for moment in moments]
+    return sum(int(moment.numel()) * 4 for moment in local_moments)
 
 
 def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
@@ -233,18 +235,20 @@ def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
         return {"curve": [], "curve_error": 0.0}
     kind, size = case["kind"], plan.question.global_batch_size
     alone, model = build_model(kind), build_model(kind)
-    run = plan.apply(model, inputs=batch_of(kind, size=size), optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3))
+    run = plan.apply(
+        model, inputs=batch_of(kind, size=size), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
+    )
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
-    found, error = [], 0.0
+    losses, error = [], 0.0
     for step in range(case["steps"]):
         batch = batch_of(kind, seed=step, size=size)
-        found.append(float(run.step(**run.share(batch))))
+        losses.append(float(run.step(**run.share(batch))))
         optimizer.zero_grad()
         loss = loss_of(kind, alone, batch)
         loss.backward()
         optimizer.step()
-        error = max(error, abs(found[-1] - float(loss.detach())) / abs(float(loss.detach())))
-    return {"curve": found, "curve_error": error}
+        error = max(error, abs(losses[-1] - float(loss.detach())) / abs(float(loss.detach())))
+    return {"curve": losses, "curve_error": error}
 
 
 if __name__ == "__main__":
