@@ -43,7 +43,7 @@ from phaze.place import (
     reconstruct,
 )
 from phaze.planner import ProfileOptions, placement_graph, profile_layer
-from phaze.shard import Axis, LayerTask, shard_model, unsharded
+from phaze.shard import Axis, ShardingProblem, shard_model, unsharded
 
 RELATIVE = 1e-9
 RUNS = 20
@@ -197,7 +197,7 @@ def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: P
     profiles = {}
     for width in WIDTHS:
         axis = Axis(cluster, width)
-        whole = [unsharded(LayerTask(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
+        whole = [unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
         layers = shard_model(graph, axis).layers if width > 1 else whole
         for layer in graph.distinct_layers:
             for mode in RecomputeMode:

@@ -41,7 +41,7 @@ from phaze.schedule.core_timeline import makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
 from phaze.schedule.list_scheduling import list_schedule
 from phaze.schedule.reduced_problem import reduce_problem
-from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
+from phaze.shard import Axis, ShardingProblem, shard_layer, slice_layer
 from phaze.solvers import choose_solver
 
 MODELS = (
@@ -118,7 +118,7 @@ def sharded_rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
         block = max(graph.distinct_layers, key=lambda layer: len(layer.backward))
         for cluster, width in product(SHARDED_CLUSTERS, WIDTHS):
             axis = Axis(parse_cluster(cluster), width)
-            local = slice_layer(shard_layer(LayerTask(graph=graph, layer=block, axis=axis)))
+            local = slice_layer(shard_layer(ShardingProblem(graph=graph, layer=block, axis=axis)))
             where = f"{cluster.partition(':')[0]}/{width}"
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 ops = [op for op in local.ops if op.phase is phase]
@@ -130,7 +130,7 @@ def sliced_problem(local: Graph, ops: Sequence[Op], axis: Axis, name: str, *, is
     """One pass of one device's slice, its collectives as links."""
 
     def link_s(op: Op) -> float:
-        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+        return axis.seconds(Collective(op.function), op.collective_bytes)
 
     accelerator = axis.cluster.accelerator
     return price_pass(local, ops, accelerator, name=name, is_fused=is_fused, link_s=link_s).problem()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_re
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.backward import derive_backward
-from phaze.ir.graph_json import graph_to_json
+from phaze.ir.graph_json import graph_content_json
 from phaze.shard import LayoutConstraint
-from phaze.shard.constraints import check_constraints
+from phaze.shard.layout import check_constraints
 from phaze.target_choice import ChosenTarget, find_target
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Request:
     def graph_hash(self) -> str:
         """Of the graph's content; notes and the microbatch that it happens to have do not count."""
         graph = self.graph.with_micro_batch(1) if marks_batch(self.graph) else self.graph
-        return content_hash(graph_to_json(replace(graph, notes=())))
+        return content_hash(graph_content_json(graph))
 
     @property
     def hardware_hash(self) -> str:

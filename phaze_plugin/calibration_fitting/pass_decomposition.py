@@ -91,5 +91,5 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
 
 
 def _link_s(axis: Axis, op: Op, link: float, network: float) -> float:
-    derated = Axis(axis.cluster, axis.width, Calibration(name="parts", link=link, network=network))
-    return derated.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+    derated = Axis(axis.cluster, axis.tp, Calibration(name="parts", link=link, network=network))
+    return derated.seconds(Collective(op.function), op.collective_bytes)

@@ -236,15 +236,15 @@ def _layers(model: ShardedModel, mode: RecomputeMode, stack: Stack, gradient_byt
     repeated = repeated_layers(model)
     layers = {}
     for key, sharded in layer_variants(model).items():
-        layer_mode = mode if sharded.task.layer.key in repeated else RecomputeMode.NONE
+        layer_mode = mode if sharded.problem.layer.key in repeated else RecomputeMode.NONE
         layers[key] = _layer(sharded, slice_layer(sharded), layer_mode, stack, gradient_bytes)
     return layers
 
 
 def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> _Layer:
-    layer, axis = single_layer(local), sharded.task.axis
+    layer, axis = single_layer(local), sharded.problem.axis
     summed = 0.0 if stack.accumulates_in_products else gradient_bytes
-    tied = sharded.task.graph.layer_graph.tied_parameters
+    tied = sharded.problem.graph.layer_graph.tied_parameters
     return _Layer(
         forward=pass_parts(local, layer.forward, axis, stack),
         backward=pass_parts(local, layer.backward, axis, stack),
@@ -263,7 +263,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             stashed_bytes=float(sum(local.tensors[name].size_bytes for name in kept_tensors(local, layer, mode))),
             peak_working_bytes=peak_working_bytes(local, layer, mode),
             outputs=layer_outputs(sharded),
-            is_tensor_parallel=axis.width > 1,
+            is_tensor_parallel=axis.tp > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
         ),
     )

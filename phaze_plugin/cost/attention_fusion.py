@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from phaze.errors import CostError
 from phaze.ir import Dim, Dims, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
-from phaze.ir.backward import DERIVED_BACKWARD
 from phaze.ir.rule import names_of
 
 __all__ = [
@@ -171,6 +170,6 @@ def _rewritten(graph: Graph, matches: list[_Match]) -> Graph:
     keep = {Role.PARAMETER, Role.BATCH, Role.OPTIMIZER_STATE}
     tensors = {name: tensor for name, tensor in graph.tensors.items() if name in used or tensor.role in keep}
     had_backward = len(graph.ops_of(Phase.BACKWARD)) > 0
-    notes = (*(note for note in graph.notes if note != DERIVED_BACKWARD), f"{len(matches)} attentions fused")
+    notes = (*graph.notes, f"{len(matches)} attentions fused")
     forward = replace(graph, tensors=tensors, ops=ops, gradients=(), notes=notes)
     return forward.with_backward() if had_backward else forward

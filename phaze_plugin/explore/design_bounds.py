@@ -82,7 +82,7 @@ class Cell:
     @property
     def width(self) -> int:
         """Devices that share a layer."""
-        return self.sharded.axis.width
+        return self.sharded.axis.tp
 
     @property
     def name(self) -> str:
@@ -142,7 +142,7 @@ def sweep_cell(
     busy_s, busy_j = np.zeros(len(points)), np.zeros(len(points))
     for key, layer in variants.items():
         bounding = _Bounding(layer, slice_layer(layer), points, options, is_paper, is_tight)
-        found = _bound_layer(bounding, layer.task.layer.key in repeated)
+        found = _bound_layer(bounding, layer.problem.layer.key in repeated)
         numbers += [(key, name) for name in found.seconds]
         columns += list(found.seconds.values())
         devices = width if problem.profiles[key, width, RecomputeMode.NONE].is_tensor_parallel else 1

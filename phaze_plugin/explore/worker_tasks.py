@@ -198,10 +198,10 @@ def _degrees(strategy: Mapping[str, object], cell: Cell) -> Degrees | None:
 
 def _moved(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
     """The same slices on another accelerator; equal layers stay one object."""
-    axis = Axis(replace(model.axis.cluster, accelerator=accelerator), model.axis.width, model.axis.calibration)
+    axis = Axis(replace(model.axis.cluster, accelerator=accelerator), model.axis.tp, model.axis.calibration)
     once: dict[int, ShardedLayer] = {}
     for layer in model.layers:
-        once.setdefault(id(layer), replace(layer, task=replace(layer.task, axis=axis)))
+        once.setdefault(id(layer), replace(layer, problem=replace(layer.problem, axis=axis)))
     return replace(model, axis=axis, layers=tuple(once[id(layer)] for layer in model.layers))
 
 

@@ -20,10 +20,10 @@ from phaze.ir.rule import Dim, Dims, Factor, Rule
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
-__all__ = ["DERIVED_BACKWARD", "add_backward", "derive_backward", "split_tied_gradients"]
+__all__ = ["add_backward", "derive_backward", "split_tied_gradients"]
 
-DERIVED_BACKWARD = "backward derived by rule"
-"""The note of a graph whose backward ops were derived here."""
+_DERIVED_NOTE = "backward derived by rule"
+"""The note for people on a graph whose backward ops were derived here; code reads `Graph.is_backward_derived`."""
 
 
 def add_backward(graph: Graph) -> Graph:
@@ -36,18 +36,22 @@ def add_backward(graph: Graph) -> Graph:
     for op in reversed(graph.ops_of(Phase.FORWARD)):
         walk.visit(op)
     walk.collect_parameters()
-    return walk.builder.build(graph.outputs, (*graph.notes, DERIVED_BACKWARD))
+    walk.builder.is_backward_derived = True
+    walk.builder.why_backward_kept = ""
+    earlier_notes = (note for note in graph.notes if note != _DERIVED_NOTE)
+    return walk.builder.build(graph.outputs, (*earlier_notes, _DERIVED_NOTE))
 
 
 def derive_backward(graph: Graph) -> Graph:
     """The graph with a backward by rule instead of one that was captured.
 
-    It is kept, with a note, where it cannot be derived, such as where no loss is among the outputs.
+    A captured backward is kept where none can be derived, such as where no loss is among the outputs; the graph's
+    `why_backward_kept` and a note say so.
 
     Backward ops by rule speak of the factors of their forward ops, so that both are sliced alike. What was computed
     again and updates are left out as well: these are a plan's to decide.
     """
-    if DERIVED_BACKWARD in graph.notes or not any(op.phase is not Phase.FORWARD for op in graph.ops):
+    if graph.is_backward_derived or not any(op.phase is not Phase.FORWARD for op in graph.ops):
         return add_backward(graph)
     forward = graph.ops_of(Phase.FORWARD)
     made = {name for op in forward for name in op.outputs}
@@ -63,7 +67,7 @@ def derive_backward(graph: Graph) -> Graph:
         return add_backward(bare)
     except GraphError as error:
         note = f"backward kept as captured, so that few of its ops can be sliced: {error}"
-        return replace(graph, notes=(*graph.notes, note))
+        return replace(graph, why_backward_kept=str(error), notes=(*graph.notes, note))
 
 
 def _find_loss(graph: Graph) -> str:

@@ -25,7 +25,8 @@ class Graph:
 
     `gradients` pairs a parameter with a tensor that holds its gradient; a parameter used by several layers has one
     pair per layer, so that a gradient shared across pipeline stages is reduced between them and not inside one.
-    `notes` says how the graph was obtained where that matters to a reader.
+    `is_backward_derived` says that the backward ops were derived by rule; `why_backward_kept` why those of a capture
+    were kept although that was tried. `notes` tell a reader how the graph was obtained; nothing reads them back.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Graph:
     outputs: tuple[str, ...]
     gradients: tuple[tuple[str, str], ...] = ()
     micro_batch_size: int = 1
+    is_backward_derived: bool = False
+    why_backward_kept: str = ""
     notes: tuple[str, ...] = ()
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
 
@@ -163,6 +166,8 @@ def _format_op(graph: Graph, op: Op) -> str:
     results = ", ".join(_format_result(graph, tensor_id) for tensor_id in op.outputs)
     function = op.function if op.function == op.kind else f"{op.kind}.{op.function}"
     options = "".join(f" {name}={value}" for name, value in op.attributes)
+    if op.collective_bytes:
+        options += f" bytes={op.collective_bytes}"
     return f"{results} = {function}({', '.join(op.inputs)}){options}  [{op.rule}]"
 
 

@@ -23,17 +23,21 @@ class GraphBuilder:
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
         self.gradients: list[tuple[str, str]] = []
+        self.is_backward_derived = False
+        self.why_backward_kept = ""
         self.notes: list[str] = []
         self._rules: dict[object, Rule] = {}
         self._op_ids: set[str] = set()
 
     @classmethod
     def from_graph(cls, graph: Graph) -> GraphBuilder:
-        """Start from all that a graph holds."""
+        """Start from all that a graph holds, except for its notes, which `build` takes."""
         builder = cls(graph.name, micro_batch_size=graph.micro_batch_size)
         builder.tensors.update(graph.tensors)
         builder.ops.extend(graph.ops)
         builder.gradients.extend(graph.gradients)
+        builder.is_backward_derived = graph.is_backward_derived
+        builder.why_backward_kept = graph.why_backward_kept
         builder._op_ids.update(op.id for op in graph.ops)
         return builder
 
@@ -112,6 +116,8 @@ class GraphBuilder:
             outputs=tuple(outputs),
             gradients=tuple(self.gradients),
             micro_batch_size=self.micro_batch_size,
+            is_backward_derived=self.is_backward_derived,
+            why_backward_kept=self.why_backward_kept,
             notes=(*self.notes, *notes),
         )
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,32 @@ from phaze.ir.rule import Rule
 from phaze.ir.tensor import DType, Role, Tensor
 from phaze.json_records import write_whole
 
-__all__ = ["FORMAT", "VERSION", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
+__all__ = ["FORMAT", "VERSION", "graph_content_json", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
 
 FORMAT = "phaze-graph"
 VERSION = 1
 
 _OPTIONAL = ("module", "gradient_of", "origin")
+_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept")
 _GRAPH_FIELDS = frozenset(
-    ("format", "version", "name", "micro_batch_size", "notes", "tensors", "rules", "ops", "outputs", "gradients")
+    (
+        "format",
+        "version",
+        "name",
+        "micro_batch_size",
+        "notes",
+        "tensors",
+        "rules",
+        "ops",
+        "outputs",
+        "gradients",
+        *_OPTIONAL_FACTS,
+    )
 )
 _TENSOR_FIELDS = frozenset(("id", "shape", "dtype", "role"))
-_OP_FIELDS = frozenset(("id", "kind", "function", "rule", "inputs", "outputs", "phase", "attributes", *_OPTIONAL))
+_OP_FIELDS = frozenset(
+    ("id", "kind", "function", "rule", "inputs", "outputs", "phase", "attributes", "collective_bytes", *_OPTIONAL)
+)
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -52,7 +68,13 @@ def graph_to_json(graph: Graph) -> str:
         "outputs": list(graph.outputs),
         "gradients": [list(pair) for pair in graph.gradients],
     }
+    document |= {name: getattr(graph, name) for name in _OPTIONAL_FACTS if getattr(graph, name)}
     return json.dumps(document, indent=None, separators=(",", ":"), allow_nan=False)
+
+
+def graph_content_json(graph: Graph) -> str:
+    """JSON of what a graph computes alone: without its notes and without how its backward was obtained."""
+    return graph_to_json(replace(graph, notes=(), is_backward_derived=False, why_backward_kept=""))
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
@@ -108,6 +130,8 @@ def _graph_from_document(document: Mapping[str, Any]) -> Graph:
         outputs=tuple(_strings(document, "outputs")),
         gradients=tuple(_pair(pair, f"gradients[{i}]") for i, pair in enumerate(_list(document, "gradients"))),
         micro_batch_size=_field(document, "micro_batch_size", int, ""),
+        is_backward_derived=_field(document, "is_backward_derived", bool, "", default=False),
+        why_backward_kept=_string(document, "why_backward_kept") if "why_backward_kept" in document else "",
         notes=tuple(_strings(document, "notes")),
     )
 
@@ -136,6 +160,8 @@ def _op_to_json(op: Op, rule: int) -> dict[str, object]:
         "phase": op.phase.value,
     }
     entry |= {name: getattr(op, name) for name in _OPTIONAL if getattr(op, name)}
+    if op.collective_bytes:
+        entry["collective_bytes"] = op.collective_bytes
     attributes = {name: _attribute_to_json(value) for name, value in op.attributes}
     return entry | ({"attributes": attributes} if attributes else {})
 
@@ -161,6 +187,7 @@ def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
         outputs=tuple(_strings(fields, "outputs", where)),
         phase=_enum(Phase, fields.get("phase"), f"{where}.phase"),
         attributes=tuple((name, _attribute(value, f"{where}.attributes.{name}")) for name, value in attributes.items()),
+        collective_bytes=_field(fields, "collective_bytes", int, where, default=0),
         **{name: _string(fields, name, where) for name in _OPTIONAL if name in fields},
     )
 
@@ -196,8 +223,8 @@ def _refuse_unknown(fields: Mapping[str, Any], known: frozenset[str], where: str
         )
 
 
-def _field(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    value = fields.get(name)
+def _field(fields: Mapping[str, Any], name: str, kind: type, where: str, *, default: object = None) -> Any:
+    value = fields.get(name, default)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FormatError(f"{_at(where, name)} is {shown(value)}; expected {_KIND_NAMES[kind]}.")
     return value
@@ -245,4 +272,4 @@ def _at(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-_KIND_NAMES: dict[type, str] = {int: "an integer", str: "text", list: "a list"}
+_KIND_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", str: "text", list: "a list"}

@@ -242,7 +242,8 @@ def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], texts
         rule = texts.setdefault(id(op.rule), str(op.rule))
         inputs = [_number(graph, tensor_id, numbers, made) for tensor_id in op.inputs]
         results = [_number(graph, tensor_id, numbers, made) for tensor_id in op.outputs]
-        lines.append(f"{op.phase} {op.kind} {op.function} {op.attributes} {rule} {inputs} {results}")
+        moved = f" {op.collective_bytes}" if op.collective_bytes else ""
+        lines.append(f"{op.phase} {op.kind} {op.function} {op.attributes}{moved} {rule} {inputs} {results}")
     lines.append(f"out {sorted(numbers[tensor_id] for tensor_id in outputs if tensor_id in numbers)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

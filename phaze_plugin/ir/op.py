@@ -83,7 +83,8 @@ class Op:
     """One operator of a graph.
 
     `module` is the dotted path of the module that it came from, `gradient_of` the forward op that a backward op
-    belongs to, `origin` what the source framework called it.
+    belongs to, `origin` what the source framework called it. `collective_bytes` is the size of the whole tensor that a
+    collective of a sliced layer works on; 0 for all other ops.
     """
 
     id: str
@@ -97,8 +98,13 @@ class Op:
     gradient_of: str = ""
     origin: str = ""
     attributes: tuple[tuple[str, Attribute], ...] = ()
+    collective_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.collective_bytes and self.kind is not OpKind.COLLECTIVE:
+            raise GraphError(
+                f"op {self.id!r} has {shown(self.collective_bytes)} collective bytes but is of kind {self.kind}."
+            )
         for name, value in self.attributes:
             is_integers = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
             if not isinstance(name, str) or not (is_integers or isinstance(value, int | float | str)):

@@ -182,7 +182,7 @@ def _layouts(answer: Answer) -> Layouts:
 def _boundary_layout(slices: Slices, model: ShardedModel, boundary: Boundary) -> Layout | None:
     """The layout in which a tensor leaves its layer; equal layers share one answer, which names its own tensors."""
     outputs = slices.graph.layers[boundary.producer].outputs
-    task = model.layers[boundary.producer].task
+    task = model.layers[boundary.producer].problem
     return task.layouts.get(task.layer.outputs[outputs.index(boundary.tensor)])
 
 

@@ -119,7 +119,7 @@ def profile_and_report(
         backward, _schedule(sharded, local, leading_to_inputs(local, layer), options)
     )
     to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
-    tied = sharded.task.graph.layer_graph.tied_parameters
+    tied = sharded.problem.graph.layer_graph.tied_parameters
     found = {}
     for mode in modes:
         ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
@@ -133,7 +133,7 @@ def profile_and_report(
             stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
             peak_working_bytes=peak_working_bytes(local, layer, mode, is_trimmed=options.trims_recompute),
             outputs=layer_outputs(sharded),
-            is_tensor_parallel=sharded.task.axis.width > 1,
+            is_tensor_parallel=sharded.problem.axis.tp > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
@@ -143,7 +143,7 @@ def profile_and_report(
 
 def _accumulation_s(sharded: ShardedLayer, local: Graph, options: ProfileOptions) -> float:
     """Seconds of adding a microbatch's gradients to their sum: read the new ones, read and write the sum."""
-    axis = sharded.task.axis
+    axis = sharded.problem.axis
     if axis.calibration.stack.accumulates_in_products or not options.gradient_bytes:
         return 0.0
     moved = sum(
@@ -169,7 +169,7 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
         for entry, job in zip(schedule.jobs, schedule.problem.jobs, strict=True)
         if job.resource is not Resource.LINK and local.op(job.name).kind is OpKind.COLLECTIVE
     )
-    sent_j = sum(sharded.task.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
+    sent_j = sum(sharded.problem.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
     return PassReport(
         time_s=schedule.time_s,
         bound_s=schedule.time_bound_s,
@@ -232,7 +232,7 @@ def priced_pass(
     compatibility: Compatibility = Compatibility.PHAZE,
 ) -> PricedPass:
     """Some ops of a sharded layer, priced on its own accelerator or on many others."""
-    axis = sharded.task.axis
+    axis = sharded.problem.axis
 
     def link_s(op: Op) -> float:
         return axis.seconds(Collective(op.function), _link_bytes(op))
@@ -251,7 +251,7 @@ def priced_pass(
 
 
 def _link_bytes(op: Op) -> float:
-    return float(str(op.attribute("bytes")))
+    return float(op.collective_bytes)
 
 
 def _backward_parts(whole: Schedule | None, first: Schedule | None) -> tuple[Bounded, Bounded]:
@@ -329,7 +329,7 @@ def _peak_alive_bytes(local: Graph, ops: Sequence[Op], stays: set[str], start: S
 
 def layer_outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
     """What leaves a layer, as it lies on one device."""
-    task = sharded.task
+    task = sharded.problem
     found = []
     for name in task.layer.outputs:
         tensor, layout = task.graph.tensors[name], task.layouts.get(name, WHOLE)

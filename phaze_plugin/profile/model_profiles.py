@@ -29,10 +29,10 @@ from phaze.profile.layer_passes import (
 from phaze.question import Request
 from phaze.shard import (
     Axis,
-    LayerTask,
     SequenceParallel,
     ShardedLayer,
     ShardedModel,
+    ShardingProblem,
     ShardOptions,
     sequence_lengths,
     shard_model,
@@ -83,7 +83,7 @@ class Slices:
     @property
     def width(self) -> int:
         """Devices that share a layer."""
-        return self.sharded.axis.width
+        return self.sharded.axis.tp
 
     def report(self, layer: int, mode: RecomputeMode) -> LayerReport:
         """The passes of one layer of the graph."""
@@ -118,7 +118,9 @@ def slice_model(
             may_stride_parameters=request.capabilities.allows_strided_parameters,
         )
         return shard_model(graph, axis, options)
-    whole = {layer.key: unsharded(LayerTask(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers}
+    whole = {
+        layer.key: unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers
+    }
     return ShardedModel(
         graph=graph,
         axis=axis,
@@ -145,7 +147,7 @@ def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions)
     """What no plan of these slices beats."""
     once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
     batches = request.global_batch_size // model.graph.micro_batch_size
-    devices = model.axis.cluster.device_count // model.axis.width
+    devices = model.axis.cluster.device_count // model.axis.tp
     return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
 
 
@@ -155,12 +157,12 @@ def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
     reports: dict[ProfileKey, LayerReport] = {}
     repeated = repeated_layers(model)
     for key, layer in layer_variants(model).items():
-        modes = options.modes if layer.task.layer.key in repeated else (RecomputeMode.NONE,)
+        modes = options.modes if layer.problem.layer.key in repeated else (RecomputeMode.NONE,)
         found = profile_and_report(layer, modes, options)
         for mode in options.modes:
             profile, report = found.get(mode, found[RecomputeMode.NONE])
-            profiles[key, model.axis.width, mode] = profile
-            reports[key, model.axis.width, mode] = report
+            profiles[key, model.axis.tp, mode] = profile
+            reports[key, model.axis.tp, mode] = report
     return Slices(
         graph=model.graph,
         sharded=model,

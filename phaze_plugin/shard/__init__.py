@@ -1,27 +1,26 @@
 """Tensor parallelism: which factor of which op is split, by an integer program over factor rules."""
 
-from phaze.shard.constraints import LayoutConstraint
-from phaze.shard.layout import PARTIAL, WHOLE, Layout, Split
-from phaze.shard.model import SequenceParallel, ShardedModel, ShardOptions, sequence_lengths, shard_model
-from phaze.shard.moves import Axis
-from phaze.shard.program import shard_layer
-from phaze.shard.slice import slice_layer
-from phaze.shard.strategies import Strategy
-from phaze.shard.task import LayerTask, ShardedLayer, unsharded
+from phaze.shard.layer_sharding import ShardedLayer, shard_layer, unsharded
+from phaze.shard.layout import PARTIAL, WHOLE, Layout, LayoutConstraint, Split
+from phaze.shard.model_sharding import SequenceParallel, ShardedModel, ShardOptions, sequence_lengths, shard_model
+from phaze.shard.op_splits import OpSplit
+from phaze.shard.resharding import Axis
+from phaze.shard.sharding_problem import ShardingProblem
+from phaze.shard.sliced_layer import slice_layer
 
 __all__ = [
     "PARTIAL",
     "WHOLE",
     "Axis",
-    "LayerTask",
     "Layout",
     "LayoutConstraint",
+    "OpSplit",
     "SequenceParallel",
     "ShardOptions",
     "ShardedLayer",
     "ShardedModel",
+    "ShardingProblem",
     "Split",
-    "Strategy",
     "sequence_lengths",
     "shard_layer",
     "shard_model",

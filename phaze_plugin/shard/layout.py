@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie on the devices of one mesh axis.
+"""Layouts: where the elements of a tensor lie on the tensor-parallel devices, and which layouts users pin or forbid.
 
 A tensor is *whole* (every device has all of it), *partial* (every device has a summand of the same shape) or *split*.
 A split cuts a dimension, seen as `outer` runs of equal length, inside each run into chunks of `chunk` elements: with
@@ -8,17 +8,19 @@ each third. Device k of the axis holds chunk (k // stride) % ways. The last chun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
+from phaze.errors import ShardError
 from phaze.ir import Dims, Rule
 
-__all__ = ["PARTIAL", "WHOLE", "Layout", "Split", "layout_of"]
+__all__ = ["PARTIAL", "WHOLE", "Layout", "LayoutConstraint", "Split", "admits", "check_constraints", "layout_of"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """One dimension cut into chunks."""
+    """One dimension that is cut into chunks."""
 
     dim: int
     outer: int
@@ -27,7 +29,11 @@ class Split:
     stride: int = 1
 
     def local_size(self, size: int, kept: int | None = None) -> int:
-        """The part of a dimension on the device that holds most of it; earlier splits `kept` whole runs of it."""
+        """The part of a dimension on the device that holds most of it.
+
+        `kept` is what earlier splits of the same dimension leave of it, in whole runs of this split; None stands for
+        all of it.
+        """
         run = size // self.outer
         return (size if kept is None else kept) // run * min(self.chunk, run)
 
@@ -79,7 +85,10 @@ PARTIAL = Layout(is_partial=True)
 
 
 def layout_of(rule: Rule, dims: Dims, ways: Mapping[str, int]) -> Layout:
-    """The layout of a tensor when an op splits factors so many ways; later factors vary fastest over devices."""
+    """The layout of a tensor with these dimensions when an op splits each named factor so many ways.
+
+    The order of `ways` matters: from one device to the next, the part of the last factor changes first.
+    """
     names = list(ways)
     splits = []
     for index, dim in enumerate(dims):
@@ -94,3 +103,54 @@ def layout_of(rule: Rule, dims: Dims, ways: Mapping[str, int]) -> Layout:
                 splits.append(Split(index, outer, -(-size // ways[name]) * inner, ways[name], stride))
             outer *= size
     return Layout(tuple(sorted(splits)))
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutConstraint:
+    """A user's wish: pin (or, with `is_forbidden`, rule out) the layout of tensors whose names match a pattern.
+
+    The layout meant is whole for `dim=None`, else split along that dimension.
+    """
+
+    pattern: str
+    dim: int | None
+    is_forbidden: bool = False
+
+    def __str__(self) -> str:
+        layout = "whole" if self.dim is None else f"split along dim {self.dim}"
+        return f"{'forbid' if self.is_forbidden else 'pin'} {self.pattern!r} {layout}"
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern (shell style: * ? [...]) matches a parameter's or tensor's name."""
+        return fnmatchcase(name, self.pattern)
+
+    def admits(self, layout: Layout) -> bool:
+        """Whether the constraint allows this layout."""
+        is_meant = layout.is_whole if self.dim is None else {split.dim for split in layout.splits} == {self.dim}
+        return is_meant is not self.is_forbidden
+
+
+def admits(constraints: Sequence[LayoutConstraint], name: str, layout: Layout) -> bool:
+    """Whether every constraint on a name allows a layout."""
+    return all(constraint.admits(layout) for constraint in constraints if constraint.matches(name))
+
+
+def check_constraints(constraints: Sequence[LayoutConstraint], names: Iterable[str]) -> None:
+    """Raise ShardError for a pattern that matches none of the names, or for constraints that contradict each other."""
+    known = tuple(names)
+    pinned: dict[str, LayoutConstraint] = {}
+    for constraint in constraints:
+        matched = [name for name in known if constraint.matches(name)]
+        if not matched:
+            raise ShardError(f"the constraint to {constraint} matches no parameter or tensor; check its pattern.")
+        if constraint.is_forbidden:
+            continue
+        for name in matched:
+            earlier_pin = pinned.get(name)
+            if earlier_pin is not None and earlier_pin.dim != constraint.dim:
+                raise ShardError(f"constraints contradict each other on {name!r}: {earlier_pin}, and {constraint}.")
+            pinned[name] = constraint
+    for constraint in constraints:
+        for name, pin in pinned.items():
+            if constraint.is_forbidden and constraint.matches(name) and constraint.dim == pin.dim:
+                raise ShardError(f"constraints contradict each other on {name!r}: {pin}, and {constraint}.")

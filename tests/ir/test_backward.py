@@ -13,7 +13,7 @@ from oracles.numpy_reference import evaluate_graph
 import phaze
 from phaze.errors import GraphError
 from phaze.ir import Attribute, DType, Graph, GraphBuilder, OpKind, Phase, Role, Rule
-from phaze.ir.backward import DERIVED_BACKWARD, derive_backward, split_tied_gradients
+from phaze.ir.backward import derive_backward, split_tied_gradients
 from phaze.ir.op import UNARY_READS
 from phaze.ir.shape_rules import (
     broadcast_rule,
@@ -222,7 +222,8 @@ def captured(name: str) -> Graph:
 def test_a_derived_backward_has_the_products_and_gradients_of_the_captured_one(name: str) -> None:
     graph = captured(name)
     derived = derive_backward(graph)
-    assert DERIVED_BACKWARD in derived.notes
+    assert derived.is_backward_derived
+    assert "backward derived by rule" in derived.notes
     assert derived.matmul_flops(Phase.FORWARD) == graph.matmul_flops(Phase.FORWARD)
     assert derived.matmul_flops(Phase.BACKWARD) == graph.matmul_flops(Phase.BACKWARD)
     assert {name for name, _ in derived.gradients} == {name for name, _ in graph.gradients}
@@ -249,6 +250,8 @@ def test_a_captured_backward_that_is_kept_says_why() -> None:
     lossless = replace(graph, outputs=tuple(name for name in graph.outputs if graph.tensors[name].elements > 1))
     kept = derive_backward(lossless)
     assert kept.ops == graph.ops
+    assert not kept.is_backward_derived
+    assert "no scalar float output" in kept.why_backward_kept
     assert any("backward kept as captured" in note and "no scalar float output" in note for note in kept.notes)
 
 

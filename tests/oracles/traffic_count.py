@@ -61,7 +61,7 @@ def planned_traffic(
         for layer in layers:
             local = slice_layer(sharded.layers[layer])
             again = mode if sharded.graph.layers[layer].key in repeated else RecomputeMode.NONE
-            width_bytes += _layer_bytes(local, again, sharded.axis.width, is_trimmed, least_bytes)
+            width_bytes += _layer_bytes(local, again, sharded.axis.tp, is_trimmed, least_bytes)
         sent = _sent_bytes(sharded, first) if number + 1 < len(plan.stages) else 0.0
         held = {name: size for name, size in _parameters(sharded, layers).items() if name not in spread}
         held |= {name: parameters[name] / len(plan.stages) for name in spread}
@@ -79,11 +79,11 @@ def _layer_bytes(local: Graph, mode: RecomputeMode, width: int, is_trimmed: bool
     """Forward, backward and what is computed again of one layer's slice and one microbatch."""
     ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
     links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
-    return sum(_weighed(op, width) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
+    return sum(_weighed(op, width) for op in links if op.collective_bytes >= least_bytes)
 
 
 def _weighed(op: Op, width: int) -> float:
-    size = float(str(op.attribute("bytes")))
+    size = float(op.collective_bytes)
     match Collective(op.function):
         case Collective.ALL_REDUCE:
             return 2 * size
@@ -144,5 +144,5 @@ def _sent_bytes(sharded: ShardedModel, cut: int) -> float:
     for boundary in graph.layer_graph.boundaries:
         if boundary.producer < cut <= max(boundary.consumers):
             size = graph.tensors[boundary.tensor].size_bytes
-            total += size / sharded.axis.width if sharded.is_sequence_split[boundary.producer] else size
+            total += size / sharded.axis.tp if sharded.is_sequence_split[boundary.producer] else size
     return total

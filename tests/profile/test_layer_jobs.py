@@ -12,7 +12,7 @@ from phaze.hardware import AcceleratorArray, parse_cluster, preset
 from phaze.ir import Graph, Op, OpKind
 from phaze.profile.layer_jobs import price_pass
 from phaze.schedule import Compatibility, Resource, schedule_layer
-from phaze.shard import Axis, LayerTask, shard_layer, slice_layer
+from phaze.shard import Axis, ShardingProblem, shard_layer, slice_layer
 
 CHIPS = AcceleratorArray.of([preset("tpuv4-paper").accelerator, preset("a100-80gb").accelerator])
 
@@ -59,7 +59,7 @@ def test_views_hold_nothing_and_fused_ops_hold_both(gpt2: Graph) -> None:
 def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
     cluster = parse_cluster("a100-80gb:8")
     axis = Axis(cluster, 4)
-    local = slice_layer(shard_layer(LayerTask(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
+    local = slice_layer(shard_layer(ShardingProblem(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
     forward = [op for op in local.ops if op.phase == "forward"]
     chip = cluster.accelerator
     with pytest.raises(ScheduleError, match=r"is a collective \(reduce_scatter\) and nobody says how long it takes"):
@@ -79,11 +79,11 @@ def test_collectives_of_a_sliced_layer_are_links(gpt2: Graph) -> None:
 @pytest.mark.parametrize("chip", ["a100-80gb:8", "tpuv4:8"])
 def test_sliced_backward_overlaps_its_collectives_and_is_proven(gpt2: Graph, chip: str) -> None:
     axis = Axis(parse_cluster(chip), 4)
-    local = slice_layer(shard_layer(LayerTask(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
+    local = slice_layer(shard_layer(ShardingProblem(graph=gpt2, layer=gpt2.layers[1], axis=axis)))
     backward = [op for op in local.ops if op.phase == "backward"]
 
     def seconds(op: Op) -> float:
-        return axis.seconds(Collective(op.function), float(str(op.attribute("bytes"))))
+        return axis.seconds(Collective(op.function), op.collective_bytes)
 
     problem = price_pass(local, backward, axis.cluster.accelerator, link_s=seconds, prices={}).problem()
     answer = schedule_layer(problem)

@@ -8,7 +8,7 @@ import phaze
 from phaze.ir import Graph
 from phaze.planner import ProfileOptions, placement_graph, profile_layer
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
-from phaze.shard import Axis, LayerTask, SequenceParallel, ShardedLayer, ShardOptions, shard_model, unsharded
+from phaze.shard import Axis, SequenceParallel, ShardedLayer, ShardingProblem, ShardOptions, shard_model, unsharded
 
 LENGTH, HIDDEN, HEADS = 1024, 1536, 16
 
@@ -21,7 +21,9 @@ def gpt() -> Graph:
 def layers(graph: Graph, width: int, mode: str = "on") -> list[ShardedLayer]:
     """The first layer of each kind, sharded."""
     if width == 1:
-        return [unsharded(LayerTask(graph=graph, layer=layer, axis=Axis(A100S, 1))) for layer in graph.distinct_layers]
+        return [
+            unsharded(ShardingProblem(graph=graph, layer=layer, axis=Axis(A100S, 1))) for layer in graph.distinct_layers
+        ]
     options = ShardOptions(sequence_parallel=SequenceParallel(mode))
     model = shard_model(graph, Axis(A100S, width), options)
     return [model.layers[layer.index] for layer in graph.distinct_layers]

@@ -11,8 +11,8 @@ from phaze.cost import Collective, price_collective
 from phaze.ir import Dim, Factor, Rule
 from phaze.shard import PARTIAL, WHOLE, Axis, Layout, Split
 from phaze.shard.layout import layout_of
-from phaze.shard.moves import collective_of, is_possible
-from phaze.shard.strategies import fills
+from phaze.shard.op_splits import fills
+from phaze.shard.resharding import collective_of, is_possible
 
 
 @st.composite
@@ -38,9 +38,9 @@ def test_a_layout_s_local_shape_is_the_local_rule_s(case: tuple[Rule, dict[str, 
 @given(split_tensors())
 def test_pieces_cover_a_tensor_once_and_come_together_again(case: tuple[Rule, dict[str, int]]) -> None:
     rule, ways = case
-    (dims,), (width,) = rule.results, ways.values()
+    (dims,), (tp,) = rule.results, ways.values()
     layout, whole = layout_of(rule, dims, ways), np.random.default_rng(0).normal(size=rule.shape(dims))
-    pieces = place(whole, layout, width)
+    pieces = place(whole, layout, tp)
     assert sum(piece.size for piece in pieces) == whole.size
     np.testing.assert_array_equal(assemble(pieces, layout, whole.shape), whole)
 
@@ -97,10 +97,10 @@ def test_nothing_becomes_partial_by_moving(before: Layout) -> None:
 
 
 @given(st.sampled_from(Collective), st.integers(0, 2**34), st.sampled_from([2, 4, 8]))
-def test_an_axis_prices_collectives_as_the_cost_model_does(collective: Collective, size: int, width: int) -> None:
-    share = size / width if collective is Collective.ALL_TO_ALL else size
-    expected = float(price_collective(collective, share, A100S, width).seconds)
-    assert Axis(A100S, width).seconds(collective, size) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+def test_an_axis_prices_collectives_as_the_cost_model_does(collective: Collective, size: int, tp: int) -> None:
+    share = size / tp if collective is Collective.ALL_TO_ALL else size
+    expected = float(price_collective(collective, share, A100S, tp).seconds)
+    assert Axis(A100S, tp).seconds(collective, size) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

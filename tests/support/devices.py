@@ -16,7 +16,7 @@ from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op
 from phaze.ir.rule import names_of
-from phaze.shard import LayerTask, Layout, ShardedLayer, Strategy
+from phaze.shard import Layout, OpSplit, ShardedLayer, ShardingProblem
 
 Array = NDArray[Any]
 Pieces = list[Array]
@@ -47,13 +47,11 @@ def piece_index(layout: Layout, shape: tuple[int, ...], device: int) -> list[Arr
     return held
 
 
-def place(whole: Array, layout: Layout, width: int) -> Pieces:
+def place(whole: Array, layout: Layout, tp: int) -> Pieces:
     """A whole tensor dealt out to devices; as a partial sum the first device has all of it."""
     if layout.is_partial:
-        return [whole if device == 0 else np.zeros_like(whole) for device in range(width)]
-    return [
-        whole[np.ix_(*piece_index(layout, whole.shape, device))] if whole.ndim else whole for device in range(width)
-    ]
+        return [whole if device == 0 else np.zeros_like(whole) for device in range(tp)]
+    return [whole[np.ix_(*piece_index(layout, whole.shape, device))] if whole.ndim else whole for device in range(tp)]
 
 
 def assemble(pieces: Pieces, layout: Layout, shape: tuple[int, ...]) -> Array:
@@ -76,24 +74,24 @@ def move(pieces: Pieces, before: Layout, after: Layout, shape: tuple[int, ...]) 
 
 def run_sharded(sharded: ShardedLayer, arguments: Mapping[str, Array]) -> dict[str, Array]:
     """Every tensor of a layer, assembled from the devices."""
-    task, width = sharded.task, sharded.task.axis.width
+    problem, tp = sharded.problem, sharded.problem.axis.tp
     held: dict[str, tuple[Pieces, Layout]] = {}
-    for op in (*task.layer.forward, *task.layer.backward):
-        strategy = sharded.strategies[op.id]
+    for op in problem.ops:
+        split = sharded.splits[op.id]
         operands = [
-            _fetch(task, held, arguments, name, wanted)
-            for name, wanted in zip(op.inputs, strategy.operands, strict=True)
+            _fetch(problem, held, arguments, name, wanted)
+            for name, wanted in zip(op.inputs, split.operands, strict=True)
         ]
-        made = _run_op(task, op, strategy, operands, width)
+        made = _run_op(problem, op, split, operands, tp)
         for index, name in enumerate(op.outputs):
-            shape = task.graph.tensors[name].shape
+            shape = problem.graph.tensors[name].shape
             pieces = [results[index] for results in made]
-            held[name] = (move(pieces, strategy.made[index], strategy.results[index], shape), strategy.results[index])
-    return {name: assemble(*entry, task.graph.tensors[name].shape) for name, entry in held.items()}
+            held[name] = (move(pieces, split.made[index], split.results[index], shape), split.results[index])
+    return {name: assemble(*entry, problem.graph.tensors[name].shape) for name, entry in held.items()}
 
 
 def _fetch(
-    task: LayerTask,
+    problem: ShardingProblem,
     held: Mapping[str, tuple[Pieces, Layout]],
     arguments: Mapping[str, Array],
     name: str,
@@ -101,32 +99,36 @@ def _fetch(
 ) -> Pieces:
     if name in held:
         pieces, layout = held[name]
-        return move(pieces, layout, wanted, task.graph.tensors[name].shape)
-    return place(np.asarray(arguments[name]), wanted, task.axis.width)
+        return move(pieces, layout, wanted, problem.graph.tensors[name].shape)
+    return place(np.asarray(arguments[name]), wanted, problem.axis.tp)
 
 
-def _run_op(task: LayerTask, op: Op, strategy: Strategy, operands: list[Pieces], width: int) -> list[tuple[Array, ...]]:
-    split = dict(strategy.ways)
-    if any(op.rule.factor(name).kind is FactorKind.NORMALIZED for name in split):
-        return _run_whole(task, op, strategy, operands, width)
-    is_positional = op.function in POSITIONAL and bool(split)
+def _run_op(
+    problem: ShardingProblem, op: Op, split: OpSplit, operands: list[Pieces], tp: int
+) -> list[tuple[Array, ...]]:
+    ways_of = dict(split.ways)
+    if any(op.rule.factor(name).kind is FactorKind.NORMALIZED for name in ways_of):
+        return _run_whole(problem, op, split, operands, tp)
+    is_positional = op.function in POSITIONAL and bool(ways_of)
     runner = _run_padded if is_positional else _run_local
-    return [runner(task, op, strategy, [pieces[device] for pieces in operands], device) for device in range(width)]
+    return [runner(problem, op, split, [pieces[device] for pieces in operands], device) for device in range(tp)]
 
 
-def _run_local(task: LayerTask, op: Op, strategy: Strategy, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
-    split = dict(strategy.ways)
-    if not split:
+def _run_local(
+    problem: ShardingProblem, op: Op, split: OpSplit, pieces: Sequence[Array], device: int
+) -> tuple[Array, ...]:
+    ways_of = dict(split.ways)
+    if not ways_of:
         return evaluate_op(op, pieces)
-    names, shards, stride = list(split), {}, 1
+    names, shards, stride = list(ways_of), {}, 1
     for name in reversed(names):
-        shards[name] = (device // stride) % split[name]
-        stride *= split[name]
-    local = replace(op, rule=op.rule.local(split, shards))
+        shards[name] = (device // stride) % ways_of[name]
+        stride *= ways_of[name]
+    local = replace(op, rule=op.rule.local(ways_of, shards))
     results = evaluate_op(local, pieces)
     for result, dims in zip(results, local.rule.results, strict=True):
         assert result.shape == local.rule.shape(dims)
-    share = math.prod(local.rule.size(name) / op.rule.size(name) for name in split if name in _averaged(op))
+    share = math.prod(local.rule.size(name) / op.rule.size(name) for name in ways_of if name in _averaged(op))
     return tuple(result * share for result in results) if share != 1 else results
 
 
@@ -139,26 +141,28 @@ def _averaged(op: Op) -> frozenset[str]:
     return frozenset()
 
 
-def _run_padded(task: LayerTask, op: Op, strategy: Strategy, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
+def _run_padded(
+    problem: ShardingProblem, op: Op, split: OpSplit, pieces: Sequence[Array], device: int
+) -> tuple[Array, ...]:
     padded = []
-    for piece, layout, dims in zip(pieces, strategy.operands, op.rule.operands, strict=True):
+    for piece, layout, dims in zip(pieces, split.operands, op.rule.operands, strict=True):
         whole = np.zeros(op.rule.shape(dims), piece.dtype)
         if whole.ndim:
             whole[np.ix_(*piece_index(layout, whole.shape, device))] = piece
         padded.append(whole if whole.ndim else piece)
     results = evaluate_op(op, padded)
     cut = []
-    for result, layout in zip(results, strategy.made, strict=True):
+    for result, layout in zip(results, split.made, strict=True):
         is_cut = result.ndim and not layout.is_partial
         cut.append(result[np.ix_(*piece_index(layout, result.shape, device))] if is_cut else result)
     return tuple(cut)
 
 
 def _run_whole(
-    task: LayerTask, op: Op, strategy: Strategy, operands: list[Pieces], width: int
+    problem: ShardingProblem, op: Op, split: OpSplit, operands: list[Pieces], tp: int
 ) -> list[tuple[Array, ...]]:
     shapes = [op.rule.shape(dims) for dims in op.rule.operands]
-    whole = [assemble(p, layout, s) for p, layout, s in zip(operands, strategy.operands, shapes, strict=True)]
+    whole = [assemble(p, layout, s) for p, layout, s in zip(operands, split.operands, shapes, strict=True)]
     results = evaluate_op(op, whole)
-    placed = [place(np.asarray(r), layout, width) for r, layout in zip(results, strategy.made, strict=True)]
-    return [tuple(pieces[device] for pieces in placed) for device in range(width)]
+    placed = [place(np.asarray(r), layout, tp) for r, layout in zip(results, split.made, strict=True)]
+    return [tuple(pieces[device] for pieces in placed) for device in range(tp)]

@@ -9,7 +9,7 @@ import phaze
 from phaze.cost.operator_work import vector_operations
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, op_bytes, stashed_bytes
-from phaze.shard import Axis, LayerTask, shard_layer
+from phaze.shard import Axis, ShardingProblem, shard_layer
 
 
 def imported(loss: object, *shapes: tuple[int, ...]) -> Graph:
@@ -98,7 +98,7 @@ def test_cheap_work_is_done_again_instead_of_kept() -> None:
 
 def test_a_block_is_split_across_devices_as_that_of_a_config_is(block_graphs: tuple[Graph, Graph]) -> None:
     axis = Axis(parse_cluster("a100-80gb:8"), models.HEADS)
-    sharded = [shard_layer(LayerTask(graph=graph, layer=graph.layers[1], axis=axis)) for graph in block_graphs]
+    sharded = [shard_layer(ShardingProblem(graph=graph, layer=graph.layers[1], axis=axis)) for graph in block_graphs]
     by_shape = [
         {(graph.tensors[name].shape, str(layout)) for name, layout in one.parameters.items()}
         for graph, one in zip(block_graphs, sharded, strict=True)

@@ -11,7 +11,7 @@ import phaze
 from phaze.frontends.families import FAMILIES as CONFIG_FAMILIES
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.ir import Graph, OpKind
-from phaze.ir.backward import DERIVED_BACKWARD, derive_backward
+from phaze.ir.backward import derive_backward
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def test_layers_are_the_model_s_blocks_and_equal_blocks_are_one(imported: Import
 
 def test_a_backward_by_rule_has_the_products_and_gradients_of_the_captured_one(imported: Imported) -> None:
     derived = derive_backward(imported.graph)
-    assert DERIVED_BACKWARD in derived.notes
+    assert derived.is_backward_derived
     assert derived.matmul_flops("backward") == imported.graph.matmul_flops("backward")
     assert {name for name, _ in derived.gradients} >= {name for name, _ in imported.graph.gradients}
 

@@ -1,4 +1,4 @@
-"""Moves between layouts, and what they cost.
+"""Resharding: the collective that takes a tensor from one layout to another, and its seconds on the tensor axis.
 
 partial -> whole         all-reduce
 partial -> split         reduce-scatter
@@ -22,42 +22,53 @@ from phaze.shard.layout import Layout
 __all__ = ["IMPOSSIBLE", "Axis", "collective_of", "is_possible"]
 
 IMPOSSIBLE = float("inf")
-LARGE = 2**40
+"""The seconds of a move that no collective makes."""
+
+PROBED_BYTES = 2**40
+"""The size at which a collective's slope is measured: so large that rounding of its latency does not show in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CollectiveCost:
+    """A collective's time and energy as straight lines in its bytes; without bytes there is no energy."""
+
+    latency_s: float
+    s_per_byte: float
+    j_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The tensor-parallel mesh axis: the innermost `width` devices of a cluster.
-
-    A collective's time and energy grow linearly with its bytes; `_costs` keeps the seconds of none, and the seconds and
-    joules of one more byte.
-    """
+    """The tensor-parallel mesh axis: the innermost `tp` devices of a cluster, and what collectives cost on them."""
 
     cluster: Cluster
-    width: int
+    tp: int
     calibration: Calibration = IDEAL
-    _costs: Mapping[Collective, tuple[float, float, float]] = field(init=False, repr=False, compare=False)
+    _costs: Mapping[Collective, _CollectiveCost] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         costs = {}
         for collective in Collective:
-            sizes = np.array([0.0, float(LARGE)])
-            price = price_collective(collective, sizes, self.cluster, self.width, calibration=self.calibration)
-            none, large = price.seconds.tolist()
-            costs[collective] = (none, (large - none) / LARGE, float(price.energy_j[1]) / LARGE)
+            sizes = np.array([0.0, float(PROBED_BYTES)])
+            price = price_collective(collective, sizes, self.cluster, self.tp, calibration=self.calibration)
+            latency_s, probed_s = price.seconds.tolist()
+            costs[collective] = _CollectiveCost(
+                latency_s, (probed_s - latency_s) / PROBED_BYTES, float(price.energy_j[1]) / PROBED_BYTES
+            )
         object.__setattr__(self, "_costs", costs)
 
     def seconds(self, collective: Collective, tensor_bytes: float) -> float:
-        """Time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
-        latency, per_byte, _ = self._costs[collective]
-        return latency + per_byte * self._own_bytes(collective, tensor_bytes)
+        """The time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
+        cost = self._costs[collective]
+        return cost.latency_s + cost.s_per_byte * self._priced_bytes(collective, tensor_bytes)
 
     def joules(self, collective: Collective, tensor_bytes: float) -> float:
-        """Energy of one device's part of a collective."""
-        return self._costs[collective][2] * self._own_bytes(collective, tensor_bytes)
+        """The energy of one device's part of a collective."""
+        return self._costs[collective].j_per_byte * self._priced_bytes(collective, tensor_bytes)
 
-    def _own_bytes(self, collective: Collective, tensor_bytes: float) -> float:
-        return tensor_bytes / self.width if collective is Collective.ALL_TO_ALL else tensor_bytes
+    def _priced_bytes(self, collective: Collective, tensor_bytes: float) -> float:
+        """The bytes that a collective is priced by: a device's share for an all-to-all, else the whole tensor."""
+        return tensor_bytes / self.tp if collective is Collective.ALL_TO_ALL else tensor_bytes
 
     def move_s(self, before: Layout, after: Layout, tensor_bytes: float) -> float:
         """Seconds from one layout to another; infinite where that is impossible."""

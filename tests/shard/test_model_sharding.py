@@ -1,10 +1,11 @@
-"""Megatron's patterns are found, not coded: column then row, heads, vocabulary, sequence, experts."""
+"""Megatron's patterns are found, not coded: column then row, heads, vocabulary, sequence, experts; also on captures."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch_models
 from graphs import kept_bytes
 from sharded_layer_text import format_sharded_layer
 from sharding import A100S
@@ -12,6 +13,7 @@ from sharding import A100S
 import phaze
 from phaze.errors import ShardError
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode
+from phaze.ir.backward import derive_backward
 from phaze.ir.layers import single_layer
 from phaze.shard import (
     Axis,
@@ -22,9 +24,11 @@ from phaze.shard import (
     shard_model,
     slice_layer,
 )
+from phaze.shard.op_splits import head_factors
+from phaze.solvers import AUTOMATIC_SOLVERS, LinearProblem, LinearResult, SolverChain, WorkLimits
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-WIDTHS = (2, 4, 8)
+DEGREES = (2, 4, 8)
 MEGATRON = tuple(
     LayoutConstraint(pattern, dim)
     for pattern, dim in {
@@ -52,9 +56,9 @@ def gpt3() -> Graph:
     return phaze.import_graph("gpt3-175b")
 
 
-def sharded(graph: Graph, width: int, mode: str, *constraints: LayoutConstraint) -> ShardedModel:
+def sharded(graph: Graph, tp: int, mode: str, *constraints: LayoutConstraint) -> ShardedModel:
     options = ShardOptions(sequence_parallel=SequenceParallel(mode), constraints=constraints)
-    return shard_model(graph, Axis(A100S, width), options)
+    return shard_model(graph, Axis(A100S, tp), options)
 
 
 def collectives(graph: Graph, at_least: int = 2**20) -> Counter[tuple[str, str]]:
@@ -62,29 +66,29 @@ def collectives(graph: Graph, at_least: int = 2**20) -> Counter[tuple[str, str]]
     return Counter(
         (op.phase.value, op.function)
         for op in graph.ops
-        if op.kind is OpKind.COLLECTIVE and int(str(op.attribute("bytes"))) >= at_least
+        if op.kind is OpKind.COLLECTIVE and op.collective_bytes >= at_least
     )
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_pinning_megatron_s_layouts_reproduces_its_collectives(gpt3: Graph, width: int) -> None:
+@pytest.mark.parametrize("tp", DEGREES)
+def test_pinning_megatron_s_layouts_reproduces_its_collectives(gpt3: Graph, tp: int) -> None:
     """Two all-reduces of b s h elements forward and two backward (arXiv:1909.08053, section 3)."""
-    local = slice_layer(sharded(gpt3, width, "off", *MEGATRON).layers[1])
+    local = slice_layer(sharded(gpt3, tp, "off", *MEGATRON).layers[1])
     assert collectives(local) == {("forward", "all_reduce"): 2, ("backward", "all_reduce"): 2}
-    sizes = {op.attribute("bytes") for op in local.ops if op.kind is OpKind.COLLECTIVE}
+    sizes = {op.collective_bytes for op in local.ops if op.kind is OpKind.COLLECTIVE}
     assert sizes == {2048 * 12288 * 2}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_best_answer_is_never_dearer_than_megatron_s(gpt3: Graph, width: int) -> None:
-    best, megatron = sharded(gpt3, width, "off"), sharded(gpt3, width, "off", *MEGATRON)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_the_best_answer_is_never_dearer_than_megatron_s(gpt3: Graph, tp: int) -> None:
+    best, megatron = sharded(gpt3, tp, "off"), sharded(gpt3, tp, "off", *MEGATRON)
     assert best.layers[1].seconds <= megatron.layers[1].seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_sequence_parallelism_is_megatron_s(gpt3: Graph, width: int) -> None:
+@pytest.mark.parametrize("tp", DEGREES)
+def test_sequence_parallelism_is_megatron_s(gpt3: Graph, tp: int) -> None:
     """arXiv:2205.05198, section 4.2.2: gathers before and scatters after, and what was gathered is gathered again."""
-    model = sharded(gpt3, width, "on")
+    model = sharded(gpt3, tp, "on")
     assert collectives(slice_layer(model.layers[1])) == {
         ("forward", "all_gather"): 2,
         ("forward", "reduce_scatter"): 2,
@@ -95,9 +99,9 @@ def test_sequence_parallelism_is_megatron_s(gpt3: Graph, width: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_columns_then_rows_heads_and_vocabulary(gpt3: Graph, width: int, mode: str) -> None:
-    layouts = sharded(gpt3, width, mode).parameters
+@pytest.mark.parametrize("tp", DEGREES)
+def test_columns_then_rows_heads_and_vocabulary(gpt3: Graph, tp: int, mode: str) -> None:
+    layouts = sharded(gpt3, tp, mode).parameters
     root = "language_model.encoder.layers.95"
     dims = {name: [split.dim for split in layout.splits] for name, layout in layouts.items()}
     assert dims[f"{root}.self_attention.query_key_value.weight"] == [0]
@@ -136,29 +140,29 @@ def test_experts_are_split_or_their_hidden_size_whichever_is_cheaper() -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_kept_bytes_of_a_gpt_layer_are_korthikanti_et_al_s(gpt3: Graph, width: int, mode: str) -> None:
+@pytest.mark.parametrize("tp", DEGREES)
+def test_kept_bytes_of_a_gpt_layer_are_korthikanti_et_al_s(gpt3: Graph, tp: int, mode: str) -> None:
     """arXiv:2205.05198, table 2: s b h (10 + 24/t + 5 a s/(h t)); all of it over t with sequence parallelism."""
     length, hidden, heads = 2048, 12288, 96
     unit, square = length * hidden, 5 * heads * length**2
-    local = slice_layer(sharded(gpt3, width, mode, *(MEGATRON if mode == "off" else ())).layers[1])
-    linear = 10 * unit + 24 * unit // width if mode == "off" else 34 * unit // width
+    local = slice_layer(sharded(gpt3, tp, mode, *(MEGATRON if mode == "off" else ())).layers[1])
+    linear = 10 * unit + 24 * unit // tp if mode == "off" else 34 * unit // tp
     layer = single_layer(local)
-    assert kept_bytes(local, layer, RecomputeMode.NONE) == linear + square // width
+    assert kept_bytes(local, layer, RecomputeMode.NONE) == linear + square // tp
     assert kept_bytes(local, layer, RecomputeMode.SELECTIVE) == linear
-    assert kept_bytes(local, layer, RecomputeMode.FULL) == 2 * unit // (1 if mode == "off" else width)
+    assert kept_bytes(local, layer, RecomputeMode.FULL) == 2 * unit // (1 if mode == "off" else tp)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_matmul_weights_and_flops_are_divided_among_devices(gpt3: Graph, width: int) -> None:
-    model = sharded(gpt3, width, "on")
+@pytest.mark.parametrize("tp", DEGREES)
+def test_matmul_weights_and_flops_are_divided_among_devices(gpt3: Graph, tp: int) -> None:
+    model = sharded(gpt3, tp, "on")
     for whole, layer in zip(gpt3.distinct_layers, (model.layers[0], model.layers[1], model.layers[-1]), strict=True):
         local = slice_layer(layer)
         for phase, ops in ((Phase.FORWARD, whole.forward), (Phase.BACKWARD, whole.backward)):
-            assert width * local.matmul_flops(phase) == sum(op.matmul_flops for op in ops)
+            assert tp * local.matmul_flops(phase) == sum(op.matmul_flops for op in ops)
         for parameter in local.parameters:
             if len(parameter.shape) == 2 and "position" not in parameter.id:
-                assert width * parameter.elements == gpt3.tensors[parameter.id].elements
+                assert tp * parameter.elements == gpt3.tensors[parameter.id].elements
 
 
 def test_an_uneven_vocabulary_costs_more_than_its_share() -> None:
@@ -235,3 +239,56 @@ def test_fused_columns_are_split_in_one_block_where_strides_are_not_allowed() ->
     plain = shard_model(graph, Axis(A100S, 2), replace(options, may_stride_parameters=False))
     assert strided.is_strided
     assert not any(layout.is_strided for layout in plain.parameters.values())
+
+
+@pytest.fixture(scope="module")
+def t5() -> ShardedModel:
+    family = torch_models.FAMILIES["t5"]
+    graph = phaze.import_graph(family.build(), family.inputs())
+    return shard_model(derive_backward(graph), Axis(A100S, 2))
+
+
+def test_a_t5_captured_from_torch_is_tensor_parallel(t5: ShardedModel) -> None:
+    matrices = {name: layout for name, layout in t5.parameters.items() if len(t5.graph.tensors[name].shape) == 2}
+    assert len(matrices) == 3 * (4 + 2) + 3 * (8 + 2) + 2 + 1
+    assert {layout.ways for layout in matrices.values()} == {2}
+
+
+def test_the_attention_of_a_captured_t5_is_split_by_heads(t5: ShardedModel) -> None:
+    products = [
+        (op, layer.splits[op.id])
+        for layer in t5.layers
+        for op in (*layer.problem.layer.forward, *layer.problem.layer.backward)
+        if op.kind is OpKind.CONTRACTION and head_factors(t5.graph, op)
+    ]
+    assert len(products) == (3 + 2 * 3) * 2 * 3
+    for op, split in products:
+        assert split.ways == tuple((name, 2) for name in head_factors(t5.graph, op))
+
+
+@dataclass(frozen=True)
+class CountingSolver:
+    """HiGHS under another name that remembers the problems that it was given, as a plugin's solver would get them."""
+
+    solved: list[str]
+    name: str = "counting"
+
+    def is_importable(self) -> bool:
+        return True
+
+    def refusal(self, problem: LinearProblem) -> str | None:
+        return None
+
+    def solve(self, problem: LinearProblem, limits: WorkLimits) -> LinearResult:
+        self.solved.append(problem.name)
+        return AUTOMATIC_SOLVERS.solvers[0].solve(problem, limits)
+
+
+def test_the_solver_that_is_named_solves_every_layer_and_their_boundaries() -> None:
+    graph, solved = phaze.import_graph("gpt2"), list[str]()
+    options = ShardOptions(sequence_parallel=SequenceParallel.OFF, solver=SolverChain((CountingSolver(solved),)))
+    model = shard_model(graph, Axis(A100S, 2), options)
+    layers = [name for name in solved if name.startswith("tensor parallelism of ")]
+    assert len(layers) >= len(graph.distinct_layers)
+    assert solved[-1] == "boundary layouts"
+    assert model.seconds == sharded(graph, 2, "off").seconds
