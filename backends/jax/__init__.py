@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phaze.backends.jax.maxtext_export import MaxTextTarget
 from phaze.backends.jax.pjit_export import PjitTarget
@@ -20,6 +20,7 @@ from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 
 if TYPE_CHECKING:
+    from phaze.backends.jax.applied_plan import AppliedPlan
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
@@ -32,7 +33,7 @@ _OPTIONS = ("inputs", "optimizer", "takes_mean")
 
 @dataclass(frozen=True, slots=True)
 class JaxTarget:
-    """Arranges a loss function or a linen module on a mesh.
+    """The target "jax": arranges a loss function, or a linen or nnx module that returns its loss, on a mesh.
 
     Options of `apply`:
         inputs: the arguments that `optimize` took; needed, because they say the shapes.
@@ -46,11 +47,11 @@ class JaxTarget:
 
     @property
     def capabilities(self) -> Capabilities:
-        """One program for all devices: equal stages in GPipe's order, no idle devices.
+        """What one program for all devices can run: equal stages in GPipe's order, and no idle devices.
 
-        A pipeline scatters gradients once, after all microbatches, and gathers no parameters but those outside of its
-        layers, of which all stages hold equal parts. What is computed again is compiled, so that nothing is computed
-        for nobody.
+        A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
+        stages hold equal parts of the parameters outside of its layers (`spreads_ends`). Recomputed operations are
+        compiled together with backward, and the compiler drops those whose results nothing reads (`trims_recompute`).
         """
         return Capabilities(
             schedules=frozenset({_GPIPE}),
@@ -62,7 +63,7 @@ class JaxTarget:
         )
 
     def export(self, plan: Plan, model: object) -> object:
-        """Nothing: this target arranges live models."""
+        """Raises PlanError: this target arranges live models and writes no files."""
         raise PlanError("target 'jax' writes no file; use plan.apply(model, inputs=...), or plan.export('pjit').")
 
     def apply(
@@ -74,13 +75,11 @@ class JaxTarget:
         loss_fn: object,
         plugins: PluginManager,
         options: Mapping[str, object],
-    ) -> Any:
-        """The model arranged on a mesh: see `phaze.backends.jax.applied_plan.AppliedPlan`.
+    ) -> AppliedPlan:
+        """The model arranged on a mesh: see `AppliedPlan`.
 
         Raises PlanError for a model or mesh that is not the plan's, and for options other than those above.
         """
-        from phaze.backends.jax.applied_plan import apply_plan_to
-
         if loss_fn is not None:
             raise PlanError(
                 "a JAX plan is applied to a loss, which needs no loss_fn; plan and apply a function that computes it, "
@@ -89,6 +88,8 @@ class JaxTarget:
         for name in options:
             if name not in _OPTIONS:
                 raise PlanError(f"apply has no option {shown(name)} for JAX; expected some of {', '.join(_OPTIONS)}.")
+        from phaze.backends.jax.applied_plan import apply_plan_to  # the door: this imports jax
+
         return apply_plan_to(
             plan,
             model,
@@ -101,14 +102,14 @@ class JaxTarget:
 
 @dataclass(frozen=True, slots=True)
 class StableHloTarget:
-    """Writes `model.mlir`: what `jax.jit(...).lower(...)` gave, annotated."""
+    """The target "stablehlo": writes `model.mlir`, a function that `jax.jit(...).lower(...)` lowered, annotated."""
 
     name: str = "stablehlo"
     libraries: tuple[str, ...] = ("jax",)
 
     @property
     def capabilities(self) -> Capabilities:
-        """One stage; ZeRO as layouts of arguments."""
+        """One stage, and every ZeRO stage, which becomes a layout of the arguments."""
         return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
@@ -118,14 +119,14 @@ class StableHloTarget:
                 f"stablehlo annotates a lowered function, and got {type(model).__name__}; pass one: "
                 "plan.export('stablehlo', jax.jit(jax.value_and_grad(loss)).lower(params, batch))."
             )
-        from phaze.backends.jax.stablehlo_export import annotated_module
+        from phaze.backends.jax.stablehlo_export import annotated_module  # the door: this imports jax
 
         return {"model.mlir": annotated_module(plan, model)}
 
 
 @dataclass(frozen=True, slots=True)
 class ScanStages:
-    """Pipelines for models whose layers are one scan over stacked parameters, as their graph tells."""
+    """The stages of models whose layers are one scan over stacked parameters, as their graph tells."""
 
     name: str = "scan over layers"
     target: str = "jax"
@@ -134,23 +135,24 @@ class ScanStages:
         """Whether a graph has equal layers of one scan, with at most one layer before and behind them."""
         if not isinstance(model, Graph):
             return False
+        # The JAX frontend names the layers of a scan scan.0, scan.1, ... behind the path of the scan.
         names = [layer.name.partition(":")[2] or layer.name for layer in model.layers]
-        scanned = [bool(re.fullmatch(r"(?:.*\.)?scan\.\d+", name)) for name in names]
-        inner = [layer.key for layer, is_scanned in zip(model.layers, scanned, strict=True) if is_scanned]
-        return len(set(inner)) == 1 and scanned.count(False) <= 2 and all(scanned[1:-1])
+        are_scanned = [bool(re.fullmatch(r"(?:.*\.)?scan\.\d+", name)) for name in names]
+        scanned_keys = {layer.key for layer, is_scanned in zip(model.layers, are_scanned, strict=True) if is_scanned}
+        return len(scanned_keys) == 1 and are_scanned.count(False) <= 2 and all(are_scanned[1:-1])
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
-        """Nothing to cut: all devices run one program, and stages are shards of the stacked parameters."""
+        """The whole model for each stage: all devices run one program, and stages are shards of stacked parameters."""
         return [model for _ in stages]
 
 
 @hookimpl
 def phaze_targets() -> tuple[Target, ...]:
-    """JAX itself, and texts."""
+    """JAX itself, and what is written for pjit, XLA and MaxText."""
     return (JaxTarget(), PjitTarget(), StableHloTarget(), MaxTextTarget())
 
 
 @hookimpl
 def phaze_stage_builders() -> tuple[StageBuilder, ...]:
-    """The one that cuts scans."""
+    """The one that cuts scans over layers."""
     return (ScanStages(),)

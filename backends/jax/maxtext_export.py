@@ -1,6 +1,7 @@
-"""Flags for MaxText (github.com/AI-Hypercomputer/maxtext, configs/base.yml); option names checked, not run here.
+"""The target maxtext: a plan as options of MaxText (github.com/AI-Hypercomputer/maxtext, configs/base.yml).
 
-Copies of ZeRO-3 are its fsdp axis, others its data axis; per-device batches count what one device trains on between two
+The names of options were checked against that file; MaxText is not run here. Data-parallel copies are its fsdp axis
+with ZeRO-3, and otherwise its data axis. Its batch per device counts the samples that one device trains on between two
 accumulations of gradients.
 """
 
@@ -18,20 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["MaxTextTarget"]
 
-_POLICIES = {"none": "minimal", "selective": "minimal", "full": "full"}
-SOURCE = "MaxText's configs/base.yml"
+_REMAT_POLICIES = {"none": "minimal", "selective": "minimal", "full": "full"}
+"""The policy of MaxText that is nearest to each recompute mode."""
+_SOURCE = "MaxText's configs/base.yml"
 
 
 @dataclass(frozen=True, slots=True)
 class MaxTextTarget:
-    """Writes a plan's degrees as overrides of MaxText's configuration; the model itself is chosen there."""
+    """Writes a plan's parallelism as overrides of MaxText's configuration; the model itself is chosen there."""
 
     name: str = "maxtext"
     libraries: tuple[str, ...] = ()
 
     @property
     def capabilities(self) -> Capabilities:
-        """GPipe over equal stages; layouts are MaxText's own, so that strided parameters are no obstacle."""
+        """What MaxText can run: GPipe over equal stages.
+
+        It lays out parameters by its own rules, so that parameters that a plan splits inside a dimension are no
+        obstacle.
+        """
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE}),
             zero_stages=frozenset({0, 1, 3}),
@@ -40,31 +46,32 @@ class MaxTextTarget:
         )
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
-        """One file: a key and a value in each line."""
-        lines = head_lines(plan, "MaxText", SOURCE)
+        """The text of one file, which has an option in each line."""
+        lines = head_lines(plan, "MaxText", _SOURCE)
         lines.append("# remat_policy is the nearest to the plan's recompute mode.")
-        lines += [f"{key}: {value}" for key, value in _flags(plan).items()]
+        lines += [f"{option}: {value}" for option, value in _options(plan).items()]
         return {"maxtext.yml": "\n".join(lines) + "\n"}
 
 
-def _flags(plan: Plan) -> dict[str, object]:
-    chosen = plan.strategy
-    batches = micro_batches(plan)
-    is_pipeline = chosen.pp > 1
-    accumulated = 1 if is_pipeline else batches
-    samples = plan.question.global_batch_size / accumulated / (chosen.dp * chosen.tp * chosen.pp)
-    tensor = "ici_tensor_sequence_parallelism" if chosen.sequence_parallel else "ici_tensor_parallelism"
-    flags: dict[str, object] = {
-        "ici_data_parallelism": 1 if chosen.zero == 3 else chosen.dp,
-        "ici_fsdp_parallelism": chosen.dp if chosen.zero == 3 else 1,
-        tensor: chosen.tp,
-        "ici_pipeline_parallelism": chosen.pp,
-        "shard_optimizer_over_data": chosen.zero == 1,
-        "per_device_batch_size": f"{samples:g}",
+def _options(plan: Plan) -> dict[str, object]:
+    strategy = plan.strategy
+    micro_batch_count = micro_batches(plan)
+    is_pipeline = strategy.pp > 1
+    # A pipeline of MaxText runs its microbatches in one step, and accumulates nothing.
+    accumulated = 1 if is_pipeline else micro_batch_count
+    samples_per_device = plan.question.global_batch_size / accumulated / (strategy.dp * strategy.tp * strategy.pp)
+    tensor_axis = "ici_tensor_sequence_parallelism" if strategy.sequence_parallel else "ici_tensor_parallelism"
+    options: dict[str, object] = {
+        "ici_data_parallelism": 1 if strategy.zero == 3 else strategy.dp,
+        "ici_fsdp_parallelism": strategy.dp if strategy.zero == 3 else 1,
+        tensor_axis: strategy.tp,
+        "ici_pipeline_parallelism": strategy.pp,
+        "shard_optimizer_over_data": strategy.zero == 1,
+        "per_device_batch_size": f"{samples_per_device:g}",
         "gradient_accumulation_steps": accumulated,
-        "remat_policy": _POLICIES[strongest_recompute(plan)],
+        "remat_policy": _REMAT_POLICIES[strongest_recompute(plan)],
     }
     if is_pipeline:
-        flags["num_pipeline_microbatches"] = batches
-        flags["num_layers_per_pipeline_stage"] = max(block_counts(plan, "MaxText"))
-    return flags
+        options["num_pipeline_microbatches"] = micro_batch_count
+        options["num_layers_per_pipeline_stage"] = max(block_counts(plan, "MaxText"))
+    return options

@@ -1,8 +1,9 @@
-"""A plan as data and as a small Python file that needs nothing but JAX.
+"""The target pjit: a plan's shardings as JSON, and a training step in a Python file that needs nothing but JAX.
 
-The file leaves collectives to the compiler: it states the layout of arguments and results, and of each microbatch. A
-dimension that the tensor axis does not divide, or cuts inside of parts of it, cannot be an argument's layout; such a
-parameter is left whole, and the data names it.
+The file (`pjit_train_step.txt` here) leaves collectives to the compiler: it states the layout of arguments, of results
+and of each microbatch. Some splits cannot be the layout of an argument: of a dimension that the tensor axis does not
+divide, of every one of several parts of a dimension, and of two dimensions. The file leaves such a parameter whole; the
+data names those of the last two kinds under "left_whole".
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PjitTarget"]
 
-FORMAT = "phaze-shardings"
-VERSION = 1
+_FORMAT = "phaze-shardings"
+_VERSION = 1
+"""Of the layout of `shardings.json`; it grows when a key changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +35,40 @@ class PjitTarget:
 
     @property
     def capabilities(self) -> Capabilities:
-        """One stage; every ZeRO stage, as layouts."""
+        """One stage, and every ZeRO stage, which becomes a layout of parameters, gradients and state."""
         return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
-        """Both files."""
-        data = json.dumps(_data(plan), indent=1) + "\n"
-        return {"shardings.json": data, "train_step.py": _source()}
+        """The texts of both files by their names."""
+        program = files("phaze.backends.jax").joinpath("pjit_train_step.txt").read_text()
+        return {"shardings.json": json.dumps(_shardings(plan), indent=1) + "\n", "train_step.py": program}
 
 
-def _source() -> str:
-    """The program; it reads its plan from the data beside it."""
-    return files("phaze.backends.jax").joinpath("pjit_train_step.txt").read_text()
-
-
-def _data(plan: Plan) -> dict[str, Any]:
-    chosen = plan.strategy
-    split: dict[str, int] = {}
-    whole: list[str] = []
+def _shardings(plan: Plan) -> dict[str, object]:
+    """What the program reads: the mesh, the batch, and the split dimension of each parameter."""
+    strategy = plan.strategy
+    split_dims: dict[str, int] = {}
+    left_whole: set[str] = set()
     for name, splits in plan.layouts.parameters.items():
         path, is_layer = _path(name)
         if len(splits) > 1 or splits[0].outer > 1:
-            whole.append(path)
+            left_whole.add(path)
         else:
-            split[path] = splits[0].dim + is_layer
+            # The plan counts the dimensions of one layer; a stacked parameter has the layers in front of them.
+            split_dims[path] = splits[0].dim + (1 if is_layer else 0)
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": _FORMAT,
+        "version": _VERSION,
         "model": plan.model.name,
-        "mesh": {"dp": chosen.dp, "tp": chosen.tp},
+        "mesh": {"dp": strategy.dp, "tp": strategy.tp},
         "global_batch_size": plan.question.global_batch_size,
-        "micro_batch_size": chosen.micro_batch_size,
+        "micro_batch_size": strategy.micro_batch_size,
         "compute_dtype": plan.question.precision.compute_dtype,
-        "zero": chosen.zero,
-        "recompute": chosen.recompute[0],
+        "zero": strategy.zero,
+        "recompute": strategy.recompute[0],
         "splits_sequence": bool(plan.layouts.boundaries),
-        "parameters": split,
-        "left_whole": sorted(set(whole)),
+        "parameters": split_dims,
+        "left_whole": sorted(left_whole),
     }
 
 
