@@ -37,5 +37,5 @@ def test_views_give_what_flat_parameters_give(form: str) -> None:
     first, second = trace.parameters
     equations = with_fused_views(trace.equations, {first: FusedView(1, 3), second: FusedView(0, 3)})
     seen = {first: weight.reshape(6, 3, 4), second: bias.reshape(3, 4)}
-    (found,) = evaluate(equations, [trace.loss], trace.known_values([x]), seen.__getitem__)
-    np.testing.assert_allclose(found, loss([weight, bias], [x]), rtol=1e-5)
+    (loss_on_views,) = evaluate(equations, [trace.loss], trace.known_values([x]), seen.__getitem__)
+    np.testing.assert_allclose(loss_on_views, loss([weight, bias], [x]), rtol=1e-5)

@@ -20,8 +20,8 @@ def net(w: Any, x: Any) -> Any:
 
 
 def with_auxiliary(w: Any, x: Any, y: Any) -> Any:
-    def layer(carried: Any, own: Any) -> Any:
-        hidden = net(own, carried[0])
+    def layer(carried: Any, weight: Any) -> Any:
+        hidden = net(weight, carried[0])
         return (hidden, carried[1] + 0.01 * (hidden**2).mean()), None
 
     (hidden, auxiliary), _ = jax.lax.scan(layer, (x, 0.0), jnp.stack([w, w]))
@@ -33,9 +33,9 @@ MEANS: dict[str, Loss] = {
     "sum over a number": lambda w, x, y: (net(w, x) ** 2).sum() / x.shape[0],
     "sum over a counted number": lambda w, x, y: net(w, x).mean(-1).sum() / jnp.ones(y.shape).sum(),
     "regularised": lambda w, x, y: (net(w, x) ** 2).mean() + 0.1 * (w**2).sum(),
-    "mapped": lambda w, x, y: jax.vmap(lambda one: (net(w, one) ** 2).mean())(x).mean(),
-    "one after the other": lambda w, x, y: jax.lax.map(lambda one: (net(w, one) ** 2).mean(), x).mean(),
-    "checkpointed": lambda w, x, y: jax.checkpoint(lambda own: (net(own, x) ** 2).mean())(w),
+    "mapped": lambda w, x, y: jax.vmap(lambda sample: (net(w, sample) ** 2).mean())(x).mean(),
+    "one after the other": lambda w, x, y: jax.lax.map(lambda sample: (net(w, sample) ** 2).mean(), x).mean(),
+    "checkpointed": lambda w, x, y: jax.checkpoint(lambda weight: (net(weight, x) ** 2).mean())(w),
     "cross entropy": lambda w, x, y: -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[..., None], -1).mean(),
     "auxiliary losses of layers": with_auxiliary,
 }
@@ -56,11 +56,13 @@ OTHERS: dict[str, tuple[Loss, str]] = {
 
 
 def traces(loss: Loss) -> tuple[TracedLoss, TracedLoss]:
-    def at(size: int) -> TracedLoss:
+    def trace_at(size: int) -> TracedLoss:
         batch = [jax.ShapeDtypeStruct((size, 5, 8), jnp.float32), jax.ShapeDtypeStruct((size, 5), jnp.int32)]
-        return trace_loss(lambda own, given: loss(own[0], *given), [jax.ShapeDtypeStruct((8, 8), jnp.float32)], batch)
+        return trace_loss(
+            lambda weights, batch: loss(weights[0], *batch), [jax.ShapeDtypeStruct((8, 8), jnp.float32)], batch
+        )
 
-    return at(3), at(6)
+    return trace_at(3), trace_at(6)
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -51,24 +51,24 @@ def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(tmp_path_factory.mktemp("jax"), (*FULL, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"))
 
 
-def check_equality(found: dict[str, Any]) -> None:
-    assert found["loss_error"] < 1e-5
-    assert found["gradient_error"] < 1e-5
-    assert found["parameter_error"] < 1e-5
-    assert found["structure_is_equal"]
+def check_equality(measured: dict[str, Any]) -> None:
+    assert measured["loss_error"] < 1e-5
+    assert measured["gradient_error"] < 1e-5
+    assert measured["parameter_error"] < 1e-5
+    assert measured["structure_is_equal"]
 
 
-def check_bytes(found: dict[str, Any]) -> None:
+def check_bytes(measured: dict[str, Any]) -> None:
     """Arguments are those of every stage, and traffic agrees on every axis.
 
     Stages differ in what they send between tensor-parallel devices; all but the last send to the next.
     """
-    assert set(found["planned_bytes"]) == {found["argument_bytes"]}
-    stages = found["planned_traffic"]
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
+    stages = measured["planned_traffic"]
     expected = {axis: sum(stage[axis] for stage in stages) / len(stages) for axis in ("dp", "tp")}
     expected["pp"] = max(stage["pp"] for stage in stages)
     for axis, size in expected.items():
-        assert found["traffic_bytes"][axis] == pytest.approx(size, rel=0.05)
+        assert measured["traffic_bytes"][axis] == pytest.approx(size, rel=0.05)
 
 
 @pytest.mark.parametrize("name", DEFAULT)
@@ -87,12 +87,12 @@ def test_a_device_holds_the_planned_bytes_of_parameters_gradients_and_optimizer(
     assert [results(name)["live_bytes"]] * len(planned) == pytest.approx(planned, rel=0.01)
 
 
-def check_mixed(found: dict[str, Any]) -> None:
+def check_mixed(measured: dict[str, Any]) -> None:
     """Gradients are as near to those in fp32 as one device comes in bf16; what is held in fp32 has its bytes."""
-    assert found["loss_error"] < 1e-2
-    assert found["gradient_error"] < 1.5 * found["rounding_error"]
-    assert found["is_cast_from_master"]
-    assert set(found["planned_bytes"]) == {found["argument_bytes"]}
+    assert measured["loss_error"] < 1e-2
+    assert measured["gradient_error"] < 1.5 * measured["rounding_error"]
+    assert measured["is_cast_from_master"]
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
 
 
 def test_a_step_in_bf16_updates_the_master_copy_and_casts_it(results: Results) -> None:
@@ -104,10 +104,10 @@ def test_an_optimizer_may_take_norms_over_sharded_gradients(results: Results) ->
 
 
 def test_stages_send_activations_and_the_parameters_outside_of_the_scan(results: Results) -> None:
-    found = results("scanned pp2 dp2 tp2")
+    measured = results("scanned pp2 dp2 tp2")
     activations_bytes, outside_bytes = 32768, 2 * (64 * 32 + 32 * 64) * 4 // 2
-    assert [stage["pp"] for stage in found["planned_traffic"]] == [activations_bytes + outside_bytes, outside_bytes]
-    assert found["traffic_bytes"]["pp"] == activations_bytes + outside_bytes
+    assert [stage["pp"] for stage in measured["planned_traffic"]] == [activations_bytes + outside_bytes, outside_bytes]
+    assert measured["traffic_bytes"]["pp"] == activations_bytes + outside_bytes
 
 
 @pytest.mark.parametrize("name", UNFORCED)
@@ -116,17 +116,17 @@ def test_twenty_steps_of_an_unforced_plan_lose_what_one_process_loses(results: R
 
 
 def test_plans_under_limits_of_memory_need_every_kind_of_division(results: Results) -> None:
-    chosen = [results(name)["strategy"] for name in UNFORCED]
-    assert max(one["tp"] for one in chosen) > 1
-    assert max(one["pp"] for one in chosen) > 1
-    assert max(one["zero"] for one in chosen) > 0
-    assert any(mode != "none" for one in chosen for mode in one["recompute"])
+    strategies = [results(name)["strategy"] for name in UNFORCED]
+    assert max(strategy["tp"] for strategy in strategies) > 1
+    assert max(strategy["pp"] for strategy in strategies) > 1
+    assert max(strategy["zero"] for strategy in strategies) > 0
+    assert any(mode != "none" for strategy in strategies for mode in strategy["recompute"])
 
 
-def check_unforced(found: dict[str, Any]) -> None:
-    assert found["target"] == "jax"
-    assert found["losses"] == pytest.approx(found["expected"], rel=1e-4)
-    assert found["losses"][-1] < found["losses"][0]
+def check_unforced(measured: dict[str, Any]) -> None:
+    assert measured["target"] == "jax"
+    assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-4)
+    assert measured["losses"][-1] < measured["losses"][0]
 
 
 @pytest.mark.exhaustive

@@ -116,9 +116,9 @@ class ClippedAdam(Adam):
     """Adam on gradients whose norm over all parameters is at most one half."""
 
     def update(self, gradients: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
-        norm = jax.numpy.sqrt(sum((one**2).sum() for one in jax.tree.leaves(gradients)))
+        norm = jax.numpy.sqrt(sum((gradient**2).sum() for gradient in jax.tree.leaves(gradients)))
         scale = jax.numpy.minimum(1, 0.5 / norm)
-        return Adam.update(self, jax.tree.map(lambda one: one * scale, gradients), state, parameters)
+        return Adam.update(self, jax.tree.map(lambda gradient: gradient * scale, gradients), state, parameters)
 
 
 class Recording:
@@ -135,70 +135,70 @@ class Recording:
         return changes, {"adam": after, "gradients": gradients}
 
 
-def error(found: Any, expected: Any) -> float:
+def error(measured: Any, expected: Any) -> float:
     """The largest over arrays of max|a - b| / max|b|."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    pairs = zip(jax.tree.leaves(measured), jax.tree.leaves(expected), strict=True)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()) for a, b in pairs)
 
 
 def forced(name: str) -> dict[str, Any]:
     """One step of a strategy that is given."""
-    kind, strategy = FORCED[name]
-    it = subject(kind)
+    kind, wanted = FORCED[name]
+    case = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
     if name.endswith("sequence"):
         question["cluster"] = "cpu:8@paper"
     if name.endswith("mixed"):
         question["precision"] = "bf16-adam"
-    graph = phaze.import_graph(it.model, it.inputs)
-    plan = phaze.evaluate(graph, strategy=strategy, compares=False, target="jax", **question).plan
+    graph = phaze.import_graph(case.model, case.inputs)
+    plan = phaze.evaluate(graph, strategy=wanted, compares=False, target="jax", **question).plan
     optimizer = Recording(ClippedAdam if name.endswith("clipped") else Adam)
-    run = plan.apply(it.model, inputs=it.inputs, optimizer=optimizer)
-    state = run.start(it.weights)
-    compiled = run.step.lower(state, it.batch).compile()
+    run = plan.apply(case.model, inputs=case.inputs, optimizer=optimizer)
+    state = run.start(case.weights)
+    compiled = run.step.lower(state, case.batch).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    after, loss = compiled(state, jax.tree.leaves(it.batch))
+    after, loss = compiled(state, jax.tree.leaves(case.batch))
     gradients = run.parameters(TrainState(after.optimizer["gradients"], (), None))
-    expected_loss, expected, updated = on_one_device(it, optimizer.adam, jax.numpy.float32)
-    _, rounded, _ = on_one_device(it, optimizer.adam, jax.numpy.bfloat16)
-    chosen = plan.strategy
-    mesh = {"pp": chosen.pp, "dp": chosen.dp, "tp": chosen.tp}
+    expected_loss, expected, updated = on_one_device(case, optimizer.adam, jax.numpy.float32)
+    _, rounded, _ = on_one_device(case, optimizer.adam, jax.numpy.bfloat16)
+    strategy = plan.strategy
+    mesh = {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp}
     return {
-        "strategy": to_document(chosen),
+        "strategy": to_document(strategy),
         "loss_error": abs(float(loss) - float(expected_loss)) / float(expected_loss),
         "gradient_error": error(gradients, expected),
         "rounding_error": error(rounded, expected),
         "parameter_error": error(run.parameters(after), updated),
-        "structure_is_equal": jax.tree.structure(run.shardings) == jax.tree.structure(it.weights),
-        "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(it.batch) // chosen.dp,
+        "structure_is_equal": jax.tree.structure(run.shardings) == jax.tree.structure(case.weights),
+        "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(case.batch) // strategy.dp,
         "is_cast_from_master": _is_cast_from_master(after),
         "live_bytes": _live_bytes((after.parameters, after.master, after.optimizer)) - COUNT_BYTES,
-        "planned_live_bytes": [_planned_live_bytes(one.memory_bytes) for one in plan.stages],
+        "planned_live_bytes": [_planned_live_bytes(stage.memory_bytes) for stage in plan.stages],
         "temporary_bytes": memory.temp_size_in_bytes,
-        "planned_bytes": [one.memory_bytes["parameters"] + one.memory_bytes["optimizer"] for one in plan.stages],
-        "planned_activation_bytes": [one.memory_bytes["activations"] for one in plan.stages],
+        "planned_bytes": [stage.memory_bytes["parameters"] + stage.memory_bytes["optimizer"] for stage in plan.stages],
+        "planned_activation_bytes": [stage.memory_bytes["activations"] for stage in plan.stages],
         "traffic_bytes": axis_traffic(text, mesh, _shares(plan)),
         "planned_traffic": [
-            {"pp": one.pp_bytes, "dp": one.dp_bytes, "tp": one.tp_bytes}
-            for one in planned_traffic(plan, graph, least_bytes=LEAST_BYTES)
+            {"pp": stage.pp_bytes, "dp": stage.dp_bytes, "tp": stage.tp_bytes}
+            for stage in planned_traffic(plan, graph, least_bytes=LEAST_BYTES)
         ],
-        "strided": [name for name, splits in plan.layouts.parameters.items() if any(one.outer > 1 for one in splits)],
+        "strided": [name for name, splits in plan.layouts.parameters.items() if any(s.outer > 1 for s in splits)],
     }
 
 
 @cache
-def on_one_device(it: Subject, adam: Adam, dtype: Any) -> tuple[Any, Any, Any]:
+def on_one_device(case: Subject, adam: Adam, dtype: Any) -> tuple[Any, Any, Any]:
     """The loss, its gradients, and the parameters after one step; loss and gradients are computed in `dtype`."""
 
     @jax.jit
     def step(weights: Any, batch: Any) -> tuple[Any, Any, Any]:
-        cast = jax.tree.map(lambda one: jax.numpy.asarray(one, dtype), weights)
-        loss, gradients = jax.value_and_grad(it.loss)(cast, batch)
-        gradients = jax.tree.map(lambda one: one.astype(jax.numpy.float32), gradients)
+        cast = jax.tree.map(lambda weight: jax.numpy.asarray(weight, dtype), weights)
+        loss, gradients = jax.value_and_grad(case.loss)(cast, batch)
+        gradients = jax.tree.map(lambda gradient: gradient.astype(jax.numpy.float32), gradients)
         changes, _ = adam.update(gradients, adam.init(weights), weights)
         return loss, gradients, jax.tree.map(jax.numpy.add, weights, changes)
 
-    return step(it.weights, it.batch)  # type: ignore[no-any-return]
+    return step(case.weights, case.batch)  # type: ignore[no-any-return]
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:
@@ -210,7 +210,7 @@ def _shares(plan: Plan) -> tuple[float, ...]:
 def _is_cast_from_master(state: TrainState) -> bool:
     """Whether parameters are the master copy in another type; True where there is none."""
     pairs = zip(jax.tree.leaves(state.parameters), jax.tree.leaves(state.master), strict=state.master is not None)
-    return all(bool((own == exact.astype(own.dtype)).all()) for own, exact in pairs)
+    return all(bool((parameter == exact.astype(parameter.dtype)).all()) for parameter, exact in pairs)
 
 
 def _live_bytes(tree: Any) -> int:
@@ -239,11 +239,11 @@ UNFORCED = {"unforced 500 KB": 500_000, "unforced 300 KB": 300_000, "unforced 23
 
 def unforced(name: str) -> dict[str, Any]:
     """Twenty steps of the plan that `optimize` returns under a limit of memory."""
-    it = subject("scanned")
+    case = subject("scanned")
     question = {"cluster": tight_cluster(UNFORCED[name]), "global_batch_size": BATCH, "precision": "fp32"}
-    plan = phaze.optimize(it.model, it.inputs, tensor_widths=(1, 2), micro_batch_sizes=(1, 2), **question)
-    run = plan.apply(it.model, inputs=it.inputs, optimizer=Adam(learning_rate=1e-2))
-    state, losses, batches = run.start(it.weights), [], [models.batch(BATCH, seed=seed) for seed in range(20)]
+    plan = phaze.optimize(case.model, case.inputs, tensor_widths=(1, 2), micro_batch_sizes=(1, 2), **question)
+    run = plan.apply(case.model, inputs=case.inputs, optimizer=Adam(learning_rate=1e-2))
+    state, losses, batches = run.start(case.weights), [], [models.batch(BATCH, seed=seed) for seed in range(20)]
     for batch in batches:
         state, loss = run.step(state, batch)
         losses.append(float(loss))
@@ -251,21 +251,21 @@ def unforced(name: str) -> dict[str, Any]:
         "strategy": to_document(plan.strategy),
         "target": plan.provenance.target,
         "losses": losses,
-        "expected": alone(it, batches),
+        "expected": alone(case, batches),
     }
 
 
-def alone(it: Subject, batches: list[Any]) -> list[float]:
+def alone(case: Subject, batches: list[Any]) -> list[float]:
     """The same steps in one process on one device."""
     adam = Adam(learning_rate=1e-2)
 
     @jax.jit
     def step(weights: Any, state: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(it.loss)(weights, batch)
+        loss, gradients = jax.value_and_grad(case.loss)(weights, batch)
         changes, state = adam.update(gradients, state, weights)
         return jax.tree.map(jax.numpy.add, weights, changes), state, loss
 
-    weights, state, losses = it.weights, adam.init(it.weights), []
+    weights, state, losses = case.weights, adam.init(case.weights), []
     for batch in batches:
         weights, state, loss = step(weights, state, batch)
         losses.append(float(loss))

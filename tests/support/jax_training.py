@@ -30,7 +30,7 @@ def shapes(*, words: int = WORDS, layers: int = LAYERS, stacked: bool = False) -
     def norm(*lead: int) -> Tree:
         return {"scale": (*lead, WIDTH), "bias": (*lead, WIDTH)}
 
-    def one() -> Tree:
+    def layer_shapes() -> Tree:
         return {
             "norm_1": norm(*lead),
             "norm_2": norm(*lead),
@@ -42,13 +42,13 @@ def shapes(*, words: int = WORDS, layers: int = LAYERS, stacked: bool = False) -
             "down_bias": (*lead, WIDTH),
         }
 
-    body = one() if stacked else [one() for _ in range(layers)]
+    body = layer_shapes() if stacked else [layer_shapes() for _ in range(layers)]
     return {"embed": (words, WIDTH), "layers": body, "norm": norm(), "head": (WIDTH, words)}
 
 
 def weights(sizes: Tree) -> Tree:
     """Small random numbers; scales near one."""
-    named, tree = jax.tree_util.tree_flatten_with_path(sizes, is_leaf=lambda one: isinstance(one, tuple))
+    named, tree = jax.tree_util.tree_flatten_with_path(sizes, is_leaf=lambda size: isinstance(size, tuple))
     random = np.random.default_rng(0)
     values = [
         (0.2 * random.standard_normal(size) + ("scale" in jax.tree_util.keystr(path))).astype(np.float32)
@@ -79,14 +79,14 @@ scanned_loss = partial(loss, stacked=True)
 
 def fused_shapes() -> Tree:
     """Three layers with projections as columns of one matrix, (3 h d), with a bias, and gates beside them, (2 f)."""
-    one = {
+    layer = {
         "qkv": (WIDTH, 3 * HEADS * SIZE),
         "qkv_bias": (3 * HEADS * SIZE,),
         "o": (HEADS * SIZE, WIDTH),
         "gate_up": (WIDTH, 2 * HIDDEN),
         "down": (HIDDEN, WIDTH),
     }
-    return {"embed": (WORDS, WIDTH), "layers": [one] * 3, "head": (WIDTH, WORDS)}
+    return {"embed": (WORDS, WIDTH), "layers": [layer] * 3, "head": (WIDTH, WORDS)}
 
 
 def fused_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -110,12 +110,12 @@ def _by_split(x: jax.Array) -> list[jax.Array]:
 
 def _by_slice(x: jax.Array) -> list[jax.Array]:
     width = HEADS * SIZE
-    return [x[..., at * width : (at + 1) * width].reshape(*x.shape[:2], HEADS, SIZE) for at in range(3)]
+    return [x[..., part * width : (part + 1) * width].reshape(*x.shape[:2], HEADS, SIZE) for part in range(3)]
 
 
 def _by_reshape(x: jax.Array) -> list[jax.Array]:
     parts = x.reshape(*x.shape[:2], 3, HEADS, SIZE)
-    return [parts[:, :, at] for at in range(3)]
+    return [parts[:, :, part] for part in range(3)]
 
 
 class LinenBlock(linen.Module):
