@@ -1,7 +1,8 @@
 """The transformer families that a config may name, and the function that writes each as its reference computes it.
 
 Parameter names and shapes are those of Hugging Face's implementation of the family (Megatron-LM's for the Megatron
-ones), so that a plan made from a config fits the real model. In every family x is the residual stream, and y a branch
+ones), so that a plan made from a config fits the real model. A field that a config lacks has the value that the
+reference implementation gives it. In every family x is the residual stream, and y a branch
 that is added to it.
 """
 

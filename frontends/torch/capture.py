@@ -39,6 +39,7 @@ from phaze.errors import ImportModelError, PhazeError
 from phaze.frontends.torch.fake_model import MODEL_PREFIX, LossCall, as_exported
 
 __all__ = [
+    "CAPTURE_METHODS",
     "Argument",
     "ArgumentKind",
     "Capture",
@@ -113,8 +114,9 @@ def capture_loss(loss_call: LossCall, *, directly: bool = False) -> Capture:
     `directly` says to try the `direct` way first.
     """
     errors: dict[CaptureMethod, Exception] = {}
-    methods = ({CaptureMethod.DIRECT: _capture_directly} if directly or loss_call.objective.is_flat else {}) | _METHODS
-    for method, trace in methods.items():
+    for method, trace in CAPTURE_METHODS.items():
+        if method is CaptureMethod.DIRECT and not (directly or loss_call.objective.is_flat):
+            continue
         try:
             return trace(loss_call)
         except Exception as error:
@@ -277,15 +279,6 @@ def _capture_by_make_fx(loss_call: LossCall) -> Capture:
     with fake.mode:
         traced = make_fx(loss_and_gradients, tracing_mode="fake")(parameters, buffers, loss_call.arguments)
     *nodes, output = traced.graph.nodes
-    values = [
-        *((Argument(ArgumentKind.PARAMETER, name), value) for name, value in fake.module.named_parameters()),
-        *((Argument(ArgumentKind.BUFFER, name), value) for name, value in fake.module.named_buffers()),
-        *((Argument(ArgumentKind.INPUT, name), value) for name, value in loss_call.named_leaves),
-    ]
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    # torch keeps placeholders either for all leaves or for tensors alone.
-    if len(placeholders) != len(values):
-        values = [(argument, value) for argument, value in values if isinstance(value, torch.Tensor)]
     loss, *gradients = tree_leaves(output.args[0])
     by_name = {
         name.removeprefix(MODEL_PREFIX): gradient
@@ -296,19 +289,34 @@ def _capture_by_make_fx(loss_call: LossCall) -> Capture:
     return Capture(
         method=CaptureMethod.MAKE_FX,
         nodes=tuple(nodes),
-        arguments={node: argument for node, (argument, _) in zip(placeholders, values, strict=True)},
+        arguments=_make_fx_arguments(loss_call, [node for node in nodes if node.op == "placeholder"]),
         outputs=(loss,),
         gradients=by_name,
     )
 
 
-_METHODS: dict[CaptureMethod, Callable[[LossCall], Capture]] = {
+def _make_fx_arguments(loss_call: LossCall, placeholders: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, Argument]:
+    """What each placeholder of `_capture_by_make_fx` stands for: they are in the order of the traced arguments."""
+    module = loss_call.fake.module
+    values = [
+        *((Argument(ArgumentKind.PARAMETER, name), value) for name, value in module.named_parameters()),
+        *((Argument(ArgumentKind.BUFFER, name), value) for name, value in module.named_buffers()),
+        *((Argument(ArgumentKind.INPUT, name), value) for name, value in loss_call.named_leaves),
+    ]
+    # torch keeps placeholders either for all leaves or for tensors alone.
+    if len(placeholders) != len(values):
+        values = [(argument, value) for argument, value in values if isinstance(value, torch.Tensor)]
+    return {node: argument for node, (argument, _) in zip(placeholders, values, strict=True)}
+
+
+CAPTURE_METHODS: dict[CaptureMethod, Callable[[LossCall], Capture]] = {
+    CaptureMethod.DIRECT: _capture_directly,
     CaptureMethod.JOINT: _capture_after_export,
     CaptureMethod.DYNAMO: _capture_after_dynamo,
     CaptureMethod.EXPORT: _capture_forward_by_export,
     CaptureMethod.MAKE_FX: _capture_by_make_fx,
 }
-"""The ways that every model may take, in their order."""
+"""The ways of capturing in the order in which they are tried; all raise what torch raises."""
 
 
 @contextlib.contextmanager

@@ -66,12 +66,12 @@ def import_module(
     return replace(graph, notes=(*graph.notes, *_notes(task, graph)))
 
 
-def _read_dtype(given: object) -> torch.dtype | None:
+def _read_dtype(option: object) -> torch.dtype | None:
     """A floating point dtype of torch, given by itself or by its name."""
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    dtype = getattr(torch, option, None) if isinstance(option, str) else option
+    if option is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
-    raise ImportModelError(f"dtype is {given!r}; expected a floating point dtype of torch, such as 'bfloat16'.")
+    raise ImportModelError(f"dtype is {option!r}; expected a floating point dtype of torch, such as 'bfloat16'.")
 
 
 @dataclass(frozen=True, slots=True)

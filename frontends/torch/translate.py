@@ -177,13 +177,13 @@ class _Translation:
         schema = getattr(node.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         names += [f"argument_{index}" for index in range(len(names), len(node.args))]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if schema is not None:
             defaults = {
                 argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
             }
-            given = {**defaults, **given}
-        return {name: self._argument(value) for name, value in given.items()}
+            arguments = {**defaults, **arguments}
+        return {name: self._argument(value) for name, value in arguments.items()}
 
     def _argument(self, value: object) -> object:
         if isinstance(value, torch.fx.Node):

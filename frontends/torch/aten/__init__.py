@@ -8,9 +8,9 @@ pointwise, and opaque otherwise.
 from __future__ import annotations
 
 from phaze.frontends.torch.aten.convolutions import CONVOLUTIONS
+from phaze.frontends.torch.aten.data_movement import DATA_MOVEMENT
 from phaze.frontends.torch.aten.elementwise import ELEMENTWISE
 from phaze.frontends.torch.aten.indexing import INDEXING
-from phaze.frontends.torch.aten.moving import MOVING
 from phaze.frontends.torch.aten.norms_and_losses import NORMS_AND_LOSSES
 from phaze.frontends.torch.aten.products import PRODUCTS
 from phaze.frontends.torch.aten.reductions import REDUCTIONS
@@ -22,7 +22,7 @@ OPERATORS: OperatorTable = {
     **CONVOLUTIONS,
     **ELEMENTWISE,
     **INDEXING,
-    **MOVING,
+    **DATA_MOVEMENT,
     **NORMS_AND_LOSSES,
     **PRODUCTS,
     **REDUCTIONS,

@@ -73,12 +73,12 @@ def _window_dims(x: Shape, result: Shape, kernel: Shape) -> tuple[Dims, Dims, tu
 
 def _kernel(call: OperatorCall, x: Shape, result: Shape) -> Shape:
     """The size of a pooling window; where it adapts to the result, the input over the result, rounded up."""
-    given = call["kernel_size"]
-    if given is None:
+    kernel_size = call["kernel_size"]
+    if kernel_size is None:
         spatial = 3 if "3d" in call.name else 2 if "2d" in call.name else 1
         pairs = zip(x[-spatial:], result[-spatial:], strict=True)
         return tuple(max(1, -(-size // max(1, position))) for size, position in pairs)
-    return tuple(given)
+    return tuple(kernel_size)
 
 
 def _pool(call: OperatorCall) -> Value:

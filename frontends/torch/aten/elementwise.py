@@ -1,4 +1,4 @@
-"""Torch functions of every element (arithmetic, activations, casts by number), dropout and running sums."""
+"""Torch functions of every element (arithmetic, activations and their gradients), dropout and running sums."""
 
 from __future__ import annotations
 

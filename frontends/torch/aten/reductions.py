@@ -20,10 +20,10 @@ _FUNCTIONS = {"amax": "max", "amin": "min"}
 
 def _reduced_dims(call: OperatorCall, rank: int) -> tuple[int, ...]:
     """The dimensions that a call reduces over; all of them where it names none."""
-    given = call["dim"]
-    if given is None or (isinstance(given, list | tuple) and not given):
+    named = call["dim"]
+    if named is None or (isinstance(named, list | tuple) and not named):
         return tuple(range(rank))
-    return tuple(index % rank for index in ((given,) if isinstance(given, int) else given)) if rank else ()
+    return tuple(index % rank for index in ((named,) if isinstance(named, int) else named)) if rank else ()
 
 
 def _reduce(call: OperatorCall) -> Value:
@@ -42,8 +42,7 @@ def _sort(call: OperatorCall) -> Value:
     shape, result = call.shape(x), call.out_shape()
     if not shape:
         raise Unsupported
-    given = call["dim"]
-    along = (given if isinstance(given, int) else -1) % len(shape)
+    along = (call["dim"] if isinstance(call["dim"], int) else -1) % len(shape)
     factors = factors_of(shape, (along,))
     operand = sorted_dims = dims_of(shape)
     if result[along] != shape[along]:

@@ -10,6 +10,10 @@ import torch_models as models
 from torch.utils.checkpoint import checkpoint
 
 import phaze
+from phaze.frontends.torch.capture import CAPTURE_METHODS, CaptureMethod, preserved_torch_state
+from phaze.frontends.torch.example_inputs import read_inputs
+from phaze.frontends.torch.fake_model import LossCall, Objective, make_fake_model
+from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph, OpKind, Phase
 
 X = (5, 6, 8)
@@ -111,14 +115,14 @@ def test_a_custom_autograd_function_brings_its_own_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use_reentrant", "recipe"), [(False, "captured from torch by joint"), (True, "captured from torch by export")]
+    ("use_reentrant", "note"), [(False, "captured from torch by joint"), (True, "captured from torch by export")]
 )
-def test_checkpointing_inside_the_model_is_left_to_phaze(use_reentrant: bool, recipe: str) -> None:
+def test_checkpointing_inside_the_model_is_left_to_phaze(use_reentrant: bool, note: str) -> None:
     graph = phaze.import_graph(models.Tower(run=partial(checkpoint, use_reentrant=use_reentrant)), X)
     plain = phaze.import_graph(models.Tower(), X)
     assert graph.matmul_flops("forward") == plain.matmul_flops("forward")
     assert graph.matmul_flops("backward") == plain.matmul_flops("backward")
-    assert recipe in graph.notes
+    assert note in graph.notes
 
 
 class Shared(torch.nn.Module):
@@ -150,6 +154,23 @@ def test_buffers_and_nested_inputs_keep_their_names() -> None:
         "batch.x",
         "batch.target.y",
     }
+
+
+@pytest.mark.parametrize("method", CaptureMethod)
+def test_every_way_of_capturing_finds_the_same_products_arguments_and_gradients(method: CaptureMethod) -> None:
+    model, inputs = Shared(), {"batch": {"x": X, "target": {"y": X}}}
+    with preserved_torch_state():
+        fake = make_fake_model(model)
+        examples = fake.fake_inputs(read_inputs(model, inputs, {}))
+        objective = Objective(fake.module, None, is_flat=False)
+        capture = CAPTURE_METHODS[method](LossCall(fake=fake, objective=objective, inputs=examples))
+        graph = translate_capture(capture, fake.module, name="Shared", batch_size=1).with_backward()
+    plain = phaze.import_graph(model, inputs)
+    assert capture.has_backward == (method is not CaptureMethod.EXPORT)
+    assert {"batch.x", "batch.target.y", "scale"} < set(graph.tensors)
+    assert {parameter for parameter, _ in graph.gradients} == {parameter for parameter, _ in plain.gradients}
+    for phase in ("forward", "backward"):
+        assert graph.matmul_flops(phase) == plain.matmul_flops(phase)
 
 
 def test_tied_weights_are_one_parameter_with_a_gradient_a_layer() -> None:

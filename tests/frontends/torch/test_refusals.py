@@ -38,6 +38,11 @@ class Raising(Failing):
         raise KeyError("the model's own words")
 
 
+class TakingAnything(Failing):
+    def forward(self, x: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        return super().forward(x)
+
+
 class WithoutGradient(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +71,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "unknown inputs": (
         lambda: phaze.import_graph(models.Tower(), {"y": X}),
         r"the inputs do not fit Tower.forward\(x\): missing a required argument: 'x'",
+    ),
+    "unknown inputs of a forward that takes any": (
+        lambda: phaze.import_graph(TakingAnything(), {"y": X}),
+        r"TakingAnything.forward\(x, \*rest, \*\*options\): missing a required argument: 'x'",
     ),
     "an impossible shape": (lambda: phaze.import_graph(models.Tower(), (0, 8)), r"has shape \[0, 8\]"),
     "no trainable parameters": (

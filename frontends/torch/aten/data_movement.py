@@ -1,4 +1,4 @@
-"""Torch views (free), copies, casts, concatenation, padding and new tensors: elements are moved, not computed with."""
+"""Torch views (free), copies, casts, concatenation, padding, new tensors: elements are moved, not computed with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phaze.ir.shape_rules import (
     transpose_rule,
 )
 
-__all__ = ["MOVING"]
+__all__ = ["DATA_MOVEMENT"]
 
 
 def _same(call: OperatorCall) -> Value:
@@ -240,9 +240,9 @@ def _rearranged(call: OperatorCall) -> Value:
     """Elements of some dimensions in another order: those dimensions stay whole."""
     x = call.tensor("self")
     shape = call.shape(x)
-    given = call["dims"] if call["dims"] is not None else call["dim"]
-    given = (given,) if isinstance(given, int) else given
-    moved = {index % len(shape) for index in given} if given else set(range(len(shape)))
+    named = call["dims"] if call["dims"] is not None else call["dim"]
+    named = (named,) if isinstance(named, int) else named
+    moved = {index % len(shape) for index in named} if named else set(range(len(shape)))
     dims = dims_of(shape)
     return call.emit(OpKind.COPY, call.name, Rule((dims,), (dims,), factors_of(shape, moved)), x)
 
@@ -271,7 +271,7 @@ _NEW_TENSORS = (
     "new_empty_strided tril_indices triu_indices logspace"
 )
 
-MOVING: OperatorTable = {
+DATA_MOVEMENT: OperatorTable = {
     **dict.fromkeys(("detach", "alias", "lift_fresh_copy", "lift_fresh", "lift", "contiguous", "conj"), _same),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "_reshape_alias", "flatten"), _reshape),
     "view_as_complex": _complex_pairs,
