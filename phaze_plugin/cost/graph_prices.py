@@ -25,7 +25,6 @@ from phaze.cost.operator_work import Work, op_work
 from phaze.cost.work_prices import price_works
 from phaze.errors import PluginError
 from phaze.hardware import Accelerator, AcceleratorArray
-from phaze.hardware.area_energy import EnergyModel
 from phaze.ir import Graph, Op, OpKind
 
 if TYPE_CHECKING:
@@ -47,11 +46,10 @@ def price_ops(
     accelerators: AcceleratorArray | Accelerator,
     *,
     calibration: Calibration = IDEAL,
-    energy: EnergyModel | None = None,
     prices: Mapping[str, OpPricer] | None = None,
 ) -> Estimate:
     """Prices of single ops: row i is ``ops[i]``; see `price_groups`."""
-    return price_groups(graph, single_groups(ops), accelerators, calibration=calibration, energy=energy, prices=prices)
+    return price_groups(graph, single_groups(ops), accelerators, calibration=calibration, prices=prices)
 
 
 def price_groups(
@@ -60,7 +58,6 @@ def price_groups(
     accelerators: AcceleratorArray | Accelerator,
     *,
     calibration: Calibration = IDEAL,
-    energy: EnergyModel | None = None,
     prices: Mapping[str, OpPricer] | None = None,
 ) -> Estimate:
     """Prices of groups: row i is ``groups[i]``; the ``prices`` of plugins win over the built-in ones.
@@ -73,13 +70,13 @@ def price_groups(
     rows: list[int | Estimate] = []  # the place of a group's work among the distinct ones, or a plugin's price
     for group in groups:
         if any(plugin_price_name(op, offered) for op in group.ops):
-            single_estimates = [_price_alone(graph, op, chips, calibration, energy, offered) for op in group.ops]
+            single_estimates = [_price_alone(graph, op, chips, calibration, offered) for op in group.ops]
             rows.append(total_estimate(stack_estimates(single_estimates)))
         else:
             rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
     if not rows:
         return Estimate.empty([], len(chips))
-    built_in = price_works(tuple(works), chips, calibration=calibration, energy=energy)
+    built_in = price_works(tuple(works), chips, calibration=calibration)
     return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
 
 
@@ -88,13 +85,12 @@ def _price_alone(
     op: Op,
     chips: AcceleratorArray,
     calibration: Calibration,
-    energy: EnergyModel | None,
     prices: Mapping[str, OpPricer],
 ) -> Estimate:
     name = plugin_price_name(op, prices)
     if name is not None:
         return plugin_price(name, prices[name], graph, op, chips)
-    return price_works([op_work(op, graph.tensors)], chips, calibration=calibration, energy=energy)
+    return price_works([op_work(op, graph.tensors)], chips, calibration=calibration)
 
 
 def plugin_prices(plugins: PluginManager) -> dict[str, OpPricer]:

@@ -92,10 +92,10 @@ class ProductTiling:
         sides = (self.m, self.left_bytes), (self.n, self.right_bytes)
         forms = [
             form
-            for (near, near_bytes), (far, far_bytes) in (sides, sides[::-1])
+            for (dim, operand_bytes), (second_dim, second_bytes) in (sides, sides[::-1])
             for form in (
-                self._output_resident(memory, near, far, near_bytes, far_bytes),
-                self._operand_resident(memory, near, near_bytes, far_bytes),
+                self._output_resident(memory, dim, second_dim, operand_bytes, second_bytes),
+                self._operand_resident(memory, dim, operand_bytes, second_bytes),
             )
         ]
         least = np.minimum.reduce([form.min(axis=1) for form in forms])
@@ -103,32 +103,37 @@ class ProductTiling:
         moved: _Floats = np.minimum(least, without_reuse) + self.output_bytes
         return moved
 
-    def _output_resident(self, memory: _Floats, near: int, far: int, near_bytes: float, far_bytes: float) -> _Floats:
-        """A block of the result stays; the block count along ``near`` is given, that along ``far`` follows."""
-        counts = _block_counts(near)
-        side = np.ceil(near / counts)
+    def _output_resident(
+        self, memory: _Floats, dim: int, second_dim: int, operand_bytes: float, second_bytes: float
+    ) -> _Floats:
+        """A block of the result stays; block counts along ``dim`` are tried, and the least along ``second_dim`` follow.
+
+        The operand along a dim is read once for every block along the second dim, and the other way round.
+        """
+        counts = _block_counts(dim)
+        side = np.ceil(dim / counts)
         sliver = 2 * self.element_bytes
         room = np.floor((memory - sliver * side) / (_ACCUMULATOR_BYTES * side + sliver))
-        return near_bytes * _blocks(far, room) + far_bytes * counts
+        return operand_bytes * _blocks(second_dim, room) + second_bytes * counts
 
-    def _operand_resident(self, memory: _Floats, near: int, near_bytes: float, far_bytes: float) -> _Floats:
-        """A block of the operand along ``near`` stays; blocks of K are given, those along ``near`` follow."""
+    def _operand_resident(self, memory: _Floats, dim: int, resident_bytes: float, streamed_bytes: float) -> _Floats:
+        """A block of the operand along ``dim`` stays; counts of blocks of K are tried, those of ``dim`` follow."""
         counts = _block_counts(self.k)
         depth = np.ceil(self.k / counts)
         sliver = 2 * self.element_bytes
         room = np.floor((memory - sliver * depth) / (self.element_bytes * depth + 2 * _ACCUMULATOR_BYTES))
         spilled = 2 * _ACCUMULATOR_BYTES * self.batch * float(self.m) * self.n * (counts - 1)
-        return near_bytes + far_bytes * _blocks(near, room) + spilled
+        return resident_bytes + streamed_bytes * _blocks(dim, room) + spilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiling:
     """Attention of ``heads`` heads (batch included) whose scores never leave the chip.
 
-    Queries and keys are positions of one head; heads include the batch. A query position that stays has
-    ``query_width`` elements (query, output and, backward, their gradients), a key position that passes ``key_width``.
-    Bytes are those of everything stored, over all heads: of the query side, of the key side that is read, and of the
-    key side that is summed over queries (backward).
+    Queries and keys are positions of one head. A query position that stays has ``query_width`` elements (query, output
+    and, backward, their gradients), a key position that passes ``key_width``. Bytes are those of everything stored,
+    over all heads: ``query_bytes`` of what has query positions, ``key_bytes`` of what has key positions and is read,
+    and ``accumulated_bytes`` of what has key positions and is summed over queries (gradients of keys and values).
     """
 
     heads: int
@@ -136,8 +141,8 @@ class AttentionTiling:
     keys: int
     query_width: int
     key_width: int
-    near_bytes: float
-    far_bytes: float
+    query_bytes: float
+    key_bytes: float
     accumulated_bytes: float = 0.0
     element_bytes: float
 
@@ -145,14 +150,14 @@ class AttentionTiling:
         """Check that sizes are sizes."""
         sizes = {name: getattr(self, name) for name in ("heads", "queries", "keys", "query_width", "key_width")}
         check_sizes("attention", **sizes)
-        moved = {name: getattr(self, name) for name in ("near_bytes", "far_bytes", "element_bytes")}
+        moved = {name: getattr(self, name) for name in ("query_bytes", "key_bytes", "element_bytes")}
         check_amounts("attention", **moved)
         check_amounts("attention", may_be_zero=True, accumulated_bytes=self.accumulated_bytes)
 
     @property
     def compulsory_bytes(self) -> float:
         """Every operand and the result once."""
-        return self.near_bytes + self.far_bytes + self.accumulated_bytes
+        return self.query_bytes + self.key_bytes + self.accumulated_bytes
 
     def traffic_bytes(self, memory_bytes: _Floats) -> _Floats:
         """Least bytes moved, for each size of the memory in between."""
@@ -160,7 +165,7 @@ class AttentionTiling:
         per_query = self.query_width * _ACCUMULATOR_BYTES + 2 * _ACCUMULATOR_BYTES
         room = np.maximum(1.0, np.floor((memory_bytes - sliver) / per_query))
         passes = np.ceil(self.queries / room)
-        passing = self.near_bytes + self.far_bytes * passes + self.accumulated_bytes * (2 * passes - 1)
+        passing = self.query_bytes + self.key_bytes * passes + self.accumulated_bytes * (2 * passes - 1)
         resident = self.keys * self.key_width * self.element_bytes + 2 * per_query
         moved: _Floats = np.where(memory_bytes >= resident, self.compulsory_bytes, passing)
         return moved

@@ -33,6 +33,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
 
 from phaze.cost.estimate import CoreKind
 from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling
@@ -78,9 +80,10 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The terms of one op: tilings are the traffic that depends on the buffer, streamed bytes that which does not.
+    """What one op asks for.
 
-    A work that computes without moving a byte is a `CostError`, since it would be priced too low.
+    ``tilings`` are its traffic that depends on the size of the buffer, ``streamed_bytes`` that which does not. A work
+    that computes without moving a byte is a `CostError`, since it would be priced too low.
     """
 
     products: tuple[Product, ...] = ()
@@ -145,7 +148,7 @@ def vector_work(operations: float, moved_bytes: float) -> Work:
     return Work(vector_operations=operations, streamed_bytes=moved_bytes)
 
 
-Tensors = Mapping[str, Tensor]
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def op_work(op: Op, tensors: Tensors) -> Work:
@@ -208,29 +211,31 @@ def _product(op: Op, tensors: Tensors) -> Work:
 
 
 def _attention(op: Op, tensors: Tensors) -> Work:
+    """A fused kernel. Tensors with query positions stay while those with key positions pass, or the other way round."""
     query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
-    rows, length = query - key, (key & value) - query
+    query_positions, key_positions = query - key, (key & value) - query
     is_backward = op.phase is Phase.BACKWARD
     gemms = op.gemms
     scores = _scores(op, gemms)
-    sides = {"near": 0.0, "far": 0.0, "other": 0.0}
-    for dims, moved in zip(op.rule.operands, read_bytes(op, tensors), strict=True):
-        sides[_side(dims, rows, length)] += moved
+    moved = dict.fromkeys(_Positions, 0.0)
+    for dims, size in zip(op.rule.operands, read_bytes(op, tensors), strict=True):
+        moved[_positions(dims, query_positions, key_positions)] += size
     accumulated = 0.0
-    for dims, moved in zip(op.rule.results, written_bytes(op, tensors), strict=True):
-        if (side := _side(dims, rows, length)) == "far":
-            accumulated += moved
+    for dims, size in zip(op.rule.results, written_bytes(op, tensors), strict=True):
+        positions = _positions(dims, query_positions, key_positions)
+        if positions is _Positions.KEYS:  # a sum over queries, of which every block adds its part
+            accumulated += size
         else:
-            sides[side] += moved
+            moved[positions] += size
     dtype = _operand_dtype(op, tensors)
     width = (scores.k + _size(op, value - key)) * (2 if is_backward else 1)
     computed = (scores, *gemms) if is_backward else gemms
     work = Work(
         products=tuple(_product_of(gemm, dtype) for gemm in computed),
         vector_operations=float(attention_operations(op)) * scores.batch * scores.m * scores.n,
-        streamed_bytes=sum(sides.values()) + accumulated,
+        streamed_bytes=sum(moved.values()) + accumulated,
     )
-    if not (sides["near"] and sides["far"]):
+    if not (moved[_Positions.QUERIES] and moved[_Positions.KEYS]):
         return work
     tiling = AttentionTiling(
         heads=scores.batch,
@@ -238,27 +243,36 @@ def _attention(op: Op, tensors: Tensors) -> Work:
         keys=scores.n,
         query_width=width,
         key_width=width,
-        near_bytes=sides["near"],
-        far_bytes=sides["far"],
+        query_bytes=moved[_Positions.QUERIES],
+        key_bytes=moved[_Positions.KEYS],
         accumulated_bytes=accumulated,
         element_bytes=dtype.size_bytes,
     )
-    return replace(work, tilings=(tiling,), streamed_bytes=sides["other"])
+    return replace(work, tilings=(tiling,), streamed_bytes=moved[_Positions.BOTH_OR_NEITHER])
 
 
 def _scores(op: Op, gemms: tuple[Gemm, ...]) -> Gemm:
-    """The product of query and key."""
+    """The product of query and key; backward it is made again, from the sizes of the query's gradient."""
     if op.phase is not Phase.BACKWARD:
         return gemms[0]
     to_query = gemms[0]
     return Gemm(to_query.batch, to_query.m, to_query.k, to_query.n)
 
 
-def _side(dims: Dims, rows: frozenset[str], length: frozenset[str]) -> str:
+class _Positions(StrEnum):
+    """Which positions a tensor of attention has: those of queries, those of keys, or both or neither."""
+
+    QUERIES = "queries"
+    KEYS = "keys"
+    BOTH_OR_NEITHER = "both or neither"
+
+
+def _positions(dims: Dims, query_positions: frozenset[str], key_positions: frozenset[str]) -> _Positions:
     names = names_of(dims)
-    if names & rows and not names & length:
-        return "near"
-    return "far" if names & length and not names & rows else "other"
+    has_queries, has_keys = bool(names & query_positions), bool(names & key_positions)
+    if has_queries == has_keys:
+        return _Positions.BOTH_OR_NEITHER
+    return _Positions.QUERIES if has_queries else _Positions.KEYS
 
 
 def _size(op: Op, names: frozenset[str]) -> int:
@@ -298,6 +312,7 @@ _BUILDERS: dict[OpKind, Callable[[Op, Tensors], Work]] = {
 
 
 _TRANSCENDENTAL = 8
+"""Lane operations of exp, log and the like: range reduction and a short polynomial."""
 
 _BY_FUNCTION: dict[str, int] = {
     **dict.fromkeys(("exp", "log", "sin", "cos", "tanh", "erf", "sigmoid"), _TRANSCENDENTAL),

@@ -1,6 +1,6 @@
 """The work of the optimizer's update, done once per batch after gradients are reduced.
 
-The parameters of a device are divided by the devices of its ZeRO shard. Each parameter moves
+A device updates the parameters that it holds, or its part of them where ZeRO divides them. Each parameter moves
 `PrecisionRecipe.update_bytes` over HBM (gradient read, master or parameter and state read and written, parameter copy
 written) and takes a dozen lane operations. Stacks that do not fuse the update make a copy of gradients in the master's
 type, read it for their norm and scale it.
@@ -23,17 +23,11 @@ _PASSES_OVER_GRADIENTS = 4
 """Copies are written, read for the norm, read and written to be scaled."""
 
 
-def update_work(
-    recipe: PrecisionRecipe, parameters: int, *, zero_shards: int = 1, stack: Stack = PERFECT_STACK
-) -> Work:
-    """The update of ``parameters`` parameters that one device holds, shared by ``zero_shards`` devices.
-
-    Where there is nothing to update, or no device to do it, it is a `CostError`.
-    """
-    check_sizes("update", parameters=parameters, zero_shards=zero_shards)
-    local = -(-parameters // zero_shards)
+def update_work(recipe: PrecisionRecipe, parameters: int, *, stack: Stack = PERFECT_STACK) -> Work:
+    """The update of the ``parameters`` that one device updates; where there are none, it is a `CostError`."""
+    check_sizes("update", parameters=parameters)
     moved = recipe.update_bytes
     if not stack.fuses_update:
         size = recipe.master_bytes or recipe.gradient_bytes
         moved += recipe.gradient_bytes + _PASSES_OVER_GRADIENTS * size
-    return vector_work(float(_OPERATIONS_PER_PARAMETER) * local, moved * local)
+    return vector_work(float(_OPERATIONS_PER_PARAMETER) * parameters, moved * parameters)

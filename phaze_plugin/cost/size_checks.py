@@ -17,12 +17,12 @@ LARGEST_SIZE = 2**60
 """Sizes up to this stay exact in 64-bit integers, and are far above any tensor's."""
 
 
-def check_sizes(owner: str, least: int = 1, **sizes: object) -> None:
-    """Refuse a size that is not a whole number of at least ``least``."""
+def check_sizes(owner: str, **sizes: object) -> None:
+    """Refuse a size that is not a whole number of at least 1."""
     for name, value in sizes.items():
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_whole or not least <= int(value) <= LARGEST_SIZE:  # type: ignore[call-overload]
-            raise CostError(f"{owner}: {name} is {shown(value)}; expected a whole number of at least {least}.")
+        if not is_whole or not 1 <= int(value) <= LARGEST_SIZE:  # type: ignore[call-overload]
+            raise CostError(f"{owner}: {name} is {shown(value)}; expected a whole number of at least 1.")
 
 
 def check_amounts(owner: str, *, may_be_zero: bool = False, **amounts: float) -> None:

@@ -103,10 +103,6 @@ class Accelerator:
         macs = self.tensor_cores * self.tensor_rows * self.tensor_cols
         return 2.0 * macs * self.clock_hz * (1.0 if dtype is None else self.rates.of(dtype))
 
-    def peak_vector_ops_per_s(self) -> float:
-        """Elementwise operations per second of all vector cores."""
-        return float(self.vector_cores * self.vector_lanes) * self.clock_hz
-
 
 INTEGER_FIELDS = (
     "tensor_cores",
@@ -232,11 +228,6 @@ class AcceleratorArray:
     def vector_l2_bytes(self) -> NDArray[np.int64]:
         """Private L2 of one vector core."""
         return _l2_bytes(self.vector_lanes)
-
-    def peak_flops_per_s(self, dtype: str | None = None) -> NDArray[np.float64]:
-        """Peak matrix flops per second at ``dtype``, one entry per accelerator."""
-        macs = (self.tensor_cores * self.tensor_rows * self.tensor_cols).astype(np.float64)
-        return 2.0 * macs * self.clock_hz * (1.0 if dtype is None else self.rate(dtype))
 
 
 def _l2_bytes(units: NDArray[np.int64]) -> NDArray[np.int64]:

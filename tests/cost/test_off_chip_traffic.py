@@ -82,8 +82,8 @@ def attention(queries: int, keys: int, accumulated_bytes: float = 0.0) -> Attent
         keys=keys,
         query_width=128,
         key_width=128,
-        near_bytes=2.0 * 128 * queries,
-        far_bytes=2.0 * 128 * keys,
+        query_bytes=2.0 * 128 * queries,
+        key_bytes=2.0 * 128 * keys,
         accumulated_bytes=accumulated_bytes,
         element_bytes=2,
     )
@@ -98,7 +98,7 @@ def test_attention_moves_no_scores() -> None:
 def test_attention_reads_keys_once_per_block_of_queries() -> None:
     tiling = attention(1000, 10_000)
     per_query, sliver = 4 * 128 + 8, 2 * 2 * 128
-    assert traffic(tiling, 100 * per_query + sliver) == tiling.near_bytes + 10 * tiling.far_bytes
+    assert traffic(tiling, 100 * per_query + sliver) == tiling.query_bytes + 10 * tiling.key_bytes
 
 
 def test_attention_reads_and_writes_the_gradients_of_keys_on_every_pass_but_the_first() -> None:

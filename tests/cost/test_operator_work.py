@@ -110,7 +110,7 @@ def test_fused_attention_counts_softmax_and_dropout_of_every_score(phase: Phase)
 def test_fused_attention_sums_the_gradients_of_keys_and_values_backward() -> None:
     (tiling,) = op_work(*attention(Phase.BACKWARD)).tilings
     assert isinstance(tiling, AttentionTiling)
-    assert tiling.accumulated_bytes == tiling.far_bytes == 2 * 2 * 4 * 1024 * (64 + 32)
+    assert tiling.accumulated_bytes == tiling.key_bytes == 2 * 2 * 4 * 1024 * (64 + 32)
 
 
 def test_picking_the_largest_costs_no_more_than_sorting_and_copies_their_largest_tensor() -> None:

@@ -16,14 +16,10 @@ def test_the_update_reads_and_writes_local_state_over_hbm() -> None:
     assert estimate.spread_s[0, 0] == 30 * 10**9 / CHIP.hbm_bandwidth_bytes_per_s
 
 
-def test_shards_divide_the_update_and_the_largest_one_counts() -> None:
-    assert update_work(RECIPE, 100, zero_shards=8) == update_work(RECIPE, 13)
-
-
-@pytest.mark.parametrize(("parameters", "shards"), [(0, 1), (10, 0), (-5, 2), (math.nan, 1), (2.5, 1), (10, math.inf)])
-def test_an_update_of_nothing_is_refused(parameters: int, shards: int) -> None:
+@pytest.mark.parametrize("parameters", [0, -5, math.nan, 2.5, math.inf])
+def test_an_update_of_nothing_is_refused(parameters: int) -> None:
     with pytest.raises(CostError, match="update"):
-        update_work(RECIPE, parameters, zero_shards=shards)
+        update_work(RECIPE, parameters)
 
 
 def test_a_stack_that_does_not_fuse_the_update_passes_over_gradients_before_it() -> None:

@@ -92,10 +92,10 @@ def test_an_array_gives_back_the_accelerators_it_was_made_of(chips: list[Acceler
     assert [array.at(index) for index in range(len(array))] == chips
 
 
-def test_peak_of_an_array_is_that_of_its_accelerators() -> None:
+def test_rates_of_an_array_are_those_of_its_accelerators() -> None:
     array = AcceleratorArray.of(CHIPS)
-    for dtype in (None, "bf16", "float32", "int8"):
-        assert array.peak_flops_per_s(dtype).tolist() == [chip.peak_flops_per_s(dtype) for chip in CHIPS]
+    for dtype in ("bf16", "float32", "int8"):
+        assert array.rate(dtype).tolist() == [chip.rates.of(dtype) for chip in CHIPS]
 
 
 def test_taking_keeps_order_and_names() -> None:
