@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from phaze.cost import Stack
 from phaze.errors import FormatError, near_names, shown
@@ -24,6 +24,7 @@ from phaze.hardware import Cluster, PrecisionRecipe
 
 __all__ = [
     "COLUMNS",
+    "OPTIONAL",
     "REQUIRED",
     "Run",
     "read_steps",
@@ -33,16 +34,10 @@ _Value = TypeVar("_Value")
 REQUIRED = ("model", "cluster", "global_batch", "seconds")
 _COUNTS = ("dp", "tp", "pp", "micro_batch_size", "chunks", "zero")
 _WORDS = ("schedule", "recompute")
-COLUMNS = (
-    *REQUIRED,
-    "name",
-    "precision",
-    "sequence_length",
-    "memory_gib",
-    *_COUNTS,
-    *_WORDS,
-    "sequence_parallel",
-)
+OPTIONAL = ("name", "precision", "sequence_length", "memory_gib", *_COUNTS, *_WORDS, "sequence_parallel")
+COLUMNS = (*REQUIRED, *OPTIONAL)
+
+_BYTES_PER_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +89,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[Run]:
     for line in reader:
         cells = {str(key).strip(): (value or "").strip() for key, value in line.items() if key is not None}
         if any(cells.values()):
-            runs.append(_run(f"{where}, line {reader.line_num}", cells))
+            runs.append(_run(where, reader.line_num, cells))
     if not runs:
         raise FormatError(f"{where} has no rows; expected one measured step a line under {', '.join(REQUIRED)}.")
     return runs
@@ -104,7 +99,7 @@ def _check_columns(where: str, columns: list[str]) -> None:
     if missing := [name for name in REQUIRED if name not in columns]:
         raise FormatError(
             f"{where} has the columns {', '.join(columns) or 'none'} and lacks {', '.join(missing)}; expected "
-            f"{', '.join(REQUIRED)}, and of {', '.join(COLUMNS[4:])} those that are known."
+            f"{', '.join(REQUIRED)}, and of {', '.join(OPTIONAL)} those that are known."
         )
     for column in columns:
         if column not in COLUMNS:
@@ -113,32 +108,41 @@ def _check_columns(where: str, columns: list[str]) -> None:
             raise FormatError(f"{where} has the unknown column {shown(column)}.{hint} Known: {', '.join(COLUMNS)}.")
 
 
-def _run(where: str, cells: dict[str, str]) -> Run:
-    strategy: dict[str, object] = {name: _cell(where, cells, name, _count) for name in _COUNTS if cells.get(name)}
+def _run(path: str, line: int, cells: dict[str, str]) -> Run:
+    """The run in one line of the table at ``path``."""
+    where = f"{path}, line {line}"
+    strategy: dict[str, object] = {name: _cell(where, cells, name, _COUNT) for name in _COUNTS if cells.get(name)}
     strategy |= {name: cells[name] for name in _WORDS if cells.get(name)}
     if cells.get("sequence_parallel"):
-        strategy["sequence_parallel"] = _cell(where, cells, "sequence_parallel", _flag)
-    memory = _cell(where, cells, "memory_gib", _seconds) if cells.get("memory_gib") else None
+        strategy["sequence_parallel"] = _cell(where, cells, "sequence_parallel", _FLAG)
+    memory = _cell(where, cells, "memory_gib", _POSITIVE) if cells.get("memory_gib") else None
     if not cells["model"] or not cells["cluster"]:
         raise FormatError(f"{where}: model or cluster is empty; expected such as gpt2 and a100-80gb:8.")
     return Run(
-        name=cells.get("name") or f"{where.rpartition(', ')[2]}: {cells['model']} on {cells['cluster']}",
+        name=cells.get("name") or f"line {line}: {cells['model']} on {cells['cluster']}",
         model=cells["model"],
         cluster=cells["cluster"],
-        global_batch_size=_cell(where, cells, "global_batch", _count),
+        global_batch_size=_cell(where, cells, "global_batch", _COUNT),
         strategy=strategy,
-        seconds=_cell(where, cells, "seconds", _seconds),
+        seconds=_cell(where, cells, "seconds", _POSITIVE),
         precision=cells.get("precision") or "bf16",
-        sequence_length=_cell(where, cells, "sequence_length", _count) if cells.get("sequence_length") else None,
-        memory_bytes=None if memory is None else memory * 2**30,
+        sequence_length=_cell(where, cells, "sequence_length", _COUNT) if cells.get("sequence_length") else None,
+        memory_bytes=None if memory is None else memory * _BYTES_PER_GIB,
     )
 
 
-def _cell(where: str, cells: dict[str, str], name: str, read: Callable[[str], _Value | None]) -> _Value:
-    value = read(cells.get(name, ""))
+@dataclass(frozen=True, slots=True)
+class _CellType(Generic[_Value]):
+    """How a cell's text is read (None where it cannot be), and what is expected there, in words."""
+
+    read: Callable[[str], _Value | None]
+    expected: str
+
+
+def _cell(where: str, cells: dict[str, str], name: str, cell_type: _CellType[_Value]) -> _Value:
+    value = cell_type.read(cells.get(name, ""))
     if value is None:
-        wanted = {"_count": "a whole number", "_seconds": "a positive number"}.get(read.__name__, "true or false")
-        raise FormatError(f"{where}: {name} is {shown(cells.get(name, ''))}; expected {wanted}.")
+        raise FormatError(f"{where}: {name} is {shown(cells.get(name, ''))}; expected {cell_type.expected}.")
     return value
 
 
@@ -146,7 +150,7 @@ def _count(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _seconds(text: str) -> float | None:
+def _positive(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -156,3 +160,8 @@ def _seconds(text: str) -> float | None:
 
 def _flag(text: str) -> bool | None:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.casefold())
+
+
+_COUNT = _CellType(_count, "a whole number")
+_POSITIVE = _CellType(_positive, "a positive number")
+_FLAG = _CellType(_flag, "true or false")

@@ -163,6 +163,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _rewritten(graph: Graph, matches: list[_Match]) -> Graph:
+    """The graph with every match replaced by its attention op; a backward that was there is derived again."""
     removed = {op.id for match in matches for op in match.removed}
     fused = {match.fused.id: match.fused for match in matches}
     ops = tuple(fused.get(op.id, op) for op in graph.ops_of(Phase.FORWARD) if op.id not in removed or op.id in fused)

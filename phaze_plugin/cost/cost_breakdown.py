@@ -110,8 +110,8 @@ def cost_report(
         functions = " + ".join(op.function for op in group.ops)
         content = _content(graph, group, prices or {})
         distinct.setdefault((functions, group.head.phase, content), []).append(group)
-    first = [members[0] for members in distinct.values()]
-    estimate = price_groups(graph, first, accelerator, calibration=calibration, prices=prices)
+    representatives = [members[0] for members in distinct.values()]
+    estimate = price_groups(graph, representatives, accelerator, calibration=calibration, prices=prices)
     rows = []
     for index, ((functions, phase, content), members) in enumerate(distinct.items()):
         work = content if isinstance(content, Work) else None
@@ -160,6 +160,7 @@ def _row(
     estimate: Estimate,
     accelerator: Accelerator,
 ) -> CostRow:
+    """A row from the estimate of one op on one accelerator; ``work`` is None where a plugin prices it."""
     seconds = float(estimate.spread_s[0, 0])
     least_s = least_tensor_s(work, accelerator) if work is not None else 0.0
     return CostRow(
@@ -244,6 +245,7 @@ def _compute_reason(work: Work, accelerator: Accelerator, calibration: Calibrati
 
 
 def _seconds(value: float) -> str:
+    """Seconds as people read them."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"

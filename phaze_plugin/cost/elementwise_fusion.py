@@ -87,12 +87,13 @@ def fuse_epilogues(
 
 
 def _joins(graph: Graph, op: Op, group: Sequence[Op], position: dict[str, int]) -> bool:
+    """Whether an op that reads a group's last result may join it: conditions 2 and 3 of the module."""
     head, tail = group[0], group[-1].outputs[0]
     if op.kind not in _EPILOGUES or op.phase is not head.phase or op.rule.work != graph.tensors[tail].elements:
         return False
     made_inside = {tensor_id for member in group for tensor_id in member.outputs}
-    others = [graph.producer(name) for name in op.inputs if name not in made_inside]
-    return all(producer is None or position[producer.id] < position[head.id] for producer in others)
+    producers = [graph.producer(name) for name in op.inputs if name not in made_inside]
+    return all(producer is None or position[producer.id] < position[head.id] for producer in producers)
 
 
 def _readers(graph: Graph) -> dict[str, set[str]]:
@@ -107,6 +108,7 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
 
 
 def _closed(group: Sequence[Op], readers: dict[str, set[str]]) -> OpGroup:
+    """A finished group, with the tensors that somebody outside of it reads."""
     inside = {op.id for op in group}
     made = [tensor_id for op in group for tensor_id in op.outputs]
     leaving = [name for name in made if readers.get(name, {""}) - inside]

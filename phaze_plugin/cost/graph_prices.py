@@ -87,6 +87,7 @@ def _price_alone(
     calibration: Calibration,
     prices: Mapping[str, OpPricer],
 ) -> Estimate:
+    """The price of one op outside of its group: a plugin's, or the built-in one."""
     name = plugin_price_name(op, prices)
     if name is not None:
         return plugin_price(name, prices[name], graph, op, chips)

@@ -188,12 +188,14 @@ def _vector(op: Op, tensors: Tensors) -> Work:
 
 
 def _scatter(op: Op, tensors: Tensors) -> Work:
+    """Vector work that also reads what it adds to."""
     added_to = float(op.rule.work) * tensors[op.outputs[0]].dtype.size_bytes
     moved = sum(read_bytes(op, tensors)) + sum(written_bytes(op, tensors)) + added_to
     return Work(vector_operations=vector_operations(op), streamed_bytes=moved)
 
 
 def _product(op: Op, tensors: Tensors) -> Work:
+    """The one GEMM that a contraction or a convolution is, on operands as they are stored."""
     (gemm,) = op.gemms
     left_bytes, right_bytes = read_bytes(op, tensors)
     dtype = _operand_dtype(op, tensors)
@@ -276,6 +278,7 @@ def _positions(dims: Dims, query_positions: frozenset[str], key_positions: froze
 
 
 def _size(op: Op, names: frozenset[str]) -> int:
+    """Elements along these factors of an op."""
     return math.prod(op.rule.size(name) for name in names)
 
 

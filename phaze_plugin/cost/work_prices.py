@@ -115,6 +115,7 @@ class _ChipTerms:
 
 
 def _chip_terms(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _ChipTerms:
+    """The terms of these accelerators."""
     rows, cols, cores = chips.tensor_rows, chips.tensor_cols, chips.tensor_cores
     core_first, core_index = distinct_rows([rows, cols])
     spread_first, spread_index = distinct_rows([rows, cols, cores])
