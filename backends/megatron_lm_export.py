@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.launcher_exports import block_counts, head_lines, strongest_recompute
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

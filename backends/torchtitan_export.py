@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from phaze.backends.launcher_exports import block_counts, head_lines, micro_batches, strongest_recompute
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

@@ -123,13 +123,13 @@ def default_problem(instance: PaperInstance) -> PlacementProblem:
     stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
     again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
     profiles = {}
-    for index, width in enumerate(WIDTHS):
+    for index, tp in enumerate(WIDTHS):
         for layer in range(LAYERS):
             forward, backward = instance.forward_s[index, 0, layer], instance.backward_s[index, 0, layer]
             activations = float(instance.activation_bytes[index, layer])
             size = float(instance.edge_bytes[index, min(layer, LAYERS - 2)])
             for mode in RecomputeMode:
-                profiles[str(layer), width, mode] = LayerProfile(
+                profiles[str(layer), tp, mode] = LayerProfile(
                     forward_s=Bounded.exact(forward),
                     backward_input_s=Bounded.exact(backward / 2),
                     backward_weight_s=Bounded.exact(backward / 2),
@@ -138,7 +138,7 @@ def default_problem(instance: PaperInstance) -> PlacementProblem:
                     stashed_bytes=stash[mode] * activations,
                     peak_working_bytes=activations,
                     outputs=(BoundaryTensor(size),),
-                    is_tensor_parallel=width > 1,
+                    is_tensor_parallel=tp > 1,
                 )
     links = (InterconnectLevel(DEVICES, instance.bandwidth_bytes_per_s),)
     return PlacementProblem(
@@ -167,7 +167,7 @@ def time_scale() -> None:
     assert plan is not None
     print(
         f"{LAYERS} layers, {DEVICES} devices, widths {WIDTHS}, Adam, recompute both: {len(plan.stages)} stages x "
-        f"{plan.width} tensor x {plan.pipelines} data, recompute {plan.recompute}, {plan.time_s:.4f} s per batch"
+        f"{plan.tp} tensor x {plan.dp} data, recompute {plan.recompute}, {plan.time_s:.4f} s per batch"
     )
     single = median_s(lambda: reconstruct(one, place_paper(one)))
     print(f"paper mode, one accelerator with its stages: {1e3 * single:.2f} ms (median of {RUNS})")
@@ -180,11 +180,11 @@ def time_scale() -> None:
     problem = default_problem(one)
     result = find_placement(problem, top=1)
     assert result.best is not None
-    degrees = result.best.degrees
+    parallelism = result.best.parallelism
     print(
-        f"default mode: {degrees.devices} stages x {degrees.width} tensor x {degrees.pipelines} data, "
-        f"{degrees.schedule}, {degrees.chunks} chunk(s), ZeRO-{degrees.zero_stage}, {result.best.time_s:.4f} s per "
-        f"batch; {result.status}, gap {result.gap:.1%}; {result.choices} degrees looked at, "
+        f"default mode: {parallelism.pp} stages x {parallelism.tp} tensor x {parallelism.dp} data, "
+        f"{parallelism.schedule}, {parallelism.chunks} chunk(s), ZeRO-{parallelism.zero}, {result.best.time_s:.4f} s "
+        f"per batch; {result.status}, gap {result.gap:.1%}; {result.strategies} degrees looked at, "
         f"{result.simulated} pipelines simulated"
     )
     seconds = median_s(lambda: find_placement(problem, top=1))
@@ -195,13 +195,13 @@ def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: P
     """A built-in model at one microbatch size, sliced, scheduled and profiled."""
     graph = phaze.import_graph(name).with_micro_batch(size)
     profiles = {}
-    for width in WIDTHS:
-        axis = Axis(cluster, width)
+    for tp in WIDTHS:
+        axis = Axis(cluster, tp)
         whole = [unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
-        layers = shard_model(graph, axis).layers if width > 1 else whole
+        layers = shard_model(graph, axis).layers if tp > 1 else whole
         for layer in graph.distinct_layers:
             for mode in RecomputeMode:
-                profiles[layer.key, width, mode] = profile_layer(layers[layer.index], mode, options)
+                profiles[layer.key, tp, mode] = profile_layer(layers[layer.index], mode, options)
     return PlacementProblem(
         graph=placement_graph(graph),
         profiles=profiles,
@@ -224,8 +224,8 @@ def time_model(name: str, cluster: Cluster, batch: int, gap: float = 0.01) -> No
         found = "nothing" if result.best is None else f"{result.best.time_s:.4g} s per batch, gap {result.gap:.1%}"
         best_s = min(best_s, math.inf if result.best is None else result.best.time_s)
         print(
-            f"microbatches of {size}: {found}, {result.choices} degrees looked at, {middle - start:.2f} s; below the "
-            f"best of smaller ones {end - middle:.2f} s"
+            f"microbatches of {size}: {found}, {result.strategies} strategies looked at, {middle - start:.2f} s; below "
+            f"the best of smaller ones {end - middle:.2f} s"
         )
 
 

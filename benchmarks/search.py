@@ -33,7 +33,7 @@ from phaze.explore.best_first_search import Engine
 from phaze.explore.design_search import answer
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.search_question import SearchQuestion, read_question
+from phaze.explore.search_question import SearchQuestion, ask_search
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
 
@@ -127,8 +127,8 @@ def _keep(row: dict[str, Any], out: str | None) -> None:
 
 def _engine(arguments: argparse.Namespace, workers: Workers) -> Engine:
     asked = _question(arguments.network, "paper", (32, 64, 80), arguments.gap)
-    asked["schedules"] = arguments.schedules.split(",")
-    question = read_question(arguments.model, None, **asked)
+    asked["schedule"] = arguments.schedules.split(",")
+    question = ask_search(arguments.model, None, asked, PluginManager.load())
     journal = Journal.open(arguments.journal, question.header()) if arguments.journal else Journal()
     return Engine(question=question, workers=workers, journal=journal)
 
@@ -138,11 +138,10 @@ def _question(network: str, space: object, hbm_gib: Sequence[float], gap: float)
         "devices": DEVICES,
         "space": space,
         "hbm_gib": hbm_gib,
-        "micro_batch_sizes": SIZES,
+        "micro_batch_size": SIZES,
         "global_batch_size": BATCH,
         "network": network,
         "gap": gap,
-        "plugins": PluginManager.load(),
     }
 
 
@@ -155,14 +154,15 @@ def _baselines(model: str, network: str) -> dict[str, Any]:
         strategy=strategy,
         cluster=f"{BASELINE}:{DEVICES}@{network}",
         global_batch_size=BATCH,
-        micro_batch_sizes=SIZES,
+        micro_batch_size=SIZES,
         target=None,
         compares=False,
     ).plan
     chip = find_accelerator(BASELINE)
     question = _question(network, AcceleratorArray.of([chip]), (chip.hbm_bytes / 2**30,), 0.01)
     own = answer(
-        Engine(question=read_question(model, None, **question), workers=Workers(), journal=Journal()), time.monotonic()
+        Engine(question=ask_search(model, None, question, PluginManager.load()), workers=Workers(), journal=Journal()),
+        time.monotonic(),
     )
     return {
         "expert": BATCH / expert.step_time_s,

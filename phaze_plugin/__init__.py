@@ -12,15 +12,20 @@ if TYPE_CHECKING:
     from phaze.explore.search_result import SearchResult
     from phaze.ir import Graph
     from phaze.model_import import import_graph, load_graph
-    from phaze.plan.plan import Plan, load_plan
+    from phaze.parallelism import Parallelism
+    from phaze.plan.plan import Plan
     from phaze.planner.plan_comparison import compare
     from phaze.planner.planning import Evaluation, evaluate, optimize
+    from phaze.question import Question
+    from phaze.verify.saved_plan import load_plan
 
 __all__ = [
     "Evaluation",
     "Graph",
+    "Parallelism",
     "PhazeError",
     "Plan",
+    "Question",
     "SearchResult",
     "__version__",
     "compare",
@@ -39,14 +44,16 @@ _HOMES = {
     "Evaluation": "phaze.planner.planning",
     "Graph": "phaze.ir",
     "PhazeError": "phaze.errors",
+    "Parallelism": "phaze.parallelism",
     "Plan": "phaze.plan.plan",
+    "Question": "phaze.question",
     "SearchResult": "phaze.explore.search_result",
     "compare": "phaze.planner.plan_comparison",
     "evaluate": "phaze.planner.planning",
     "import_graph": "phaze.model_import",
     "last_compiled": "phaze.compiled_graphs",
     "load_graph": "phaze.model_import",
-    "load_plan": "phaze.plan.plan",
+    "load_plan": "phaze.verify.saved_plan",
     "optimize": "phaze.planner.planning",
     "search": "phaze.explore.design_search",
 }

@@ -10,21 +10,10 @@ dimension) is allowed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
-__all__ = ["ZERO_STAGES", "Capabilities", "PipelineSchedule"]
+from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
 
-ZERO_STAGES = (0, 1, 2, 3)
-"""0 shards nothing; 1 optimizer state; 2 also gradients; 3 also parameters (Rajbhandari et al., arXiv:1910.02054)."""
-
-
-class PipelineSchedule(StrEnum):
-    """The order in which a stage runs its microbatches."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved-1f1b"
-    ZERO_BUBBLE = "zero-bubble"
+__all__ = ["Capabilities"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +35,7 @@ class Capabilities:
     excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
     recompute_modes: frozenset[str] = frozenset({"none", "selective", "full"})
     allows_uneven_stages: bool = False
-    allows_mixed_widths: bool = False
+    allows_mixed_tp: bool = False
     allows_idle_devices: bool = False
     allows_uneven_micro_batches: bool = False
     allows_uneven_sequences: bool = False
@@ -59,7 +48,7 @@ class Capabilities:
         object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
         for name in ("zero_stages", "master_zero_stages"):
             object.__setattr__(self, name, frozenset(getattr(self, name)))
-        pairs = frozenset((PipelineSchedule(schedule), zero_stage) for schedule, zero_stage in self.excluded_pairs)
+        pairs = frozenset((PipelineSchedule(schedule), zero) for schedule, zero in self.excluded_pairs)
         object.__setattr__(self, "excluded_pairs", pairs)
         known = {stage for _, stage in pairs} | self.zero_stages | self.master_zero_stages
         unknown = sorted(known - set(ZERO_STAGES))
@@ -71,7 +60,7 @@ class Capabilities:
             self._check_spreading()
 
     def _check_spreading(self) -> None:
-        is_uneven = self.allows_uneven_stages or self.allows_mixed_widths
+        is_uneven = self.allows_uneven_stages or self.allows_mixed_tp
         if is_uneven or PipelineSchedule.INTERLEAVED in self.schedules:
             raise ValueError("spreads_ends goes with even stages of one width, one on each device")
         if any(self.supports(schedule, zero) for schedule in self.schedules for zero in (2, 3)):
@@ -81,11 +70,11 @@ class Capabilities:
     def everything(cls) -> Capabilities:
         """No restriction: what analysis without a target searches."""
         return cls(
-            schedules=frozenset(PipelineSchedule),
+            schedules=frozenset(PIPELINE_SCHEDULES),
             zero_stages=frozenset(ZERO_STAGES),
             recompute_modes=frozenset({"none", "selective", "products", "full"}),
             allows_uneven_stages=True,
-            allows_mixed_widths=True,
+            allows_mixed_tp=True,
             allows_idle_devices=True,
             allows_uneven_micro_batches=True,
             allows_uneven_sequences=True,
@@ -98,10 +87,6 @@ class Capabilities:
         also = self.master_zero_stages if master_bytes else frozenset()
         return replace(self, zero_stages=self.zero_stages | also, master_zero_stages=frozenset())
 
-    def supports(self, schedule: PipelineSchedule, zero_stage: int) -> bool:
+    def supports(self, schedule: PipelineSchedule, zero: int) -> bool:
         """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""
-        return (
-            schedule in self.schedules
-            and zero_stage in self.zero_stages
-            and (schedule, zero_stage) not in self.excluded_pairs
-        )
+        return schedule in self.schedules and zero in self.zero_stages and (schedule, zero) not in self.excluded_pairs

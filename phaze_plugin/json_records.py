@@ -70,7 +70,9 @@ def _read(hint: Any, value: object, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        return _read(next(one for one in arguments if one is not type(None)), value, where)
+        allowed = [kind for kind in arguments if kind is not type(None)]
+        # A union of plain types, such as int | str, takes the type that the value has.
+        return _read(type(value) if type(value) in allowed else allowed[0], value, where)
     if origin is tuple:
         items = _typed(list, value, where)
         return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))

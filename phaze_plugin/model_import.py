@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
 from phaze.libraries import missing_libraries
+from phaze.plugin_loading import installed_plugins
 
 if TYPE_CHECKING:
     from phaze.hooks import Offer, PluginManager
@@ -39,9 +40,7 @@ def import_graph(model: object, inputs: object = None, *, frontend: str | None =
     Raises UnknownNameError for an unknown model or frontend, ImportModelError if no frontend accepts the model or the
     one that does cannot import it or does not take an option, PluginError if the named frontend fails.
     """
-    from phaze.hooks import PluginManager
-
-    return import_with_plugins(PluginManager.load(), model, inputs, frontend=frontend, options=options)
+    return import_with_plugins(installed_plugins(), model, inputs, frontend=frontend, options=options)
 
 
 def import_with_plugins(

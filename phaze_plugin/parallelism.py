@@ -1,162 +1,176 @@
-"""A user's own strategy as limits of the search: what is given is kept, what is left out is searched.
+"""How a batch is divided over devices: one strategy (`Parallelism`), and the strategies that may be chosen (`Choices`).
 
-Keys are those of `phaze.plan.plan.Strategy`, and `stages` (layers per stage) for one that also fixes the cuts.
+The fields are spelled as users type them in ``strategy=``, and every table, plan and target uses the same words. Ranks
+are ordered with tp innermost, then cp, then the ZeRO shard group, then its copies, then pp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 
-from phaze.capabilities import ZERO_STAGES, PipelineSchedule
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
-from phaze.place import Degrees, PlacementProblem
-from phaze.plan.plan import Plan, Strategy
-from phaze.shard import SequenceParallel
 
-__all__ = ["KEYS", "Limits", "limits_of", "read_limits"]
+__all__ = [
+    "PIPELINE_SCHEDULES",
+    "STRATEGY_KEYS",
+    "ZERO_STAGES",
+    "Choices",
+    "Parallelism",
+    "PipelineSchedule",
+    "read_strategy",
+]
 
-KEYS = (*(field.name for field in fields(Strategy)), "stages")
-NO_SCHEDULE = "none"
+ZERO_STAGES = (0, 1, 2, 3)
+"""0 shards nothing; 1 optimizer state; 2 also gradients; 3 also parameters (Rajbhandari et al., arXiv:1910.02054)."""
+
+ALL_DEVICES = "all"
+"""The value of `shard` that means all dp x cp devices."""
+
+
+class PipelineSchedule(StrEnum):
+    """The order in which a pipeline runs its microbatches; NONE is the schedule of a single stage."""
+
+    NONE = "none"
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+
+
+PIPELINE_SCHEDULES = tuple(kind for kind in PipelineSchedule if kind is not PipelineSchedule.NONE)
+"""The schedules of pipelines with several stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What is fixed; None is free. `recompute` is one mode for all stages, or one per stage where stages are fixed."""
+class Parallelism:
+    """One complete strategy: how a batch is divided over dp x cp x tp x pp devices.
 
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    zero: int | None = None
+    Attributes:
+        dp: copies of the pipeline (data parallelism).
+        shard: how many of the dp x cp devices ZeRO divides its states over; "all" is the only value planned today.
+        zero: ZeRO stage, 0 to 3.
+        cp: devices that each sequence is split over (context parallelism); only 1 is planned today.
+        ep: devices that experts are divided over, of the dp x cp ones; only 1 is planned today.
+        tp: devices that each layer is split over (tensor parallelism).
+        sequence_parallel: whether tensors between layers are split along the sequence over the tp devices.
+        pp: pipeline depth in devices (times tp).
+        schedule: the order of the pipeline's passes; "none" for a single stage.
+        chunks: stages on each device; more than one only in interleaved pipelines.
+        micro_batch_size: sequences in a microbatch.
+        recompute: the recompute mode of each stage; empty while stages are not chosen yet.
+    """
+
+    dp: int = 1
+    shard: int | str = ALL_DEVICES
+    zero: int = 0
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.NONE
+    chunks: int = 1
+    micro_batch_size: int = 1
+    recompute: tuple[RecomputeMode, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every degree is a count and that ZeRO has the stage."""
+        for name in ("dp", "cp", "ep", "tp", "pp", "chunks", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.zero not in ZERO_STAGES:
+            raise ValueError(f"zero is {self.zero}; expected one of {ZERO_STAGES}.")
+
+    @property
+    def stages(self) -> int:
+        """Stages in the pipeline."""
+        return self.pp * self.chunks
+
+    def micro_batches_per_pipeline(self, micro_batches: int) -> int:
+        """Microbatches that the fullest of the dp pipelines runs, when the batch has so many in all."""
+        return -(-micro_batches // self.dp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a search may choose from, per field of `Parallelism`; None allows every degree that is possible.
+
+    Attributes:
+        dp: numbers of pipelines.
+        tp: tensor-parallel degrees.
+        pp: pipeline depths.
+        micro_batch_size: sequences in a microbatch.
+        schedule: schedules for pipelines of several stages; a single stage is possible whenever `pp` allows it.
+        chunks: stages on each device of an interleaved pipeline.
+        zero: ZeRO stages.
+        sequence_parallel: whether sequences must be split between layers; None leaves it to the sharding program.
+        recompute: modes that a stage may use.
+        stages: how many layers each stage has; None lets the search cut the model.
+    """
+
+    dp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    micro_batch_size: tuple[int, ...] | None = None
+    schedule: tuple[PipelineSchedule, ...] = PIPELINE_SCHEDULES
+    chunks: tuple[int, ...] = (2, 3, 4)
+    zero: tuple[int, ...] = ZERO_STAGES
     sequence_parallel: bool | None = None
-    recompute: tuple[RecomputeMode, ...] | None = None
+    recompute: tuple[RecomputeMode, ...] = SEARCHED_MODES
     stages: tuple[int, ...] | None = None
 
-    @property
-    def sequence(self) -> SequenceParallel:
-        """As sharding reads it."""
-        if self.sequence_parallel is None:
-            return SequenceParallel.FREE
-        return SequenceParallel.ON if self.sequence_parallel else SequenceParallel.OFF
-
-    @property
-    def modes(self) -> tuple[RecomputeMode, ...]:
-        """Recompute modes to profile: what is searched anyway, and what is asked for."""
-        return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in (self.recompute or ()))
-
-    def sizes(self, offered: Sequence[int], global_batch_size: int) -> tuple[int, ...]:
-        """Microbatch sizes that leave every pipeline at least one; raises QuestionError where none does."""
-        wanted = tuple(offered) if self.micro_batch_size is None else (self.micro_batch_size,)
-        found = tuple(size for size in wanted if global_batch_size // size >= (self.dp or 1))
-        if not found:
-            raise QuestionError(
-                f"strategy has dp {self.dp}, but {global_batch_size} samples are only "
-                f"{global_batch_size // min(wanted)} microbatches of {min(wanted)}; expected one per pipeline or more. "
-                "Use a smaller dp, a larger batch or smaller microbatches."
-            )
-        return found
-
-    def narrow(self, problem: PlacementProblem) -> PlacementProblem:
-        """The problem within these limits. A fixed tensor width is that of every stage, and devices may idle."""
-        changes: dict[str, object] = {}
-        capabilities = problem.capabilities
-        if self.dp is not None:
-            changes["pipelines"] = (self.dp,)
-        if self.tp is not None:
-            changes["tensor_widths"] = (self.tp,)
-            capabilities = replace(capabilities, allows_mixed_widths=False)
-        if self.pp is not None:
-            changes["stage_counts"] = (self.pp,)
-        if self.zero is not None:
-            changes["zero_stages"] = (self.zero,) if self.dp != 1 else (0,)
-        if self.recompute is not None:
-            changes["recompute_modes"] = tuple(mode for mode in RecomputeMode if mode in self.recompute)
-        if self.schedule == NO_SCHEDULE:
-            changes["stage_counts"] = (1,)
-        elif self.schedule is not None:
-            changes["schedules"] = (PipelineSchedule(self.schedule),)
-        if self.chunks == 1:
-            kinds = changes.get("schedules", problem.schedules)
-            assert isinstance(kinds, tuple)
-            changes["schedules"] = tuple(kind for kind in kinds if kind is not PipelineSchedule.INTERLEAVED)
-        elif self.chunks is not None:
-            changes["schedules"] = (PipelineSchedule.INTERLEAVED,)
-            changes["chunk_counts"] = (self.chunks,)
-        if self.dp is not None or self.tp is not None or self.pp is not None:
-            capabilities = replace(capabilities, allows_idle_devices=True)
-        return replace(problem, capabilities=capabilities, **changes)  # type: ignore[arg-type]
+    def within(self, strategy: Mapping[str, object]) -> Choices:
+        """These choices without everything that a strategy (as `read_strategy` returns it) rules out."""
+        changes: dict[str, object] = {
+            key: (strategy[key],) for key in ("dp", "tp", "pp", "micro_batch_size") if key in strategy
+        }
+        changes |= {key: strategy[key] for key in ("sequence_parallel", "stages") if key in strategy}
+        if "recompute" in strategy:
+            modes = strategy["recompute"]
+            assert isinstance(modes, tuple)
+            changes["recompute"] = tuple(mode for mode in RecomputeMode if mode in modes)
+        if "zero" in strategy:  # one pipeline has nothing to shard over, whatever is asked
+            changes["zero"] = (strategy["zero"],) if strategy.get("dp") != 1 else (0,)
+        schedules = self.schedule
+        if strategy.get("schedule") == PipelineSchedule.NONE:
+            changes["pp"] = (1,)
+        elif "schedule" in strategy:
+            schedules = (PipelineSchedule(str(strategy["schedule"])),)
+        if strategy.get("chunks") == 1:
+            schedules = tuple(kind for kind in schedules if kind is not PipelineSchedule.INTERLEAVED)
+        elif "chunks" in strategy:
+            schedules = (PipelineSchedule.INTERLEAVED,)
+            changes["chunks"] = (strategy["chunks"],)
+        return replace(self, schedule=schedules, **changes)  # type: ignore[arg-type]
 
 
-def read_limits(strategy: Mapping[str, object] | None) -> Limits:
-    """Check a strategy as users write it; raises QuestionError naming the key and what it may be."""
-    if strategy is None:
-        return Limits()
+STRATEGY_KEYS = (*(field.name for field in fields(Parallelism)), "stages")
+"""Keys of a strategy as users write it; `stages` says how many layers each stage has."""
+
+
+def read_strategy(strategy: object) -> dict[str, object]:
+    """The settled values of a strategy as users write it, for the keys that they gave.
+
+    Counts are whole numbers, `schedule` a PipelineSchedule, `recompute` a tuple of RecomputeModes and `stages` a tuple
+    of counts. Raises QuestionError naming the key that is unknown, impossible or contradicts another one.
+    """
     if not isinstance(strategy, Mapping):
-        raise QuestionError(f"strategy is {shown(strategy)}; expected a mapping with some of {', '.join(KEYS)}.")
+        raise QuestionError(
+            f"strategy is {shown(strategy)}; expected a mapping with some of {', '.join(STRATEGY_KEYS)}."
+        )
     for key in strategy:
-        if key not in KEYS:
-            near = near_names(str(key), KEYS)
+        if key not in STRATEGY_KEYS:
+            near = near_names(str(key), STRATEGY_KEYS)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise QuestionError(f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(KEYS)}.")
-    given = {key: value for key, value in strategy.items() if value is not None}
-    limits = Limits(
-        **{key: _count(key, given[key]) for key in ("dp", "tp", "pp", "micro_batch_size", "chunks") if key in given},
-        schedule=_schedule(given.get("schedule")),
-        zero=_zero(given.get("zero")),
-        sequence_parallel=_flag(given.get("sequence_parallel")),
-        recompute=_recompute(given.get("recompute")),
-        stages=_stages(given.get("stages")),
-    )
-    return _checked(limits)
-
-
-def limits_of(plan: Plan) -> Limits:
-    """Limits that leave nothing but this plan; whether sequences are split is as open as it was when it was made."""
-    strategy = plan.strategy
-    return Limits(
-        dp=strategy.dp,
-        tp=strategy.tp,
-        pp=strategy.pp,
-        micro_batch_size=strategy.micro_batch_size,
-        schedule=strategy.schedule,
-        chunks=strategy.chunks,
-        zero=strategy.zero,
-        sequence_parallel=_flag(plan.question.strategy.get("sequence_parallel")),
-        recompute=tuple(RecomputeMode(mode) for mode in strategy.recompute),
-        stages=tuple(len(stage.layers) for stage in plan.stages),
-    )
-
-
-def _checked(limits: Limits) -> Limits:
-    has_pipeline = limits.schedule not in (None, NO_SCHEDULE)
-    if limits.pp == 1 and (has_pipeline or (limits.chunks or 1) > 1):
-        raise QuestionError(
-            f"strategy has pp 1 and schedule {limits.schedule!r} with chunks {limits.chunks}; a single stage has "
-            "schedule 'none' and 1 chunk."
-        )
-    if limits.schedule == NO_SCHEDULE and (limits.pp or 1) > 1:
-        raise QuestionError(f"strategy has schedule 'none' and pp {limits.pp}; several stages need a schedule.")
-    if (limits.chunks or 1) > 1 and limits.schedule not in (None, PipelineSchedule.INTERLEAVED):
-        raise QuestionError(
-            f"strategy has chunks {limits.chunks} with schedule {limits.schedule!r}; expected interleaved."
-        )
-    count = None if limits.stages is None else len(limits.stages)
-    if count is not None and limits.pp is not None and limits.pp * (limits.chunks or 1) != count:
-        raise QuestionError(f"strategy has {count} stages; expected pp x chunks, {limits.pp} x {limits.chunks or 1}.")
-    modes = len(limits.recompute or ())
-    if modes > 1 and count is None and len(set(limits.recompute or ())) > 1:
-        raise QuestionError(
-            "strategy has a recompute mode per stage; say with `stages` how many layers each stage has."
-        )
-    if count is not None and modes not in (0, 1, count):
-        raise QuestionError(
-            f"strategy has {modes} recompute modes for {count} stages; expected one each, or one for all."
-        )
-    return limits
+            raise QuestionError(
+                f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(STRATEGY_KEYS)}."
+            )
+    settled = {key: _READERS[str(key)](str(key), value) for key, value in strategy.items() if value is not None}
+    _check_agreement(settled)
+    return settled
 
 
 def _count(key: str, value: object) -> int:
@@ -165,49 +179,91 @@ def _count(key: str, value: object) -> int:
     return value
 
 
-def _schedule(value: object) -> str | None:
-    allowed = (NO_SCHEDULE, *PipelineSchedule)
-    if value is not None and value not in allowed:
-        raise QuestionError(f"strategy has schedule {shown(value)}; expected one of {', '.join(allowed)}.")
-    return None if value is None else str(value)
+def _unit(key: str, value: object) -> int:
+    if value != 1 or isinstance(value, bool):
+        raise QuestionError(f"strategy has {key} {shown(value)}; only {key} 1 can be planned.")
+    return 1
 
 
-def _zero(value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or value not in ZERO_STAGES):
-        raise QuestionError(f"strategy has zero {shown(value)}; expected one of {ZERO_STAGES}.")
-    return None if value is None else int(str(value))
+def _shard(key: str, value: object) -> str:
+    if value != ALL_DEVICES:
+        raise QuestionError(f"strategy has {key} {shown(value)}; only {ALL_DEVICES!r} can be planned.")
+    return ALL_DEVICES
 
 
-def _flag(value: object) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise QuestionError(f"strategy has sequence_parallel {shown(value)}; expected True or False.")
+def _schedule(key: str, value: object) -> PipelineSchedule:
+    if value not in list(PipelineSchedule):
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {', '.join(PipelineSchedule)}.")
+    return PipelineSchedule(str(value))
+
+
+def _zero(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in ZERO_STAGES:
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {ZERO_STAGES}.")
     return value
 
 
-def _recompute(value: object) -> tuple[RecomputeMode, ...] | None:
-    if value is None:
-        return None
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected True or False.")
+    return value
+
+
+def _recompute(key: str, value: object) -> tuple[RecomputeMode, ...]:
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Iterable) or not all(mode in list(RecomputeMode) for mode in values) or not values:
         raise QuestionError(
-            f"strategy has recompute {shown(value)}; expected one of {', '.join(RecomputeMode)}, or one per stage."
+            f"strategy has {key} {shown(value)}; expected one of {', '.join(RecomputeMode)}, or one per stage."
         )
     return tuple(RecomputeMode(str(mode)) for mode in values)
 
 
-def _stages(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _stages(key: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise QuestionError(f"strategy has stages {shown(value)}; expected how many layers each stage has.")
-    return tuple(_count("stages", count) for count in value)
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected how many layers each stage has.")
+    return tuple(_count(key, count) for count in value)
 
 
-def degrees_of(limits: Limits) -> Degrees:
-    """The degrees of limits that leave nothing open."""
-    fixed = (limits.dp, limits.tp, limits.pp, limits.chunks, limits.zero)
-    assert None not in fixed
-    assert limits.schedule is not None
-    dp, tp, pp, chunks, zero = (int(str(value)) for value in fixed)
-    schedule = None if limits.schedule == NO_SCHEDULE else PipelineSchedule(limits.schedule)
-    return Degrees(width=tp, pipelines=dp, devices=pp, chunks=chunks, schedule=schedule, zero_stage=zero)
+_READERS = {
+    **dict.fromkeys(("dp", "tp", "pp", "chunks", "micro_batch_size"), _count),
+    **dict.fromkeys(("cp", "ep"), _unit),
+    "shard": _shard,
+    "zero": _zero,
+    "sequence_parallel": _flag,
+    "schedule": _schedule,
+    "recompute": _recompute,
+    "stages": _stages,
+}
+
+
+def _check_agreement(settled: Mapping[str, object]) -> None:
+    """Raise QuestionError where two keys of a strategy contradict each other."""
+    pp, chunks, schedule = settled.get("pp"), settled.get("chunks", 1), settled.get("schedule")
+    has_pipeline = schedule not in (None, PipelineSchedule.NONE)
+    if pp == 1 and (has_pipeline or chunks != 1):
+        raise QuestionError(
+            f"strategy has pp 1 and schedule {_told(schedule)} with chunks {settled.get('chunks')}; a single stage has "
+            "schedule 'none' and 1 chunk."
+        )
+    if schedule is PipelineSchedule.NONE and pp not in (None, 1):
+        raise QuestionError(f"strategy has schedule 'none' and pp {pp}; several stages need a schedule.")
+    if chunks != 1 and schedule not in (None, PipelineSchedule.INTERLEAVED):
+        raise QuestionError(f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected interleaved.")
+    stages, modes = settled.get("stages"), settled.get("recompute", ())
+    assert stages is None or isinstance(stages, tuple)
+    assert isinstance(modes, tuple)
+    if stages is not None and isinstance(pp, int) and isinstance(chunks, int) and pp * chunks != len(stages):
+        raise QuestionError(f"strategy has {len(stages)} stages; expected pp x chunks, {pp} x {chunks}.")
+    if stages is None and len(set(modes)) > 1:
+        raise QuestionError(
+            "strategy has a recompute mode per stage; say with `stages` how many layers each stage has."
+        )
+    if stages is not None and len(modes) not in (0, 1, len(stages)):
+        raise QuestionError(
+            f"strategy has {len(modes)} recompute modes for {len(stages)} stages; expected one each, or one for all."
+        )
+
+
+def _told(schedule: object) -> str:
+    """A schedule as messages show it."""
+    return repr(None if schedule is None else str(schedule))

@@ -1,14 +1,18 @@
-"""What is asked of a planner: a model, a cluster, a batch, and what may be chosen; every argument checked by name."""
+"""What is asked of the planner: a model, a cluster, a batch, and what may be chosen; every argument is checked by name.
+
+`Question` is built once, by `phaze.optimize`, `phaze.evaluate`, `phaze.search` or the command line, and passed on; no
+later room looks anything up again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from phaze.capabilities import Capabilities
 from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
@@ -16,9 +20,11 @@ from phaze.cost.calibration import why_ideal
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
 from phaze.hardware.hardware_files import cluster_to_json
-from phaze.ir import Graph
+from phaze.ir import Graph, Role
 from phaze.ir.backward import derive_backward
 from phaze.ir.graph_json import graph_content_json
+from phaze.model_import import import_with_plugins
+from phaze.parallelism import Choices, read_strategy
 from phaze.shard import LayoutConstraint
 from phaze.shard.layout import check_constraints
 from phaze.target_choice import ChosenTarget, find_target
@@ -28,43 +34,97 @@ if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
 
 __all__ = [
-    "OBJECTIVES",
-    "Request",
+    "Question",
+    "QuestionOptions",
+    "ask",
     "content_hash",
+    "hash_graph",
     "marks_batch",
-    "read_request",
     "settled_cluster",
     "tokens_per_sample",
 ]
 
-OBJECTIVES = ("throughput",)
-MICRO_BATCH_SIZES = (1, 2, 4, 8)
-TENSOR_WIDTHS = (1, 2, 4, 8)
+DEFAULT_MICRO_BATCH_SIZES = (1, 2, 4, 8)
+"""Sizes that are tried unless others are given: larger ones rarely fit, and every size is profiled anew."""
+
+DEFAULT_TP = (1, 2, 4, 8)
+"""Tensor-parallel degrees that are tried unless others are given: up to the eight devices of a usual node."""
+
 SAMPLES_PER_DEVICE = 8
+"""The global batch per device that is assumed when none is given: enough microbatches to fill a short pipeline."""
+
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """A question that can be answered: everything is settled, and nothing of it is looked up again.
+class QuestionOptions(TypedDict, total=False):
+    """The keyword arguments that `phaze.optimize` and `phaze.evaluate` share.
 
-    `graph` has a backward by rule, so that its ops can be sliced like those of forward (the captured one is kept only
-    where no loss is known); `notes` say which defaults were taken.
+    Attributes:
+        cluster: text such as "a100-80gb:64", or a Cluster; by default the devices that this process sees.
+        global_batch_size: sequences in one step; by default 8 for every device.
+        optimizer: "adamw" (the default), "adam" or "sgd".
+        precision: "bf16" (the default), "fp16", "fp32", the name of a recipe, or a PrecisionRecipe.
+        micro_batch_size: sizes to try, one or several.
+        tp: tensor-parallel degrees to try, one or several.
+        sequence_length: tokens in a sequence, instead of the model's own length.
+        loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
+        targets: examples of what `loss_fn` compares with.
+        target: what the plan is to run on: a target's name, "auto" for the model's own framework, None for analysis.
+        constraints: layouts that parameters or tensors must have.
+        calibration: a Calibration or the file of one, instead of the chip's own.
+        gap: how far from the proven optimum the answer may stay, as a part of the step time.
+    """
+
+    cluster: str | Cluster | None
+    global_batch_size: int | None
+    optimizer: str
+    precision: str | PrecisionRecipe
+    micro_batch_size: int | Sequence[int] | None
+    tp: int | Sequence[int] | None
+    sequence_length: int | None
+    loss_fn: Callable[..., object] | None
+    targets: object
+    target: str | None
+    constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None
+    calibration: Calibration | str | PathLike[str] | None
+    gap: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """Everything that is asked, settled: nothing of it is looked up again.
+
+    Attributes:
+        graph: the model, with a backward by rule so that its ops can be sliced like those of forward (the captured one
+            is kept only where no loss is known).
+        cluster: devices and links.
+        global_batch_size: sequences in one step.
+        recipe: bytes and types of the precision.
+        target: what the plan is for.
+        offered: what may be chosen where no strategy is given.
+        choices: what may be chosen now; always names `tp` and `micro_batch_size`.
+        strategy: what the user fixed, as it was written; empty where everything is open.
+        fixed: the settled values of the strategy, by key.
+        constraints: layouts that tensors must have.
+        calibration: how far the chip stays behind its ideal.
+        prices: prices of ops that plugins bring.
+        gap: how far from the proven optimum the answer may stay.
+        notes: which defaults were taken.
     """
 
     graph: Graph
     cluster: Cluster
     global_batch_size: int
-    micro_batch_sizes: tuple[int, ...]
-    tensor_widths: tuple[int, ...]
     recipe: PrecisionRecipe
     target: ChosenTarget
-    constraints: tuple[LayoutConstraint, ...] = ()
+    offered: Choices
+    choices: Choices
     calibration: Calibration
+    strategy: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    constraints: tuple[LayoutConstraint, ...] = ()
     prices: Mapping[str, OpPricer] = field(default_factory=dict)
-    objective: str = "throughput"
     gap: float = 0.01
-    seed: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -73,88 +133,133 @@ class Request:
         return self.target.capabilities.with_master(self.recipe.master_bytes)
 
     @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Microbatch sizes that may be chosen."""
+        assert self.choices.micro_batch_size is not None
+        return self.choices.micro_batch_size
+
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that may be chosen."""
+        assert self.choices.tp is not None
+        return self.choices.tp
+
+    @property
     def graph_hash(self) -> str:
-        """Of the graph's content; notes and the microbatch that it happens to have do not count."""
-        graph = self.graph.with_micro_batch(1) if marks_batch(self.graph) else self.graph
-        return content_hash(graph_content_json(graph))
+        """A hash of the graph's content, as `hash_graph` makes it."""
+        return hash_graph(self.graph)
 
     @property
     def hardware_hash(self) -> str:
-        """Of the cluster's content."""
+        """A hash of the cluster's content."""
         return content_hash(json.dumps(cluster_to_json(self.cluster), sort_keys=True))
+
+    def with_strategy(self, strategy: Mapping[str, object]) -> Question:
+        """The same question with what a strategy fixes kept, and everything else as open as it was offered.
+
+        Raises QuestionError for a strategy that contradicts itself, the batch or the graph.
+        """
+        return replace(self.with_fixed(read_strategy(strategy)), strategy=strategy)
+
+    def with_fixed(self, fixed: Mapping[str, object]) -> Question:
+        """As `with_strategy`, for values that are settled already."""
+        choices = self.offered.within(fixed)
+        if "micro_batch_size" in fixed:
+            sizes = _usable_sizes(choices.micro_batch_size or (), self.global_batch_size, self.graph)
+            choices = replace(choices, micro_batch_size=sizes)
+        if choices.tp is not None and min(choices.tp) > self.cluster.device_count:
+            _refuse_tp(choices.tp, self.cluster)
+        if choices.dp is not None:
+            choices = replace(choices, micro_batch_size=self._sizes_for(choices))
+        return replace(self, choices=choices, strategy=fixed, fixed=fixed)
+
+    def _sizes_for(self, choices: Choices) -> tuple[int, ...]:
+        """The microbatch sizes that leave at least one microbatch to each of the dp pipelines."""
+        assert choices.micro_batch_size is not None
+        assert choices.dp is not None
+        dp, sizes = choices.dp[0], choices.micro_batch_size
+        usable = tuple(size for size in sizes if self.global_batch_size // size >= dp)
+        if not usable:
+            raise QuestionError(
+                f"strategy has dp {dp}, but {self.global_batch_size} samples are only "
+                f"{self.global_batch_size // min(sizes)} microbatches of {min(sizes)}; expected one per pipeline or "
+                "more. Use a smaller dp, a larger batch or smaller microbatches."
+            )
+        return usable
 
 
 def content_hash(text: str) -> str:
-    """What differs whenever the text does."""
+    """A hash that differs whenever the text does."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_request(
+def hash_graph(graph: Graph) -> str:
+    """A hash of a graph's content; notes and the microbatch that it happens to have do not count."""
+    graph = graph.with_micro_batch(1) if marks_batch(graph) else graph
+    return content_hash(graph_content_json(graph))
+
+
+def ask(
     model: object,
     inputs: object,
-    *,
-    cluster: object,
-    global_batch_size: int | None,
-    optimizer: str,
-    precision: str | PrecisionRecipe,
-    micro_batch_sizes: Sequence[int] | None,
-    tensor_widths: Sequence[int] | None,
-    sequence_length: int | None,
-    target: str | None,
-    constraints: object,
-    calibration: Calibration | str | PathLike[str] | None,
-    objective: str,
-    gap: float,
-    seed: int,
+    options: QuestionOptions,
     plugins: PluginManager,
-    loss_fn: object = None,
-    targets: object = None,
-) -> Request:
-    """Check and settle the arguments of `optimize`.
+    strategy: Mapping[str, object] | None = None,
+) -> Question:
+    """Check and settle what was asked.
 
-    Raises QuestionError naming the argument, and what importing the model and reading the cluster raise.
+    Raises QuestionError naming the argument that is wrong, and what importing the model and reading the cluster raise.
     """
-    if objective not in OBJECTIVES:
-        raise QuestionError(f"objective is {shown(objective)}; expected one of {', '.join(OBJECTIVES)}.")
-    if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0.0 <= gap < 1.0:
-        raise QuestionError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise QuestionError(f"seed is {shown(seed)}; expected a whole number.")
-    if loss_fn is not None and not callable(loss_fn):
-        raise QuestionError(f"loss_fn is {shown(loss_fn)}; expected a function of the model's output.")
-    devices = settled_cluster(cluster, plugins)
-    recipe = _recipe(precision, optimizer)
-    options = {"sequence_length": sequence_length, "loss_fn": loss_fn, "targets": targets}
-    graph, chosen = _import(model, inputs, options, target, plugins)
+    _check_options(options)
+    cluster = settled_cluster(options.get("cluster"), plugins)
+    recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
+    graph, target = _import(model, inputs, options, plugins)
     notes: list[str] = []
-    if global_batch_size is None:
-        global_batch_size = SAMPLES_PER_DEVICE * devices.device_count
-        notes.append(
-            f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {global_batch_size}, is assumed"
-        )
-    batch = _positive("global_batch_size", global_batch_size)
-    if calibration is None and (reason := why_ideal(devices.accelerator)):
+    batch_size = options.get("global_batch_size")
+    if batch_size is None:
+        batch_size = SAMPLES_PER_DEVICE * cluster.device_count
+        notes.append(f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {batch_size}, is assumed")
+    batch_size = _positive("global_batch_size", batch_size)
+    calibration = options.get("calibration")
+    if calibration is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)
-    return Request(
+    offered = Choices(
+        tp=_offered_tp(options.get("tp"), cluster),
+        micro_batch_size=_offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes),
+    )
+    question = Question(
         graph=graph,
-        cluster=devices,
-        global_batch_size=batch,
-        micro_batch_sizes=_micro_batch_sizes(micro_batch_sizes, batch, graph, notes),
-        tensor_widths=_tensor_widths(tensor_widths, devices),
+        cluster=cluster,
+        global_batch_size=batch_size,
         recipe=recipe,
-        target=chosen,
-        constraints=_constraints(constraints, graph),
-        calibration=_calibration(calibration, devices),
+        target=target,
+        offered=offered,
+        choices=offered,
+        constraints=_constraints(options.get("constraints"), graph),
+        calibration=_calibration(calibration, cluster),
         prices=plugin_prices(plugins),
-        objective=objective,
-        gap=float(gap),
-        seed=seed,
+        gap=float(options.get("gap", 0.01)),
         notes=(*graph.notes, *notes),
     )
+    return question if strategy is None else question.with_strategy(strategy)
+
+
+def _check_options(options: QuestionOptions) -> None:
+    """Raise for options that are unknown, or wrong whatever the model is."""
+    known = QuestionOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}; expected some of {', '.join(known)}.")
+    gap = options.get("gap", 0.01)
+    if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0.0 <= gap < 1.0:
+        raise QuestionError(f"gap is {shown(gap)}; expected a number from 0 (optimal) to below 1, such as 0.01.")
+    loss_fn = options.get("loss_fn")
+    if loss_fn is not None and not callable(loss_fn):
+        raise QuestionError(f"loss_fn is {shown(loss_fn)}; expected a function of the model's output.")
 
 
 def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
-    """The cluster that an argument means."""
+    """The cluster that an argument means; where there is none, the devices that this process sees."""
     if isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, str):
@@ -164,9 +269,10 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
             f"cluster is {shown(cluster)}; expected text such as 'a100-80gb:64' or a phaze.hardware.Cluster."
         )
     for world in plugins.worlds():
-        found = world.value.visible_devices()
-        if found is not None:
-            return parse_cluster(f"{found[0]}:{found[1]}", plugins)
+        visible = world.value.visible_devices()
+        if visible is not None:
+            chip, count = visible
+            return parse_cluster(f"{chip}:{count}", plugins)
     raise PlanError(
         "no cluster was given and no known accelerators are visible to this process; pass for example "
         "cluster='a100-80gb:64' (`phaze chips` lists the known ones)."
@@ -174,15 +280,18 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
 
 
 def _import(
-    model: object, inputs: object, options: Mapping[str, object], target: str | None, plugins: PluginManager
+    model: object, inputs: object, options: QuestionOptions, plugins: PluginManager
 ) -> tuple[Graph, ChosenTarget]:
-    from phaze.model_import import import_with_plugins
-
-    options = {name: value for name, value in options.items() if value is not None}
-    if "sequence_length" in options:
-        _positive("sequence_length", options["sequence_length"])
-    graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=options))
-    return graph, find_target(target, model, plugins, graph)
+    """The model's graph with a backward, and the target that is to run it."""
+    given = {
+        name: value
+        for name, value in options.items()
+        if name in ("sequence_length", "loss_fn", "targets") and value is not None
+    }
+    if "sequence_length" in given:
+        _positive("sequence_length", given["sequence_length"])
+    graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=given))
+    return graph, find_target(options.get("target", "auto"), model, plugins, graph)
 
 
 def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe:
@@ -195,8 +304,8 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
     known = precision_recipe_names()
     name = precision if precision in known else f"{precision}-{_OPTIMIZERS[optimizer]}"
     if name not in known:
-        short = sorted({one.partition("-")[0] for one in known})
-        raise UnknownNameError(f"precision with optimizer {optimizer!r}", precision, (*short, *known))
+        types = sorted({recipe.partition("-")[0] for recipe in known})
+        raise UnknownNameError(f"precision with optimizer {optimizer!r}", precision, (*types, *known))
     return precision_recipe(name)
 
 
@@ -211,54 +320,63 @@ def _numbers(name: str, values: object) -> tuple[int, ...]:
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise QuestionError(f"{name} is {shown(values)}; expected whole numbers such as (1, 2, 4).")
-    found = tuple(sorted({_positive(name, value) for value in values}))
-    if not found:
+    numbers = tuple(sorted({_positive(name, value) for value in values}))
+    if not numbers:
         raise QuestionError(f"{name} is empty; expected at least one whole number, or None for the default.")
-    return found
+    return numbers
 
 
-def _micro_batch_sizes(sizes: Sequence[int] | None, batch: int, graph: Graph, notes: list[str]) -> tuple[int, ...]:
+def _offered_sizes(sizes: object, batch_size: int, graph: Graph, notes: list[str]) -> tuple[int, ...]:
+    """The microbatch sizes to try: those given, else the defaults that divide the batch."""
     is_fixed = not marks_batch(graph)
-    captured = graph.micro_batch_size
     if sizes is None and not is_fixed:
-        return tuple(size for size in MICRO_BATCH_SIZES if batch % size == 0)
+        return tuple(size for size in DEFAULT_MICRO_BATCH_SIZES if batch_size % size == 0)
     if is_fixed:
-        notes.append(f"the graph is fixed to the microbatch that it was captured with, {captured}")
-    wanted = (captured,) if sizes is None else _numbers("micro_batch_sizes", sizes)
-    if is_fixed and wanted != (captured,):
+        notes.append(f"the graph is fixed to the microbatch that it was captured with, {graph.micro_batch_size}")
+    wanted = (graph.micro_batch_size,) if sizes is None else _numbers("micro_batch_size", sizes)
+    return _usable_sizes(wanted, batch_size, graph)
+
+
+def _usable_sizes(wanted: tuple[int, ...], batch_size: int, graph: Graph) -> tuple[int, ...]:
+    """The wanted microbatch sizes that the graph can have and that divide the batch."""
+    captured = graph.micro_batch_size
+    if not marks_batch(graph) and wanted != (captured,):
         raise QuestionError(
-            f"micro_batch_sizes is {list(wanted)}, but the graph marks no batch and is fixed to microbatches of "
+            f"micro_batch_size is {list(wanted)}, but the graph marks no batch and is fixed to microbatches of "
             f"{captured}; capture it with inputs of another size, or leave the argument out."
         )
-    usable = tuple(size for size in wanted if batch % size == 0)
+    usable = tuple(size for size in wanted if batch_size % size == 0)
     if not usable:
         raise QuestionError(
-            f"no microbatch size of {list(wanted)} divides the global batch of {batch}; pass micro_batch_sizes or a "
-            "global_batch_size of which one divides the other."
+            f"no microbatch size of {list(wanted)} divides the global batch of {batch_size}; pass a micro_batch_size "
+            "and a global_batch_size of which one divides the other."
         )
     return usable
 
 
-def _tensor_widths(widths: Sequence[int] | None, cluster: Cluster) -> tuple[int, ...]:
-    if widths is None:
-        return tuple(width for width in TENSOR_WIDTHS if width <= cluster.device_count)
-    wanted = _numbers("tensor_widths", widths)
+def _offered_tp(degrees: object, cluster: Cluster) -> tuple[int, ...]:
+    if degrees is None:
+        return tuple(tp for tp in DEFAULT_TP if tp <= cluster.device_count)
+    wanted = _numbers("tp", degrees)
     if min(wanted) > cluster.device_count:
-        raise QuestionError(
-            f"tensor_widths is {list(wanted)}, but the cluster has {cluster.device_count} devices; expected a width of "
-            "at most that."
-        )
-    return tuple(width for width in wanted if width <= cluster.device_count)
+        _refuse_tp(wanted, cluster)
+    return tuple(tp for tp in wanted if tp <= cluster.device_count)
+
+
+def _refuse_tp(wanted: tuple[int, ...], cluster: Cluster) -> None:
+    raise QuestionError(
+        f"tp is {list(wanted)}, but the cluster has {cluster.device_count} devices; expected at most that."
+    )
 
 
 def _constraints(constraints: object, graph: Graph) -> tuple[LayoutConstraint, ...]:
-    found: tuple[object, ...] = ()
+    given: tuple[object, ...] = ()
     if isinstance(constraints, Mapping):
-        found = tuple(LayoutConstraint(str(pattern), dim) for pattern, dim in constraints.items())
+        given = tuple(LayoutConstraint(str(pattern), dim) for pattern, dim in constraints.items())
     elif isinstance(constraints, Iterable) and not isinstance(constraints, str):
-        found = tuple(constraints)
-    usable = tuple(one for one in found if isinstance(one, LayoutConstraint))
-    if (found or constraints in (None, (), [])) and len(usable) == len(found):
+        given = tuple(constraints)
+    usable = tuple(constraint for constraint in given if isinstance(constraint, LayoutConstraint))
+    if (given or constraints in (None, (), [])) and len(usable) == len(given):
         check_constraints(usable, graph.tensors)
         return usable
     raise QuestionError(
@@ -267,7 +385,7 @@ def _constraints(constraints: object, graph: Graph) -> tuple[LayoutConstraint, .
     )
 
 
-def _calibration(calibration: Calibration | str | PathLike[str] | None, cluster: Cluster) -> Calibration:
+def _calibration(calibration: object, cluster: Cluster) -> Calibration:
     if calibration is None:
         return calibration_of(cluster.accelerator)
     if isinstance(calibration, str | PathLike):
@@ -287,8 +405,6 @@ def marks_batch(graph: Graph) -> bool:
 
 def tokens_per_sample(graph: Graph) -> int:
     """The length of the longest sequence of tokens among the inputs; 1 where there is none."""
-    from phaze.ir import Role
-
     lengths = [
         math.prod(tensor.shape[1:])
         for tensor in graph.tensors.values()

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.jax.maxtext_export import MaxTextTarget
 from phaze.backends.jax.pjit_export import PjitTarget
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, shown
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.backends.jax.applied_plan import AppliedPlan

@@ -26,7 +26,7 @@ from phaze.ir import Graph, RecomputeMode
 from phaze.model_import import import_graph
 from phaze.plan.plan import Plan, SplitDim
 from phaze.profile.model_profiles import recomputed_keys
-from phaze.verify.saved_plan import differences
+from phaze.verify.saved_plan import model_differences
 
 __all__ = ["AppliedPlan", "apply_plan_to"]
 
@@ -106,7 +106,7 @@ def apply_plan_to(
     """
     loss_function = read_loss_function(model, inputs)
     graph = import_graph(model, inputs)
-    mismatches = differences(plan, graph, None, None)
+    mismatches = model_differences(plan, graph)
     if mismatches:
         listed = "\n  ".join(mismatches)
         raise PlanError(f"the model is not the one that was planned:\n  {listed}\nPlan this one.")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.launcher_exports import block_counts, head_lines, micro_batches, strongest_recompute
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

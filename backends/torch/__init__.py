@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.torch.fsdp_export import FsdpTarget
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, shown
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.backends.torch.applied_module import AppliedModule

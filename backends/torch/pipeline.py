@@ -33,9 +33,9 @@ from phaze.backends.torch.split_collectives import Axis, scattered
 from phaze.backends.torch.split_tensor import SplitTensor, to_whole
 from phaze.backends.torch.stage_cuts import Boundary, DryRun, block_paths, dry_run
 from phaze.backends.torch.stage_models import StageEnd, StageModel, build_stage
-from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlanError
 from phaze.interfaces import StageBuilder
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

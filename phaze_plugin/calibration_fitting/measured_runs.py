@@ -49,7 +49,7 @@ class Run:
         model: anything that `phaze.import_graph` takes.
         cluster: as `phaze.optimize` takes it.
         global_batch_size: sequences per step.
-        strategy: as `phaze.evaluate` takes it; what it lacks is filled in by `whole_strategy`.
+        strategy: as `phaze.evaluate` takes it; what it lacks is filled in by `complete_strategy`.
         seconds: of one step.
         precision: as `phaze.optimize` takes it.
         sequence_length: instead of the model's own.

@@ -15,18 +15,16 @@ from numpy.typing import NDArray
 
 from phaze.calibration_fitting.measured_runs import Run
 from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
-from phaze.capabilities import PipelineSchedule
 from phaze.cost import Calibration, Stack, fuse_attention
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.parallelism import Limits, degrees_of, read_limits
+from phaze.parallelism import Choices, Parallelism, PipelineSchedule, read_strategy
 from phaze.place import LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
-from phaze.place.model.stage_costs import StageTable, build_stage_table, update_s_per_parameter
+from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import StageSpace
-from phaze.place.model.stage_sums import build_width_table
-from phaze.place.search.parallelism_table import Degrees
+from phaze.place.model.stage_sums import build_stage_sums
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement_assembly import stage_times
@@ -34,7 +32,7 @@ from phaze.planner.strategy_search import graph_at
 from phaze.profile.layer_passes import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
 from phaze.profile.layer_profile import Bounded
 from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slice_model
-from phaze.question import Request, read_request
+from phaze.question import Question, QuestionOptions, ask
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
 if TYPE_CHECKING:
@@ -42,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PreparedRun",
+    "complete_strategy",
     "prepare_run",
-    "whole_strategy",
 ]
 
 
@@ -75,7 +73,7 @@ class PreparedRun:
     stack: Stack
     problem: PlacementProblem
     space: StageSpace
-    degrees: Degrees
+    parallelism: Parallelism
     layers: Mapping[str, _Layer]
     mode: RecomputeMode
     program: Program
@@ -109,13 +107,13 @@ class PreparedRun:
     @property
     def needed_bytes(self) -> float:
         """What the fullest device needs, without what allocator and libraries hold besides."""
-        memory, degrees = self._table(Calibration(stack=self.stack)).memory, self.degrees
-        schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
-        rounds = degrees.rounds(self.problem.micro_batches)
-        flights = in_flight(schedule, degrees.devices, rounds, degrees.chunks).tolist()
+        memory, parallelism = self._table(Calibration(stack=self.stack)).memory, self.parallelism
+        schedule = parallelism.schedule
+        rounds = parallelism.micro_batches_per_pipeline(self.problem.micro_batches)
+        flights = in_flight(schedule, parallelism.pp, rounds, parallelism.chunks).tolist()
         places = [
-            [(0, chunk * degrees.devices + place) for chunk in range(degrees.chunks)]
-            for place in range(degrees.devices)
+            [(0, chunk * parallelism.pp + place) for chunk in range(parallelism.chunks)]
+            for place in range(parallelism.pp)
         ]
         return max(
             memory.of_device(self.problem, chunks, flight).total_bytes
@@ -124,111 +122,105 @@ class PreparedRun:
 
     def _times(self, calibration: Calibration) -> StageTimes:
         table = self._table(calibration)
-        return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.degrees)
+        return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.parallelism)
 
-    def _table(self, calibration: Calibration) -> StageTable:
-        bandwidth, width = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.degrees.width
-        profiles = {(key, width, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}
+    def _table(self, calibration: Calibration) -> StageCosts:
+        bandwidth, tp = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.parallelism.tp
+        profiles = {(key, tp, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}
         problem = replace(self.problem, profiles=profiles, calibration=calibration)
-        return build_stage_table(
+        return build_stage_costs(
             problem,
             self.space,
-            build_width_table(problem, self.space, width, use_bounds=False),
+            build_stage_sums(problem, self.space, tp, use_bounds=False),
             Network(problem.cluster, calibration),
-            pipelines=self.degrees.pipelines,
-            zero_stage=self.degrees.zero_stage,
-            stages=self.degrees.devices,
+            dp=self.parallelism.dp,
+            zero=self.parallelism.zero,
+            stages=self.parallelism.pp,
             update_s=update_s_per_parameter(problem),
-            mixes_widths=False,
-            splits_backward=self.degrees.schedule is PipelineSchedule.ZERO_BUBBLE,
+            mixes_tp=False,
+            splits_backward=self.parallelism.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
 
 
 def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
     """Slice a run's strategy; raises what `phaze.evaluate` raises for a model, cluster or strategy that cannot be."""
     stack = run.stack or stack
-    limits = read_limits(run.strategy)
-    request = read_request(
-        run.model,
-        None,
-        cluster=run.cluster,
-        global_batch_size=run.global_batch_size,
-        optimizer="adamw",
-        precision=run.precision,
-        micro_batch_sizes=None if limits.micro_batch_size is None else (limits.micro_batch_size,),
-        tensor_widths=(limits.tp or 1,),
-        sequence_length=run.sequence_length,
-        target=None,
-        constraints=None,
-        calibration=Calibration(name="preparing", stack=stack),
-        objective="throughput",
-        gap=0.01,
-        seed=0,
-        plugins=plugins,
-    )
+    fixed = read_strategy(run.strategy)
+    options: QuestionOptions = {
+        "cluster": run.cluster,
+        "global_batch_size": run.global_batch_size,
+        "precision": run.precision,
+        "sequence_length": run.sequence_length,
+        "target": None,
+        "calibration": Calibration(name="preparing", stack=stack),
+    }
+    question = ask(run.model, None, options, plugins, {"tp": 1, **run.strategy})
     if run.fuses_attention:
-        request = replace(request, graph=fuse_attention(request.graph))
-    limits = whole_strategy(limits, request)
-    return _prepared(run, request, limits, stack)
+        question = replace(question, graph=fuse_attention(question.graph))
+    parallelism = complete_strategy(fixed, question)
+    stages = fixed.get("stages") or _even_stages(len(question.graph.layers), parallelism.stages)
+    assert isinstance(stages, tuple)
+    return _prepared(run, question, parallelism, stages, stack)
 
 
-def whole_strategy(limits: Limits, request: Request) -> Limits:
-    """A strategy with nothing left open: what it lacks is the plainest choice, and stages are cut evenly."""
-    tp, pp, chunks = limits.tp or 1, limits.pp or 1, limits.chunks or 1
-    dp = limits.dp or max(1, request.cluster.device_count // (tp * pp))
-    schedule = limits.schedule or ("none" if pp == 1 else "1f1b" if chunks == 1 else "interleaved-1f1b")
-    modes = limits.recompute or (RecomputeMode.NONE,)
+def complete_strategy(fixed: Mapping[str, object], question: Question) -> Parallelism:
+    """A strategy with nothing left open: what it lacks is the plainest choice."""
+    tp, pp, chunks = (int(str(fixed.get(name, 1))) for name in ("tp", "pp", "chunks"))
+    dp = int(str(fixed.get("dp") or max(1, question.cluster.device_count // (tp * pp))))
+    plainest = PipelineSchedule.ONE_F_ONE_B if chunks == 1 else PipelineSchedule.INTERLEAVED
+    modes = fixed.get("recompute", (RecomputeMode.NONE,))
+    assert isinstance(modes, tuple)
     if len(set(modes)) > 1:
         raise QuestionError("recompute differs between stages; measured runs need one mode for all of them.")
-    layers, count = len(request.graph.layers), pp * chunks
-    if count > layers:
-        raise QuestionError(f"{count} stages for {layers} layers; expected at most one stage a layer.")
-    even = tuple(layers // count + (stage < layers % count) for stage in range(count))
-    return replace(
-        limits,
+    layers = len(question.graph.layers)
+    if pp * chunks > layers:
+        raise QuestionError(f"{pp * chunks} stages for {layers} layers; expected at most one stage a layer.")
+    return Parallelism(
         dp=dp,
         tp=tp,
         pp=pp,
         chunks=chunks,
-        schedule=schedule,
-        zero=0 if limits.zero is None or dp == 1 else limits.zero,
-        micro_batch_size=limits.micro_batch_size or request.micro_batch_sizes[0],
+        schedule=PipelineSchedule(str(fixed.get("schedule", PipelineSchedule.NONE if pp == 1 else plainest))),
+        zero=0 if dp == 1 else int(str(fixed.get("zero", 0))),
+        micro_batch_size=question.micro_batch_sizes[0],
         recompute=modes[:1],
-        stages=limits.stages or even,
     )
 
 
-def _prepared(run: Run, request: Request, limits: Limits, stack: Stack) -> PreparedRun:
-    assert limits.micro_batch_size is not None
-    assert limits.tp is not None
-    assert limits.stages is not None
-    mode = (limits.recompute or (RecomputeMode.NONE,))[0]
-    graph = graph_at(request, limits.micro_batch_size)
-    model = slice_model(request, graph, limits.tp, limits.sequence)
-    layers = _layers(model, mode, stack, request.recipe.gradient_bytes)
-    profiles = {(key, limits.tp, mode): layer.profile for key, layer in layers.items()}
+def _even_stages(layers: int, count: int) -> tuple[int, ...]:
+    """Layers per stage, as equal as they can be, the first stages taking what is left over."""
+    return tuple(layers // count + (stage < layers % count) for stage in range(count))
+
+
+def _prepared(
+    run: Run, question: Question, parallelism: Parallelism, stages: tuple[int, ...], stack: Stack
+) -> PreparedRun:
+    mode, tp = parallelism.recompute[0], parallelism.tp
+    graph = graph_at(question, parallelism.micro_batch_size)
+    model = slice_model(question, graph, tp)
+    layers = _layers(model, mode, stack, question.recipe.gradient_bytes)
+    profiles = {(key, tp, mode): layer.profile for key, layer in layers.items()}
     problem = PlacementProblem(
         graph=placement_graph(graph, layer_keys(model)),
         profiles=profiles,
-        cluster=request.cluster,
-        micro_batches=request.global_batch_size // limits.micro_batch_size,
-        recipe=request.recipe,
-        recompute_modes=(mode,),
+        cluster=question.cluster,
+        micro_batches=question.global_batch_size // parallelism.micro_batch_size,
+        recipe=question.recipe,
+        choices=Choices(recompute=(mode,)),
     )
-    if sum(limits.stages) != len(graph.layers):
-        raise QuestionError(f"strategy has stages of {sum(limits.stages)} layers; the model has {len(graph.layers)}.")
-    degrees = degrees_of(limits)
-    schedule = degrees.schedule or PipelineSchedule.ONE_F_ONE_B
-    rounds = degrees.rounds(problem.micro_batches)
+    if sum(stages) != len(graph.layers):
+        raise QuestionError(f"strategy has stages of {sum(stages)} layers; the model has {len(graph.layers)}.")
+    schedule = parallelism.schedule
+    rounds = parallelism.micro_batches_per_pipeline(problem.micro_batches)
     return PreparedRun(
         run=run,
         stack=stack,
         problem=problem,
-        space=_only(limits.stages),
-        degrees=degrees,
+        space=_only(stages),
+        parallelism=parallelism,
         layers=layers,
         mode=mode,
-        program=compile_order(pipeline_order(schedule, degrees.devices, rounds, degrees.chunks)),
+        program=compile_order(pipeline_order(schedule, parallelism.pp, rounds, parallelism.chunks)),
     )
 
 

@@ -12,7 +12,7 @@ from phaze.commands.question_arguments import (
     add_model_argument,
     add_question_arguments,
     find_model,
-    question,
+    question_options,
     shown_progress,
 )
 
@@ -64,7 +64,8 @@ def run(arguments: Namespace, console: Console) -> int:
             strategy=arguments.strategy,
             progress=progress,
             compares=not arguments.alone,
-            **question(arguments),
+            time_limit_s=arguments.time_limit,
+            **question_options(arguments),
         )
     if arguments.out is not None:
         found.plan.save(arguments.out)

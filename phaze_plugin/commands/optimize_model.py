@@ -12,7 +12,7 @@ from phaze.commands.question_arguments import (
     add_model_argument,
     add_question_arguments,
     find_model,
-    question,
+    question_options,
     shown_progress,
 )
 
@@ -33,7 +33,9 @@ def run(arguments: Namespace, console: Console) -> int:
 
     model, inputs = find_model(arguments.model)
     with shown_progress() as progress:
-        plan = phaze.optimize(model, inputs, progress=progress, **question(arguments))
+        plan = phaze.optimize(
+            model, inputs, progress=progress, time_limit_s=arguments.time_limit, **question_options(arguments)
+        )
     if arguments.out is not None:
         plan.save(arguments.out)
     texts = [str(plan)]

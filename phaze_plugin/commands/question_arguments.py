@@ -18,8 +18,9 @@ from phaze.errors import ImportModelError
 
 if TYPE_CHECKING:
     from phaze.planner import Progress
+    from phaze.question import QuestionOptions
 
-__all__ = ["add_model_argument", "add_question_arguments", "find_model", "question", "shown_progress"]
+__all__ = ["add_model_argument", "add_question_arguments", "find_model", "question_options", "shown_progress"]
 
 PYTHON = "python:"
 
@@ -39,9 +40,9 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), adam or sgd")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
     parser.add_argument(
-        "--micro-batches", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
+        "--micro-batch-size", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
     )
-    parser.add_argument("--tensor-widths", type=numbers, metavar="N,N", help="tensor widths to try (default 1,2,4,8)")
+    parser.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
@@ -62,20 +63,19 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def question(arguments: Namespace) -> dict[str, Any]:
-    """The arguments of `phaze.optimize`, but the model's."""
+def question_options(arguments: Namespace) -> QuestionOptions:
+    """The options of a question, as `phaze.optimize` takes them."""
     return {
         "cluster": arguments.cluster,
         "global_batch_size": arguments.global_batch,
         "optimizer": arguments.optimizer,
         "precision": arguments.precision,
-        "micro_batch_sizes": arguments.micro_batches,
-        "tensor_widths": arguments.tensor_widths,
+        "micro_batch_size": arguments.micro_batch_size,
+        "tp": arguments.tp,
         "sequence_length": arguments.sequence_length,
         "calibration": arguments.calibration,
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
-        "time_limit_s": arguments.time_limit,
     }
 
 

@@ -35,9 +35,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--space", default="paper", metavar="NAME", help="paper (default) or a JSON file, see below")
     parser.add_argument("--hbm", type=numbers, default=(32, 64, 80), metavar="N,N", help="GiB (default 32,64,80)")
     parser.add_argument(
-        "--micro-batches", type=numbers, default=(1, 2, 4, 8), metavar="N,N", help="sizes to try (default 1,2,4,8)"
+        "--micro-batch-size", type=numbers, default=(1, 2, 4, 8), metavar="N,N", help="sizes to try (default 1,2,4,8)"
     )
-    parser.add_argument("--tensor-widths", type=numbers, metavar="N,N", help="widths to try (default 1,2,4,8)")
+    parser.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
     parser.add_argument(
         "--global-batch", type=positive_integer, default=4096, metavar="N", help="sequences per step (default 4096)"
     )
@@ -46,7 +46,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
     parser.add_argument(
-        "--schedules", type=words, metavar="NAME,NAME", help="pipelines to try (default 1f1b,zero-bubble)"
+        "--schedule", type=words, metavar="NAME,NAME", help="pipelines to try (default 1f1b,zero-bubble)"
     )
     parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
     parser.add_argument(
@@ -86,7 +86,7 @@ def run(arguments: Namespace, console: Console) -> int:
 
     _check_files(arguments)
     found = [find_model(text) for text in arguments.models]
-    optional = {} if arguments.schedules is None else {"schedules": arguments.schedules}
+    optional = {} if arguments.schedule is None else {"schedule": arguments.schedule}
     with goes_on(arguments.journal), _shown_progress() as progress:
         result = phaze.search(
             [model for model, _ in found],
@@ -94,8 +94,8 @@ def run(arguments: Namespace, console: Console) -> int:
             devices=arguments.devices,
             space=arguments.space,
             hbm_gib=arguments.hbm,
-            micro_batch_sizes=arguments.micro_batches,
-            tensor_widths=arguments.tensor_widths,
+            micro_batch_size=arguments.micro_batch_size,
+            tp=arguments.tp,
             global_batch_size=arguments.global_batch,
             network=arguments.network,
             optimizer=arguments.optimizer,

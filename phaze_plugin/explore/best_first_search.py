@@ -45,8 +45,7 @@ from phaze.explore.worker_tasks import (
 from phaze.hardware import Accelerator
 from phaze.hardware.area_energy import area_mm2
 from phaze.planner.progress import TimeLimitError
-from phaze.planner.strategy_search import nearest_width
-from phaze.shard import SequenceParallel
+from phaze.planner.strategy_search import nearest_tp
 
 __all__ = ["Engine"]
 
@@ -145,7 +144,7 @@ class Engine:
         cells, self.refused = sweep_all(tasks, self.workers, self.report)
         goal = Goal(
             metric=question.metric,
-            samples=tuple(request.global_batch_size for request in question.requests),
+            samples=tuple(model_question.global_batch_size for model_question in question.questions),
             weights=question.weights,
             takes_worst=question.takes_worst,
         )
@@ -156,7 +155,7 @@ class Engine:
         root = Box(name="coarse", points=everything, bounds_s=bounds)
         (root,) = self._bounded([root], is_quick=True)
         self._check_memory(root)
-        if len(question.requests) > 1:
+        if len(question.questions) > 1:
             self.know.goal = self._relative(goal, root)
         if self.first is not None:
             self._take_first(root, self.first)
@@ -187,11 +186,11 @@ class Engine:
         ]
 
     def _check_slices(self) -> None:
-        for model, (name, request) in enumerate(zip(self.question.names, self.question.requests, strict=True)):
+        for model, (name, model_question) in enumerate(zip(self.question.names, self.question.questions, strict=True)):
             if not self.know.cells_of(model):
                 reasons = dict.fromkeys(why for cell, why in self.refused.items() if cell.startswith(f"{name}, "))
-                size, width = request.micro_batch_sizes[0], max(request.tensor_widths)
-                offer = nearest_width(request, size, width, SequenceParallel.FREE)
+                size, tp = model_question.micro_batch_sizes[0], max(model_question.tp_degrees)
+                offer = nearest_tp(model_question, size, tp)
                 raise PlanError(f"{name} cannot be sliced as asked. {' '.join(reasons)}{offer}")
 
     def _check_memory(self, root: Box) -> None:
@@ -205,7 +204,7 @@ class Engine:
 
     def _relative(self, goal: Goal, root: Box) -> Goal:
         """The goal with what each model reaches on the reference accelerator."""
-        chip = self.question.requests[0].cluster.accelerator
+        chip = self.question.questions[0].cluster.accelerator
         tasks = [self._task(root, model, chip, math.inf, is_inside=False) for model in range(len(self.question.names))]
         names = [f"base/{model}" for model in range(len(tasks))]
         outcomes = self._evaluations(names, tasks)
@@ -320,7 +319,7 @@ class Engine:
             for at, is_open in enumerate(self._open_cells(box)):
                 if is_open:
                     cell = self.know.cells[at].cell
-                    options = schedule_options(self.question.requests[cell.model])
+                    options = schedule_options(self.question.questions[cell.model])
                     tasks.append(ScheduleTask(cell=cell, accelerators=chips, options=options))
                     names.append(f"schedule/{box.name}/{cell.name}")
                     where.append((box, at))
@@ -382,10 +381,10 @@ class Engine:
     def _task(
         self, box: Box, model: int, chip: Accelerator, cutoff_s: float, *, is_inside: bool = True
     ) -> EvaluateTask:
-        request = self.question.requests[model]
+        model_question = self.question.questions[model]
         known = [(float(box.bounds_s[at]) if is_inside else 0.0, at) for at in self.know.cells_of(model)]
         cells = tuple((bound, self.know.cells[at].cell) for bound, at in known if bound < cutoff_s)
-        return EvaluateTask(request=request, accelerator=chip, cells=cells, cutoff_s=cutoff_s)
+        return EvaluateTask(model_question=model_question, accelerator=chip, cells=cells, cutoff_s=cutoff_s)
 
     def _completed(
         self, outcomes: Sequence[Outcome], tasks: Sequence[EvaluateTask], boxes: Sequence[Box]

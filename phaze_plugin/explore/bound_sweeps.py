@@ -21,23 +21,23 @@ class Sweep:
     question: SearchQuestion
     model: int
     micro_batch_size: int
-    width: int
+    tp: int
     is_tight: bool = False
 
     @property
     def cell_name(self) -> str:
         """As `Cell.name`."""
-        return f"{self.model}:b{self.micro_batch_size}t{self.width}"
+        return f"{self.model}:b{self.micro_batch_size}t{self.tp}"
 
 
 def _sweep(task: Sweep) -> Swept | str:
     question = task.question
     try:
         cell, rows = sweep_cell(
-            question.requests[0],
+            question.questions[0],
             task.model,
             task.micro_batch_size,
-            task.width,
+            task.tp,
             question.points,
             question.schedules,
             is_paper=question.is_paper,
@@ -52,14 +52,14 @@ def sweeps_of(question: SearchQuestion) -> list[Sweep]:
     """A task a cell, wide ones first: they take longest."""
     return [
         Sweep(
-            question=replace(question, names=(question.names[model],), requests=(request,)),
+            question=replace(question, names=(question.names[model],), questions=(model_question,)),
             model=model,
             micro_batch_size=size,
-            width=width,
+            tp=tp,
         )
-        for model, request in enumerate(question.requests)
-        for width in sorted(request.tensor_widths, reverse=True)
-        for size in request.micro_batch_sizes
+        for model, model_question in enumerate(question.questions)
+        for tp in sorted(model_question.tp_degrees, reverse=True)
+        for size in model_question.micro_batch_sizes
     ]
 
 
@@ -67,7 +67,7 @@ def sweep_all(
     tasks: Sequence[Sweep], workers: Workers, report: Callable[[str], object] = lambda doing: None
 ) -> tuple[list[Swept], dict[str, str]]:
     """Cells over the whole space, and why cells are impossible, by their names."""
-    names = [f"{task.question.names[0]}, microbatch {task.micro_batch_size}, width {task.width}" for task in tasks]
+    names = [f"{task.question.names[0]}, microbatch {task.micro_batch_size}, width {task.tp}" for task in tasks]
     found = workers.run(_sweep, tasks, lambda index, _: report(f"sweep {names[index]}"))
     refused = {name: one for name, one in zip(names, found, strict=True) if isinstance(one, str)}
     return [one for one in found if isinstance(one, Swept)], refused

@@ -33,11 +33,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.capabilities import PipelineSchedule
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
+from phaze.parallelism import PipelineSchedule
 from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import ProfileKey
@@ -45,7 +45,7 @@ from phaze.planner.strategy_search import graph_at, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
 from phaze.profile.model_profiles import layer_variants, profile_options, repeated_layers, schedule_slices, slice_model
-from phaze.question import Request
+from phaze.question import Question
 from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
@@ -80,22 +80,22 @@ class Cell:
         return self.sharded.graph.micro_batch_size
 
     @property
-    def width(self) -> int:
+    def tp(self) -> int:
         """Devices that share a layer."""
         return self.sharded.axis.tp
 
     @property
     def name(self) -> str:
         """As records name it."""
-        return f"{self.model}:b{self.micro_batch_size}t{self.width}"
+        return f"{self.model}:b{self.micro_batch_size}t{self.tp}"
 
     def problem_at(self, row: FloatArray, accelerator: Accelerator) -> PlacementProblem:
         """The placement problem whose layers take exactly the seconds of a row."""
         seconds = dict(zip(self.numbers, row.tolist(), strict=True))
         profiles: dict[ProfileKey, LayerProfile] = {}
-        for (key, width, mode), profile in self.problem.profiles.items():
+        for (key, tp, mode), profile in self.problem.profiles.items():
             forward, inputs, weights = (Bounded.exact(seconds[key, name]) for name in _PASSES)
-            profiles[key, width, mode] = replace(
+            profiles[key, tp, mode] = replace(
                 profile,
                 forward_s=forward,
                 backward_input_s=inputs,
@@ -116,10 +116,10 @@ class Rows:
 
 
 def sweep_cell(
-    request: Request,
+    model_question: Question,
     model: int,
     micro_batch_size: int,
-    width: int,
+    tp: int,
     points: AcceleratorArray,
     schedules: Sequence[PipelineSchedule],
     *,
@@ -130,10 +130,10 @@ def sweep_cell(
 
     Without `is_tight` only work and the longest path bound a pass: quicker, and enough for cells that are far off.
     """
-    sharded = slice_model(request, graph_at(request, micro_batch_size), width)
-    options = replace(profile_options(request), gap=0.99, work=1)
+    sharded = slice_model(model_question, graph_at(model_question, micro_batch_size), tp)
+    options = replace(profile_options(model_question), gap=0.99, work=1)
     slices = schedule_slices(sharded, options)
-    problem = replace(placement_problem(request, slices), schedules=tuple(schedules))
+    problem = placement_problem(model_question, slices).choosing(schedule=tuple(schedules))
     variants = layer_variants(sharded)
     counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}
     repeated = repeated_layers(sharded)
@@ -145,7 +145,7 @@ def sweep_cell(
         found = _bound_layer(bounding, layer.problem.layer.key in repeated)
         numbers += [(key, name) for name in found.seconds]
         columns += list(found.seconds.values())
-        devices = width if problem.profiles[key, width, RecomputeMode.NONE].is_tensor_parallel else 1
+        devices = tp if problem.profiles[key, tp, RecomputeMode.NONE].is_tensor_parallel else 1
         busy_s += counts[key] * devices * found.through_s
         busy_j += counts[key] * devices * found.energy_j
     batches = problem.micro_batches
@@ -159,7 +159,7 @@ def sweep_cell(
     )
     rows = Rows(
         seconds=np.stack(columns, axis=1),
-        least_s=batches * busy_s / request.cluster.device_count * (1 - 1e-9),
+        least_s=batches * busy_s / model_question.cluster.device_count * (1 - 1e-9),
         least_j=batches * busy_j * (1 - 1e-9),
     )
     return cell, rows

@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from phaze.cost import Calibration
 from phaze.errors import QuestionError, shown
 from phaze.explore.best_first_search import Engine
 from phaze.explore.design_boxes import Box
 from phaze.explore.executors import open_workers
 from phaze.explore.journal import Journal
 from phaze.explore.objectives import TIE, front_of
-from phaze.explore.search_question import PROVABLE_SCHEDULES, SearchQuestion, read_question
+from phaze.explore.search_question import SearchOptions, SearchQuestion, ask_search
 from phaze.explore.search_result import (
     Certificate,
     Design,
@@ -32,12 +31,11 @@ from phaze.explore.search_result import (
 )
 from phaze.explore.search_state import Evaluated, Knowledge
 from phaze.explore.worker_tasks import Outcome
-from phaze.hardware import AcceleratorArray, PrecisionRecipe
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.parallelism import read_limits
 from phaze.plan.plan import Plan
-from phaze.planner.planning import plan_within
+from phaze.planner.planning import plan_for
 from phaze.planner.progress import TimeLimitError, Watch
+from phaze.plugin_loading import installed_plugins
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -51,29 +49,12 @@ def search(
     models: object,
     inputs: object = None,
     *,
-    devices: int,
-    space: AcceleratorArray | str = "paper",
-    hbm_gib: Sequence[float] = (32, 64, 80),
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
-    tensor_widths: Sequence[int] | None = None,
-    global_batch_size: int = 4096,
-    network: str = "paper",
-    optimizer: str = "adamw",
-    precision: str | PrecisionRecipe = "bf16",
-    sequence_length: int | None = None,
-    schedules: Sequence[str] = PROVABLE_SCHEDULES,
-    compatibility: str | None = None,
-    objective: str = "throughput",
-    combine: str = "average",
-    weights: Sequence[float] | None = None,
-    front: bool = False,
-    calibration: Calibration | None = None,
     executor: Executor | str | None = None,
     journal: str | os.PathLike[str] | None = None,
     time_limit_s: float | None = None,
-    gap: float = 0.01,
-    seed: int = 0,
     progress: Callable[[SearchProgress], object] | None = None,
+    plugins: PluginManager | None = None,
+    **options: Unpack[SearchOptions],
 ) -> SearchResult:
     """The best accelerator of a space for one model or several, each with its best plan, and a proof.
 
@@ -87,14 +68,11 @@ def search(
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
     """
-    asked = dict(locals())
-    for name in ("executor", "journal", "time_limit_s", "progress"):
-        asked.pop(name)
     if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
         raise QuestionError(f"time_limit_s is {shown(time_limit_s)}; expected a positive number of seconds, or None.")
     if progress is not None and not callable(progress):
         raise QuestionError(f"progress is {shown(progress)}; expected a function of one SearchProgress.")
-    question = read_question(**asked, plugins=_plugins())
+    question = ask_search(models, inputs, options, plugins or installed_plugins())
     started_s = time.monotonic()
     with ExitStack() as stack:
         workers = stack.enter_context(open_workers(executor))
@@ -103,12 +81,6 @@ def search(
         engine = Engine(question=question, workers=workers, journal=kept)
         engine.report = _Reporter(engine, progress, time_limit_s, started_s).report
         return answer(engine, started_s)
-
-
-def _plugins() -> PluginManager:
-    from phaze.hooks import PluginManager
-
-    return PluginManager.load()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +143,7 @@ def answer(engine: Engine, started_s: float) -> SearchResult:
     plans = {} if question.is_paper else _plans(question, design)
     return SearchResult(
         question=engine.question.header()["question"],  # type: ignore[arg-type]
-        objective=question.metric.value if len(question.requests) == 1 else "ratio",
+        objective=question.metric.value if len(question.questions) == 1 else "ratio",
         best=design,
         memories=tuple(MemoryRow(hbm_gib=size / _GIB, value=values[size]) for size in sorted(values)),
         front=tuple(_front_design(engine, listed[at]) for at in kept),
@@ -222,10 +194,12 @@ def _design(engine: Engine, point: int, outcomes: Sequence[Outcome], hbm_bytes: 
     chip = replace(question.points.at(point), hbm_bytes=hbm_bytes)
     judged = _judged(know, point, outcomes)
     rows = []
-    for model, (name, request, outcome) in enumerate(zip(question.names, question.requests, outcomes, strict=True)):
+    for model, (name, model_question, outcome) in enumerate(
+        zip(question.names, question.questions, outcomes, strict=True)
+    ):
         assert outcome.time_s is not None
         assert judged.facts is not None
-        samples = request.global_batch_size
+        samples = model_question.global_batch_size
         rows.append(
             ModelRow(
                 model=name,
@@ -257,18 +231,16 @@ def _front_design(engine: Engine, found: Evaluated) -> Design:
 def _plans(question: SearchQuestion, design: Design) -> dict[str, Plan]:
     """The plans that were found, as the planner tells them: each is priced again, and `phaze verify` takes it."""
     found = {}
-    for row, request in zip(design.models, question.requests, strict=True):
+    for row, model_question in zip(design.models, question.questions, strict=True):
         fields: dict[str, Any] = dict(design.fields)
-        chip = replace(request.cluster.accelerator, name=design.name, **fields)
+        chip = replace(model_question.cluster.accelerator, name=design.name, **fields)
         strategy = dict(row.strategy)
         settled = replace(
-            request,
-            cluster=replace(request.cluster, accelerator=chip),
-            gap=request.gap / 2,  # as it was scheduled in the search
-            micro_batch_sizes=(int(str(strategy["micro_batch_size"])),),
-            tensor_widths=(int(str(strategy["tp"])),),
+            model_question,
+            cluster=replace(model_question.cluster, accelerator=chip),
+            gap=model_question.gap / 2,  # as it was scheduled in the search
         )
-        found[row.model] = plan_within(settled, read_limits(strategy), strategy, Watch())
+        found[row.model] = plan_for(settled.with_strategy(strategy), Watch())
     return found
 
 
@@ -299,11 +271,11 @@ def _scope(question: SearchQuestion) -> str:
     kinds = (
         f"{' and '.join(kind.value for kind in question.schedules)} pipelines" if question.schedules else "one stage"
     )
-    first = question.requests[0]
+    first = question.questions[0]
     energy = "; energy is that of the fastest plans with the largest memory" if question.counts_energy else ""
-    sizes, widths = (", ".join(map(str, some)) for some in (first.micro_batch_sizes, first.tensor_widths))
+    sizes, widths = (", ".join(map(str, some)) for some in (first.micro_batch_sizes, first.tp_degrees))
     return (
-        f"for {kinds}, microbatches of {sizes}, tensor widths {widths}, all other degrees, ZeRO stages and recompute "
+        f"for {kinds}, microbatches of {sizes}, tp {widths}, all other degrees, ZeRO stages and recompute "
         f"modes; slices as on tpuv4-paper{energy}"
     )
 

@@ -5,24 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 
 import phaze
-from phaze.capabilities import PipelineSchedule
 from phaze.cost import IDEAL, Calibration
 from phaze.errors import FormatError, QuestionError, shown
 from phaze.explore.objectives import Metric
-from phaze.hardware import AcceleratorArray, PrecisionRecipe, parse_cluster
+from phaze.hardware import AcceleratorArray, Cluster, PrecisionRecipe, parse_cluster
 from phaze.json_records import from_document, to_document
-from phaze.question import Request, read_request
+from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
+from phaze.question import DEFAULT_MICRO_BATCH_SIZES, Question, QuestionOptions, ask
 from phaze.space import MOST_POINTS, from_description, from_points, load, paper, to_description
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["COMBINATIONS", "PROVABLE_SCHEDULES", "REFERENCE", "SearchQuestion", "question_of", "read_question"]
+__all__ = [
+    "COMBINATIONS",
+    "PROVABLE_SCHEDULES",
+    "REFERENCE",
+    "SearchOptions",
+    "SearchQuestion",
+    "ask_search",
+    "question_of",
+]
 
 REFERENCE = "tpuv4-paper"
 """Slices are chosen on it, and several models are compared by their ratios to it."""
@@ -43,7 +51,7 @@ class SearchQuestion:
     """
 
     names: tuple[str, ...]
-    requests: tuple[Request, ...]
+    questions: tuple[Question, ...]
     points: AcceleratorArray
     hbm_bytes: tuple[int, ...]
     schedules: tuple[PipelineSchedule, ...]
@@ -60,7 +68,7 @@ class SearchQuestion:
     @property
     def device_count(self) -> int:
         """Devices of the cluster that each accelerator would make."""
-        return self.requests[0].cluster.device_count
+        return self.questions[0].cluster.device_count
 
     @property
     def counts_energy(self) -> bool:
@@ -69,24 +77,24 @@ class SearchQuestion:
 
     def header(self) -> dict[str, object]:
         """What a journal keeps of the question; two questions with equal headers have equal answers."""
-        first = self.requests[0]
+        first = self.questions[0]
         return {
             "phaze": phaze.__version__,
-            "models": {name: one.graph_hash for name, one in zip(self.names, self.requests, strict=True)},
+            "models": {name: one.graph_hash for name, one in zip(self.names, self.questions, strict=True)},
             "space": to_description(self.points),
             "prices": sorted(first.prices or ()),
             "question": {
                 "devices": self.device_count,
                 "network": self.network,
                 "hbm_gib": [size / _GIB for size in self.hbm_bytes],
-                "micro_batch_sizes": list(first.micro_batch_sizes),
-                "tensor_widths": list(first.tensor_widths),
+                "micro_batch_size": list(first.micro_batch_sizes),
+                "tp": list(first.tp_degrees),
                 "global_batch_size": first.global_batch_size,
                 "precision": to_document(first.recipe),
                 "calibration": to_document(first.calibration),
                 "sequence_length": self.sequence_length,
                 "compatibility": "paper" if self.is_paper else None,
-                "schedules": [one.value for one in self.schedules],
+                "schedule": [kind.value for kind in self.schedules],
                 "objective": self.metric.value,
                 "weights": list(self.weights),
                 "combine": COMBINATIONS[self.takes_worst],
@@ -97,86 +105,119 @@ class SearchQuestion:
         }
 
 
-def read_question(
-    models: object,
-    inputs: object,
-    *,
-    devices: int,
-    space: object,
-    hbm_gib: Sequence[float],
-    micro_batch_sizes: Sequence[int],
-    global_batch_size: int,
-    tensor_widths: Sequence[int] | None = None,
-    network: str = "paper",
-    optimizer: str = "adamw",
-    precision: str | PrecisionRecipe = "bf16",
-    sequence_length: int | None = None,
-    schedules: Sequence[str] = PROVABLE_SCHEDULES,
-    compatibility: str | None = None,
-    objective: str = "throughput",
-    combine: str = "average",
-    weights: Sequence[float] | None = None,
-    front: bool = False,
-    calibration: Calibration | None = None,
-    gap: float = 0.01,
-    seed: int = 0,
-    plugins: PluginManager,
-) -> SearchQuestion:
+class SearchOptions(TypedDict, total=False):
+    """The keyword arguments of `phaze.search` that say what is searched; `devices` is needed, the others have defaults.
+
+    Attributes:
+        devices: accelerators to train on.
+        space: "paper" (the default), the path of a space's JSON file, or what phaze.space.paper() and .grid() give.
+        hbm_gib: memory sizes to try with each accelerator.
+        micro_batch_size: microbatch sizes to try.
+        tp: tensor-parallel degrees to try.
+        global_batch_size: sequences in one step.
+        network: how the devices are joined.
+        optimizer: "adamw", "adam" or "sgd".
+        precision: "bf16", "fp16", "fp32" or a recipe.
+        sequence_length: tokens in a sequence, instead of the models' own length.
+        schedule: pipeline schedules to try.
+        compatibility: "paper" counts as the paper does.
+        objective: what is made large: "throughput", "throughput-per-area" or "throughput-per-energy".
+        combine: how ratios of several models are joined: "average" or "worst".
+        weights: of the models in an average.
+        front: whether the whole front of throughput, area and energy is wanted.
+        calibration: how far the accelerators stay behind their ideal.
+        gap: how far from the proven optimum the answer may stay.
+        seed: draws the lines of a journal that `phaze verify` schedules again.
+    """
+
+    devices: int
+    space: AcceleratorArray | str
+    hbm_gib: float | Sequence[float]
+    micro_batch_size: int | Sequence[int] | None
+    tp: int | Sequence[int] | None
+    global_batch_size: int
+    network: str
+    optimizer: str
+    precision: str | PrecisionRecipe
+    sequence_length: int | None
+    schedule: Sequence[str]
+    compatibility: str | None
+    objective: str
+    combine: str
+    weights: Sequence[float] | None
+    front: bool
+    calibration: Calibration | None
+    gap: float
+    seed: int
+
+
+def ask_search(models: object, inputs: object, options: SearchOptions, plugins: PluginManager) -> SearchQuestion:
     """Check and settle the arguments of `search`; raises QuestionError naming the argument."""
+    unknown = [name for name in options if name not in SearchOptions.__annotations__]
+    if unknown or "devices" not in options:
+        wrong = f"unexpected keyword argument {unknown[0]!r}" if unknown else "devices is missing"
+        raise TypeError(f"{wrong}; expected some of {', '.join(SearchOptions.__annotations__)}.")
+    compatibility, objective = options.get("compatibility"), options.get("objective", "throughput")
+    combine, front = options.get("combine", "average"), bool(options.get("front", False))
+    devices, seed = options["devices"], options.get("seed", 0)
     if compatibility not in (None, "paper"):
         raise QuestionError(f"compatibility is {shown(compatibility)}; expected None or 'paper'.")
     if objective not in list(Metric):
         raise QuestionError(f"objective is {shown(objective)}; expected one of {', '.join(Metric)}.")
     if combine not in COMBINATIONS:
         raise QuestionError(f"combine is {shown(combine)}; expected one of {', '.join(COMBINATIONS)}.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise QuestionError(f"seed is {shown(seed)}; expected a whole number.")
     is_paper = compatibility == "paper"
     if is_paper and (front or objective == Metric.PER_ENERGY):
         raise QuestionError("the paper's counting has no energy; leave compatibility out, or ask for throughput.")
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise QuestionError(f"devices is {shown(devices)}; expected a whole number of at least 1.")
-    sizes = _memory_sizes(hbm_gib)
-    points = _points(space, sizes[-1])
+    network = options.get("network", "paper")
+    sizes = _memory_sizes(options.get("hbm_gib", (32, 64, 80)))
+    points = _points(options.get("space", "paper"), sizes[-1])
     cluster = parse_cluster(f"{REFERENCE}:{devices}@{network}", plugins)
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, hbm_bytes=sizes[-1]))
+    questions = _model_questions(models, inputs, options, cluster, plugins)
+    return SearchQuestion(
+        names=_told_apart([question.graph.name for question in questions]),
+        questions=questions,
+        points=points,
+        hbm_bytes=sizes,
+        schedules=_schedules(options.get("schedule", PROVABLE_SCHEDULES)),
+        is_paper=is_paper,
+        metric=Metric(objective),
+        weights=_weights(options.get("weights"), len(questions)),
+        takes_worst=combine == "worst",
+        wants_front=front,
+        gap=questions[0].gap,
+        seed=seed,
+        network=network,
+        sequence_length=options.get("sequence_length"),
+    )
+
+
+def _model_questions(
+    models: object, inputs: object, options: SearchOptions, cluster: Cluster, plugins: PluginManager
+) -> tuple[Question, ...]:
+    """The question of each model on the reference accelerator, for analysis."""
     given = list(models) if isinstance(models, list | tuple) else [models]
     if not given:
         raise QuestionError("models is empty; expected at least one model.")
-    requests = tuple(
-        read_request(
-            model,
-            one,
-            cluster=cluster,
-            global_batch_size=global_batch_size,
-            optimizer=optimizer,
-            precision=precision,
-            micro_batch_sizes=micro_batch_sizes,
-            tensor_widths=tensor_widths,
-            sequence_length=sequence_length,
-            target=None,
-            constraints=None,
-            calibration=calibration or IDEAL,
-            objective="throughput",
-            gap=gap,
-            seed=seed,
-            plugins=plugins,
-        )
-        for model, one in zip(given, _inputs(inputs, len(given)), strict=True)
-    )
-    return SearchQuestion(
-        names=_told_apart([request.graph.name for request in requests]),
-        requests=requests,
-        points=points,
-        hbm_bytes=sizes,
-        schedules=_schedules(schedules),
-        is_paper=is_paper,
-        metric=Metric(objective),
-        weights=_weights(weights, len(given)),
-        takes_worst=combine == "worst",
-        wants_front=bool(front),
-        gap=float(gap),
-        seed=seed,
-        network=network,
-        sequence_length=sequence_length,
+    shared: QuestionOptions = {
+        "cluster": cluster,
+        "global_batch_size": options.get("global_batch_size", 4096),
+        "optimizer": options.get("optimizer", "adamw"),
+        "precision": options.get("precision", "bf16"),
+        "micro_batch_size": options.get("micro_batch_size", DEFAULT_MICRO_BATCH_SIZES),
+        "tp": options.get("tp"),
+        "sequence_length": options.get("sequence_length"),
+        "target": None,
+        "calibration": options.get("calibration") or IDEAL,
+        "gap": options.get("gap", 0.01),
+    }
+    return tuple(
+        ask(model, example, shared, plugins) for model, example in zip(given, _inputs(inputs, len(given)), strict=True)
     )
 
 
@@ -197,9 +238,8 @@ def question_of(
         asked = dict(header["question"])
         asked["precision"] = from_document(PrecisionRecipe, asked["precision"], "question.precision")
         asked["calibration"] = from_document(Calibration, asked["calibration"], "question.calibration")
-        return read_question(
-            models, inputs, space=from_points(header["space"]), optimizer="adamw", plugins=plugins, **asked
-        )
+        asked["space"] = from_points(header["space"])
+        return ask_search(models, inputs, cast(SearchOptions, asked), plugins)
     except (KeyError, TypeError) as error:
         raise FormatError(f"the journal's first line lacks a part of its question: {error}.") from error
 
@@ -253,12 +293,12 @@ def _inputs(inputs: object, count: int) -> list[object]:
 
 def _schedules(schedules: object) -> tuple[PipelineSchedule, ...]:
     if isinstance(schedules, str) or not isinstance(schedules, Iterable):
-        raise QuestionError(f"schedules is {shown(schedules)}; expected some of {', '.join(PipelineSchedule)}.")
+        raise QuestionError(f"schedule is {shown(schedules)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
     found = list(schedules)
     for one in found:
-        if one not in list(PipelineSchedule):
-            raise QuestionError(f"schedules has {shown(one)}; expected some of {', '.join(PipelineSchedule)}.")
-    return tuple(kind for kind in PipelineSchedule if kind in found)
+        if one not in list(PIPELINE_SCHEDULES):
+            raise QuestionError(f"schedule has {shown(one)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
+    return tuple(kind for kind in PIPELINE_SCHEDULES if kind in found)
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:

@@ -63,7 +63,7 @@ class Knowledge:
         """The least of everything over a box; `seconds` by cell, instead of the box's own."""
         bounds = box.bounds_s if seconds is None else seconds
         joules = np.array([swept.rows.least_j[box.points].min() for swept in self.cells])
-        models = [self.cells_of(model) for model in range(len(self.question.requests))]
+        models = [self.cells_of(model) for model in range(len(self.question.questions))]
         return Facts(
             seconds=tuple(bounds[cells] for cells in models),
             joules=tuple(joules[cells] for cells in models),

@@ -15,25 +15,24 @@ from phaze.hardware import Accelerator
 from phaze.ir import SEARCHED_MODES, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.json_records import to_document
-from phaze.parallelism import degrees_of, read_limits
+from phaze.parallelism import Parallelism, read_strategy
 from phaze.place import (
     Bounded,
-    Effort,
     LayerProfile,
     Placement,
     PlacementProblem,
+    SearchEffort,
     bound_placement,
     find_placement,
     place_as_paper,
 )
 from phaze.place.model.placement_problem import ProfileKey
-from phaze.place.search.parallelism_table import Degrees
 from phaze.planner.plan_building import strategy_of
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate
 from phaze.profile.layer_passes import ProfileOptions, priced_pass
 from phaze.profile.model_profiles import layer_variants, profile_options, schedule_slices
-from phaze.question import Request
+from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer
 from phaze.shard import Axis, ShardedLayer, ShardedModel, slice_layer
 
@@ -66,7 +65,7 @@ class EvaluateTask:
     well be the best here, too: if so, it is found sooner.
     """
 
-    request: Request
+    model_question: Question
     accelerator: Accelerator
     cells: tuple[tuple[float, Cell], ...]
     cutoff_s: float
@@ -105,7 +104,7 @@ def bound_corner(task: BoundTask) -> float:
     if task.is_paper:
         found = place_as_paper(task.problem)
         return math.inf if found is None else min(found.time_s, task.cutoff_s)
-    effort = None if math.isinf(task.cutoff_s) else Effort()
+    effort = None if math.isinf(task.cutoff_s) else SearchEffort()
     return bound_placement(task.problem, cutoff_s=task.cutoff_s, effort=effort)
 
 
@@ -117,14 +116,14 @@ def schedule_rows(task: ScheduleTask) -> list[list[float]]:
             profiles = _paper_profiles(task.cell, accelerator, task.options)[1]
         else:
             profiles = dict(schedule_slices(_moved(task.cell.sharded, accelerator), task.options).profiles)
-        found.append([_bound_of(profiles, task.cell.width, key, name) for key, name in task.cell.numbers])
+        found.append([_bound_of(profiles, task.cell.tp, key, name) for key, name in task.cell.numbers])
     return found
 
 
-def _bound_of(profiles: Mapping[ProfileKey, LayerProfile], width: int, key: str, name: str) -> float:
+def _bound_of(profiles: Mapping[ProfileKey, LayerProfile], tp: int, key: str, name: str) -> float:
     """One number of a row."""
     mode = RecomputeMode(name) if name in list(RecomputeMode) else RecomputeMode.NONE
-    profile = profiles[key, width, mode]
+    profile = profiles[key, tp, mode]
     parts = {
         "forward": profile.forward_s,
         "to_inputs": profile.backward_input_s,
@@ -133,9 +132,9 @@ def _bound_of(profiles: Mapping[ProfileKey, LayerProfile], width: int, key: str,
     return float(parts.get(name, profile.recompute_s).bound[0]) * (1 - 1e-12)
 
 
-def schedule_options(request: Request) -> ProfileOptions:
+def schedule_options(model_question: Question) -> ProfileOptions:
     """How passes are scheduled: to half of the gap, which leaves the other half to placement."""
-    return profile_options(replace(request, gap=request.gap / 2))
+    return profile_options(replace(model_question, gap=model_question.gap / 2))
 
 
 def evaluate_point(task: EvaluateTask) -> Outcome:
@@ -143,7 +142,7 @@ def evaluate_point(task: EvaluateTask) -> Outcome:
     best = Outcome(time_s=None, bound_s=None)
     bound_s, cutoff_s, scheduled, placed = math.inf, task.cutoff_s, 0, 0
     for least_s, cell in sorted(task.cells, key=lambda pair: (pair[0], pair[1].name)):
-        if least_s >= cutoff_s * (1 - task.request.gap / 2):
+        if least_s >= cutoff_s * (1 - task.model_question.gap / 2):
             bound_s = min(bound_s, least_s)
             continue
         scheduled += 1
@@ -156,14 +155,16 @@ def evaluate_point(task: EvaluateTask) -> Outcome:
 
 
 def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
-    request = replace(task.request, cluster=replace(task.request.cluster, accelerator=task.accelerator))
-    slices = schedule_slices(_moved(cell.sharded, task.accelerator), schedule_options(request))
-    problem = replace(cell.problem, profiles=slices.profiles, cluster=request.cluster)
+    model_question = replace(
+        task.model_question, cluster=replace(task.model_question.cluster, accelerator=task.accelerator)
+    )
+    slices = schedule_slices(_moved(cell.sharded, task.accelerator), schedule_options(model_question))
+    problem = replace(cell.problem, profiles=slices.profiles, cluster=model_question.cluster)
     result = find_placement(
         problem,
         top=1,
         cutoff_s=cutoff_s,
-        gap=task.request.gap / 2,
+        gap=task.model_question.gap / 2,
         network=cell.network,
         likely=_degrees(task.likely, cell),
     )
@@ -175,7 +176,7 @@ def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
     return Outcome(
         time_s=result.best.time_s,
         bound_s=bound_s,
-        energy_j=step_energy(request, answer, 1.0)["total_j"],
+        energy_j=step_energy(model_question, answer, 1.0)["total_j"],
         strategy=_strategy(candidate, result.best),
         needed_bytes=max(memory.total_bytes for memory in result.best.memory),
         placed=1,
@@ -189,11 +190,13 @@ def _strategy(candidate: Candidate, placement: Placement) -> dict[str, object]:
     return {**strategy, "stages": [len(stage.layers) for stage in placement.stages]}
 
 
-def _degrees(strategy: Mapping[str, object], cell: Cell) -> Degrees | None:
+def _degrees(strategy: Mapping[str, object], cell: Cell) -> Parallelism | None:
     """Those of a strategy that is one of the cell's."""
-    if (strategy.get("micro_batch_size"), strategy.get("tp")) != (cell.micro_batch_size, cell.width):
+    if (strategy.get("micro_batch_size"), strategy.get("tp")) != (cell.micro_batch_size, cell.tp):
         return None
-    return degrees_of(read_limits(strategy))
+    fixed = read_strategy(strategy)
+    names = ("dp", "tp", "pp", "chunks", "zero", "schedule")
+    return Parallelism(**{name: fixed[name] for name in names})  # type: ignore[arg-type]
 
 
 def _moved(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
@@ -207,7 +210,7 @@ def _moved(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
 
 def _paper_outcome(task: EvaluateTask, cell: Cell) -> Outcome:
     """As the paper counts: its schedules, its placement; bounds are those of the schedules' bounds."""
-    values, bounds = _paper_profiles(cell, task.accelerator, schedule_options(task.request))
+    values, bounds = _paper_profiles(cell, task.accelerator, schedule_options(task.model_question))
     cluster = replace(cell.problem.cluster, accelerator=task.accelerator)
     problem = replace(cell.problem, profiles=values, cluster=cluster)
     found = place_as_paper(problem)
@@ -216,8 +219,8 @@ def _paper_outcome(task: EvaluateTask, cell: Cell) -> Outcome:
     least = place_as_paper(replace(problem, profiles=bounds))
     assert least is not None
     strategy = {
-        "dp": found.pipelines,
-        "tp": found.width,
+        "dp": found.dp,
+        "tp": found.tp,
         "pp": len(found.stages),
         "micro_batch_size": cell.micro_batch_size,
         "recompute": found.recompute,
@@ -246,14 +249,14 @@ def _paper_profiles(
     for side in (0, 1):
         found.append(
             {
-                (key, width, mode): replace(
+                (key, tp, mode): replace(
                     profile,
                     forward_s=Bounded.exact(times[key, "forward"][side]),
                     backward_input_s=Bounded.exact(times[key, "backward"][side]),
                     backward_weight_s=Bounded.exact(0.0),
                     recompute_s=Bounded.exact(times[key, mode.value][side]),
                 )
-                for (key, width, mode), profile in cell.problem.profiles.items()
+                for (key, tp, mode), profile in cell.problem.profiles.items()
             }
         )
     return found[0], found[1]

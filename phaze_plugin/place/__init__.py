@@ -1,7 +1,7 @@
 """Placement: stages, memory, pipeline schedules; the program over data x pipeline x tensor parallelism."""
 
 from phaze.place.memory.device_memory import DeviceMemory, Fit
-from phaze.place.memory.remedies import Infeasibility, Lever, LeverKind
+from phaze.place.memory.remedies import Infeasibility, Remedy, RemedyKind
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.paper.paper_problem import PaperInstance
 from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_paper, reconstruct
@@ -15,9 +15,8 @@ from phaze.place.search.best_placement import (
     paper_instance,
     place_as_paper,
 )
-from phaze.place.search.parallelism_search import Effort
-from phaze.place.search.parallelism_table import Degrees
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.parallelism_search import SearchEffort
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts
 from phaze.place.simulation.placement_assembly import evaluate_placement
 from phaze.place.simulation.timeline import Event, EventKind, Timeline
@@ -35,18 +34,13 @@ __all__ = [
     "Alternative",
     "BoundaryTensor",
     "Bounded",
-    "Degrees",
     "DeviceMemory",
-    "Effort",
     "Event",
     "EventKind",
     "Fit",
     "Flow",
-    "Ground",
     "Infeasibility",
     "LayerProfile",
-    "Lever",
-    "LeverKind",
     "PaperInstance",
     "PaperPlacement",
     "PaperResult",
@@ -57,7 +51,11 @@ __all__ = [
     "PlacementProblem",
     "PlacementResult",
     "PlacementStatus",
+    "PreparedProblem",
     "RecomputeMode",
+    "Remedy",
+    "RemedyKind",
+    "SearchEffort",
     "TimeParts",
     "Timeline",
     "bound_placement",

@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.interfaces import RunnableTarget, Target
+from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -65,7 +66,7 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
             found.append(f"a pipeline with schedule {schedule.value}")
         elif (schedule, chosen.zero) in capabilities.excluded_pairs:
             found.append(f"schedule {schedule.value} together with ZeRO stage {chosen.zero}")
-    if len({stage.tensor_width for stage in plan.stages}) > 1 and not capabilities.allows_mixed_widths:
+    if len({stage.tp for stage in plan.stages}) > 1 and not capabilities.allows_mixed_tp:
         found.append("stages of different tensor widths")
     used = {device for stage in plan.stages for device in stage.devices}
     if len(used) < plan.cluster.device_count and not capabilities.allows_idle_devices:
@@ -83,8 +84,8 @@ def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:
     """The target of this name. Raises PlanError where its libraries are missing, or where it cannot run this plan."""
     target = plugins.targets().get(name)
     if not plan.is_feasible:
-        levers = "; ".join(lever.text for lever in plan.levers) or "plan.explain() says more"
-        raise PlanError(f"this plan does not fit its devices and cannot run. What would fit: {levers}.")
+        remedies = "; ".join(remedy.text for remedy in plan.remedies) or "plan.explain() says more"
+        raise PlanError(f"this plan does not fit its devices and cannot run. What would fit: {remedies}.")
     missing = [library for library in target.libraries if importlib.util.find_spec(library) is None]
     if missing:
         raise PlanError(

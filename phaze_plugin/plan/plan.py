@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import phaze
 from phaze.cost import Calibration
-from phaze.errors import FormatError, PlanError
+from phaze.errors import FormatError
 from phaze.hardware import PrecisionRecipe
 from phaze.json_records import from_document, read_document, to_document, write_whole
+from phaze.parallelism import Parallelism
+from phaze.plugin_loading import installed_plugins
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:
@@ -25,31 +27,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT",
-    "UNEXPLAINED",
     "VERSION",
     "Change",
     "Hashes",
     "Layouts",
-    "Lever",
     "ModelFacts",
     "Plan",
     "PlanStatus",
     "Provenance",
-    "Question",
+    "QuestionFacts",
+    "Remedy",
     "RunFacts",
     "RunnerUp",
     "SplitDim",
     "Stage",
-    "Strategy",
     "TimeSplit",
-    "load_plan",
     "plan_from_document",
+    "read_plan",
 ]
 
 FORMAT = "phaze-plan"
-VERSION = 1
-UNEXPLAINED = "the explanation was interrupted"
-"""The note of a plan whose runners-up and changes were not all looked for."""
+VERSION = 2
 
 
 class PlanStatus(StrEnum):
@@ -59,25 +57,6 @@ class PlanStatus(StrEnum):
     WITHIN_GAP = "within the gap"
     INTERRUPTED = "interrupted"
     DOES_NOT_FIT = "does not fit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """How a batch is divided. The keys are those that `phaze.evaluate` takes.
-
-    `dp` pipelines of `pp` x `tp` devices; `schedule` is "none" for a single stage; `chunks` are stages per device;
-    `recompute` has one mode per stage.
-    """
-
-    dp: int
-    tp: int
-    pp: int
-    micro_batch_size: int
-    schedule: str
-    chunks: int
-    zero: int
-    sequence_parallel: bool
-    recompute: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +70,7 @@ class Stage:
     layers: tuple[str, ...]
     place: int
     chunk: int
-    tensor_width: int
+    tp: int
     devices: tuple[int, ...]
     recompute: str
     forward_s: float
@@ -144,18 +123,16 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class QuestionFacts:
     """What was asked, defaults settled; `strategy` is what the user fixed, as `phaze.evaluate` took it."""
 
     global_batch_size: int
-    micro_batch_sizes: tuple[int, ...]
-    tensor_widths: tuple[int, ...]
+    micro_batch_size: tuple[int, ...]
+    tp: tuple[int, ...]
     precision: PrecisionRecipe
     calibration: Calibration
     target: str | None
-    objective: str
     gap: float
-    seed: int
     constraints: tuple[LayoutConstraint, ...]
     strategy: Mapping[str, object]
 
@@ -195,7 +172,7 @@ class RunnerUp:
     """The best plan of another kind, and what it loses."""
 
     kind: str
-    strategy: Strategy | None
+    strategy: Parallelism | None
     step_time_s: float | None
     reason: str
 
@@ -209,7 +186,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class Remedy:
     """A change after which something fits: in words, and as the argument of `optimize` that makes it."""
 
     text: str
@@ -230,13 +207,14 @@ class Plan:
     """What `phaze.optimize` returns; see the module's words and those of its parts.
 
     `bound_s`: no plan for the chosen slices of layers is faster. `gap` is (step_time_s - bound_s) / step_time_s.
+    `is_explained` is False where an interruption left out runners-up or changes.
     """
 
     model: ModelFacts
     hardware: Mapping[str, object]
-    question: Question
+    question: QuestionFacts
     status: PlanStatus
-    strategy: Strategy
+    strategy: Parallelism
     stages: tuple[Stage, ...]
     layouts: Layouts
     step_time_s: float
@@ -252,7 +230,8 @@ class Plan:
     binds: tuple[str, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     changes: tuple[Change, ...] = ()
-    levers: tuple[Lever, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    is_explained: bool = True
     run: RunFacts = field(default_factory=RunFacts)
 
     @property
@@ -288,20 +267,18 @@ class Plan:
         `mesh` is a device mesh with axes dp, pp, tp of the plan's sizes; without one it is made. Raises PlanError for a
         plan that does not fit or is analysis only, and where the model is not the planned one or a library is missing.
         """
-        from phaze.hooks import PluginManager
         from phaze.plan.handover import apply_plan
 
-        return apply_plan(self, PluginManager.load(), model, mesh, loss_fn, options)
+        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, options)
 
     def export(self, target: str, model: object = None) -> Mapping[str, str]:
         """The plan for another tool: texts by file name. `phaze doctor` lists the targets.
 
         Raises UnknownNameError for an unknown target, PlanError for a plan that the target cannot run.
         """
-        from phaze.hooks import PluginManager
         from phaze.plan.handover import export_plan
 
-        return export_plan(self, PluginManager.load(), target, model)
+        return export_plan(self, installed_plugins(), target, model)
 
     def __str__(self) -> str:
         from phaze.report.plan_text import summary
@@ -332,35 +309,6 @@ def plan_from_document(document: object, where: str = "plan") -> Plan:
     return from_document(Plan, body, where)
 
 
-def load_plan(
-    path: str | os.PathLike[str],
-    model: object = None,
-    inputs: object = None,
-    *,
-    cluster: object = None,
-    reprice: bool = False,
-) -> Plan:
-    """The plan that `Plan.save` wrote.
-
-    With a `model` or a `cluster` it must still hold for them: a plan for another graph or other hardware is refused
-    with what differs, or with `reprice` its strategy is priced anew on what was given.
-
-    Raises FormatError for a damaged file, PlanError for a plan of something else.
-    """
-    plan = plan_from_document(read_document(path, "a saved plan"), os.fspath(path))
-    if model is None and cluster is None:
-        return plan
-    from phaze.verify.saved_plan import differences, priced_anew
-
-    found = differences(plan, model, inputs, cluster)
-    if found and reprice:
-        if model is None:
-            raise PlanError("a plan is priced anew on a model; pass a model as well.")
-        return priced_anew(plan, model, inputs, cluster)
-    if found:
-        listed = "\n  ".join(found)
-        raise PlanError(
-            f"{os.fspath(path)} is a plan for something else:\n  {listed}\n"
-            "Make a new plan, or pass reprice=True to price its strategy on what is given now."
-        )
-    return plan
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read the plan that `Plan.save` wrote; raises FormatError for a damaged file."""
+    return plan_from_document(read_document(path, "a saved plan"), os.fspath(path))

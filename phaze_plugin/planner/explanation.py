@@ -12,25 +12,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.ir import RecomputeMode
-from phaze.place import Effort, Ground, LeverKind, Placement, PlacementProblem
-from phaze.place.search.parallelism_search import search_degrees
+from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
+from phaze.place import Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
+from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement_assembly import assemble
-from phaze.plan.plan import Change, Lever, Plan, RunnerUp, Strategy
+from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.planner.plan_building import MEMORY_ITEMS, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
 from phaze.profile.model_profiles import profile_options, schedule_slices, slice_model
-from phaze.question import Request
+from phaze.question import Question
 from phaze.report.plan_text import seconds_text
-from phaze.shard import SequenceParallel
 
-__all__ = ["best_of", "binding", "changes", "levers", "runners_up", "unrestricted_s"]
+__all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
 
-_EFFORT = Effort(nodes=300, nodes_per_choice=60, choices=600)
+_EFFORT = SearchEffort(nodes=300, nodes_per_strategy=60, strategies=600)
 _GAP = 0.01
 _MOST = 4
 
@@ -70,9 +70,9 @@ class _Kind:
     """
 
     name: str
-    has: Callable[[Strategy], bool]
+    has: Callable[[Parallelism], bool]
     narrow: Callable[[PlacementProblem], PlacementProblem | None] = lambda problem: problem
-    includes: Callable[[int, int], bool] = lambda size, width: True
+    includes: Callable[[int, int], bool] = lambda size, tp: True
 
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
@@ -108,20 +108,20 @@ def _promising(answer: Answer) -> list[Candidate]:
 
 
 def _other_kinds(placement: Placement) -> Iterator[_Kind]:
-    degrees = placement.degrees
-    if degrees.devices > 1:
-        yield _Kind("no pipeline", lambda plan: plan.pp == 1, lambda problem: replace(problem, stage_counts=(1,)))
-        for schedule in PipelineSchedule:
-            if schedule is not degrees.schedule:
+    parallelism = placement.parallelism
+    if parallelism.pp > 1:
+        yield _Kind("no pipeline", lambda plan: plan.pp == 1, lambda problem: problem.choosing(pp=(1,)))
+        for schedule in PIPELINE_SCHEDULES:
+            if schedule is not parallelism.schedule:
                 yield _Kind(f"schedule {schedule}", _is_scheduled(schedule), _with_schedule(schedule))
     else:
         yield _Kind("a pipeline", lambda plan: plan.pp > 1, _with_stages)
-    if degrees.width > 1:
-        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda size, width: width == 1)
+    if parallelism.tp > 1:
+        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda size, tp: tp == 1)
     else:
-        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda size, width: width > 1)
-    if degrees.zero_stage:
-        yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: replace(problem, zero_stages=(0,)))
+        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda size, tp: tp > 1)
+    if parallelism.zero:
+        yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: problem.choosing(zero=(0,)))
     else:
         yield _Kind("ZeRO", lambda plan: plan.zero > 0, _with_zero)
     other, name = RecomputeMode.FULL, "full recompute"
@@ -130,32 +130,32 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     yield _Kind(
         name,
         lambda plan: set(plan.recompute) == {other.value},
-        lambda problem: replace(problem, recompute_modes=(other,)),
+        lambda problem: problem.choosing(recompute=(other,)),
     )
 
 
-def _is_scheduled(schedule: PipelineSchedule) -> Callable[[Strategy], bool]:
+def _is_scheduled(schedule: PipelineSchedule) -> Callable[[Parallelism], bool]:
     return lambda plan: plan.schedule == schedule.value
 
 
 def _with_schedule(schedule: PipelineSchedule) -> Callable[[PlacementProblem], PlacementProblem | None]:
     def narrow(problem: PlacementProblem) -> PlacementProblem | None:
-        if schedule not in problem.schedules or schedule not in problem.capabilities.schedules:
+        if schedule not in problem.choices.schedule or schedule not in problem.capabilities.schedules:
             return None
-        return _with_stages(replace(problem, schedules=(schedule,)))
+        return _with_stages(problem.choosing(schedule=(schedule,)))
 
     return narrow
 
 
 def _with_stages(problem: PlacementProblem) -> PlacementProblem | None:
     most = min(len(problem.graph.layers), problem.cluster.device_count)
-    allowed = range(2, most + 1) if problem.stage_counts is None else [n for n in problem.stage_counts if n > 1]
-    return replace(problem, stage_counts=tuple(allowed)) if len(allowed) else None
+    allowed = range(2, most + 1) if problem.choices.pp is None else [n for n in problem.choices.pp if n > 1]
+    return problem.choosing(pp=tuple(allowed)) if len(allowed) else None
 
 
 def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
-    stages = tuple(zero for zero in problem.zero_stages if zero and zero in problem.capabilities.zero_stages)
-    return replace(problem, zero_stages=stages) if stages else None
+    stages = tuple(zero for zero in problem.choices.zero if zero and zero in problem.capabilities.zero_stages)
+    return problem.choosing(zero=stages) if stages else None
 
 
 def _other_sizes(answer: Answer) -> Iterator[_Kind]:
@@ -169,7 +169,7 @@ def _of_size(wanted: int) -> _Kind:
     return _Kind(
         f"microbatch {wanted}",
         lambda plan: plan.micro_batch_size == wanted,
-        includes=lambda size, width: size == wanted,
+        includes=lambda size, tp: size == wanted,
     )
 
 
@@ -177,7 +177,7 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
     """The best plan of a kind, or why there is none; pruned slices count by their bound."""
     best: tuple[Candidate, Placement] | None = None
     is_proven = True
-    included = [one for one in _promising(answer) if kind.includes(one.slices.micro_batch_size, one.slices.width)]
+    included = [one for one in _promising(answer) if kind.includes(one.slices.micro_batch_size, one.slices.tp)]
     narrowed = [(one, problem) for one in included if (problem := kind.narrow(one.problem)) is not None]
     for candidate, problem in narrowed[:_MOST]:
         cutoff_s = math.inf if best is None else best[1].time_s
@@ -191,7 +191,7 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
     if best is not None:
         strategy = strategy_of(*best)
         return RunnerUp(kind=kind.name, strategy=strategy, step_time_s=best[1].time_s, reason="")
-    least = [one.least_s for one in answer.pruned if kind.includes(one.micro_batch_size, one.width)]
+    least = [one.least_s for one in answer.pruned if kind.includes(one.micro_batch_size, one.tp)]
     if least:
         reason = f"no such plan takes less than {seconds_text(min(least))}"
     elif not narrowed:
@@ -217,16 +217,16 @@ def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> 
 
 def _quick(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
     """A fast placement if one was found soon, and whether everything was looked at."""
-    ground = Ground.of(problem)
-    answer = search_degrees(ground, effort=_EFFORT, cutoff_s=cutoff_s, gap=_GAP)
+    prepared = PreparedProblem.of(problem)
+    answer = search_parallelisms(prepared, effort=_EFFORT, cutoff_s=cutoff_s, gap=_GAP)
     if not answer.found:
         return None, answer.bound_s >= cutoff_s
-    return assemble(ground, answer.found[0].degrees, answer.found[0].stages), True
+    return assemble(prepared, answer.found[0].parallelism, answer.found[0].stages), True
 
 
-def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...]:
+def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, ...]:
     """What twice the memory, twice the links' bandwidth or twice the devices would bring."""
-    cluster = request.cluster
+    cluster = question.cluster
     chip = cluster.accelerator
     larger = replace(cluster, accelerator=replace(chip, hbm_bytes=2 * chip.hbm_bytes))
     wanted = [
@@ -243,7 +243,7 @@ def changes(request: Request, answer: Answer, watch: Watch) -> tuple[Change, ...
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
-        found.append(_faster_links(request, answer))
+        found.append(_faster_links(question, answer))
     watch.step()
     return tuple(found)
 
@@ -256,14 +256,14 @@ def twice_the_devices(cluster: Cluster) -> Cluster:
     return Cluster(cluster.accelerator, 2 * cluster.device_count, levels)
 
 
-def _faster_links(request: Request, answer: Answer) -> Change:
-    cluster = request.cluster
+def _faster_links(question: Question, answer: Answer) -> Change:
+    cluster = question.cluster
     levels = tuple(replace(one, bandwidth_bytes_per_s=2 * one.bandwidth_bytes_per_s) for one in cluster.levels)
     faster = replace(cluster, levels=levels)
     slices = answer.candidate.slices
-    sequence = SequenceParallel.ON if any(slices.sharded.is_sequence_split) else SequenceParallel.FREE
-    model = slice_model(request, slices.graph, slices.width, sequence, faster)
-    problem = placement_problem(request, schedule_slices(model, profile_options(request, slices.modes)), faster)
+    is_split = any(slices.sharded.is_sequence_split) or None  # free where nothing was split
+    model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster)
+    problem = placement_problem(question, schedule_slices(model, profile_options(question, slices.modes)), faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 
@@ -285,22 +285,22 @@ def _cluster_value(cluster: Cluster, count: int) -> str:
     return repr(f"{name}:{count}") if is_plain else f"<{count} devices like these>"
 
 
-def levers(request: Request, answer: Answer) -> tuple[Lever, ...]:
+def remedies(question: Question, answer: Answer) -> tuple[Remedy, ...]:
     """Single changes after which something fits, as arguments of `optimize`."""
-    found: dict[str, Lever] = {}
+    found: dict[str, Remedy] = {}
     for candidate in answer.candidates:
         reasons = candidate.result.infeasibility
-        for lever in reasons.levers if reasons is not None else ():
-            cluster = lever.problem.cluster
-            if lever.kind is LeverKind.DEVICES:
-                value = _cluster_value(request.cluster, cluster.device_count)
-                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
-            elif lever.kind is LeverKind.HBM:
-                value = f"<{request.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
-                found.setdefault(lever.kind, Lever(text=lever.text, argument="cluster", value=value))
-            elif lever.kind is LeverKind.TENSOR_WIDTH:
+        for remedy in reasons.remedies if reasons is not None else ():
+            cluster = remedy.problem.cluster
+            if remedy.kind is RemedyKind.DEVICES:
+                value = _cluster_value(question.cluster, cluster.device_count)
+                found.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
+            elif remedy.kind is RemedyKind.HBM:
+                value = f"<{question.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
+                found.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
+            elif remedy.kind is RemedyKind.TP:
                 found.setdefault(
-                    lever.kind,
-                    Lever(text=lever.text, argument="tensor_widths", value=repr(lever.problem.tensor_widths)),
+                    remedy.kind,
+                    Remedy(text=remedy.text, argument="tp", value=repr(remedy.problem.choices.tp)),
                 )
     return tuple(found.values())

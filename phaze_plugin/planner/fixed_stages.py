@@ -1,4 +1,4 @@
-"""A strategy whose stages are given: every way to fill in what it leaves open is priced, and the fastest is taken.
+"""The price of a strategy whose stages the user gave: what it leaves open is filled in every way, the fastest wins.
 
 Where recompute is open, all stages have the same mode. The bound is that of the quickest of these ways, with the lower
 bounds of the layers' schedules for their times.
@@ -7,128 +7,172 @@ bounds of the layers' schedules for their times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import product
 
-from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlacementError, PlanError, ShardError
-from phaze.ir import Graph
-from phaze.parallelism import NO_SCHEDULE, Limits, degrees_of
-from phaze.place import Ground, Placement, PlacementProblem, PlacementResult, PlacementStatus, evaluate_placement
+from phaze.ir import Graph, RecomputeMode
+from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.place import (
+    Placement,
+    PlacementProblem,
+    PlacementResult,
+    PlacementStatus,
+    PreparedProblem,
+    evaluate_placement,
+)
 from phaze.place.memory.remedies import explain_infeasibility
 from phaze.planner.progress import Watch
-from phaze.planner.strategy_search import Answer, Candidate, graph_at, nearest_width, placement_problem
-from phaze.profile.model_profiles import Slices, profile_options, schedule_slices, slice_model
-from phaze.question import Request
+from phaze.planner.strategy_search import Answer, Candidate, graph_at, nearest_tp, placement_problem
+from phaze.profile.model_profiles import Slices, profile_options, profiled_modes, schedule_slices, slice_model
+from phaze.question import Question
 
-__all__ = ["priced"]
+__all__ = ["fixed_parallelism", "price_fixed_stages"]
 
 
-def priced(request: Request, limits: Limits, watch: Watch) -> Answer:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PricedStages:
+    """One way to fill in the strategy: its placement, whether it exceeds memory, and the bound under its time."""
+
+    is_over: bool
+    placement: Placement
+    bound_s: float
+    slices: Slices
+    prepared: PreparedProblem
+
+
+def price_fixed_stages(question: Question, watch: Watch) -> Answer:
     """The fastest strategy with these stages that fits; where none does, the fastest as if memory were no limit."""
-    sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
-    widths = request.tensor_widths if limits.tp is None else (limits.tp,)
-    watch.expect(len(sizes) * len(widths))
-    found: list[tuple[bool, float, float, Placement, Slices, Ground]] = []
+    sizes, degrees = question.micro_batch_sizes, question.tp_degrees
+    watch.expect(len(sizes) * len(degrees))
+    priced: list[_PricedStages] = []
     refused: dict[int, str] = {}
     unrunnable = ""
-    for size, width in product(sizes, widths):
-        watch.report(f"microbatch {size}: pricing stages sliced {width} ways")
+    for size, tp in product(sizes, degrees):
+        watch.report(f"microbatch {size}: pricing stages sliced {tp} ways")
         try:
-            model = slice_model(request, graph_at(request, size), width, limits.sequence)
+            model = slice_model(question, graph_at(question, size), tp)
         except ShardError as error:
-            refused[width] = str(error)
+            refused[tp] = str(error)
             continue
-        slices = schedule_slices(model, profile_options(request, limits.modes))
-        problem, cut = placement_problem(request, slices), _cut(slices.graph, limits)
-        ground = Ground.of(problem)
-        least = ground.with_bounds()
-        for filled in _filled(limits, problem, width):
-            modes = filled.recompute or ()
-            stages = [(layers, modes[index % len(modes)]) for index, layers in enumerate(cut)]
-            try:
-                placement = evaluate_placement(ground, degrees_of(filled), stages)
-                bound_s = evaluate_placement(least, degrees_of(filled), stages).time_s
-            except PlacementError as error:  # one of the ways to fill it in does not run
-                unrunnable = str(error)
-                continue
-            is_over = any(memory.total_bytes > problem.usable_bytes for memory in placement.memory)
-            found.append((is_over, placement.time_s, bound_s, placement, slices, ground))
+        slices = schedule_slices(model, profile_options(question, profiled_modes(question)))
+        try:
+            priced += _priced_ways(question, slices)
+        except PlacementError as error:  # none of the ways to fill it in runs
+            unrunnable = str(error)
         watch.step()
-    if not found:
-        is_sliced = len(refused) < len(widths)
-        raise PlanError(unrunnable or _nothing(request, limits, sizes[0], max(widths), {} if is_sliced else refused))
-    is_over, time_s, _, placement, slices, ground = min(found, key=lambda row: row[:2])
-    bound_s = min(time_s, *(row[2] for row in found if row[0] == is_over))
+    if not priced:
+        is_sliced = len(refused) < len(degrees)
+        raise PlanError(unrunnable or _nothing(question, sizes[0], max(degrees), {} if is_sliced else refused))
+    best = min(priced, key=lambda way: (way.is_over, way.placement.time_s))
+    bound_s = min(best.placement.time_s, *(way.bound_s for way in priced if way.is_over == best.is_over))
     result = PlacementResult(
-        status=PlacementStatus.INFEASIBLE if is_over else PlacementStatus.WITHIN,
-        best=None if is_over else placement,
+        status=PlacementStatus.INFEASIBLE if best.is_over else PlacementStatus.WITHIN,
+        best=None if best.is_over else best.placement,
         alternatives=(),
         bound_s=bound_s,
-        infeasibility=explain_infeasibility(ground) if is_over else None,
-        choices=len(found),
+        infeasibility=explain_infeasibility(best.prepared) if best.is_over else None,
+        strategies=len(priced),
         nodes=0,
-        simulated=len(found),
+        simulated=len(priced),
     )
-    candidate = Candidate(slices=slices, problem=ground.problem, result=result)
-    return Answer(placement=placement, candidate=candidate, candidates=(candidate,), refused=refused, bound_s=bound_s)
+    candidate = Candidate(slices=best.slices, problem=best.prepared.problem, result=result)
+    return Answer(
+        placement=best.placement, candidate=candidate, candidates=(candidate,), refused=refused, bound_s=bound_s
+    )
 
 
-def _cut(graph: Graph, limits: Limits) -> list[tuple[int, ...]]:
-    """Stages of so many layers each, in order."""
-    assert limits.stages is not None
-    layers = len(graph.layers)
-    if sum(limits.stages) != layers:
-        raise PlanError(f"strategy has stages of {sum(limits.stages)} layers; the model has {layers}.")
-    firsts = [sum(limits.stages[:index]) for index in range(len(limits.stages))]
-    return [tuple(range(first, first + count)) for first, count in zip(firsts, limits.stages, strict=True)]
+def _priced_ways(question: Question, slices: Slices) -> list[_PricedStages]:
+    """Every way to fill in the strategy on some slices; raises PlacementError where none of them runs."""
+    problem, cut = placement_problem(question, slices), _cut(slices.graph, question)
+    prepared = PreparedProblem.of(problem)
+    with_bounds = prepared.with_bounds()
+    priced: list[_PricedStages] = []
+    refusal: PlacementError | None = None
+    for parallelism, modes in _filled(question, problem, slices.tp):
+        stages = [(layers, modes[index % len(modes)]) for index, layers in enumerate(cut)]
+        try:
+            placement = evaluate_placement(prepared, parallelism, stages)
+            bound_s = evaluate_placement(with_bounds, parallelism, stages).time_s
+        except PlacementError as error:
+            refusal = error
+            continue
+        priced.append(
+            _PricedStages(
+                is_over=any(memory.total_bytes > problem.usable_bytes for memory in placement.memory),
+                placement=placement,
+                bound_s=bound_s,
+                slices=slices,
+                prepared=prepared,
+            )
+        )
+    if refusal is not None and not priced:
+        raise refusal
+    return priced
 
 
-def _filled(limits: Limits, problem: PlacementProblem, width: int) -> Iterator[Limits]:
-    """The limits with every choice of what they leave open that the target runs; what is given is kept."""
-    count = len(limits.stages or ())
-    modes = [(mode,) for mode in problem.recompute_modes] if limits.recompute is None else [limits.recompute]
+def _cut(graph: Graph, question: Question) -> list[tuple[int, ...]]:
+    """The layers of each stage, in order."""
+    counts, layers = question.choices.stages or (), len(graph.layers)
+    if sum(counts) != layers:
+        raise PlanError(f"strategy has stages of {sum(counts)} layers; the model has {layers}.")
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    return [tuple(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
+
+
+def fixed_parallelism(question: Question) -> Parallelism:
+    """The strategy of a question that leaves nothing open but sequence parallelism."""
+    names = ("dp", "tp", "pp", "chunks", "zero", "schedule", "micro_batch_size", "recompute")
+    return Parallelism(**{name: question.fixed[name] for name in names})  # type: ignore[arg-type]
+
+
+def _filled(
+    question: Question, problem: PlacementProblem, tp: int
+) -> Iterator[tuple[Parallelism, tuple[RecomputeMode, ...]]]:
+    """Every strategy that the target runs and that keeps what is given, with its recompute modes."""
+    fixed, count = question.fixed, len(question.choices.stages or ())
+    given_modes = fixed.get("recompute")
+    modes = [(mode,) for mode in problem.choices.recompute] if given_modes is None else [given_modes]
     for chunks in (number for number in range(1, count + 1) if count % number == 0):
         pp = count // chunks
-        if limits.pp not in (None, pp) or limits.chunks not in (None, chunks):
+        if fixed.get("pp", pp) != pp or fixed.get("chunks", chunks) != chunks:
             continue
-        most = problem.cluster.device_count // (pp * width)
+        most = problem.cluster.device_count // (pp * tp)
         copies = [dp for dp in range(1, most + 1) if problem.micro_batches % dp == 0]
-        for dp in copies if limits.dp is None else [limits.dp] if limits.dp <= most else []:
-            for schedule, zero in _orders(limits, problem, pp, chunks, dp):
+        if question.choices.dp is not None:
+            copies = [dp for dp in question.choices.dp if dp <= most]
+        for dp in copies:
+            for schedule, zero in _schedules_and_zero(question, problem, pp, chunks, dp):
                 for recompute in modes:
-                    yield replace(
-                        limits,
-                        dp=dp,
-                        tp=width,
-                        pp=pp,
-                        chunks=chunks,
-                        schedule=schedule,
-                        zero=zero,
-                        recompute=recompute,
-                    )
+                    assert isinstance(recompute, tuple)
+                    yield Parallelism(dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule, zero=zero), recompute
 
 
-def _orders(limits: Limits, problem: PlacementProblem, pp: int, chunks: int, dp: int) -> Iterator[tuple[str, int]]:
-    """Schedules and ZeRO stages."""
-    capabilities = problem.capabilities
-    kinds: list[str] = [NO_SCHEDULE] if pp == 1 else sorted(capabilities.schedules)
+def _schedules_and_zero(
+    question: Question, problem: PlacementProblem, pp: int, chunks: int, dp: int
+) -> Iterator[tuple[PipelineSchedule, int]]:
+    """Schedules and ZeRO stages to try with so many devices, chunks and pipelines."""
+    fixed, capabilities = question.fixed, problem.capabilities
+    schedules = [PipelineSchedule.NONE] if pp == 1 else sorted(capabilities.schedules)
     zeros = sorted(capabilities.zero_stages) if dp > 1 else [0]
-    kinds = kinds if limits.schedule is None else [limits.schedule]
-    zeros = zeros if limits.zero is None else [limits.zero]
-    for kind, zero in product(kinds, zeros):
-        if (kind == NO_SCHEDULE) != (pp == 1) or (kind == PipelineSchedule.INTERLEAVED) != (chunks > 1):
+    if "schedule" in fixed:
+        schedules = [PipelineSchedule(str(fixed["schedule"]))]
+    if "zero" in fixed:
+        zeros = [int(str(fixed["zero"]))]
+    for schedule, zero in product(schedules, zeros):
+        is_single = schedule is PipelineSchedule.NONE
+        if is_single != (pp == 1) or (schedule is PipelineSchedule.INTERLEAVED) != (chunks > 1):
             continue
-        is_given = limits.zero is not None or limits.schedule is not None or kind == NO_SCHEDULE
-        if is_given or capabilities.supports(PipelineSchedule(kind), zero):
-            yield kind, zero
+        is_given = fixed.keys() & {"zero", "schedule"} or is_single
+        if is_given or capabilities.supports(schedule, zero):
+            yield schedule, zero
 
 
-def _nothing(request: Request, limits: Limits, size: int, width: int, refused: dict[int, str]) -> str:
+def _nothing(question: Question, size: int, tp: int, refused: dict[int, str]) -> str:
+    """Why there is no strategy with these stages."""
     if refused:
-        offer = nearest_width(request, size, width, limits.sequence)
-        return f"the model cannot be sliced as asked. {' '.join(refused.values())}{offer}"
+        return f"the model cannot be sliced as asked. {' '.join(refused.values())}{nearest_tp(question, size, tp)}"
     return (
-        f"no strategy has {len(limits.stages or ())} stages as asked on {request.cluster.device_count} devices under "
-        f"target {request.target}; leave out stages, or what is fixed beside them."
+        f"no strategy has {len(question.choices.stages or ())} stages as asked on {question.cluster.device_count} "
+        f"devices under target {question.target}; leave out stages, or what is fixed beside them."
     )

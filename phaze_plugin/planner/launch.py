@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import phaze
 from phaze.errors import FormatError, PlanError
 from phaze.json_records import to_document
-from phaze.plan.plan import Plan, PlanStatus, RunFacts, load_plan, plan_from_document
-from phaze.planner.plan_building import question_of
-from phaze.question import Request, content_hash
+from phaze.plan.plan import Plan, PlanStatus, RunFacts, plan_from_document, read_plan
+from phaze.planner.plan_building import question_facts
+from phaze.question import Question, content_hash
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -34,25 +34,25 @@ def active_world(plugins: PluginManager) -> World | None:
     return None
 
 
-def plan_together(world: World, ask: Callable[[], Request], answer: Callable[[Request], Plan]) -> Plan:
+def plan_together(world: World, ask: Callable[[], Question], answer: Callable[[Question], Plan]) -> Plan:
     """The plan of rank 0 on every rank.
 
     Raises on every rank what was raised on one: there as it was, elsewhere as a PlanError that names the rank; and
     PlanError where ranks ask for different things.
     """
-    request, error, report = None, None, {}
+    question, error, report = None, None, {}
     try:
-        request = ask()
-        report = _asked(request)
+        question = ask()
+        report = _asked(question)
     except Exception as failure:
         error, report = failure, {"error": f"{type(failure).__name__}: {failure}"}
     _raise_together(error, reports := _gather(world, report))
     _check_equal(reports)
-    assert request is not None
+    assert question is not None
     found: dict[str, Any] = {}
     if world.rank() == 0:
         try:
-            found = {"plan": json.loads(_answered(request, answer).to_json())}
+            found = {"plan": json.loads(_answered(question, answer).to_json())}
         except Exception as failure:
             error, found = failure, {"error": f"{type(failure).__name__}: {failure}"}
     _raise_together(error, answers := _gather(world, found))
@@ -71,13 +71,13 @@ def _raise_together(error: Exception | None, reports: Sequence[dict[str, Any]]) 
             raise PlanError(f"rank {rank} failed, so no rank has a plan. There: {report['error']}")
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _asked(question: Question) -> dict[str, Any]:
     """What all ranks must agree on."""
     return {
-        "graph": request.graph_hash,
-        "hardware": request.hardware_hash,
-        "question": json.dumps(to_document(question_of(request, {})), sort_keys=True),
-        "model": f"{request.graph.name}, {request.graph.parameter_count:,} parameters",
+        "graph": question.graph_hash,
+        "hardware": question.hardware_hash,
+        "question": json.dumps(to_document(question_facts(question)), sort_keys=True),
+        "model": f"{question.graph.name}, {question.graph.parameter_count:,} parameters",
     }
 
 
@@ -91,13 +91,13 @@ def _check_equal(reports: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def _answered(request: Request, answer: Callable[[Request], Plan]) -> Plan:
+def _answered(question: Question, answer: Callable[[Question], Plan]) -> Plan:
     """From the cache, or anew and kept unless interrupted; a cache that cannot be read or written is passed over."""
-    path = cache_path(request)
+    path = cache_path(question)
     try:
-        return replace(load_plan(path), run=RunFacts(is_cached=True))
+        return replace(read_plan(path), run=RunFacts(is_cached=True))
     except FormatError:
-        plan = answer(request)
+        plan = answer(question)
     if plan.status is PlanStatus.INTERRUPTED:
         return plan
     try:
@@ -109,9 +109,9 @@ def _answered(request: Request, answer: Callable[[Request], Plan]) -> Plan:
     return plan
 
 
-def cache_path(request: Request) -> Path:
+def cache_path(question: Question) -> Path:
     """Where the plan of a question is kept."""
     from platformdirs import user_cache_path
 
-    content = json.dumps({**_asked(request), "version": phaze.__version__}, sort_keys=True)
+    content = json.dumps({**_asked(question), "version": phaze.__version__}, sort_keys=True)
     return user_cache_path("phaze") / "plans" / f"{content_hash(content)}.json"

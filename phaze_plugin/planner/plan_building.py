@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import replace
 
 import phaze
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir.layers import Boundary
 from phaze.json_records import from_document, to_document
-from phaze.parallelism import NO_SCHEDULE
+from phaze.parallelism import Parallelism
 from phaze.place import DeviceMemory, Fit, Placement
 from phaze.plan.plan import (
     Hashes,
@@ -18,45 +18,45 @@ from phaze.plan.plan import (
     Plan,
     PlanStatus,
     Provenance,
-    Question,
+    QuestionFacts,
     SplitDim,
     Stage,
-    Strategy,
     TimeSplit,
 )
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate, step_flops
 from phaze.profile.model_profiles import Slices
-from phaze.question import Request, content_hash, tokens_per_sample
+from phaze.question import Question, content_hash, tokens_per_sample
 from phaze.shard import Layout, ShardedModel
 
-__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_of", "strategy_of"]
+__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_facts", "strategy_of"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 PROVEN_GAP = 0.01
 _EQUAL = 1e-9
 
 
-def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) -> Plan:
-    """The plan of an answer; `asked` is the strategy that the user fixed."""
+def build_plan(question: Question, answer: Answer) -> Plan:
+    """The plan of an answer to a question."""
     placement = answer.placement
-    tokens = tokens_per_sample(request.graph)
+    tokens = tokens_per_sample(question.graph)
     seconds = placement.time_s
-    samples_per_s = request.global_batch_size / seconds
+    samples_per_s = question.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
     gap = (seconds - bound_s) / seconds
-    question = from_document(Question, to_document(question_of(request, asked)), "question")
-    peak = request.cluster.accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
+    # A plan keeps what its JSON keeps, so that a saved plan equals the one in memory.
+    facts = from_document(QuestionFacts, to_document(question_facts(question)), "question")
+    peak = question.cluster.accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count
     return Plan(
         model=ModelFacts(
-            name=request.graph.name,
-            parameter_count=request.graph.parameter_count,
-            layers=len(request.graph.layers),
+            name=question.graph.name,
+            parameter_count=question.graph.parameter_count,
+            layers=len(question.graph.layers),
             tokens_per_sample=tokens,
-            matmul_flops_per_sample=step_flops(request) / request.global_batch_size,
+            matmul_flops_per_sample=step_flops(question) / question.global_batch_size,
         ),
-        hardware=to_document(cluster_to_json(request.cluster)),
-        question=question,
+        hardware=to_document(cluster_to_json(question.cluster)),
+        question=facts,
         status=_status(answer, gap),
         strategy=strategy_of(answer.candidate, placement),
         stages=_stages(answer),
@@ -65,34 +65,32 @@ def build_plan(request: Request, answer: Answer, asked: Mapping[str, object]) ->
         step_time_parts=time_split(answer),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens,
-        mfu=step_flops(request) / seconds / peak,
-        energy=step_energy(request, answer, float(request.global_batch_size * tokens)),
+        mfu=step_flops(question) / seconds / peak,
+        energy=step_energy(question, answer, float(question.global_batch_size * tokens)),
         bound_s=bound_s,
         gap=gap,
-        provenance=_provenance(request, answer),
+        provenance=_provenance(question, answer),
         hashes=Hashes(
-            graph=request.graph_hash,
-            hardware=request.hardware_hash,
-            question=content_hash(json.dumps(to_document(question), sort_keys=True)),
+            graph=question.graph_hash,
+            hardware=question.hardware_hash,
+            question=content_hash(json.dumps(to_document(facts), sort_keys=True)),
             version=phaze.__version__,
         ),
     )
 
 
-def question_of(request: Request, asked: Mapping[str, object]) -> Question:
+def question_facts(question: Question) -> QuestionFacts:
     """What was asked, as a plan keeps it."""
-    return Question(
-        global_batch_size=request.global_batch_size,
-        micro_batch_sizes=request.micro_batch_sizes,
-        tensor_widths=request.tensor_widths,
-        precision=request.recipe,
-        calibration=request.calibration,
-        target=request.target.name,
-        objective=request.objective,
-        gap=request.gap,
-        seed=request.seed,
-        constraints=request.constraints,
-        strategy=to_document(asked),
+    return QuestionFacts(
+        global_batch_size=question.global_batch_size,
+        micro_batch_size=question.micro_batch_sizes,
+        tp=question.tp_degrees,
+        precision=question.recipe,
+        calibration=question.calibration,
+        target=question.target.name,
+        gap=question.gap,
+        constraints=question.constraints,
+        strategy=to_document(question.strategy),
     )
 
 
@@ -104,20 +102,13 @@ def _status(answer: Answer, gap: float) -> PlanStatus:
     return PlanStatus.OPTIMAL if gap <= _EQUAL else PlanStatus.WITHIN_GAP
 
 
-def strategy_of(candidate: Candidate, placement: Placement) -> Strategy:
-    """A placement's strategy under the names that users know."""
-    degrees = placement.degrees
-    sharded = candidate.slices.sharded
-    return Strategy(
-        dp=degrees.pipelines,
-        tp=degrees.width,
-        pp=degrees.devices,
+def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:
+    """A placement's complete strategy: what was searched, and what its slices and stages add."""
+    return replace(
+        placement.parallelism,
         micro_batch_size=candidate.slices.micro_batch_size,
-        schedule=NO_SCHEDULE if degrees.schedule is None else degrees.schedule.value,
-        chunks=degrees.chunks,
-        zero=degrees.zero_stage,
-        sequence_parallel=any(sharded.is_sequence_split),
-        recompute=tuple(stage.recompute.value for stage in placement.stages),
+        sequence_parallel=any(candidate.slices.sharded.is_sequence_split),
+        recompute=tuple(stage.recompute for stage in placement.stages),
     )
 
 
@@ -129,7 +120,7 @@ def _stages(answer: Answer) -> tuple[Stage, ...]:
             layers=tuple(layers[layer].name for layer in stage.layers),
             place=stage.device,
             chunk=stage.chunk,
-            tensor_width=stage.width,
+            tp=stage.tp,
             devices=ranks[stage.device],
             recompute=stage.recompute.value,
             forward_s=stage.forward_s,
@@ -145,8 +136,8 @@ def _ranks(placement: Placement) -> list[tuple[int, ...]]:
     """The ranks of each place: stages one after the other, in each the copies, in each the tensor-parallel devices."""
     found, first = [], 0
     for place in range(len(placement.memory)):
-        width = max(stage.width for stage in placement.stages if stage.device == place)
-        count = placement.degrees.pipelines * width
+        tp = max(stage.tp for stage in placement.stages if stage.device == place)
+        count = placement.parallelism.dp * tp
         found.append(tuple(range(first, first + count)))
         first += count
     return found
@@ -163,7 +154,7 @@ def _layouts(answer: Answer) -> Layouts:
     """What is split; stages that take one device hold their tensors whole."""
     placement, slices = answer.placement, answer.candidate.slices
     model = slices.sharded
-    wide = {layer for stage in placement.stages if stage.width > 1 for layer in stage.layers}
+    wide = {layer for stage in placement.stages if stage.tp > 1 for layer in stage.layers}
     parameters: dict[str, tuple[SplitDim, ...]] = {}
     boundaries: dict[str, tuple[SplitDim, ...]] = {}
     for layer in slices.graph.layers:
@@ -215,7 +206,7 @@ def time_split(answer: Answer) -> TimeSplit:
     )
 
 
-def _provenance(request: Request, answer: Answer) -> Provenance:
+def _provenance(question: Question, answer: Answer) -> Provenance:
     reports = [
         one
         for candidate in answer.candidates
@@ -224,18 +215,18 @@ def _provenance(request: Request, answer: Answer) -> Provenance:
         if one.ops
     ]
     proven = sum(one.time_s - one.bound_s <= PROVEN_GAP * one.time_s * (1 + _EQUAL) for one in reports)
-    coverage = request.graph.coverage()
-    refused = [f"tensor width {width} is left out: {reason}" for width, reason in answer.refused.items()]
+    coverage = question.graph.coverage()
+    refused = [f"tp {tp} is left out: {reason}" for tp, reason in answer.refused.items()]
     return Provenance(
-        prices=request.calibration.name,
-        target=str(request.target),
+        prices=question.calibration.name,
+        target=str(question.target),
         method="integer program per layer, exact schedule per pass, placement by bounded search, event simulation",
         schedules=len(reports),
         schedules_proven=proven,
         coverage_flops=coverage.flops_share,
         coverage_bytes=coverage.bytes_share,
         unrestricted_step_time_s=None,
-        notes=(*request.notes, *request.target.notes, *refused, *_marginal(answer)),
+        notes=(*question.notes, *question.target.notes, *refused, *_marginal(answer)),
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from phaze.errors import shown
-from phaze.plan.plan import Plan, Strategy
+from phaze.parallelism import Parallelism
+from phaze.plan.plan import Plan
 from phaze.report.plan_text import seconds_text
 
 __all__ = ["Comparison", "compare"]
@@ -39,9 +40,7 @@ class Comparison:
         cells = [("", "first", "second", "second against first")]
         cells += [(row.name, row.first, row.second, row.difference) for row in self.rows]
         widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
+        lines = ["  ".join(cell.ljust(tp) for cell, tp in zip(row, widths, strict=True)).rstrip() for row in cells]
         return "\n".join([*lines, f"the second plan's throughput is {self.speedup:.4g} times the first one's"])
 
 
@@ -54,7 +53,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
         if not isinstance(plan, Plan):
             raise TypeError(f"compare got {shown(plan)}; expected two plans, such as phaze.load_plan gives.")
     rows = [Row(name, read(first), read(second), "") for name, read in _FACTS.items() if read(first) != read(second)]
-    for name in (field.name for field in fields(Strategy)):
+    for name in (field.name for field in fields(Parallelism)):
         one, other = (_words(getattr(plan.strategy, name)) for plan in (first, second))
         if one != other:
             rows.append(Row(name, one, other, ""))

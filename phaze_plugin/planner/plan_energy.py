@@ -14,36 +14,36 @@ from phaze.cost import price_works, update_work
 from phaze.hardware import AcceleratorArray, energy_model
 from phaze.place import Flow, PlacedStage
 from phaze.planner.strategy_search import Answer
-from phaze.question import Request
+from phaze.question import Question
 
 __all__ = ["step_energy"]
 
 
-def step_energy(request: Request, answer: Answer, tokens: float) -> dict[str, float]:
+def step_energy(question: Question, answer: Answer, tokens: float) -> dict[str, float]:
     """Joules by item, in all, and per token."""
     placement, model = answer.placement, energy_model()
     compute = links = update = sent = 0.0
     batches = float(answer.candidate.problem.micro_batches)
     for stage in placement.stages:
         passes = list(_passes(answer, stage))
-        compute += stage.width * batches * sum(energy for energy, _ in passes)
-        links += stage.width * batches * sum(energy for _, energy in passes)
+        compute += stage.tp * batches * sum(energy for energy, _ in passes)
+        links += stage.tp * batches * sum(energy for _, energy in passes)
         parameters = sum(
-            answer.candidate.problem.profile(layer, placement.degrees.width, stage.recompute).parameters
+            answer.candidate.problem.profile(layer, placement.parallelism.tp, stage.recompute).parameters
             for layer in stage.layers
         )
-        copies = placement.degrees.pipelines
-        shards = copies if placement.degrees.zero_stage else 1
-        update += stage.width * copies / shards * parameters * _update_j_per_parameter(request)
-        sent += stage.width * _sent_over_copies(request, answer, parameters)
-        sent += stage.width * batches * 2 * _received_bytes(answer, stage)
-    sent += _sent_of_spread(request, answer)
-    power = float(model.static_power_w(AcceleratorArray.of([request.cluster.accelerator]))[0])
+        copies = placement.parallelism.dp
+        shards = copies if placement.parallelism.zero else 1
+        update += stage.tp * copies / shards * parameters * _update_j_per_parameter(question)
+        sent += stage.tp * _sent_over_copies(question, answer, parameters)
+        sent += stage.tp * batches * 2 * _received_bytes(answer, stage)
+    sent += _sent_of_spread(question, answer)
+    power = float(model.static_power_w(AcceleratorArray.of([question.cluster.accelerator]))[0])
     items = {
         "compute_j": compute,
         "communication_j": links + sent * model.link_j_per_byte,
         "update_j": update,
-        "static_j": power * request.cluster.device_count * placement.time_s,
+        "static_j": power * question.cluster.device_count * placement.time_s,
     }
     total = sum(items.values())
     return {**items, "total_j": total, "per_token_j": total / tokens}
@@ -57,21 +57,21 @@ def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]
             yield one.energy_j, one.link_energy_j
 
 
-def _update_j_per_parameter(request: Request) -> float:
+def _update_j_per_parameter(question: Question) -> float:
     probe = 1 << 30
     estimate = price_works(
-        [update_work(request.recipe, probe, stack=request.calibration.stack)], request.cluster.accelerator
+        [update_work(question.recipe, probe, stack=question.calibration.stack)], question.cluster.accelerator
     )
     return float(estimate.spread_energy_j[0, 0]) / probe
 
 
-def _sent_over_copies(request: Request, answer: Answer, parameters: float) -> float:
+def _sent_over_copies(question: Question, answer: Answer, parameters: float) -> float:
     """Bytes that all copies of one device of a stage send for gradients and gathered parameters, in one step."""
-    degrees, recipe = answer.placement.degrees, request.recipe
-    copies, batches = degrees.pipelines, float(answer.candidate.problem.micro_batches)
+    parallelism, recipe = answer.placement.parallelism, question.recipe
+    copies, batches = parallelism.dp, float(answer.candidate.problem.micro_batches)
     gradient, weight = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters
     once = copies - 1.0  # a ring sends (copies - 1) / copies of the tensor from each of the copies
-    match degrees.zero_stage:
+    match parallelism.zero:
         case 0:
             return once * 2 * gradient
         case 1:
@@ -82,24 +82,25 @@ def _sent_over_copies(request: Request, answer: Answer, parameters: float) -> fl
             return once * batches / copies * (gradient + 2 * weight)
 
 
-def _sent_of_spread(request: Request, answer: Answer) -> float:
+def _sent_of_spread(question: Question, answer: Answer) -> float:
     """Bytes that all devices send for parameters which stages hold in parts, gathered and scattered once."""
-    problem, degrees = answer.candidate.problem, answer.placement.degrees
-    if degrees.devices == 1:
+    problem, parallelism = answer.candidate.problem, answer.placement.parallelism
+    if parallelism.pp == 1:
         return 0.0
     profiles = [
-        problem.profile(layer, degrees.width, problem.recompute_modes[0]) for layer in range(len(problem.graph.layers))
+        problem.profile(layer, parallelism.tp, problem.choices.recompute[0])
+        for layer in range(len(problem.graph.layers))
     ]
     parameters = sum(
         one.parameters for one, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
     )
-    each = (request.recipe.parameter_bytes + request.recipe.reduction_bytes) * parameters
-    return degrees.width * degrees.pipelines * (degrees.devices - 1) * each
+    each = (question.recipe.parameter_bytes + question.recipe.reduction_bytes) * parameters
+    return parallelism.tp * parallelism.dp * (parallelism.pp - 1) * each
 
 
 def _received_bytes(answer: Answer, stage: PlacedStage) -> float:
     """Bytes that one device of a stage receives for one forward."""
-    problem, width = answer.candidate.problem, answer.placement.degrees.width
+    problem, tp = answer.candidate.problem, answer.placement.parallelism.tp
     first = min(stage.layers)
     own = set(stage.layers)
 
@@ -108,7 +109,7 @@ def _received_bytes(answer: Answer, stage: PlacedStage) -> float:
         return flow.producer not in own and flow.producer < first and bool(later)
 
     return sum(
-        problem.profile(flow.producer, width, stage.recompute).outputs[flow.output].size_bytes
+        problem.profile(flow.producer, tp, stage.recompute).outputs[flow.output].size_bytes
         for flow in problem.graph.flows
         if crosses(flow)
     )

@@ -17,23 +17,29 @@ from dataclasses import dataclass, field, replace
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster, cast_graph
 from phaze.ir import Graph, Phase
-from phaze.parallelism import Limits
+from phaze.parallelism import Choices
 from phaze.place import (
-    Effort,
-    Ground,
     Placement,
     PlacementProblem,
     PlacementResult,
     PlacementStatus,
+    PreparedProblem,
+    SearchEffort,
     find_placement,
 )
-from phaze.place.search.parallelism_search import search_degrees
+from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement_assembly import assemble
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
-from phaze.profile.model_profiles import Slices, least_step_s, profile_options, schedule_slices, slice_model
-from phaze.question import Request
-from phaze.shard import SequenceParallel
+from phaze.profile.model_profiles import (
+    Slices,
+    least_step_s,
+    profile_options,
+    profiled_modes,
+    schedule_slices,
+    slice_model,
+)
+from phaze.question import Question
 
 __all__ = [
     "Answer",
@@ -42,12 +48,13 @@ __all__ = [
     "choose",
     "graph_at",
     "least_time_s",
-    "nearest_width",
+    "narrowed_problem",
+    "nearest_tp",
     "placement_problem",
     "step_flops",
 ]
 
-_POLISH = Effort(nodes=60, nodes_per_choice=30, choices=20)
+_POLISH = SearchEffort(nodes=60, nodes_per_strategy=30, strategies=20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +71,7 @@ class Pruned:
     """A microbatch size and tensor width of which no plan takes less than so many seconds."""
 
     micro_batch_size: int
-    width: int
+    tp: int
     least_s: float
 
 
@@ -93,8 +100,7 @@ class Answer:
 class _Search:
     """What is known so far."""
 
-    request: Request
-    limits: Limits
+    question: Question
     watch: Watch
     options: ProfileOptions
     candidates: list[Candidate] = field(default_factory=list)
@@ -106,26 +112,26 @@ class _Search:
         """The least time so far."""
         return min((one.result.best.time_s for one in self.candidates if one.result.best), default=math.inf)
 
-    def look_at(self, graph: Graph, width: int) -> None:
+    def look_at(self, graph: Graph, tp: int) -> None:
         """Slice, bound, schedule and place one size and width."""
-        request, size = self.request, graph.micro_batch_size
-        self.watch.report(f"microbatch {size}: slicing layers {width} ways")
+        question, size = self.question, graph.micro_batch_size
+        self.watch.report(f"microbatch {size}: slicing layers {tp} ways")
         try:
-            model = slice_model(request, graph, width, self.limits.sequence)
+            model = slice_model(question, graph, tp)
         except ShardError as error:
-            self.refused[width] = str(error)
+            self.refused[tp] = str(error)
             return
         best_s = self.best_s
         if best_s < math.inf:
-            least_s = least_step_s(request, model, self.options)
-            if least_s >= best_s * (1 - request.gap / 2):
-                self.pruned.append(Pruned(size, width, least_s))
+            least_s = least_step_s(question, model, self.options)
+            if least_s >= best_s * (1 - question.gap / 2):
+                self.pruned.append(Pruned(size, tp, least_s))
                 return
-        self.watch.report(f"microbatch {size}: scheduling layers sliced {width} ways")
+        self.watch.report(f"microbatch {size}: scheduling layers sliced {tp} ways")
         slices = schedule_slices(model, self.options)
-        self.watch.report(f"microbatch {size}: placing layers sliced {width} ways")
-        problem = self.limits.narrow(placement_problem(request, slices))
-        result = find_placement(problem, top=1, cutoff_s=best_s, gap=request.gap / 2)
+        self.watch.report(f"microbatch {size}: placing layers sliced {tp} ways")
+        problem = narrowed_problem(question, slices)
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=question.gap / 2)
         self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
         if result.best is not None:
             self.watch.best_step_time_s = result.best.time_s
@@ -136,30 +142,29 @@ class _Search:
             best_s = self.best_s
             if best_s == math.inf or candidate.result.bound_s >= best_s:
                 continue
-            ground = Ground.of(candidate.problem)
-            found = search_degrees(ground, effort=_POLISH, cutoff_s=best_s).found
+            prepared = PreparedProblem.of(candidate.problem)
+            found = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).found
             if found:
-                placement = assemble(ground, found[0].degrees, found[0].stages)
+                placement = assemble(prepared, found[0].parallelism, found[0].stages)
                 result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
                 self.candidates[index] = replace(candidate, result=result)
                 self.watch.best_step_time_s = placement.time_s
 
 
-def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
-    """Look at every microbatch size and tensor width within the limits.
+def choose(question: Question, watch: Watch) -> Answer:
+    """Look at every microbatch size and tp that may be chosen.
 
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
-    sizes = limits.sizes(request.micro_batch_sizes, request.global_batch_size)
-    widths = [width for width in request.tensor_widths if limits.tp in (None, width)]
+    sizes, degrees = question.micro_batch_sizes, question.tp_degrees
     watch.best_step_time_s = None
-    watch.expect(len(sizes) * len(widths))
-    search = _Search(request=request, limits=limits, watch=watch, options=profile_options(request, limits.modes))
+    watch.expect(len(sizes) * len(degrees))
+    search = _Search(question=question, watch=watch, options=profile_options(question, profiled_modes(question)))
     is_interrupted = False
     try:
-        for graph in (graph_at(request, size) for size in sizes):
-            for width in widths:
-                search.look_at(graph, width)
+        for graph in (graph_at(question, size) for size in sizes):
+            for tp in degrees:
+                search.look_at(graph, tp)
                 watch.step()
         watch.report("looking for what is a little better")
         search.polish()
@@ -168,51 +173,64 @@ def choose(request: Request, limits: Limits, watch: Watch) -> Answer:
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise PlanError(
-                f"nothing was found within {watch.time_limit_s} s; allow more time, or fewer microbatch sizes and "
-                "tensor widths."
+                f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of "
+                "micro_batch_size and tp."
             ) from error
         is_interrupted = True
     if not search.candidates:
-        offer = nearest_width(request, sizes[0], max(widths), limits.sequence)
+        offer = nearest_tp(question, sizes[0], max(degrees))
         raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
     answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
     bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
     if is_interrupted:
-        bounds.append(least_time_s(request))
+        bounds.append(least_time_s(question))
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
 
 
-def nearest_width(request: Request, size: int, width: int, sequence: SequenceParallel) -> str:
-    """The largest smaller tensor width that slices the model and divides the devices, as an offer."""
-    for smaller in range(width - 1, 0, -1):
-        if request.cluster.device_count % smaller:
+def nearest_tp(question: Question, size: int, tp: int) -> str:
+    """The largest smaller tp that slices the model and divides the devices, as an offer."""
+    for smaller in range(tp - 1, 0, -1):
+        if question.cluster.device_count % smaller:
             continue
         try:
-            slice_model(request, graph_at(request, size), smaller, sequence)
+            slice_model(question, graph_at(question, size), smaller)
         except ShardError:
             continue
-        return f" The nearest width that runs is {smaller}: tensor_widths=({smaller},), or tp={smaller} in a strategy."
+        return f" The nearest tp that runs is {smaller}: tp={smaller}."
     return ""
 
 
-def graph_at(request: Request, size: int) -> Graph:
+def graph_at(question: Question, size: int) -> Graph:
     """The model at a microbatch size, in the types of the precision recipe."""
-    return cast_graph(request.graph.with_micro_batch(size), request.recipe)
+    return cast_graph(question.graph.with_micro_batch(size), question.recipe)
 
 
-def placement_problem(request: Request, slices: Slices, cluster: Cluster | None = None) -> PlacementProblem:
+def placement_problem(question: Question, slices: Slices, cluster: Cluster | None = None) -> PlacementProblem:
     """The placement problem of some slices, on the request's cluster or another one."""
     return PlacementProblem(
         graph=slices.placement,
         profiles=slices.profiles,
-        cluster=cluster or request.cluster,
-        micro_batches=request.global_batch_size // slices.micro_batch_size,
-        recipe=request.recipe,
-        capabilities=request.capabilities,
-        recompute_modes=slices.modes,
-        memory_margin=request.calibration.margin,
-        calibration=request.calibration,
+        cluster=cluster or question.cluster,
+        micro_batches=question.global_batch_size // slices.micro_batch_size,
+        recipe=question.recipe,
+        capabilities=question.capabilities,
+        choices=Choices(recompute=slices.modes),
+        memory_margin=question.calibration.margin,
+        calibration=question.calibration,
     )
+
+
+def narrowed_problem(question: Question, slices: Slices) -> PlacementProblem:
+    """The placement problem of some slices within what the question allows.
+
+    A strategy that fixes tp fixes it for every stage, and one that fixes dp, tp or pp may leave devices idle.
+    """
+    fixed, capabilities = question.fixed, question.capabilities
+    if "tp" in fixed:
+        capabilities = replace(capabilities, allows_mixed_tp=False)
+    if fixed.keys() & {"dp", "tp", "pp"}:
+        capabilities = replace(capabilities, allows_idle_devices=True)
+    return replace(placement_problem(question, slices), choices=question.choices, capabilities=capabilities)
 
 
 def _best(candidates: Sequence[Candidate]) -> Answer:
@@ -242,16 +260,16 @@ def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement
     return best, placement
 
 
-def step_flops(request: Request) -> float:
+def step_flops(question: Question) -> float:
     """Matrix flops of one step: forward and backward of the whole batch, nothing recomputed."""
-    graph = request.graph
+    graph = question.graph
     once = graph.matmul_flops(Phase.FORWARD) + graph.matmul_flops(Phase.BACKWARD)
-    return once / graph.micro_batch_size * request.global_batch_size
+    return once / graph.micro_batch_size * question.global_batch_size
 
 
-def least_time_s(request: Request) -> float:
+def least_time_s(question: Question) -> float:
     """What no plan beats: the matrix products at peak on all devices."""
-    accelerator = request.cluster.accelerator
-    return step_flops(request) / (
-        accelerator.peak_flops_per_s(request.recipe.compute_dtype) * request.cluster.device_count
+    accelerator = question.cluster.accelerator
+    return step_flops(question) / (
+        accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count
     )

@@ -26,7 +26,7 @@ from phaze.profile.layer_passes import (
     placement_graph,
     profile_and_report,
 )
-from phaze.question import Request
+from phaze.question import Question
 from phaze.shard import (
     Axis,
     SequenceParallel,
@@ -45,6 +45,7 @@ __all__ = [
     "layer_variants",
     "least_step_s",
     "profile_options",
+    "profiled_modes",
     "recomputed_keys",
     "repeated_layers",
     "schedule_slices",
@@ -81,41 +82,52 @@ class Slices:
         return self.graph.micro_batch_size
 
     @property
-    def width(self) -> int:
+    def tp(self) -> int:
         """Devices that share a layer."""
         return self.sharded.axis.tp
 
     def report(self, layer: int, mode: RecomputeMode) -> LayerReport:
         """The passes of one layer of the graph."""
-        return self.reports[self.placement.layers[layer].key, self.width, mode]
+        return self.reports[self.placement.layers[layer].key, self.tp, mode]
 
 
-def profile_options(request: Request, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
+def profile_options(question: Question, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
     """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
     return ProfileOptions(
-        gap=request.gap,
-        work=None if request.gap == 0.0 else _WORK,
-        prices=request.prices,
-        gradient_bytes=request.recipe.gradient_bytes,
+        gap=question.gap,
+        work=None if question.gap == 0.0 else _WORK,
+        prices=question.prices,
+        gradient_bytes=question.recipe.gradient_bytes,
         modes=modes,
-        trims_recompute=request.capabilities.trims_recompute,
+        trims_recompute=question.capabilities.trims_recompute,
     )
 
 
+def profiled_modes(question: Question) -> tuple[RecomputeMode, ...]:
+    """Recompute modes to profile: those that are searched anyway, and those that a strategy asks for."""
+    asked = question.choices.recompute
+    return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in asked)
+
+
 def slice_model(
-    request: Request,
+    question: Question,
     graph: Graph,
-    width: int,
-    sequence_parallel: SequenceParallel = SequenceParallel.FREE,
+    tp: int,
+    *,
+    sequence_parallel: bool | None = None,
     cluster: Cluster | None = None,
 ) -> ShardedModel:
-    """Layouts of every layer, each distinct one solved once; raises ShardError where the width is impossible."""
-    axis = Axis(cluster or request.cluster, width, request.calibration)
-    if width > 1:
+    """Layouts of every layer, each distinct one solved once.
+
+    Whether sequences are split between layers is what the question says, unless `sequence_parallel` says otherwise.
+    Raises ShardError where the model cannot be sliced so many ways.
+    """
+    axis = Axis(cluster or question.cluster, tp, question.calibration)
+    if tp > 1:
         options = ShardOptions(
-            sequence_parallel=_runnable(request, graph, width, sequence_parallel),
-            constraints=request.constraints,
-            may_stride_parameters=request.capabilities.allows_strided_parameters,
+            sequence_parallel=_runnable(question, graph, tp, sequence_parallel),
+            constraints=question.constraints,
+            may_stride_parameters=question.capabilities.allows_strided_parameters,
         )
         return shard_model(graph, axis, options)
     whole = {
@@ -130,23 +142,25 @@ def slice_model(
     )
 
 
-def _runnable(request: Request, graph: Graph, width: int, wanted: SequenceParallel) -> SequenceParallel:
+def _runnable(question: Question, graph: Graph, tp: int, asked: bool | None) -> SequenceParallel:
     """Off where the target splits sequences only evenly and these are not divided; ShardError where it must be on."""
-    odd = [length for length in sequence_lengths(graph) if length % width]
-    if request.capabilities.allows_uneven_sequences or not odd:
+    asked = question.choices.sequence_parallel if asked is None else asked
+    wanted = SequenceParallel.FREE if asked is None else SequenceParallel.ON if asked else SequenceParallel.OFF
+    odd = [length for length in sequence_lengths(graph) if length % tp]
+    if question.capabilities.allows_uneven_sequences or not odd:
         return wanted
     if wanted is SequenceParallel.ON:
         raise ShardError(
-            f"a sequence of {odd[0]} cannot be split evenly {width} ways, as target {request.target} does it; leave "
+            f"a sequence of {odd[0]} cannot be split evenly {tp} ways, as target {question.target} does it; leave "
             "sequence_parallel out, or train on lengths that the width divides."
         )
     return SequenceParallel.OFF
 
 
-def least_step_s(request: Request, model: ShardedModel, options: ProfileOptions) -> float:
+def least_step_s(question: Question, model: ShardedModel, options: ProfileOptions) -> float:
     """What no plan of these slices beats."""
     once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
-    batches = request.global_batch_size // model.graph.micro_batch_size
+    batches = question.global_batch_size // model.graph.micro_batch_size
     devices = model.axis.cluster.device_count // model.axis.tp
     return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
 

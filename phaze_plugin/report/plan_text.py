@@ -7,7 +7,8 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, Strategy
+from phaze.parallelism import Parallelism
+from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage
 
 __all__ = ["explanation", "seconds_text", "strategy_text", "summary", "summary_html", "verdict"]
 
@@ -51,7 +52,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def strategy_text(strategy: Strategy) -> str:
+def strategy_text(strategy: Parallelism) -> str:
     """One line: degrees first, then what they do."""
     modes = list(dict.fromkeys(strategy.recompute))
     recompute = (
@@ -161,7 +162,7 @@ def explanation(plan: Plan) -> str:
     lines = [*_paragraph("", f"{plan.model.name}: {strategy_text(plan.strategy)}, {verdict(plan)}."), ""]
     sections = (
         ("what binds", plan.binds),
-        ("would fit", [f"{lever.text}: optimize(..., {lever.argument}={lever.value})" for lever in plan.levers]),
+        ("would fit", [f"{remedy.text}: optimize(..., {remedy.argument}={remedy.value})" for remedy in plan.remedies]),
         ("the best of other kinds", [_runner_up_text(plan, other) for other in plan.runners_up]),
         ("other hardware", [_change_text(plan, change.text, change.step_time_s) for change in plan.changes]),
         ("how the numbers were obtained", _provenance(plan)),

@@ -149,8 +149,8 @@ class PlainCosts:
     """Stage costs of one choice of width, pipelines, ZeRO stage and depth, layer by layer."""
 
     problem: PlacementProblem
-    width: int
-    pipelines: int
+    tp: int
+    dp: int
     zero: int
     devices: int
     split: bool
@@ -164,7 +164,7 @@ class PlainCosts:
         order = sorted(layers)
         profiles = {layer: self._profile(layer, mode) for layer in order}
         sliced = any(profile.is_tensor_parallel for profile in profiles.values())
-        devices = self.width if sliced or not self.mixed else 1
+        devices = self.tp if sliced or not self.mixed else 1
         cut_in, cut_out = self._cut(before), self._cut(before | layers)
         receive, returned = self._transfer(before), self._transfer(before | layers)
         total = {
@@ -192,18 +192,18 @@ class PlainCosts:
         return result
 
     def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
-        return self.problem.profile(layer, self.width, mode or self.problem.recompute_modes[0])
+        return self.problem.profile(layer, self.tp, mode or self.problem.choices.recompute[0])
 
     def _price(self, collective: Collective, size: float, stride: int) -> float:
         """Over the copies of a stage."""
-        if self.pipelines == 1 or size <= 0:
+        if self.dp == 1 or size <= 0:
             return 0.0
         key = (collective, size, stride)
         if key not in self.known:
             cluster = self.problem.cluster
-            used = self.pipelines * self.width * self.devices
+            used = self.dp * self.tp * self.devices
             part = Cluster(cluster.accelerator, used, self._levels(used))
-            self.known[key] = self._seconds(collective, size, part, self.pipelines, stride)
+            self.known[key] = self._seconds(collective, size, part, self.dp, stride)
         return self.known[key]
 
     def _seconds(
@@ -227,7 +227,7 @@ class PlainCosts:
             return 0.0
         key = (collective, size, members, "between")
         if key not in self.known:
-            cluster, stride = self.problem.cluster, self.pipelines * self.width
+            cluster, stride = self.problem.cluster, self.dp * self.tp
             used = stride * self.devices
             far = cluster.levels[-1]
             if used <= math.prod(level.size for level in cluster.levels):
@@ -242,12 +242,12 @@ class PlainCosts:
         """Seconds of what crosses a cut: sent by every device, or in parts that are gathered behind."""
         size, whole = self._cut(placed), self._cut(placed, only_whole=True)
         alone = self._between(Collective.POINT_TO_POINT, size, 2)
-        if self.devices == 1 or self.width == 1 or whole <= 0:
+        if self.devices == 1 or self.tp == 1 or whole <= 0:
             return alone
-        used = self.pipelines * self.width * self.devices
+        used = self.dp * self.tp * self.devices
         part = Cluster(self.problem.cluster.accelerator, used, self._levels(used))
-        gather = self._seconds(Collective.ALL_GATHER, whole, part, self.width)
-        return min(alone, self._between(Collective.POINT_TO_POINT, size - whole + whole / self.width, 2) + gather)
+        gather = self._seconds(Collective.ALL_GATHER, whole, part, self.tp)
+        return min(alone, self._between(Collective.POINT_TO_POINT, size - whole + whole / self.tp, 2) + gather)
 
     def _cut(self, placed: set[int], *, only_whole: bool = False) -> float:
         """Bytes of tensors (or only of whole ones) made before a cut and read behind it."""
@@ -279,7 +279,7 @@ class PlainCosts:
             if here < members and not spread:
                 result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
         parameters = self._parameters(order)
-        result.finish = parameters * self._update_s() / (self.pipelines if self.zero >= 1 else 1)
+        result.finish = parameters * self._update_s() / (self.dp if self.zero >= 1 else 1)
         if self.zero in (1, 2):
             result.finish += self._price(Collective.ALL_GATHER, parameters * recipe.parameter_bytes, devices)
 
@@ -344,7 +344,7 @@ class PlainCosts:
         profiles: dict[int, LayerProfile],
         received: float,
     ) -> None:
-        recipe, d = self.problem.recipe, self.pipelines
+        recipe, d = self.problem.recipe, self.dp
         parameters = self._parameters(order)
         frozen = sum(profile.frozen_bytes for profile in profiles.values())
         result.held = {

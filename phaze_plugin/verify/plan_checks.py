@@ -14,19 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import phaze
-from phaze.ir import RecomputeMode
 from phaze.json_records import to_document
-from phaze.parallelism import Limits, degrees_of, limits_of, read_limits
-from phaze.plan.plan import UNEXPLAINED, Plan, PlanStatus
-from phaze.planner.fixed_stages import priced
+from phaze.parallelism import PipelineSchedule
+from phaze.plan.plan import Plan, PlanStatus
+from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.plan_building import MEMORY_ITEMS, build_plan
+from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
-from phaze.question import Request
+from phaze.plugin_loading import installed_plugins
+from phaze.question import Question
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
-from phaze.verify.saved_plan import differences, request_of
+from phaze.verify.saved_plan import differences, question_for
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
 
 __all__ = ["Finding", "check_plan"]
 
@@ -42,8 +47,9 @@ _SEARCHED = (
     "binds",
     "runners_up",
     "changes",
-    "levers",
+    "remedies",
     "provenance",
+    "is_explained",
 )
 """What an interrupted search leaves different."""
 
@@ -58,40 +64,46 @@ class Finding:
     holds: bool
 
 
-def check_plan(plan: Plan, model: object, inputs: object = None, *, watch: Watch | None = None) -> list[Finding]:
+def check_plan(
+    plan: Plan,
+    model: object,
+    inputs: object = None,
+    *,
+    plugins: PluginManager | None = None,
+    watch: Watch | None = None,
+) -> list[Finding]:
     """Everything that was checked, in order; a plan is good if every finding holds."""
-    watch = watch or Watch()
-    findings = list(_belonging(plan, model, inputs))
+    watch, plugins = watch or Watch(), plugins or installed_plugins()
+    findings = list(_belonging(plan, model, inputs, plugins))
     if not all(finding.holds for finding in findings):
         return findings
-    request = request_of(plan, model, inputs)
+    question = question_for(plan, model, inputs, plugins)
     watch.report("pricing the strategy a second time")
-    limits = limits_of(plan)
-    answer = priced(request, limits, watch)
-    findings += _plain_checks(plan, answer, limits)
-    findings += _asked_again(plan, request, answer, watch)
+    answer = price_fixed_stages(question.with_strategy(_whole_strategy(plan)), watch)
+    findings += _plain_checks(plan, answer)
+    findings += _asked_again(plan, question, answer, watch)
     return findings
 
 
-def _belonging(plan: Plan, model: object, inputs: object) -> Iterator[Finding]:
-    found = differences(plan, model, inputs, None)
+def _belonging(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Iterator[Finding]:
+    found = differences(plan, model, inputs, None, plugins)
     yield Finding("the plan is for this model", plan.model.name, "; ".join(found) or "the same graph", not found)
     now = phaze.__version__
     yield Finding("it was made by this version", plan.hashes.version, now, plan.hashes.version == now)
 
 
-def _plain_checks(plan: Plan, answer: Answer, limits: Limits) -> Iterator[Finding]:
+def _plain_checks(plan: Plan, answer: Answer) -> Iterator[Finding]:
     """Time and memory by the plain code."""
-    degrees = degrees_of(limits)
+    parallelism = plan.strategy
     problem = answer.candidate.problem
-    name = "1f1b" if degrees.schedule is None else degrees.schedule.value
-    mixed = problem.capabilities.allows_mixed_widths and degrees.chunks == 1
+    name = "1f1b" if parallelism.schedule is PipelineSchedule.NONE else parallelism.schedule.value
+    mixed = problem.capabilities.allows_mixed_tp and parallelism.chunks == 1
     costs = PlainCosts(
-        problem, degrees.width, degrees.pipelines, degrees.zero_stage, degrees.devices, name == "zero-bubble", mixed
+        problem, parallelism.tp, parallelism.dp, parallelism.zero, parallelism.pp, name == "zero-bubble", mixed
     )
-    stages = _plain_stages(costs, limits)
-    rounds = -(-problem.micro_batches // degrees.pipelines)
-    step = plain_simulation(name, degrees.devices, rounds, stages)
+    stages = _plain_stages(costs, plan)
+    rounds = -(-problem.micro_batches // parallelism.dp)
+    step = plain_simulation(name, parallelism.pp, rounds, stages)
     yield _number("step time, simulated plainly", plan.step_time_s, step)
     parts = plan.step_time_parts
     total = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.update_s
@@ -101,11 +113,11 @@ def _plain_checks(plan: Plan, answer: Answer, limits: Limits) -> Iterator[Findin
         yield _number(f"stage {index}: forward", claimed.forward_s, stage.forward)
         yield _number(f"stage {index}: backward", claimed.backward_s, stage.backward + stage.weight)
     is_fitting = True
-    for place in range(degrees.devices):
-        chunks = [stages[chunk * degrees.devices + place] for chunk in range(degrees.chunks)]
+    for place in range(parallelism.pp):
+        chunks = [stages[chunk * parallelism.pp + place] for chunk in range(parallelism.chunks)]
         flights = [
-            plain_in_flight(name, degrees.devices, rounds, degrees.chunks, place, chunk)
-            for chunk in range(degrees.chunks)
+            plain_in_flight(name, parallelism.pp, rounds, parallelism.chunks, place, chunk)
+            for chunk in range(parallelism.chunks)
         ]
         items = _plain_memory(chunks, flights)
         is_fitting &= sum(items.values()) <= problem.usable_bytes
@@ -115,14 +127,20 @@ def _plain_checks(plan: Plan, answer: Answer, limits: Limits) -> Iterator[Findin
     yield Finding("feasibility", str(plan.is_feasible), str(is_fitting), plan.is_feasible == is_fitting)
 
 
-def _plain_stages(costs: PlainCosts, limits: Limits) -> list[PlainStage]:
+def _plain_stages(costs: PlainCosts, plan: Plan) -> list[PlainStage]:
     stages, first = [], 0
-    for index, count in enumerate(limits.stages or ()):
-        modes = limits.recompute or (RecomputeMode.NONE,)
-        mode = modes[index] if len(modes) > 1 else modes[0]
+    for stage, mode in zip(plan.stages, plan.strategy.recompute, strict=True):
+        count = len(stage.layers)
         stages.append(costs.stage(set(range(first)), set(range(first, first + count)), mode))
         first += count
     return stages
+
+
+def _whole_strategy(plan: Plan) -> dict[str, object]:
+    """A strategy that leaves nothing but this plan; whether sequences are split is as open as when it was made."""
+    strategy = {**to_document(plan.strategy), "stages": [len(stage.layers) for stage in plan.stages]}
+    strategy["sequence_parallel"] = plan.question.strategy.get("sequence_parallel")
+    return strategy
 
 
 def _plain_memory(chunks: Sequence[PlainStage], flights: Sequence[int]) -> dict[str, float]:
@@ -136,17 +154,15 @@ def _plain_memory(chunks: Sequence[PlainStage], flights: Sequence[int]) -> dict[
     }
 
 
-def _asked_again(plan: Plan, request: Request, answer: Answer, watch: Watch) -> Iterator[Finding]:
+def _asked_again(plan: Plan, question: Question, answer: Answer, watch: Watch) -> Iterator[Finding]:
     """Every number of the plan against that of the question asked again."""
     left_out: tuple[str, ...] = ("run",)
     if plan.status is PlanStatus.INTERRUPTED:
-        again, left_out = build_plan(request, answer, {}), _SEARCHED
+        again, left_out = build_plan(question, answer), _SEARCHED
     else:
-        from phaze.planner.planning import plan_within
-
-        again = plan_within(request, read_limits(dict(plan.question.strategy)), plan.question.strategy, watch)
-        if UNEXPLAINED in plan.provenance.notes:
-            left_out = ("run", "runners_up", "changes", "provenance")
+        again = plan_for(question.with_strategy(plan.question.strategy), watch)
+        if not plan.is_explained:
+            left_out = ("run", "runners_up", "changes", "provenance", "is_explained")
     claimed, found = (_leaves(one, left_out) for one in (plan, again))
     wrong = [name for name in dict.fromkeys((*claimed, *found)) if not _is_equal(claimed.get(name), found.get(name))]
     yield Finding("every number, asked again", f"{len(claimed)} values", f"{len(wrong)} differ", not wrong)

@@ -1,66 +1,113 @@
-"""Whether a plan still holds for a model and a cluster, and its strategy priced anew where it does not."""
+"""`phaze.load_plan`: whether a saved plan still holds for a model and a cluster; if not, its strategy priced anew."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from phaze.errors import PlanError
+from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
+from phaze.ir.backward import derive_backward
 from phaze.json_records import to_document
-from phaze.parallelism import read_limits
-from phaze.plan.plan import Plan
+from phaze.model_import import import_with_plugins
+from phaze.plan.plan import Plan, read_plan
+from phaze.planner.explanation import binding
+from phaze.planner.fixed_stages import price_fixed_stages
+from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
-from phaze.question import Request, read_request, tokens_per_sample
+from phaze.plugin_loading import installed_plugins
+from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster, tokens_per_sample
 
-__all__ = ["differences", "priced_anew", "request_of"]
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+
+__all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for"]
 
 
-def request_of(plan: Plan, model: object, inputs: object, cluster: object = None) -> Request:
+def load_plan(
+    path: str | os.PathLike[str],
+    model: object = None,
+    inputs: object = None,
+    *,
+    cluster: str | Cluster | None = None,
+    reprice: bool = False,
+    plugins: PluginManager | None = None,
+) -> Plan:
+    """Load the plan that `Plan.save` wrote.
+
+    With a `model` or a `cluster` it must still hold for them: a plan for another graph or other hardware is refused
+    with what differs, or with `reprice` its strategy is priced anew on what was given.
+
+    Raises FormatError for a damaged file, PlanError for a plan of something else.
+    """
+    plan = read_plan(path)
+    if model is None and cluster is None:
+        return plan
+    plugins = plugins or installed_plugins()
+    differing = differences(plan, model, inputs, cluster, plugins)
+    if differing and reprice:
+        if model is None:
+            raise PlanError("a plan is priced anew on a model; pass a model as well.")
+        return priced_anew(plan, model, inputs, cluster, plugins)
+    if differing:
+        listed = "\n  ".join(differing)
+        raise PlanError(
+            f"{os.fspath(path)} is a plan for something else:\n  {listed}\n"
+            "Make a new plan, or pass reprice=True to price its strategy on what is given now."
+        )
+    return plan
+
+
+def question_for(
+    plan: Plan, model: object, inputs: object, plugins: PluginManager, cluster: str | Cluster | None = None
+) -> Question:
     """The question that a plan answers, asked of a model and a cluster (the plan's own ones where None)."""
-    from phaze.hooks import PluginManager
-
-    question = plan.question
-    return read_request(
-        model,
-        inputs,
-        cluster=plan.cluster if cluster is None else cluster,
-        global_batch_size=question.global_batch_size,
-        optimizer="adamw",
-        precision=question.precision,
-        micro_batch_sizes=question.micro_batch_sizes,
-        tensor_widths=question.tensor_widths,
-        sequence_length=None,
-        target=question.target,
-        constraints=question.constraints,
-        calibration=question.calibration,
-        objective=question.objective,
-        gap=question.gap,
-        seed=question.seed,
-        plugins=PluginManager.load(),
-    )
+    facts = plan.question
+    options: QuestionOptions = {
+        "cluster": plan.cluster if cluster is None else cluster,
+        "global_batch_size": facts.global_batch_size,
+        "precision": facts.precision,
+        "micro_batch_size": facts.micro_batch_size,
+        "tp": facts.tp,
+        "target": facts.target,
+        "constraints": facts.constraints,
+        "calibration": facts.calibration,
+        "gap": facts.gap,
+    }
+    return ask(model, inputs, options, plugins)
 
 
-def differences(plan: Plan, model: object, inputs: object, cluster: object) -> list[str]:
+def differences(
+    plan: Plan, model: object, inputs: object, cluster: str | Cluster | None, plugins: PluginManager
+) -> list[str]:
     """What differs between what the plan was made for and what is given; nothing where it still holds."""
-    from phaze.hooks import PluginManager
-    from phaze.question import settled_cluster
-
     found: list[str] = []
     if cluster is not None:
-        devices = settled_cluster(cluster, PluginManager.load())
-        now = to_document(cluster_to_json(devices))
+        now = to_document(cluster_to_json(settled_cluster(cluster, plugins)))
         found += _changed("hardware", plan.hardware, now)
     if model is not None:
-        request = request_of(plan, model, inputs)
-        if request.graph_hash != plan.hashes.graph:
-            facts = {"name": request.graph.name, "parameter_count": request.graph.parameter_count}
-            facts["layers"] = len(request.graph.layers)
-            facts["tokens_per_sample"] = tokens_per_sample(request.graph)
-            before = {name: getattr(plan.model, name) for name in facts}
-            known = [*_changed("model", before, facts), *_renamed(plan, request.graph)]
-            found += known or ["model: the same layers and parameters with other operators or shapes inside"]
+        found += model_differences(plan, import_with_plugins(plugins, model, inputs, frontend=None, options={}))
     return found
+
+
+def model_differences(plan: Plan, graph: Graph) -> list[str]:
+    """What differs between the model that the plan was made for and an imported one; nothing where it still holds."""
+    graph = derive_backward(graph)
+    if hash_graph(graph) == plan.hashes.graph:
+        return []
+    facts = {
+        "name": graph.name,
+        "parameter_count": graph.parameter_count,
+        "layers": len(graph.layers),
+        "tokens_per_sample": tokens_per_sample(graph),
+    }
+    planned = {name: getattr(plan.model, name) for name in facts}
+    known = [*_changed("model", planned, facts), *_renamed(plan, graph)]
+    return known or ["model: the same layers and parameters with other operators or shapes inside"]
 
 
 def _renamed(plan: Plan, graph: Graph) -> Iterator[str]:
@@ -83,15 +130,13 @@ def _changed(where: str, before: object, now: object) -> Iterator[str]:
         yield f"{where}: {before!r} in the plan, {now!r} now"
 
 
-def priced_anew(plan: Plan, model: object, inputs: object, cluster: object) -> Plan:
+def priced_anew(
+    plan: Plan, model: object, inputs: object, cluster: str | Cluster | None, plugins: PluginManager
+) -> Plan:
     """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
-    from phaze.planner.explanation import binding
-    from phaze.planner.fixed_stages import priced
-    from phaze.planner.plan_building import build_plan
-
-    request = request_of(plan, model, inputs, cluster)
-    strategy = _fixed(plan)
-    anew = build_plan(request, priced(request, read_limits(strategy), Watch()), strategy)
+    question = question_for(plan, model, inputs, plugins, cluster)
+    question = question.with_strategy(_fixed(plan))
+    anew = build_plan(question, price_fixed_stages(question, Watch()))
     return replace(anew, binds=binding(anew))
 
 

@@ -118,7 +118,7 @@ def test_a_whole_train_step_is_refused_in_favour_of_its_loss() -> None:
     params = gpt_parameters(1)
     inputs = (params, adam_state(params), tokens(2))
     plan = phaze.optimize(
-        adam_step, inputs, cluster="cpu:1", global_batch_size=2, micro_batch_sizes=(2,), precision="fp32"
+        adam_step, inputs, cluster="cpu:1", global_batch_size=2, micro_batch_size=(2,), precision="fp32"
     )
     with pytest.raises(PlanError, match="more than a scalar loss; a plan of a whole train step is applied to its loss"):
         plan.apply(adam_step, inputs=inputs)
@@ -285,7 +285,7 @@ def test_a_layer_that_cannot_be_split_is_named() -> None:
             cluster="cpu:48",
             strategy={**FIXED, "dp": 1, "tp": 48, "micro_batch_size": 16},
             compares=False,
-            tensor_widths=(48,),
+            tp=(48,),
             **QUESTION,
         )
 

@@ -14,7 +14,7 @@ FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1, "tp": 1,
 
 def plan_of(**strategy: Any) -> Plan:
     chosen = {**FIXED, "micro_batch_size": 2, **strategy}
-    question = {"global_batch_size": 32, "tensor_widths": (chosen["tp"],), "target": None}
+    question = {"global_batch_size": 32, "tp": (chosen["tp"],), "target": None}
     return phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=chosen, compares=False, **question).plan
 
 

@@ -64,8 +64,14 @@ def test_what_a_strategy_lacks_is_the_plainest_choice() -> None:
         strategy={"pp": 4, "micro_batch_size": 2},
         seconds=1.0,
     )
-    degrees = prepare_run(lacking, LIBRARY_STACK, PluginManager.load()).degrees
-    assert (degrees.width, degrees.pipelines, degrees.devices, degrees.chunks, degrees.zero_stage) == (1, 2, 4, 1, 0)
+    parallelism = prepare_run(lacking, LIBRARY_STACK, PluginManager.load()).parallelism
+    assert (parallelism.tp, parallelism.dp, parallelism.pp, parallelism.chunks, parallelism.zero) == (
+        1,
+        2,
+        4,
+        1,
+        0,
+    )
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -14,7 +14,7 @@ from plans import small_cluster, small_graph
 from phaze.cli import main
 from phaze.hardware import save_cluster
 
-OPTIONS = ["--global-batch", "32", "--micro-batches", "1,2", "--tensor-widths", "1"]
+OPTIONS = ["--global-batch", "32", "--micro-batch-size", "1,2", "--tp", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_fit_is_an_error_with_levers(folder: Path, capsys:
 
 
 def test_wrong_arguments_are_one_readable_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*optimize(folder, "roomy"), "--micro-batches", "5"]
+    arguments = [*optimize(folder, "roomy"), "--micro-batch-size", "5"]
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert "error (QuestionError)" in err

@@ -20,7 +20,7 @@ SPACE = {
     "vector_cores": 2,
     "buffer_mib": 16,
 }
-OPTIONS = ["--devices", "4", "--hbm", "1,2", "--micro-batches", "2", "--tensor-widths", "1", "--global-batch", "8"]
+OPTIONS = ["--devices", "4", "--hbm", "1,2", "--micro-batch-size", "2", "--tp", "1", "--global-batch", "8"]
 
 
 @pytest.fixture

@@ -61,12 +61,12 @@ def random_question(draw: random.Random) -> SearchQuestion:
         "devices": draw.choice((2, 4, 6)),
         "network": draw.choice(("paper", "dgx-a100", "tpuv4-pod")),
         "hbm_gib": (draw.choice((0.01, 0.03, 1)),),
-        "micro_batch_sizes": (draw.choice((1, 2)),),
-        "tensor_widths": draw.choice(((1,), (2,))),
+        "micro_batch_size": (draw.choice((1, 2)),),
+        "tp": draw.choice(((1,), (2,))),
         "gap": draw.choice((0.0, 0.01, 0.1)),
         "optimizer": draw.choice(("adamw", "sgd")),
         "compatibility": draw.choice((None, None, "paper")),
-        "schedules": draw.choice((("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"))),
+        "schedule": draw.choice((("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"))),
         "calibration": draw.choice((None, None, LIBRARY)),
     }
     return small_question([random_model(draw)], random_points(draw), **changes)
@@ -80,14 +80,16 @@ def bounded(cell: Cell, question: SearchQuestion, rows: FloatArray, chosen: list
 
 
 def assert_bounds_hold(question: SearchQuestion, cell: Cell, rows: Rows, draw: random.Random) -> None:
-    request, count = question.requests[0], len(question.points)
+    model_question, count = question.questions[0], len(question.points)
     chips = tuple(question.points.at(point) for point in range(count))
     found = [
-        evaluate_point(EvaluateTask(request=request, accelerator=chip, cells=((0.0, cell),), cutoff_s=math.inf))
+        evaluate_point(
+            EvaluateTask(model_question=model_question, accelerator=chip, cells=((0.0, cell),), cutoff_s=math.inf)
+        )
         for chip in chips
     ]
     times = [math.inf if one.time_s is None else one.time_s for one in found]
-    options = schedule_options(request)
+    options = schedule_options(model_question)
     scheduled = np.array(schedule_rows(ScheduleTask(cell=cell, accelerators=chips, options=options)))
     for point, (time_s, outcome) in enumerate(zip(times, found, strict=True)):
         assert rows.least_s[point] <= time_s
@@ -105,15 +107,15 @@ def assert_bounds_hold(question: SearchQuestion, cell: Cell, rows: Rows, draw: r
 def test_no_bound_exceeds_an_evaluation(seed: int) -> None:
     draw = random.Random(seed)
     question = random_question(draw)
-    request = question.requests[0]
-    (size,), (width,) = request.micro_batch_sizes, request.tensor_widths
+    model_question = question.questions[0]
+    (size,), (tp,) = model_question.micro_batch_sizes, model_question.tensor_widths
     for is_tight in (True, False):
         try:
             cell, rows = sweep_cell(
-                request,
+                model_question,
                 0,
                 size,
-                width,
+                tp,
                 question.points,
                 question.schedules,
                 is_paper=question.is_paper,
@@ -136,10 +138,10 @@ def test_an_accelerator_of_the_papers_space_keeps_the_step_time_that_it_had(name
     space = phaze.space.paper()
     points = space.take(np.array([space.names.index(name)]))
     question = small_question(
-        ["bert-large"], points, devices=1024, hbm_gib=(32,), micro_batch_sizes=(1,), global_batch_size=4096, gap=0.01
+        ["bert-large"], points, devices=1024, hbm_gib=(32,), micro_batch_size=(1,), global_batch_size=4096, gap=0.01
     )
-    cell, _ = sweep_cell(question.requests[0], 0, 1, 1, question.points, question.schedules, is_tight=False)
+    cell, _ = sweep_cell(question.questions[0], 0, 1, 1, question.points, question.schedules, is_tight=False)
     task = EvaluateTask(
-        request=question.requests[0], accelerator=question.points.at(0), cells=((0.0, cell),), cutoff_s=math.inf
+        model_question=question.questions[0], accelerator=question.points.at(0), cells=((0.0, cell),), cutoff_s=math.inf
     )
     assert evaluate_point(task).time_s == pytest.approx(time_s, rel=1e-9)

@@ -62,13 +62,13 @@ def assert_exact(engine: Engine, every: list[Evaluated] | None = None) -> None:
     ids=["throughput", "front", "per-area", "per-energy", "paper"],
 )
 def test_a_search_at_gap_0_finds_what_evaluating_everything_finds(changes: dict[str, Any]) -> None:
-    assert_exact(searched(small_question([tiny_model()], some_points(8, seed=5), micro_batch_sizes=(2,), **changes)))
+    assert_exact(searched(small_question([tiny_model()], some_points(8, seed=5), micro_batch_size=(2,), **changes)))
 
 
 @pytest.mark.parametrize("combine", ["average", "worst"])
 def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) -> None:
     models = [tiny_model(), tiny_model(2, 1024)]
-    question = small_question(models, some_points(5), micro_batch_sizes=(2,), combine=combine, weights=(1.0, 3.0))
+    question = small_question(models, some_points(5), micro_batch_size=(2,), combine=combine, weights=(1.0, 3.0))
     assert question.names == ("tiny#1", "tiny#2")
     engine = searched(question)
     assert_exact(engine)
@@ -83,13 +83,18 @@ def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) ->
 @pytest.mark.parametrize("objective", ["throughput", "throughput-per-area", "throughput-per-energy"])
 def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughputs(objective: str) -> None:
     models = [tiny_model(name="a"), tiny_model(2, 1024, name="b")]
-    asked: dict[str, Any] = {"micro_batch_sizes": (2,), "hbm_gib": (1,), "front": True, "objective": objective}
+    asked: dict[str, Any] = {"micro_batch_size": (2,), "hbm_gib": (1,), "front": True, "objective": objective}
     engine = searched(small_question(models, some_points(3), **asked))
-    alone = [searched(small_question([model], some_points(1), **asked)).question.requests[0] for model in models]
+    alone = [searched(small_question([model], some_points(1), **asked)).question.questions[0] for model in models]
     bases = []
-    for model, request in enumerate(alone):
+    for model, model_question in enumerate(alone):
         cells = tuple((0.0, engine.know.cells[at].cell) for at in engine.know.cells_of(model))
-        task = EvaluateTask(request=request, accelerator=request.cluster.accelerator, cells=cells, cutoff_s=math.inf)
+        task = EvaluateTask(
+            model_question=model_question,
+            accelerator=model_question.cluster.accelerator,
+            cells=cells,
+            cutoff_s=math.inf,
+        )
         bases.append(8 / (evaluate_point(task).time_s or math.nan))
     for one in engine.know.evaluated.values():
         assert one.facts is not None
@@ -98,7 +103,7 @@ def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughput
 
 
 def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
-    engine = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_sizes=(1, 2)))
+    engine = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_size=(1, 2)))
     bounds = {int(point): bound for box, bound in engine.know.closed for point in box.points}
     bounds |= {point: one.most for point, one in engine.know.evaluated.items()}
     for one in every_point(engine):
@@ -114,7 +119,7 @@ def test_more_schedules_to_choose_from_never_give_a_slower_accelerator(seed: int
     gap = (0.0, 0.01, 0.2)[seed % 3]
     values = []
     for kinds in (("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")):
-        asked: dict[str, Any] = {"schedules": kinds, "gap": gap, "global_batch_size": 16, "micro_batch_sizes": (1,)}
+        asked: dict[str, Any] = {"schedule": kinds, "gap": gap, "global_batch_size": 16, "micro_batch_size": (1,)}
         engine = searched(small_question([tiny_model(8)], some_points(6, seed=seed), **asked))
         assert engine.know.best is not None
         values.append(engine.know.best.value)
@@ -126,8 +131,7 @@ def test_more_schedules_to_choose_from_never_give_a_slower_accelerator(seed: int
 def test_sub_spaces_of_200_accelerators_are_exact_and_their_fronts_too(seed: int) -> None:
     points = some_points(200, seed=100 + seed)
     best, front = (
-        searched(small_question([small_graph()], points, tensor_widths=(1, 2), front=is_front))
-        for is_front in (False, True)
+        searched(small_question([small_graph()], points, tp=(1, 2), front=is_front)) for is_front in (False, True)
     )
     every = every_point(best)
     assert_exact(best, every)

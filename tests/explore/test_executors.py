@@ -18,7 +18,7 @@ from phaze.errors import PlanError, QuestionError
 from phaze.explore.executors import Workers, open_workers
 from phaze.explore.search_result import SearchProgress
 
-QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "gap": 0.0}
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "gap": 0.0}
 
 
 def square(value: int) -> int:

@@ -34,7 +34,7 @@ def test_the_plan_of_the_best_accelerator_takes_the_time_that_was_found_and_veri
 
 
 def test_a_plan_of_sliced_layers_takes_the_time_that_was_found_and_verifies() -> None:
-    found = answer(tensor_widths=(4,), devices=16, micro_batch_sizes=(4,), global_batch_size=16)
+    found = answer(tp=(4,), devices=16, micro_batch_size=(4,), global_batch_size=16)
     (plan,) = found.plans.values()
     assert plan.strategy.sequence_parallel
     assert plan.step_time_s == pytest.approx(found.best.models[0].step_time_s, rel=1e-12)
@@ -84,9 +84,9 @@ def test_ratios_of_several_models_are_told_and_their_mean_is_the_value(objective
 
 
 def test_the_proof_names_what_was_chosen_from() -> None:
-    found = answer(micro_batch_sizes=(1, 2), schedules=("1f1b",)).certificate.scope
+    found = answer(micro_batch_size=(1, 2), schedule=("1f1b",)).certificate.scope
     assert found.startswith("for 1f1b pipelines, microbatches of 1, 2, tensor widths 1, all other degrees")
-    assert answer(schedules=()).certificate.scope.startswith("for one stage, microbatches")
+    assert answer(schedule=()).certificate.scope.startswith("for one stage, microbatches")
 
 
 def test_progress_tells_what_is_left_the_best_and_its_gap() -> None:
@@ -121,7 +121,7 @@ def test_a_model_that_no_width_can_slice_says_why_and_which_width_does() -> None
     with pytest.raises(
         PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest width .* is 2"
     ):
-        phaze.search(small_graph(), space=some_points(2), **{**QUESTION, "tensor_widths": (3,)})
+        phaze.search(small_graph(), space=some_points(2), **{**QUESTION, "tp": (3,)})
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_a_model_that_no_width_can_slice_says_why_and_which_width_does() -> None
         ({"objective": "speed"}, "objective is 'speed'"),
         ({"combine": "sum"}, "combine is 'sum'"),
         ({"weights": (1, 2)}, "weights is"),
-        ({"schedules": ("2f2b",)}, "schedules has '2f2b'"),
+        ({"schedule": ("2f2b",)}, "schedule has '2f2b'"),
         ({"compatibility": "papers"}, "compatibility is"),
         ({"compatibility": "paper", "front": True}, "no energy"),
         ({"gap": 2}, "gap is 2"),
-        ({"micro_batch_sizes": (3,)}, "microbatch"),
+        ({"micro_batch_size": (3,)}, "microbatch"),
         ({"time_limit_s": -1}, "time_limit_s is -1"),
     ],
 )

@@ -17,7 +17,7 @@ import phaze
 from phaze.errors import FormatError
 from phaze.explore.journal import Journal, is_journal
 
-QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.0}
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "serial", "gap": 0.0}
 HEADER = {"phaze": "0", "models": {"a": "1"}, "question": {"gap": 0.01}}
 
 

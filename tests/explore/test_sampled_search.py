@@ -15,7 +15,7 @@ POINTS = phaze.space.grid(
 
 
 def engine_of(**changes: object) -> Engine:
-    return searched(small_question([tiny_model()], POINTS, micro_batch_sizes=(2,), **changes))
+    return searched(small_question([tiny_model()], POINTS, micro_batch_size=(2,), **changes))
 
 
 def sampled(engine: Engine, *evaluations: int, seed: int = 0) -> list[Sampled]:
@@ -56,7 +56,7 @@ def test_a_proposal_outside_the_space_becomes_the_nearest_point_of_it() -> None:
         buffer_mib=(8,),
         where=lambda every: every.vector_cores <= every.tensor_cores,
     )
-    lattice = _Lattice(small_question([tiny_model()], points, micro_batch_sizes=(2,), hbm_gib=(1,)))
+    lattice = _Lattice(small_question([tiny_model()], points, micro_batch_size=(2,), hbm_gib=(1,)))
     place, point, _ = lattice.take({"tensor_cores": 2, "vector_cores": 3})
     assert place == {"tensor_cores": 2, "vector_cores": 2}
     assert points.tensor_cores[point] == points.vector_cores[point] == 4

@@ -23,7 +23,7 @@ from phaze.ir import Graph, OpKind, Role
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.planner.progress import TimeLimitError
 
-QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.0}
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "serial", "gap": 0.0}
 
 
 def test_a_memory_is_chosen_only_where_the_plan_fits_beside_what_allocators_reserve() -> None:
@@ -44,8 +44,8 @@ def test_where_energy_counts_the_proof_is_about_the_largest_memory_and_says_so(c
     sizes = (11037641 / 2**30, 11313584 / 2**30)  # the fastest plan of the first draws less than that of the second
     asked: dict[str, Any] = {
         "space": some_points(2, seed=4),
-        "micro_batch_sizes": (1, 2, 4),
-        "tensor_widths": (1,),
+        "micro_batch_size": (1, 2, 4),
+        "tp": (1,),
         "devices": 2,
         "global_batch_size": 8,
         "network": "tpuv4-pod",
@@ -65,7 +65,7 @@ def test_the_bound_beside_the_best_plan_is_under_every_plan_of_its_accelerator(s
     gap, hbm_gib = draw.choice((0.3, 0.5)), draw.choice((0.003, 0.004, 0.006, 0.01, 0.02, 1))
     model = tiny_model(draw.choice((2, 3, 5)), draw.choice((256, 512)))
     asked = {
-        "micro_batch_sizes": (1, 2, 4, 8),
+        "micro_batch_size": (1, 2, 4, 8),
         "devices": draw.choice((2, 4, 8)),
         "global_batch_size": draw.choice((8, 16)),
         "hbm_gib": (hbm_gib,),
@@ -79,7 +79,7 @@ def test_the_bound_beside_the_best_plan_is_under_every_plan_of_its_accelerator(s
         return
     best = answer(engine, 0.0).best.models[0]
     task = EvaluateTask(
-        request=replace(question.requests[0], gap=0.0),
+        model_question=replace(question.questions[0], gap=0.0),
         accelerator=question.points.at(0),
         cells=tuple((0.0, swept.cell) for swept in engine.know.cells),
         cutoff_s=math.inf,
@@ -106,12 +106,12 @@ def uneven_model(*sizes: int) -> Graph:
 
 
 def test_schedules_that_do_not_fit_do_not_hide_one_that_does() -> None:
-    asked = {**QUESTION, "devices": 2, "micro_batch_sizes": (1,), "hbm_gib": (25e6 / 0.95 / 2**30,), "gap": 0.01}
+    asked = {**QUESTION, "devices": 2, "micro_batch_size": (1,), "hbm_gib": (25e6 / 0.95 / 2**30,), "gap": 0.01}
     model, points = uneven_model(1024, 1024, 1024, 256, 1024), some_points(2)
     with pytest.raises(PlanError, match="fits on no accelerator"):
-        phaze.search(model, space=points, schedules=("1f1b",), **asked)
-    alone = phaze.search(model, space=points, schedules=("interleaved-1f1b",), **asked)
-    both = phaze.search(model, space=points, schedules=("1f1b", "interleaved-1f1b"), **asked)
+        phaze.search(model, space=points, schedule=("1f1b",), **asked)
+    alone = phaze.search(model, space=points, schedule=("interleaved-1f1b",), **asked)
+    both = phaze.search(model, space=points, schedule=("1f1b", "interleaved-1f1b"), **asked)
     assert both.best.value == pytest.approx(alone.best.value, rel=0.01)
 
 
@@ -121,8 +121,8 @@ def test_progress_is_told_while_nothing_was_found() -> None:
         phaze.search(
             tiny_model(7, 512),
             space=some_points(2, seed=1),
-            **{**QUESTION, "devices": 5, "micro_batch_sizes": (1,), "hbm_gib": (9485888 / 2**30,), "gap": 0.1},
-            schedules=("interleaved-1f1b",),
+            **{**QUESTION, "devices": 5, "micro_batch_size": (1,), "hbm_gib": (9485888 / 2**30,), "gap": 0.1},
+            schedule=("interleaved-1f1b",),
             progress=heard.append,
         )
     assert heard[-1].bound is None
@@ -133,7 +133,7 @@ def test_progress_is_told_while_nothing_was_found() -> None:
 def test_wherever_a_search_is_interrupted_its_bound_holds_and_every_accelerator_is_listed(
     schedules: tuple[str, ...], kind: type[BaseException]
 ) -> None:
-    question = small_question([tiny_model()], some_points(3, seed=2), micro_batch_sizes=(2,), schedules=schedules)
+    question = small_question([tiny_model()], some_points(3, seed=2), micro_batch_size=(2,), schedule=schedules)
     reports: list[str] = []
 
     def stopped_at(last: int) -> phaze.SearchResult | None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from phaze.capabilities import ZERO_STAGES, Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
+from phaze.parallelism import ZERO_STAGES, PipelineSchedule
 
 
 def test_the_modest_default_runs_no_pipeline() -> None:

@@ -13,8 +13,10 @@ from phaze.errors import FormatError, ImportModelError
 PUBLIC = [
     "Evaluation",
     "Graph",
+    "Parallelism",
     "PhazeError",
     "Plan",
+    "Question",
     "SearchResult",
     "__version__",
     "compare",
@@ -29,12 +31,16 @@ PUBLIC = [
 MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "compare": (lambda: phaze.compare(1, 2), TypeError, "expected two plans"),  # type: ignore[arg-type]
-    "evaluate": (lambda: phaze.evaluate("gpt2-xl", strategy={"ddp": 1}), ValueError, "Did you mean 'dp'"),
+    "evaluate": (
+        lambda: phaze.evaluate("gpt2-xl", cluster="a100-80gb:8", strategy={"ddp": 1}),
+        ValueError,
+        "Did you mean 'dp'",
+    ),
     "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),
     "last_compiled": (lambda: phaze.last_compiled(1), TypeError, "takes 0 positional arguments"),
     "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),
     "load_plan": (lambda: phaze.load_plan("no-such-file.json"), FormatError, "no-such-file"),
-    "optimize": (lambda: phaze.optimize("gpt2-xl", objective="beauty"), ValueError, "expected one of throughput"),
+    "optimize": (lambda: phaze.optimize("gpt2-xl", gap=2), ValueError, "gap is 2"),
     "search": (lambda: phaze.search("gpt2-xl", devices=8, objective="beauty"), ValueError, "objective is 'beauty'"),
 }
 

@@ -120,8 +120,8 @@ class _Evaluator:
 
     def evaluate(self, point: int, hbm_bytes: int) -> float:
         """Samples per second; 0 where it is not among the best few, or nothing fits."""
-        request = self._question.requests[0]
-        samples, found_s = request.global_batch_size, math.inf
+        model_question = self._question.questions[0]
+        samples, found_s = model_question.global_batch_size, math.inf
         cutoff_s = samples / self._best_few[0] if len(self._best_few) == self._few else math.inf
         chip = replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
         for swept in self._promising(point):
@@ -130,10 +130,10 @@ class _Evaluator:
                 continue
             outcome = evaluate_point(
                 EvaluateTask(
-                    request=request,
+                    model_question=model_question,
                     accelerator=chip,
                     cells=((least_s, cell),),
-                    cutoff_s=cutoff_s / (1 - request.gap / 2),  # what is nearer to it is not looked for
+                    cutoff_s=cutoff_s / (1 - model_question.gap / 2),  # what is nearer to it is not looked for
                     likely=self._likely.get(cell.name, {}),
                 )
             )

@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phaze.cost import Collective
+from phaze.hooks import PluginManager
 from phaze.ir import Graph, Op, OpKind, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.parallelism import limits_of
 from phaze.plan.plan import Plan
 from phaze.planner.strategy_search import graph_at
 from phaze.profile.layer_passes import placement_graph
 from phaze.profile.model_profiles import repeated_layers, slice_model
-from phaze.question import Request
+from phaze.question import Question
 from phaze.shard import WHOLE, ShardedModel, slice_layer
-from phaze.verify.saved_plan import request_of
+from phaze.verify.saved_plan import question_for
 
 __all__ = ["StageTraffic", "planned_traffic"]
 
@@ -41,17 +41,19 @@ def planned_traffic(
     plan: Plan, model: object, inputs: object = None, *, least_bytes: int = 0
 ) -> tuple[StageTraffic, ...]:
     """The traffic of every stage of a plan for this model; tensors of less than `least_bytes` do not count."""
-    request = request_of(plan, model, inputs)
+    question = question_for(plan, model, inputs, PluginManager.load())
     chosen = plan.strategy
-    sequence = limits_of(plan).sequence
-    sharded = slice_model(request, graph_at(request, chosen.micro_batch_size), chosen.tp, sequence)
+    is_split = plan.question.strategy.get("sequence_parallel")
+    assert is_split is None or isinstance(is_split, bool)
+    graph = graph_at(question, chosen.micro_batch_size)
+    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=is_split)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
-    spread = _spread_names(request, sharded) if len(plan.stages) > 1 else frozenset()
+    spread = _spread_names(question, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))
     ends_bytes = sum(_end_bytes(plan, parameters[name], least_bytes) for name in spread)
-    has_one_program = request.capabilities.spreads_ends  # which sends while its pipeline fills and drains, too
+    has_one_program = question.capabilities.spreads_ends  # which sends while its pipeline fills and drains, too
     sends = batches + len(plan.stages) - 2 if has_one_program else batches
-    repeated, is_trimmed = repeated_layers(sharded), request.capabilities.trims_recompute
+    repeated, is_trimmed = repeated_layers(sharded), question.capabilities.trims_recompute
     found, first = [], 0
     for number, stage in enumerate(plan.stages):
         layers = range(first, first + len(stage.layers))
@@ -75,27 +77,27 @@ def planned_traffic(
     return tuple(found)
 
 
-def _layer_bytes(local: Graph, mode: RecomputeMode, width: int, is_trimmed: bool, least_bytes: int) -> float:
+def _layer_bytes(local: Graph, mode: RecomputeMode, tp: int, is_trimmed: bool, least_bytes: int) -> float:
     """Forward, backward and what is computed again of one layer's slice and one microbatch."""
     ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
     links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
-    return sum(_weighed(op, width) for op in links if op.collective_bytes >= least_bytes)
+    return sum(_weighed(op, tp) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
 
 
-def _weighed(op: Op, width: int) -> float:
-    size = float(op.collective_bytes)
+def _weighed(op: Op, tp: int) -> float:
+    size = float(str(op.attribute("bytes")))
     match Collective(op.function):
         case Collective.ALL_REDUCE:
             return 2 * size
         case Collective.ALL_TO_ALL:
-            return size / width
+            return size / tp
         case _:
             return size
 
 
-def _spread_names(request: Request, sharded: ShardedModel) -> frozenset[str]:
+def _spread_names(question: Question, sharded: ShardedModel) -> frozenset[str]:
     """Parameters of which the target's stages hold equal parts: of layers unlike most, and tied ones."""
-    if not request.capabilities.spreads_ends:
+    if not question.capabilities.spreads_ends:
         return frozenset()
     body = placement_graph(sharded.graph).body
     ends = [layer for layer in range(len(body)) if not body[layer]]

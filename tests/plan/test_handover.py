@@ -117,15 +117,15 @@ def test_a_missing_library_names_the_extra() -> None:
 
 def test_a_plan_that_does_not_fit_is_not_exported_and_says_what_would() -> None:
     plan = phaze.optimize(small_graph(), cluster=small_cluster(20 * 2**20, 2), **QUESTION)
-    assert plan.levers
+    assert plan.remedies
     with pytest.raises(PlanError, match=r"does not fit its devices and cannot run. What would fit: ") as caught:
         export_plan(plan, manager_with(Writer()), "writer", None)
-    assert plan.levers[0].text in str(caught.value)
+    assert plan.remedies[0].text in str(caught.value)
 
 
 def test_obstacles_name_everything_that_a_target_does_not_run() -> None:
     plan = small_plan(devices=6)
-    stages = tuple(replace(plan.stages[0], tensor_width=width, devices=(width,)) for width in (1, 2))
+    stages = tuple(replace(plan.stages[0], tp=width, devices=(width,)) for width in (1, 2))
     split = SplitDim(dim=0, outer=3, chunk=1, ways=2, stride=1)
     strategy = replace(plan.strategy, pp=2, dp=2, zero=2, schedule="zero-bubble", micro_batch_size=3)
     strategy = replace(strategy, recompute=("none", "products"))

@@ -27,7 +27,8 @@ def test_json_has_the_documented_names() -> None:
     assert {"strategy", "stages", "layouts", "step_time_s", "tokens_per_s", "mfu", "energy", "bound_s", "gap"} <= set(
         document
     )
-    keys = ["dp", "tp", "pp", "micro_batch_size", "schedule", "chunks", "zero", "sequence_parallel", "recompute"]
+    keys = ["dp", "shard", "zero", "cp", "ep", "tp", "sequence_parallel", "pp", "schedule", "chunks"]
+    keys += ["micro_batch_size", "recompute"]
     assert list(document["strategy"]) == keys
     assert {"layers", "devices", "memory_bytes"} <= set(document["stages"][0])
     assert list(document["run"]) == ["seconds", "is_cached"]
@@ -65,7 +66,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs(tmp_path: Path) -
     ("change", "message"),
     [
         ({"format": "other"}, "not a saved plan"),
-        ({"version": 99}, "reads version 1"),
+        ({"version": 99}, "reads version 2"),
         ({"mfu": "high"}, "plan.mfu is 'high'; expected a finite number"),
         ({"mfu": None}, "plan.mfu is None"),
         ({"status": "fine"}, "plan.status is 'fine'; expected one of optimal"),

@@ -33,7 +33,7 @@ def graphs() -> dict[str, Graph]:
 
 
 def test_one_model_from_four_frontends_gets_one_plan(graphs: dict[str, Graph]) -> None:
-    question = {"global_batch_size": 64, "micro_batch_sizes": (2, 4), "tensor_widths": (1, 2), "gap": 0.0}
+    question = {"global_batch_size": 64, "micro_batch_size": (2, 4), "tp": (1, 2), "gap": 0.0}
     plans = {
         name: checked(phaze.optimize(graph, cluster=small_cluster(), target=None, **question), graph)
         for name, graph in graphs.items()

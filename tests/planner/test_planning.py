@@ -11,7 +11,8 @@ from plans import FITTED_CHIP, IDEAL_CHIP, QUESTION, checked, small_cluster, sma
 
 import phaze
 from phaze.errors import PhazeError, PlanError, QuestionError
-from phaze.plan.plan import UNEXPLAINED, PlanStatus, Strategy
+from phaze.parallelism import Parallelism
+from phaze.plan.plan import PlanStatus
 from phaze.planner import Progress
 
 
@@ -77,7 +78,7 @@ GRID = [
 @pytest.mark.parametrize(("hbm_mib", "every"), [(80, 5), pytest.param(80, 1, marks=pytest.mark.exhaustive)])
 def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> None:
     cluster, graph = small_cluster(hbm_mib * 2**20), small_graph()
-    asked = {**QUESTION, "tensor_widths": (1, 2), "gap": 0.0}
+    asked = {**QUESTION, "tp": (1, 2), "gap": 0.0}
     best = checked(phaze.optimize(graph, cluster=cluster, **asked))
     fitting = 0
     for strategy in GRID[::every]:
@@ -91,7 +92,7 @@ def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> N
 
 def test_a_strategy_of_ones_own_is_kept_and_what_is_left_out_is_optimised() -> None:
     asked = {"dp": 2, "pp": 2, "tp": 2, "schedule": "gpipe", "micro_batch_size": 2, "recompute": "full", "zero": 1}
-    question = {**QUESTION, "tensor_widths": (1, 2)}
+    question = {**QUESTION, "tp": (1, 2)}
     found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
     checked(found.plan)
     for name, value in asked.items():
@@ -105,12 +106,12 @@ def test_a_strategy_of_ones_own_is_kept_and_what_is_left_out_is_optimised() -> N
 
 
 def test_a_size_and_width_outside_the_defaults_are_compared_with_a_best_that_may_use_them() -> None:
-    question = {**QUESTION, "micro_batch_sizes": (1,)}
+    question = {**QUESTION, "micro_batch_size": (1,)}
     asked = {"dp": 2, "tp": 4, "micro_batch_size": 4}
     found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy=asked, **question)
     assert found.best is not None
-    assert found.best.question.micro_batch_sizes == (1, 4)
-    assert found.best.question.tensor_widths == (1, 4)
+    assert found.best.question.micro_batch_size == (1, 4)
+    assert found.best.question.tp == (1, 4)
     assert found.step_time_s >= found.best.bound_s * (1 - 1e-9)
 
 
@@ -124,7 +125,7 @@ class _InterruptingExplanation:
 
 def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
     plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=_InterruptingExplanation(), **QUESTION)
-    assert UNEXPLAINED in plan.provenance.notes
+    assert not plan.is_explained
     assert plan.runners_up == ()
     assert plan.bound_s == small_plan().bound_s
     checked(plan)
@@ -132,7 +133,7 @@ def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
 
 def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
     for plan in (small_plan(), small_plan(hbm_mib=80)):
-        strategy = {name: getattr(plan.strategy, name) for name in (field.name for field in fields(Strategy))}
+        strategy = {name: getattr(plan.strategy, name) for name in (field.name for field in fields(Parallelism))}
         if plan.strategy.tp == 1:
             strategy.pop("sequence_parallel")
         stages = [len(stage.layers) for stage in plan.stages]
@@ -146,7 +147,7 @@ def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
 
 
 def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> None:
-    question = {**QUESTION, "compares": False, "micro_batch_sizes": (2,), "tensor_widths": (1,)}
+    question = {**QUESTION, "compares": False, "micro_batch_size": (2,), "tp": (1,)}
     layers = len(small_graph().layers)
     stages = (1, layers - 1)
     found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages}, **question)
@@ -206,7 +207,7 @@ def test_a_strategy_that_the_target_does_not_run_is_refused(strategy: dict[str, 
 
 
 def test_given_stages_leave_out_ways_to_fill_them_in_that_do_not_run() -> None:
-    question = {"global_batch_size": 6, "micro_batch_sizes": (2,), "target": None}
+    question = {"global_batch_size": 6, "micro_batch_size": (2,), "target": None}
     stages = (1, 1, 1, len(small_graph().layers) - 3)
     found = phaze.evaluate(small_graph(), cluster=small_cluster(), strategy={"stages": stages, "tp": 1}, **question)
     assert [len(stage.layers) for stage in found.plan.stages] == list(stages)  # 3 microbatches: not over 2 x 2
@@ -221,7 +222,7 @@ def test_a_strategy_of_more_devices_than_there_are_is_refused(stages: dict[str, 
 
 def test_microbatches_too_large_for_a_given_dp_are_left_out() -> None:
     question: dict[str, object] = {"cluster": small_cluster(), "global_batch_size": 8, "compares": False}
-    found = phaze.evaluate(small_graph(), strategy={"dp": 4}, micro_batch_sizes=(1, 2, 4, 8), **question).plan
+    found = phaze.evaluate(small_graph(), strategy={"dp": 4}, micro_batch_size=(1, 2, 4, 8), **question).plan
     assert found.strategy.dp == 4
     assert found.strategy.micro_batch_size <= 2
     with pytest.raises(QuestionError, match="8 samples are only 2 microbatches of 4; expected one per pipeline"):
@@ -272,14 +273,14 @@ def test_a_model_that_cannot_fit_gets_levers_that_make_it_fit(chip_name: str) ->
     assert plan.status is PlanStatus.DOES_NOT_FIT
     assert "DOES NOT FIT" in str(plan)
     assert "would fit" in plan.explain()
-    assert plan.levers
-    by_text = {lever.text: lever for lever in plan.levers}
-    memory = next(lever for text, lever in by_text.items() if "GiB" in text)
+    assert plan.remedies
+    by_text = {remedy.text: remedy for remedy in plan.remedies}
+    memory = next(remedy for text, remedy in by_text.items() if "GiB" in text)
     needed = int(memory.value.split(" bytes")[0].rsplit(" ", 1)[1])
     enough, less = (small_cluster(size, 2, chip_name) for size in (needed, int(needed * 0.98)))
     assert phaze.optimize(small_graph(), cluster=enough, **QUESTION).is_feasible
     assert not phaze.optimize(small_graph(), cluster=less, **QUESTION).is_feasible
-    devices = next((lever for text, lever in by_text.items() if "devices" in text), None)
+    devices = next((remedy for text, remedy in by_text.items() if "devices" in text), None)
     if devices is not None:
         count = int(devices.text.split()[0])
         more = small_cluster(20 * 2**20, count, chip_name)
@@ -302,7 +303,7 @@ def test_a_batch_smaller_than_the_devices_works() -> None:
 @pytest.mark.parametrize("name", ["t5", "mixtral", "bert", "llama"])
 def test_every_kind_of_model_is_planned_and_verified(name: str) -> None:
     graph = tiny_graph(name)
-    plan = phaze.optimize(graph, cluster=small_cluster(devices=4), global_batch_size=8, micro_batch_sizes=(2,))
+    plan = phaze.optimize(graph, cluster=small_cluster(devices=4), global_batch_size=8, micro_batch_size=(2,))
     checked(plan, graph)
     assert plan.is_feasible
 
@@ -315,11 +316,11 @@ WRONG = [
     ({"cluster": None}, "pass for example cluster='a100-80gb:64'"),
     ({"global_batch_size": 0}, "global_batch_size is 0"),
     ({"global_batch_size": True}, "global_batch_size is True"),
-    ({"micro_batch_sizes": ()}, "micro_batch_sizes is empty"),
-    ({"micro_batch_sizes": (0,)}, "micro_batch_sizes is 0"),
-    ({"micro_batch_sizes": (5,)}, "divides the global batch of 32"),
-    ({"micro_batch_sizes": "all"}, "micro_batch_sizes is 'all'"),
-    ({"tensor_widths": (16,)}, "tensor_widths is .16., but the cluster has 8 devices"),
+    ({"micro_batch_size": ()}, "micro_batch_size is empty"),
+    ({"micro_batch_size": (0,)}, "micro_batch_size is 0"),
+    ({"micro_batch_size": (5,)}, "divides the global batch of 32"),
+    ({"micro_batch_size": "all"}, "micro_batch_size is 'all'"),
+    ({"tp": (16,)}, "tp is .16., but the cluster has 8 devices"),
     ({"optimizer": "lion"}, "optimizer is 'lion'; expected one of adam, adamw, sgd"),
     ({"precision": "int4"}, "unknown precision"),
     ({"precision": 16}, "precision is 16"),
@@ -328,11 +329,9 @@ WRONG = [
     ({"constraints": "whole"}, "constraints is 'whole'"),
     ({"constraints": {"no.such.*": 0}}, "matches no parameter"),
     ({"calibration": 0.5}, "calibration is 0.5"),
-    ({"objective": "beauty"}, "objective is 'beauty'; expected one of throughput"),
     ({"time_limit_s": -1}, "time_limit_s is -1"),
     ({"gap": 1.0}, "gap is 1.0"),
     ({"gap": math.nan}, "gap is nan"),
-    ({"seed": "x"}, "seed is 'x'"),
     ({"progress": 3}, "progress is 3"),
     ({"sequence_length": 8}, "takes no option 'sequence_length'"),
 ]
@@ -418,7 +417,7 @@ def test_a_fitted_chip_with_another_clock_says_why_its_prices_are_ideal() -> Non
 def test_layout_constraints_are_kept() -> None:
     graph = small_graph()
     name = next(tensor.id for tensor in graph.parameters if len(tensor.shape) == 2 and "mlp" in tensor.id)
-    question = {**QUESTION, "tensor_widths": (2,), "constraints": {name: 1}}
+    question = {**QUESTION, "tp": (2,), "constraints": {name: 1}}
     plan = checked(phaze.optimize(graph, cluster=small_cluster(), **question))
     assert [split.dim for split in plan.layouts.parameters[name]] == [1]
 

@@ -8,7 +8,7 @@ import phaze
 from phaze.explore.best_first_search import Engine
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.search_question import SearchQuestion, read_question
+from phaze.explore.search_question import SearchQuestion, ask_search
 from phaze.hardware import AcceleratorArray
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, OpKind, Role
@@ -17,8 +17,8 @@ from phaze.ir.graph_builder import GraphBuilder
 SMALL: dict[str, Any] = {
     "devices": 4,
     "hbm_gib": (0.5, 1),
-    "micro_batch_sizes": (1, 2),
-    "tensor_widths": (1,),
+    "micro_batch_size": (1, 2),
+    "tp": (1,),
     "global_batch_size": 8,
 }
 
@@ -48,7 +48,7 @@ def some_points(count: int, seed: int = 0) -> AcceleratorArray:
 
 def small_question(models: object, points: AcceleratorArray, **changes: Any) -> SearchQuestion:
     """The question of a small search, to be asked by hand."""
-    return read_question(models, None, space=points, plugins=PluginManager.load(), **{**SMALL, "gap": 0.0, **changes})
+    return ask_search(models, None, {**SMALL, "space": points, "gap": 0.0, **changes}, PluginManager.load())
 
 
 def searched(question: SearchQuestion) -> Engine:

@@ -241,7 +241,7 @@ def unforced(name: str) -> dict[str, Any]:
     """Twenty steps of the plan that `optimize` returns under a limit of memory."""
     case = subject("scanned")
     question = {"cluster": tight_cluster(UNFORCED[name]), "global_batch_size": BATCH, "precision": "fp32"}
-    plan = phaze.optimize(case.model, case.inputs, tensor_widths=(1, 2), micro_batch_sizes=(1, 2), **question)
+    plan = phaze.optimize(case.model, case.inputs, tp=(1, 2), micro_batch_size=(1, 2), **question)
     run = plan.apply(case.model, inputs=case.inputs, optimizer=Adam(learning_rate=1e-2))
     state, losses, batches = run.start(case.weights), [], [models.batch(BATCH, seed=seed) for seed in range(20)]
     for batch in batches:

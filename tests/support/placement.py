@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_order, plain_simulation
 
@@ -41,55 +41,59 @@ def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
     """The least simulated time of every choice of degrees that something fits, by trying everything."""
     capabilities, cluster = problem.capabilities, problem.cluster
     found: dict[tuple[object, ...], float] = {}
-    shapes: list[tuple[PipelineSchedule | None, int]] = [(None, 1)]
-    for kind in problem.schedules:
+    shapes: list[tuple[PipelineSchedule, int]] = [(PipelineSchedule.NONE, 1)]
+    for kind in problem.choices.schedule:
         if kind in capabilities.schedules:
-            shapes += [(kind, chunks) for chunks in (problem.chunk_counts if kind == "interleaved-1f1b" else (1,))]
+            shapes += [(kind, chunks) for chunks in (problem.choices.chunks if kind == "interleaved-1f1b" else (1,))]
     layers = len(problem.graph.layers)
-    for width, d, zero, (schedule, chunks) in itertools.product(
-        problem.widths, range(1, min(cluster.device_count, problem.micro_batches) + 1), problem.zero_stages, shapes
+    for tp, d, zero, (schedule, chunks) in itertools.product(
+        problem.tp_degrees, range(1, min(cluster.device_count, problem.micro_batches) + 1), problem.choices.zero, shapes
     ):
-        if zero not in capabilities.zero_stages or (problem.pipelines and d not in problem.pipelines):
+        if zero not in capabilities.zero_stages or (problem.choices.dp and d not in problem.choices.dp):
             continue
-        stages = [one for one in problem.zero_stages if schedule is None or capabilities.supports(schedule, one)]
+        stages = [
+            one
+            for one in problem.choices.zero
+            if schedule is PipelineSchedule.NONE or capabilities.supports(schedule, one)
+        ]
         if d == 1 and zero > min(set(stages) & capabilities.zero_stages, default=zero):
             continue
         if problem.needs_even_micro_batches and problem.micro_batches % d:
             continue
-        if schedule is not None and not capabilities.supports(schedule, zero):
+        if schedule is not PipelineSchedule.NONE and not capabilities.supports(schedule, zero):
             continue
         rounds = -(-problem.micro_batches // d)
-        for devices in [1] if schedule is None else range(2, layers // chunks + 1):
-            if problem.stage_counts and devices not in problem.stage_counts:
+        for devices in [1] if schedule is PipelineSchedule.NONE else range(2, layers // chunks + 1):
+            if problem.choices.pp and devices not in problem.choices.pp:
                 continue
             if chunks > 1 and rounds % devices:
                 continue
-            best = _best_of(problem, width, d, zero, schedule, chunks, devices, rounds)
+            best = _best_of(problem, tp, d, zero, schedule, chunks, devices, rounds)
             if best < math.inf:
-                found[width, d, devices, chunks, schedule, zero] = best
+                found[tp, d, devices, chunks, schedule, zero] = best
     return found
 
 
 def _best_of(
     problem: PlacementProblem,
-    width: int,
+    tp: int,
     d: int,
     zero: int,
-    schedule: PipelineSchedule | None,
+    schedule: PipelineSchedule,
     chunks: int,
     devices: int,
     rounds: int,
 ) -> float:
     capabilities, cluster, layers = problem.capabilities, problem.cluster, len(problem.graph.layers)
     name = str(schedule or "1f1b")
-    mixed = capabilities.allows_mixed_widths and chunks == 1
-    costs = PlainCosts(problem, width, d, zero, devices, name == "zero-bubble", mixed)
+    mixed = capabilities.allows_mixed_tp and chunks == 1
+    costs = PlainCosts(problem, tp, d, zero, devices, name == "zero-bubble", mixed)
     flight = [
         [plain_in_flight(name, devices, rounds, chunks, device, chunk) for chunk in range(chunks)]
         for device in range(devices)
     ]
     best = math.inf
-    if not mixed and d * width * devices > cluster.device_count:
+    if not mixed and d * tp * devices > cluster.device_count:
         return best
     stage_costs: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
     for parts in splits(problem, devices * chunks):
@@ -102,7 +106,7 @@ def _best_of(
         before = [frozenset().union(*parts[:index]) for index in range(len(parts))]
         for key in zip(before, parts, strict=True):
             if key not in stage_costs:
-                stage_costs[key] = [costs.stage(set(key[0]), set(key[1]), mode) for mode in problem.recompute_modes]
+                stage_costs[key] = [costs.stage(set(key[0]), set(key[1]), mode) for mode in problem.choices.recompute]
         options = [stage_costs[key] for key in zip(before, parts, strict=True)]
         needs = d * sum(
             max(options[index][0].devices for index in range(device, len(parts), devices)) for device in range(devices)

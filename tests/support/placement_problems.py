@@ -1,14 +1,15 @@
 """Random placement problems, each from one seed."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 from hypothesis import settings
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
+from phaze.parallelism import PIPELINE_SCHEDULES, Choices, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.profile.layer_profile import (
     BoundaryTensor,
@@ -60,12 +61,12 @@ def random_profiles(
         output = random.uniform(1e4, 1e5)
         sliceable = random.random() < 0.7 or 1 not in widths
         others = random.uniform(0.5, 2)
-        for width in widths:
-            sliced = sliceable and width > 1
-            cut = width if sliced else 1
+        for tp in widths:
+            sliced = sliceable and tp > 1
+            cut = tp if sliced else 1
             for mode in modes:
                 again = {"none": 0.0, "selective": 0.2, "full": 1.0}[mode]
-                profiles[key, width, mode] = LayerProfile(
+                profiles[key, tp, mode] = LayerProfile(
                     forward_s=Bounded.exact([others, seconds[0] / cut]),
                     backward_input_s=Bounded.exact([others, seconds[1] / cut]),
                     backward_weight_s=Bounded.exact([others, seconds[2] / cut]),
@@ -88,16 +89,16 @@ def random_capabilities(random: Random) -> Capabilities:
         name: random.random() < 0.5
         for name in (
             "allows_uneven_stages",
-            "allows_mixed_widths",
+            "allows_mixed_tp",
             "allows_idle_devices",
             "allows_uneven_micro_batches",
         )
     }
     return Capabilities(
-        schedules=frozenset(random.sample(list(PipelineSchedule), random.randrange(5))),
+        schedules=frozenset(random.sample(list(PIPELINE_SCHEDULES), random.randrange(5))),
         zero_stages=frozenset(random.sample(range(4), random.randrange(1, 5))),
         excluded_pairs=frozenset(
-            {(PipelineSchedule.ZERO_BUBBLE, 3), (random.choice(list(PipelineSchedule)), random.randrange(4))}
+            {(PipelineSchedule.ZERO_BUBBLE, 3), (random.choice(list(PIPELINE_SCHEDULES)), random.randrange(4))}
         ),
         **flags,
     )
@@ -125,10 +126,12 @@ def random_problem(
         micro_batches=random.randrange(1, most_micro_batches + 1),
         recipe=precision_recipe(random.choice(["bf16-adam", "fp32-sgd", "bf16-adam-bf16-gradients"])),
         capabilities=random_capabilities(random),
-        schedules=random.choice([tuple(PipelineSchedule), (random.choice(list(PipelineSchedule)),)]),
-        recompute_modes=modes,
-        chunk_counts=(2, 3),
-        pipelines_divide_batch=random.random() < 0.3,
+        choices=Choices(
+            schedule=random.choice([PIPELINE_SCHEDULES, (random.choice(list(PIPELINE_SCHEDULES)),)]),
+            recompute=modes,
+            chunks=(2, 3),
+        ),
+        dp_divides_batch=random.random() < 0.3,
         memory_margin=random.choice([0.0, 0.1]),
         overlaps_reduction=random.random() < 0.7,
         calibration=random.choice([IDEAL, replace(IDEAL, link=0.5, memory=0.7)]),
@@ -155,4 +158,11 @@ def spread_problem(seed: int, *, largest: int = 5, most_devices: int = 6) -> Pla
         allows_uneven_micro_batches=True,
         spreads_ends=True,
     )
-    return replace(problem, graph=graph, capabilities=capabilities, schedules=tuple(PipelineSchedule))
+    return changed(problem, graph=graph, capabilities=capabilities, schedule=PIPELINE_SCHEDULES)
+
+
+def changed(problem: PlacementProblem, **changes: object) -> PlacementProblem:
+    """The problem with some of its fields, or of its choices, changed."""
+    names = {field.name for field in fields(Choices)}
+    choices = replace(problem.choices, **{name: value for name, value in changes.items() if name in names})
+    return replace(problem, choices=choices, **{name: value for name, value in changes.items() if name not in names})

@@ -40,7 +40,7 @@ def small_cluster(hbm_bytes: int = 80 * 2**30, devices: int = 8, chip_name: str 
     return Cluster(chip, devices, levels)
 
 
-QUESTION: dict[str, Any] = {"global_batch_size": 32, "micro_batch_sizes": (1, 2), "tensor_widths": (1,)}
+QUESTION: dict[str, Any] = {"global_batch_size": 32, "micro_batch_size": (1, 2), "tp": (1,)}
 
 
 @cache

@@ -62,6 +62,6 @@ def unforced(kind: str, memory_bytes: int) -> phaze.Plan:
         cluster=tight_cluster(memory_bytes),
         global_batch_size=16,
         precision="fp32",
-        tensor_widths=(1, 2),
-        micro_batch_sizes=(2,),
+        tp=(1, 2),
+        micro_batch_size=(2,),
     )

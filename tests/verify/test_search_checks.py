@@ -13,7 +13,7 @@ from phaze.errors import QuestionError
 from phaze.verify.plan_checks import Finding
 from phaze.verify.search_checks import check_search
 
-QUESTION: dict[str, Any] = {**SMALL, "micro_batch_sizes": (2,), "executor": "serial", "gap": 0.02}
+QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "serial", "gap": 0.02}
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
 from phaze.hardware.element_types import dtype_bytes
+from phaze.parallelism import PipelineSchedule
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import WidthTable
+from phaze.place.model.stage_sums import StageSums
 
 __all__ = ["WholeModel"]
 
@@ -47,9 +47,9 @@ class WholeModel:
     """
 
     problem: PlacementProblem
-    table: WidthTable
+    table: StageSums
     zero: int
-    pipelines: IntArray
+    dp: IntArray
     whole: int
     s_per_byte: float
     least_cut_s: float
@@ -59,10 +59,10 @@ class WholeModel:
         cls,
         problem: PlacementProblem,
         space: StageSpace,
-        table: WidthTable,
+        table: StageSums,
         network: Network,
         zero: int,
-        pipelines: IntArray,
+        dp: IntArray,
     ) -> WholeModel:
         """The sums of a problem."""
         cuts = table.received_bytes[space.source > 0]
@@ -70,7 +70,7 @@ class WholeModel:
             problem=problem,
             table=table,
             zero=zero,
-            pipelines=pipelines,
+            dp=dp,
             whole=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
             s_per_byte=network.least_s_per_byte,
             least_cut_s=float(cuts.min(initial=np.inf)) * network.least_s_per_byte if len(cuts) else 0.0,
@@ -83,7 +83,7 @@ class WholeModel:
 
     def least_bytes(self) -> FloatArray:
         """What all stages of a pipeline hold together at least."""
-        recipe, shards = self.problem.recipe, self.pipelines
+        recipe, shards = self.problem.recipe, self.dp
         held = recipe.parameter_bytes / (shards if self.zero == 3 else 1) + recipe.gradient_bytes / (
             shards if self.zero >= 2 else 1
         )
@@ -91,7 +91,7 @@ class WholeModel:
         stash = float(self.table.stashed_bytes[:, self.whole].min())
         return np.asarray(held * self.parameters + self.table.frozen_bytes[self.whole] + stash)
 
-    def floor_s(self, schedule: PipelineSchedule | None, chunks: int, devices: IntArray, update_s: float) -> FloatArray:
+    def floor_s(self, schedule: PipelineSchedule, chunks: int, devices: IntArray, update_s: float) -> FloatArray:
         """The bound of each number of pipelines with its number of devices."""
         forward, backward_input, weight = (
             float(seconds[:, self.whole].min())
@@ -104,9 +104,9 @@ class WholeModel:
         fused = run + np.maximum(backward_input + weight, gathered + scattered) + transfers
         without_weights = run + np.maximum(backward_input, gathered) + transfers
         split = without_weights + np.maximum(weight, scattered)
-        rounds = (-(-self.problem.micro_batches // self.pipelines)).astype(float)
+        rounds = (-(-self.problem.micro_batches // self.dp)).astype(float)
         match schedule:
-            case None:
+            case PipelineSchedule.NONE:
                 path, total = fused * rounds, fused
             case PipelineSchedule.GPIPE:
                 path, total = fused + (rounds - 1) * fused / devices, fused
@@ -129,11 +129,11 @@ class WholeModel:
 
     def _moved(self, bytes_each: float) -> FloatArray:
         """Seconds of one gather or scatter of all parameters."""
-        return np.asarray((1 - 1 / self.pipelines) * (bytes_each * self.parameters * self.s_per_byte))
+        return np.asarray((1 - 1 / self.dp) * (bytes_each * self.parameters * self.s_per_byte))
 
     def _after(self, update_s: float, backward_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""
-        update = self.parameters * update_s / (self.pipelines if self.zero >= 1 else 1)
+        update = self.parameters * update_s / (self.dp if self.zero >= 1 else 1)
         gather = self._moved(self.problem.recipe.parameter_bytes) if self.zero in (1, 2) else 0.0
         reduced = (
             self._moved(dtype_bytes(self.problem.recipe.reduction_dtype)) * (2 if self.zero == 0 else 1)

@@ -26,17 +26,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_device_packing import slowest_device_s
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.candidate_stages import Candidates
-from phaze.place.search.parallelism_table import Degrees
 from phaze.place.simulation.pass_orders import in_flight
 
-__all__ = ["ChunkBounds"]
+__all__ = ["InterleavedBounds"]
 
 
-class ChunkBounds:
+class InterleavedBounds:
     """What each device has so far, in seconds and in bytes.
 
     A row holds, per device, seconds per microbatch, t and F before it in the first chunks, finishing seconds, held
@@ -46,19 +45,19 @@ class ChunkBounds:
     def __init__(
         self,
         candidates: Candidates,
-        degrees: Degrees,
+        parallelism: Parallelism,
         rounds: int,
         states: int,
         usable_bytes: float,
         prices: tuple[float, ...],
     ) -> None:
-        self.candidates, self.rounds, self.devices = candidates, rounds, degrees.devices
+        self.candidates, self.rounds, self.devices = candidates, rounds, parallelism.pp
         self.through = candidates.forward_s + candidates.backward_s
-        self.usable, self.stages = usable_bytes, degrees.stages
-        self.flight = in_flight(PipelineSchedule.INTERLEAVED, degrees.devices, rounds, degrees.chunks)
+        self.usable, self.stages = usable_bytes, parallelism.stages
+        self.flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, rounds, parallelism.chunks)
         self._prices = np.array([0.0, *prices]) * (rounds / float(self.flight.mean()))
-        self._weights = self._weigh(degrees)
-        self._least_s = slowest_device_s(candidates, degrees, rounds, states, usable_bytes, self.flight)
+        self._weights = self._weigh(parallelism)
+        self._least_s = slowest_device_s(candidates, parallelism, rounds, states, usable_bytes, self.flight)
         self._features = np.stack(
             [
                 candidates.forward_s,
@@ -92,20 +91,20 @@ class ChunkBounds:
             least = candidates.least_by_source(counts * own + least[:, candidates.target], states)
         return bool((least[:, 0] > self.usable * (1 + 1e-9)).any())
 
-    def _weigh(self, degrees: Degrees) -> FloatArray:
+    def _weigh(self, parallelism: Parallelism) -> FloatArray:
         """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds."""
-        devices, chunks, rounds = self.devices, degrees.chunks, self.rounds
+        devices, chunks, rounds = self.devices, parallelism.chunks, self.rounds
         fall = (1 - 1 / (chunks * rounds)) ** np.arange(devices - 1, -1, -1.0)
         end = (np.arange(devices) == devices - 1).astype(float)
         even = np.full(devices, 1 / devices)
-        forward, settled, reduced = _staying(degrees, rounds)
+        forward, settled, reduced = _staying(parallelism, rounds)
         first = (np.arange(self.stages) == 0).astype(float)
         on_first = (np.arange(self.stages) % devices == 0).astype(float)
         share, starts = np.full(self.stages, 1 / devices), (np.arange(self.stages) < devices) / devices
         none = np.zeros(self.stages)
         means = []
         for weights in (fall / fall.sum(), end):
-            through = _returning(degrees, rounds, weights)
+            through = _returning(parallelism, rounds, weights)
             means.append((weights, np.stack([through, through, on_first, first, none], axis=1)))
         means.append((even, np.stack([forward, settled, share, starts, none], axis=1)))
         means.append((even, np.stack([forward, reduced, share, none, share], axis=1)))
@@ -176,17 +175,17 @@ class ChunkBounds:
         return np.asarray((total <= self.usable).all(axis=1))
 
 
-def _returning(degrees: Degrees, rounds: int, weights: FloatArray) -> FloatArray:
+def _returning(parallelism: Parallelism, rounds: int, weights: FloatArray) -> FloatArray:
     """Per stage: the weight of its t in paths of the first kind, with these weights of their devices."""
-    devices, chunks = degrees.devices, degrees.chunks
+    devices, chunks = parallelism.pp, parallelism.chunks
     after = np.concatenate([np.cumsum(weights[::-1])[::-1][1:], [0.0]])
     later = (chunks - 1 - np.arange(chunks)[:, None]) / chunks
     return np.asarray((later + after / chunks + weights * (rounds - devices * later)).ravel())
 
 
-def _staying(degrees: Degrees, rounds: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _staying(parallelism: Parallelism, rounds: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Per stage: the weights of its F in paths of the second and third kind, and of its B in either."""
-    devices, chunks = degrees.devices, degrees.chunks
+    devices, chunks = parallelism.pp, parallelism.chunks
     forward, settled, reduced = np.full((3, chunks, devices), float(rounds))
     forward[0] += devices - 1 - np.arange(devices)
     reduced[:-1] -= devices

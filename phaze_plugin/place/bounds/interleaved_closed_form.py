@@ -18,30 +18,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
-from phaze.place.bounds.layer_table import Packing
+from phaze.parallelism import PipelineSchedule
+from phaze.place.bounds.layer_table import LayerTable
 from phaze.place.model.stage_space import FloatArray, IntArray
-from phaze.place.search.parallelism_table import Choices
+from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.simulation.pass_orders import in_flight
 
-__all__ = ["chunk_floors"]
+__all__ = ["interleaved_floors"]
 
 _AT_ONCE = 2_000_000
 _SLACK = 1e-10
 
 
-def chunk_floors(packing: Packing, choices: Choices) -> FloatArray:
+def interleaved_floors(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
     """A bound under each interleaved choice; infinite where nothing fits."""
-    layers = packing.forward_s.shape[1]
-    floors = np.zeros(len(choices))
-    stages = choices.devices * choices.chunks
+    layers = layer_table.forward_s.shape[1]
+    floors = np.zeros(len(strategies))
+    stages = strategies.pp * strategies.chunks
     for count in np.unique(stages).tolist():
         first, last = _positions(layers, count)
-        at_once = max(1, _AT_ONCE // (layers * int((last - first).max() + 1) * len(packing.recompute_s)))
+        at_once = max(1, _AT_ONCE // (layers * int((last - first).max() + 1) * len(layer_table.recompute_s)))
         members = np.flatnonzero(stages == count)
         for start in range(0, len(members), at_once):
             part = members[start : start + at_once]
-            floors[part] = _floors(packing, choices.take(part), count, first, last)
+            floors[part] = _floors(layer_table, strategies.take(part), count, first, last)
     return floors
 
 
@@ -54,30 +54,32 @@ def _positions(layers: int, stages: int) -> tuple[IntArray, IntArray]:
     return np.searchsorted(latest_end, layer, side="right"), np.searchsorted(earliest, layer, side="right") - 1
 
 
-def _floors(packing: Packing, choices: Choices, stages: int, first: IntArray, last: IntArray) -> FloatArray:
+def _floors(
+    layer_table: LayerTable, strategies: ParallelismTable, stages: int, first: IntArray, last: IntArray
+) -> FloatArray:
     """The bounds of choices with the same number of stages. Axes: mode, layer, place among its stages, choice."""
     layers = len(first)
-    width = np.searchsorted(packing.widths, choices.width)
-    terms = packing.terms(choices)
+    tp = np.searchsorted(layer_table.widths, strategies.tp)
+    terms = layer_table.terms(strategies)
     held, through = terms.held_bytes[:, None], terms.through_s[:, None]
-    mean = choices.chunks * -(-layers // stages)
+    mean = strategies.chunks * -(-layers // stages)
     again, stash, working = (
         table[:, :, None] for table in (terms.again_s, terms.stash_bytes, _least_behind(terms.working_bytes))
     )
-    device, returned, flight = _weights(choices, stages)
+    device, returned, flight = _weights(strategies, stages)
     place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
     flight_at, device_at, returned_at = flight[place], device[place], returned[place]
     kept = flight_at * stash + working / mean
-    usable = packing.problem.usable_bytes * (1 + _SLACK)
+    usable = layer_table.problem.usable_bytes * (1 + _SLACK)
     needed = (kept.min(axis=0) + held).min(axis=1).sum(axis=0)
-    bounds = np.where(needed > usable * choices.devices, np.inf, 0.0)
+    bounds = np.where(needed > usable * strategies.pp, np.inf, 0.0)
     seconds = returned_at * (through + again)
     tail = terms.finish_s[0] + terms.reduced_s[0]
     received = tail + terms.cut_s * returned[1:].sum(axis=0)
     given_back = terms.cut_s * returned[:-1].sum(axis=0)
     bounds = np.maximum(bounds, received + given_back + (returned_at * through).min(axis=1).sum(axis=0))
-    for prices in packing.prices:
-        price = prices[width] * choices.rounds / flight.mean(axis=0)
+    for prices in layer_table.prices:
+        price = prices[tp] * strategies.rounds / flight.mean(axis=0)
         spent = (seconds + price * device_at * kept).min(axis=0) + price * device_at * held
         bounds = np.maximum(bounds, received + spent.min(axis=1).sum(axis=0) - price * usable)
     return np.asarray(bounds * (1 - _SLACK))
@@ -88,9 +90,9 @@ def _least_behind(per_layer: FloatArray) -> FloatArray:
     return np.asarray(np.minimum.accumulate(per_layer[:, ::-1], axis=1)[:, ::-1])
 
 
-def _weights(choices: Choices, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Per (stage, choice): the weight of its device, of its seconds, and its microbatches in flight."""
-    chunks, devices, rounds = choices.chunks, choices.devices, choices.rounds
+    chunks, devices, rounds = strategies.chunks, strategies.pp, strategies.rounds
     chunk, device = np.divmod(np.arange(stages)[:, None], devices)
     fall = 1 - 1 / (chunks * rounds)
     whole = 1 - fall**devices

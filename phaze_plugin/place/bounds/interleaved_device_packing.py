@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from phaze.parallelism import Parallelism
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.candidate_stages import Candidates
-from phaze.place.search.parallelism_table import Degrees
 
 __all__ = ["slowest_device_s"]
 
 
 def slowest_device_s(
-    candidates: Candidates, degrees: Degrees, rounds: int, states: int, usable_bytes: float, flight: IntArray
+    candidates: Candidates, parallelism: Parallelism, rounds: int, states: int, usable_bytes: float, flight: IntArray
 ) -> float:
     """The bound; infinite where some device can hold no choice of chunks, or where there is no pipeline at all."""
-    devices, chunks = degrees.devices, degrees.chunks
+    devices, chunks = parallelism.pp, parallelism.chunks
     through = candidates.forward_s + candidates.backward_s
-    at = [np.flatnonzero(row) for row in _on_pipelines(candidates, degrees.stages, states)]
+    at = [np.flatnonzero(row) for row in _on_pipelines(candidates, parallelism.stages, states)]
     if not all(len(row) for row in at):
         return np.inf
     before = np.cumsum([0.0, *(float(through[row].min()) for row in at[: devices - 1])])

@@ -14,24 +14,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
 from phaze.cost import Collective
 from phaze.hardware.element_types import dtype_bytes
-from phaze.place.bounds.stage_filling import Filling, LayerTerms
+from phaze.parallelism import PipelineSchedule
+from phaze.place.bounds.stage_filling import LayerTerms, StageFilling
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import cut_bytes
-from phaze.place.search.parallelism_table import SCHEDULES, Choices
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile
 
-__all__ = ["Packing", "build_packing"]
+__all__ = ["LayerTable", "build_layer_table"]
 
 _AT_ONCE = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Packing:
+class LayerTable:
     """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain.
 
     `recompute_s`, `stash_bytes` and `peak_bytes` (the working set) are per (mode, width, layer), `least_cut_s` is the
@@ -55,7 +55,7 @@ class Packing:
     least_cut_s: FloatArray
     problem: PlacementProblem
     network: Network
-    mixed_widths: frozenset[int]
+    mixed_tp: frozenset[int]
     most_used: int
     update_s: float
 
@@ -64,27 +64,29 @@ class Packing:
         """What a stage holds at least of each of its layers, per (width, layer)."""
         return np.asarray(self.untied + self.tied)
 
-    def refuted(self, choices: Choices, target_s: FloatArray) -> BoolArray:
+    def refuted(self, strategies: ParallelismTable, target_s: FloatArray) -> BoolArray:
         """Whether nothing with each of these degrees takes less than its target."""
-        result = np.zeros(len(choices), dtype=bool)
-        for part in self._parts(choices):
-            some = choices.take(part)
-            result[part] = self._filling(some).refuted(target_s[part])
+        result = np.zeros(len(strategies), dtype=bool)
+        for part in self._parts(strategies):
+            some = strategies.take(part)
+            result[part] = self._stage_filling(some).refuted(target_s[part])
         return result
 
-    def _parts(self, choices: Choices) -> list[IntArray]:
+    def _parts(self, strategies: ParallelismTable) -> list[IntArray]:
         """Indices of what can be packed, in portions of one schedule each."""
         if not self.forward_s.size:
             return []
-        every = [np.flatnonzero((choices.schedule == one) & (choices.chunks == 1)) for one in range(len(SCHEDULES))]
+        every = [
+            np.flatnonzero((strategies.schedule == one) & (strategies.chunks == 1)) for one in range(len(SCHEDULES))
+        ]
         return [one[start : start + _AT_ONCE] for one in every for start in range(0, len(one), _AT_ONCE)]
 
-    def tightened(self, choices: Choices, target_s: float, steps: int = 5) -> FloatArray:
+    def tightened(self, strategies: ParallelismTable, target_s: float, steps: int = 5) -> FloatArray:
         """A bound under each choice, at least its floor, by bisection up to the target."""
-        floors = choices.floor_s.copy()
-        for part in self._parts(choices):
-            some = choices.take(part)
-            filling = self._filling(some)
+        floors = strategies.floor_s.copy()
+        for part in self._parts(strategies):
+            some = strategies.take(part)
+            filling = self._stage_filling(some)
             low, high = some.floor_s, np.maximum(some.floor_s, target_s)
             for _ in range(steps):
                 middle = (low + high) / 2
@@ -93,50 +95,50 @@ class Packing:
             floors[part] = low
         return floors
 
-    def _filling(self, choices: Choices) -> Filling:
-        return Filling(choices, self.terms(choices), self.problem.usable_bytes)
+    def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
+        return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes)
 
-    def buffered_bytes(self, choices: Choices) -> FloatArray:
+    def buffered_bytes(self, strategies: ParallelismTable) -> FloatArray:
         """Bytes of buffers per parameter of the largest layer."""
-        recipe, copied = self.problem.recipe, choices.pipelines > 1
-        reduced = np.where(copied & (choices.zero_stage >= 2), recipe.reduction_bytes, 0.0)
-        return np.asarray(reduced + np.where(copied & (choices.zero_stage == 3), 2 * recipe.parameter_bytes, 0.0))
+        recipe, copied = self.problem.recipe, strategies.dp > 1
+        reduced = np.where(copied & (strategies.zero >= 2), recipe.reduction_bytes, 0.0)
+        return np.asarray(reduced + np.where(copied & (strategies.zero == 3), 2 * recipe.parameter_bytes, 0.0))
 
-    def _rates(self, choices: Choices) -> FloatArray:
+    def _rates(self, strategies: ParallelismTable) -> FloatArray:
         """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
         levels = self.network.depths(self.most_used)
-        depth = levels[np.minimum(choices.width * choices.pipelines * choices.devices, self.most_used)]
-        keys = np.stack([choices.width, choices.pipelines, depth], axis=1)
+        depth = levels[np.minimum(strategies.tp * strategies.dp * strategies.pp, self.most_used)]
+        keys = np.stack([strategies.tp, strategies.dp, depth], axis=1)
         distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        used = (choices.width * choices.pipelines * choices.devices)[first]
+        used = (strategies.tp * strategies.dp * strategies.pp)[first]
         rates = np.empty((3, len(distinct)))
-        for index, (width, pipelines, _) in enumerate(distinct.tolist()):
-            strides = (width, 1) if width in self.mixed_widths else (width,)
+        for index, (tp, dp, _) in enumerate(distinct.tolist()):
+            strides = (tp, 1) if tp in self.mixed_tp else (tp,)
             for row, kind in enumerate((Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)):
-                prices = [self.network.collective(kind, pipelines, stride, int(used[index])) for stride in strides]
+                prices = [self.network.collective(kind, dp, stride, int(used[index])) for stride in strides]
                 rates[row, index] = min(price.s_per_byte for price in prices)
         return rates[:, which.ravel()]
 
-    def terms(self, choices: Choices) -> LayerTerms:
+    def terms(self, strategies: ParallelismTable) -> LayerTerms:
         """What each layer adds to a stage under each choice."""
-        at = np.searchsorted(self.widths, choices.width)
+        at = np.searchsorted(self.widths, strategies.tp)
         forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
-        untied, tied = self.untied[at].T, self._tied(choices)
+        untied, tied = self.untied[at].T, self._tied(strategies)
         parameters = untied + tied
-        zero, copies = choices.zero_stage, choices.pipelines
+        zero, copies = strategies.zero, strategies.dp
         recipe = self.problem.recipe
-        gather, scatter, reduce = self._rates(choices)
+        gather, scatter, reduce = self._rates(strategies)
         size = dtype_bytes(recipe.reduction_dtype)
         gathered = parameters * (np.where(zero == 3, recipe.parameter_bytes, 0.0) * gather)
         scattered = parameters * (np.where(zero >= 2, size, 0.0) * scatter)
-        split = choices.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+        split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         run = _longer(forward, gathered)
         back = _longer(np.where(split, first, first + weight), gathered + np.where(split, 0.0, scattered))
         reduction = np.where(zero == 0, size * reduce, np.where(zero == 1, size * scatter, 0.0))
         settled = self.update_s / np.where(zero >= 1, copies, 1)
         settled = settled + np.where((zero == 1) | (zero == 2), recipe.parameter_bytes, 0.0) * gather
         finish = parameters * settled + tied * reduction
-        between = np.where(choices.devices > 1, size * self.network.least_s_per_byte, 0.0)
+        between = np.where(strategies.pp > 1, size * self.network.least_s_per_byte, 0.0)
         finish[[0, -1]] += between * self.tied_ends[:, at]
         shards = [np.where(zero >= least, copies, 1) for least in (1, 2, 3)]
         held = (
@@ -153,18 +155,18 @@ class Packing:
             reduced_s=untied * reduction,
             hidden_s=np.where(zero < 2, np.where(split, weight, first + weight), 0.0),
             held_bytes=parameters * held,
-            buffer_bytes=parameters * self.buffered_bytes(choices),
+            buffer_bytes=parameters * self.buffered_bytes(strategies),
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,
             cut_s=self.least_cut_s[at],
         )
 
-    def _tied(self, choices: Choices) -> FloatArray:
+    def _tied(self, strategies: ParallelismTable) -> FloatArray:
         """Per (layer, choice): tied parameters, on the last layer too where it cannot lie beside the first."""
-        at = np.searchsorted(self.widths, choices.width)
+        at = np.searchsorted(self.widths, strategies.tp)
         tied = self.tied[at].T.copy()
-        tied[-1] += np.where(choices.devices > 1, self.tied_ends[1, at], 0.0)
+        tied[-1] += np.where(strategies.pp > 1, self.tied_ends[1, at], 0.0)
         return tied
 
 
@@ -173,17 +175,17 @@ def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
     return np.where(one.sum(axis=0) >= other.sum(axis=0), one, other)
 
 
-def build_packing(
+def build_layer_table(
     problem: PlacementProblem, space: StageSpace, network: Network, update_s: float, use_bounds: bool
-) -> Packing:
+) -> LayerTable:
     """The layers of a problem, ready to be packed; with the profiles' values or their lower bounds."""
     layers = range(space.layers) if space.is_chain else range(0)
 
     def by_mode(read: Callable[[LayerProfile], float]) -> FloatArray:
         return np.array(
             [
-                [[read(problem.profile(layer, width, mode)) for layer in layers] for width in problem.widths]
-                for mode in problem.recompute_modes
+                [[read(problem.profile(layer, tp, mode)) for layer in layers] for tp in problem.tp_degrees]
+                for mode in problem.choices.recompute
             ]
         )
 
@@ -195,14 +197,14 @@ def build_packing(
     untied[..., problem.spread_layers[list(layers)]] = 0.0
     tied, tied_ends = _tied(problem, layers)
     kind = "bound" if use_bounds else "value"
-    prices = np.array([_prices(problem, width, layers) for width in problem.widths]).T
-    return Packing(
-        widths=problem.widths,
+    prices = np.array([_prices(problem, tp, layers) for tp in problem.tp_degrees]).T
+    return LayerTable(
+        widths=problem.tp_degrees,
         prices=prices,
         recompute_s=seconds("recompute_s"),
         stash_bytes=stash,
         peak_bytes=peak,
-        least_cut_s=np.array([_least_cut_bytes(problem, space, width) for width in problem.widths])
+        least_cut_s=np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees])
         * network.least_s_per_byte,
         forward_s=seconds("forward_s").min(axis=0),
         input_s=seconds("backward_input_s").min(axis=0),
@@ -214,13 +216,11 @@ def build_packing(
         working_bytes=peak.min(axis=0),
         problem=problem,
         network=network,
-        mixed_widths=frozenset(
-            width
-            for width in problem.widths
-            if problem.capabilities.allows_mixed_widths
-            and not all(
-                problem.profile(layer, width, problem.recompute_modes[0]).is_tensor_parallel for layer in layers
-            )
+        mixed_tp=frozenset(
+            tp
+            for tp in problem.tp_degrees
+            if problem.capabilities.allows_mixed_tp
+            and not all(problem.profile(layer, tp, problem.choices.recompute[0]).is_tensor_parallel for layer in layers)
         ),
         most_used=problem.cluster.device_count,
         update_s=update_s,
@@ -229,13 +229,13 @@ def build_packing(
 
 def _tied(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
     """Per (width, layer) and per (first or last, width): as `Packing` counts tied parameters."""
-    tied, ends = np.zeros((len(problem.widths), len(layers))), np.zeros((2, len(problem.widths)))
+    tied, ends = np.zeros((len(problem.tp_degrees), len(layers))), np.zeros((2, len(problem.tp_degrees)))
     if not layers or problem.spread_layers.any():
         return tied, ends
     for name, members in problem.graph.ties.items():
-        for row, width in enumerate(problem.widths):
+        for row, tp in enumerate(problem.tp_degrees):
             sizes = {
-                layer: problem.profile(layer, width, problem.recompute_modes[0]).tied_parameters.get(name, 0.0)
+                layer: problem.profile(layer, tp, problem.choices.recompute[0]).tied_parameters.get(name, 0.0)
                 for layer in members
             }
             tied[row, min(members)] += sizes[min(members)]
@@ -244,19 +244,19 @@ def _tied(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatAr
     return tied, ends
 
 
-def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, width: int) -> float:
+def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, tp: int) -> float:
     """Bytes that cross the cheapest cut."""
-    profiles = [problem.profile(layer, width, problem.recompute_modes[0]) for layer in range(space.layers)]
+    profiles = [problem.profile(layer, tp, problem.choices.recompute[0]) for layer in range(space.layers)]
     return float(cut_bytes(problem, space, profiles)[1:-1].min()) if space.layers > 1 else 0.0
 
 
-def _prices(problem: PlacementProblem, width: int, layers: range) -> list[float]:
+def _prices(problem: PlacementProblem, tp: int, layers: range) -> list[float]:
     """For each recompute mode after the first: what it costs over the one before it per byte of stash saved."""
     prices = []
-    for before, after in pairwise(problem.recompute_modes):
+    for before, after in pairwise(problem.choices.recompute):
         spent = saved = 0.0
         for layer in layers:
-            one, other = problem.profile(layer, width, before), problem.profile(layer, width, after)
+            one, other = problem.profile(layer, tp, before), problem.profile(layer, tp, after)
             spent += float((other.recompute_s.value - one.recompute_s.value)[problem.accelerator])
             saved += one.stashed_bytes - other.stashed_bytes
         prices.append(spent / saved if spent > 0 and saved > 0 else 0.0)

@@ -29,10 +29,9 @@ from typing import Protocol
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.candidate_stages import Candidates
-from phaze.place.search.parallelism_table import Degrees
 from phaze.place.simulation.pass_orders import in_flight
 
 __all__ = ["PathBounds", "PeakBounds", "StageBounds"]
@@ -58,14 +57,14 @@ class StageBounds(Protocol):
 class PathBounds:
     """1f1b, zero-bubble and single stages."""
 
-    def __init__(self, candidates: Candidates, degrees: Degrees, rounds: int, states: int, needed: int) -> None:
-        self._candidates, self._rounds, self._devices = candidates, rounds, degrees.devices
-        self._splits = degrees.schedule is PipelineSchedule.ZERO_BUBBLE
-        self._flight = _flight(degrees, rounds)
+    def __init__(self, candidates: Candidates, parallelism: Parallelism, rounds: int, states: int, needed: int) -> None:
+        self._candidates, self._rounds, self._devices = candidates, rounds, parallelism.pp
+        self._splits = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
+        self._flight = _flight(parallelism, rounds)
         forward, backward = candidates.forward_s, candidates.backward_s
         shorter, through = np.minimum(forward, backward), forward + backward
         self._own = np.stack([forward, backward, candidates.weight_s, through, shorter, candidates.tail_s])
-        count = degrees.stages
+        count = parallelism.stages
         self._tables = np.full((3, count + 1, needed + 1, states), np.inf)
         self._tables[:, count, 0, -1] = 0.0
         for position in range(count - 1, -1, -1):
@@ -126,11 +125,11 @@ class PathBounds:
 class PeakBounds:
     """Gpipe: sums and largest passes."""
 
-    def __init__(self, candidates: Candidates, degrees: Degrees, rounds: int, states: int, needed: int) -> None:
+    def __init__(self, candidates: Candidates, parallelism: Parallelism, rounds: int, states: int, needed: int) -> None:
         self._candidates, self._rounds = candidates, rounds
         self._through = candidates.forward_s + candidates.backward_s
         self._fits = candidates.most_in_flight >= rounds
-        count = degrees.stages
+        count = parallelism.stages
         blocked = np.where(self._fits, 0.0, np.inf)
         parts = np.stack([self._through, candidates.forward_s, candidates.backward_s])
         self._tables = np.full((3, count + 1, needed + 1, states), np.inf)
@@ -165,11 +164,11 @@ class PeakBounds:
         return np.stack([through, forward, backward, first], axis=1), bound
 
 
-def _flight(degrees: Degrees, rounds: int) -> list[int]:
+def _flight(parallelism: Parallelism, rounds: int) -> list[int]:
     """Microbatches in flight at each position."""
-    if degrees.schedule is None:
+    if parallelism.schedule is PipelineSchedule.NONE:
         return [1]
-    return [int(count) for count in in_flight(degrees.schedule, degrees.devices, rounds)[:, 0]]
+    return [int(count) for count in in_flight(parallelism.schedule, parallelism.pp, rounds)[:, 0]]
 
 
 def _after(need: int, is_single: BoolArray) -> IntArray:

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import PipelineSchedule
 from phaze.place.model.stage_space import BoolArray, FloatArray
-from phaze.place.search.parallelism_table import SCHEDULES, Choices
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 
-__all__ = ["Filling", "LayerTerms"]
+__all__ = ["LayerTerms", "StageFilling"]
 
 _SLACK = 1e-10
 
@@ -70,16 +70,16 @@ class LayerTerms:
 _THROUGH, _FORWARD, _WEIGHT, _FINISH, _LATE, _HELD, _MODES = range(7)
 
 
-class Filling:
+class StageFilling:
     """Stages to be filled, by choice, all of the same schedule.
 
     Of the stage at hand: sums and maxima over its layers, and what it may take.
     """
 
-    def __init__(self, choices: Choices, terms: LayerTerms, usable_bytes: float) -> None:
+    def __init__(self, strategies: ParallelismTable, terms: LayerTerms, usable_bytes: float) -> None:
         self.terms, self.usable_bytes, self.modes = terms, usable_bytes * (1 + _SLACK), len(terms.again_s)
-        self.schedule = SCHEDULES[int(choices.schedule[0])]
-        self.rounds, self.devices = choices.rounds.astype(float), choices.devices.astype(float)
+        self.schedule = SCHEDULES[int(strategies.schedule[0])]
+        self.rounds, self.devices = strategies.rounds.astype(float), strategies.pp.astype(float)
         late = terms.reduced_s - terms.hidden_s
         sums = [terms.through_s, terms.run_s, terms.weight_s, terms.finish_s, late, terms.held_bytes]
         self.layer_sums = np.stack([*sums, *terms.again_s, *terms.stash_bytes])

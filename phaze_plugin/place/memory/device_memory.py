@@ -24,7 +24,7 @@ import numpy as np
 
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray
-from phaze.place.model.stage_sums import WidthTable
+from phaze.place.model.stage_sums import StageSums
 
 __all__ = ["DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
 
@@ -111,16 +111,16 @@ class MemoryTable:
 
 
 def build_memory_table(
-    problem: PlacementProblem, table: WidthTable, pipelines: int, zero_stage: int, whole_parameters: float
+    problem: PlacementProblem, table: StageSums, dp: int, zero: int, whole_parameters: float
 ) -> MemoryTable:
     """The items of all stages at one width; `whole_parameters` are held in parts, and whole during a batch."""
     recipe = problem.recipe
-    shards = [float(pipelines) if zero_stage >= least else 1.0 for least in (1, 2, 3)]
+    shards = [float(dp) if zero >= least else 1.0 for least in (1, 2, 3)]
     buffers = table.received_bytes + table.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
-    if pipelines > 1 and zero_stage >= 2:
+    if dp > 1 and zero >= 2:
         buffers = buffers + recipe.reduction_bytes * table.largest_parameters
-    if pipelines > 1 and zero_stage == 3:
+    if dp > 1 and zero == 3:
         buffers = buffers + 2 * recipe.parameter_bytes * table.largest_parameters
     return MemoryTable(
         parameters_bytes=np.asarray(recipe.parameter_bytes * table.parameters / shards[2] + table.frozen_bytes),

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
 from phaze.hardware.field_checks import LARGEST_BYTES
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.candidate_stages import Candidates
-from phaze.place.search.parallelism_table import Degrees
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_branch_and_bound import SplitSearch, best_split
 from phaze.place.simulation.pass_orders import in_flight
 
@@ -25,21 +24,30 @@ __all__ = ["least_chunks"]
 _NODES = 500
 
 
-def least_chunks(ground: Ground, degrees: Degrees, limit_bytes: float) -> tuple[float, tuple[tuple[int, int], ...]]:
+def least_chunks(
+    prepared: PreparedProblem, parallelism: Parallelism, limit_bytes: float
+) -> tuple[float, tuple[tuple[int, int], ...]]:
     """The least peak below the limit that is found, with the (stage, mode) of each stage; infinite if there is none.
 
     The effort is limited: where chunks differ much and there are many, the peak may not be the very least.
     """
-    roomy = replace(ground.problem.cluster.accelerator, hbm_bytes=LARGEST_BYTES)
-    candidates = ground.with_cluster(replace(ground.problem.cluster, accelerator=roomy)).candidates(degrees, np.inf)
-    bounds = _ChunkBytes(candidates, degrees, degrees.rounds(ground.problem.micro_batches), ground.space.states)
+    roomy = replace(prepared.problem.cluster.accelerator, hbm_bytes=LARGEST_BYTES)
+    candidates = prepared.with_cluster(replace(prepared.problem.cluster, accelerator=roomy)).candidates(
+        parallelism, np.inf
+    )
+    bounds = _ChunkBytes(
+        candidates,
+        parallelism,
+        parallelism.micro_batches_per_pipeline(prepared.problem.micro_batches),
+        prepared.space.states,
+    )
     search = SplitSearch(
         candidates=candidates,
         bounds=bounds,
         simulated=bounds.peaks,
         estimated=bounds.peaks,
-        stages=degrees.stages,
-        full=ground.space.states - 1,
+        stages=parallelism.stages,
+        full=prepared.space.states - 1,
     )
     answer = best_split(search, limit_bytes, _NODES)
     return answer.time_s, tuple((int(candidates.stage[pick]), int(candidates.mode[pick])) for pick in answer.picks)
@@ -48,16 +56,16 @@ def least_chunks(ground: Ground, degrees: Degrees, limit_bytes: float) -> tuple[
 class _ChunkBytes:
     """A row holds, per device, what it adds up and its largest scratch."""
 
-    def __init__(self, candidates: Candidates, degrees: Degrees, rounds: int, states: int) -> None:
-        self._candidates, self._devices = candidates, degrees.devices
-        flight = in_flight(PipelineSchedule.INTERLEAVED, degrees.devices, rounds, degrees.chunks)
+    def __init__(self, candidates: Candidates, parallelism: Parallelism, rounds: int, states: int) -> None:
+        self._candidates, self._devices = candidates, parallelism.pp
+        flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, rounds, parallelism.chunks)
         self._flight = flight.T.ravel()
         self._least_scratch = float(candidates.scratch_bytes.min(initial=np.inf))
-        self._tables = np.full((degrees.stages + 1, degrees.devices, states), np.inf)
+        self._tables = np.full((parallelism.stages + 1, parallelism.pp, states), np.inf)
         self._tables[-1, :, -1] = 0.0
-        for position in range(degrees.stages - 1, -1, -1):
+        for position in range(parallelism.stages - 1, -1, -1):
             added = self._tables[position + 1][:, candidates.target]
-            added[position % degrees.devices] += self.added(position, np.arange(len(candidates.mode)))
+            added[position % parallelism.pp] += self.added(position, np.arange(len(candidates.mode)))
             self._tables[position] = candidates.least_by_source(added, states)
 
     def added(self, position: int, picks: IntArray) -> FloatArray:

@@ -33,13 +33,13 @@ from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import WidthTable
+from phaze.place.model.stage_sums import StageSums
 
-__all__ = ["StageTable", "build_stage_table", "update_s_per_parameter"]
+__all__ = ["StageCosts", "build_stage_costs", "update_s_per_parameter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageTable:
+class StageCosts:
     """Every stage of one (width, pipelines, ZeRO stage), per (mode, stage) unless said otherwise.
 
     Attributes:
@@ -77,44 +77,44 @@ def update_s_per_parameter(problem: PlacementProblem) -> float:
     return float(estimate.spread_s[0, 0]) / probe
 
 
-def build_stage_table(
+def build_stage_costs(
     problem: PlacementProblem,
     space: StageSpace,
-    table: WidthTable,
+    table: StageSums,
     network: Network,
     *,
-    pipelines: int,
-    zero_stage: int,
+    dp: int,
+    zero: int,
     stages: int,
     update_s: float,
-    mixes_widths: bool,
+    mixes_tp: bool,
     splits_backward: bool,
-) -> StageTable:
+) -> StageCosts:
     """The stages of one choice, priced for pipelines of ``stages`` devices: these decide which links are used."""
-    used = pipelines * table.width * stages
-    spread_s = _spread_s(problem, table, network, pipelines, stages, used)
+    used = dp * table.tp * stages
+    spread_s = _spread_s(problem, table, network, dp, stages, used)
     whole_parameters = table.all_spread_parameters if stages > 1 else 0.0
     table = table.spread_over(stages)
-    transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, pipelines * table.width, used)
-    gather = network.collective(Collective.ALL_GATHER, table.width, 1, used)
-    received = _send_parts(transfer, gather, table.width, table.received_bytes, table.received_whole_bytes)
-    returned = _send_parts(transfer, gather, table.width, table.sent_bytes, table.sent_whole_bytes)
-    devices = np.where(table.is_sliced | (not mixes_widths), table.width, 1)
-    axis = _DataAxis(problem, table, network, pipelines, used, devices)
-    gathered = axis.per_pass(Collective.ALL_GATHER, problem.recipe.parameter_bytes) if zero_stage == 3 else 0.0
-    scattered = axis.per_pass(Collective.REDUCE_SCATTER, axis.gradient_bytes) if zero_stage >= 2 else 0.0
+    transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, dp * table.tp, used)
+    gather = network.collective(Collective.ALL_GATHER, table.tp, 1, used)
+    received = _send_parts(transfer, gather, table.tp, table.received_bytes, table.received_whole_bytes)
+    returned = _send_parts(transfer, gather, table.tp, table.sent_bytes, table.sent_whole_bytes)
+    devices = np.where(table.is_sliced | (not mixes_tp), table.tp, 1)
+    axis = _DataAxis(problem, table, network, dp, used, devices)
+    gathered = axis.per_pass(Collective.ALL_GATHER, problem.recipe.parameter_bytes) if zero == 3 else 0.0
+    scattered = axis.per_pass(Collective.REDUCE_SCATTER, axis.gradient_bytes) if zero >= 2 else 0.0
     start = np.maximum(returned, table.recompute_s)
     overlap = problem.calibration.overlap
     if splits_backward:
         backward = _together(table.backward_input_s, gathered, overlap)
     else:
         backward = _together(table.backward_input_s + table.backward_weight_s, gathered + scattered, overlap)
-    exposed, reduction = axis.reduction(space, zero_stage, splits_backward)
-    shards = pipelines if zero_stage >= 1 else 1
+    exposed, reduction = axis.reduction(space, zero, splits_backward)
+    shards = dp if zero >= 1 else 1
     finish = table.parameters * (update_s / shards)
-    if zero_stage in (1, 2):
+    if zero in (1, 2):
         finish = finish + axis.once(Collective.ALL_GATHER, problem.recipe.parameter_bytes * table.parameters)
-    return StageTable(
+    return StageCosts(
         received_s=received,
         returned_s=returned,
         forward_s=received + _together(table.forward_s, gathered, overlap),
@@ -122,10 +122,10 @@ def build_stage_table(
         weight_s=_together(table.backward_weight_s, scattered, overlap) if splits_backward else np.zeros_like(start),
         exposed_s=exposed,
         reduction_s=reduction,
-        tie_s=_tie_s(problem, table, network, pipelines, stages, used) + spread_s,
+        tie_s=_tie_s(problem, table, network, dp, stages, used) + spread_s,
         finish_s=finish,
         devices=devices,
-        memory=build_memory_table(problem, table, pipelines, zero_stage, whole_parameters),
+        memory=build_memory_table(problem, table, dp, zero, whole_parameters),
     )
 
 
@@ -134,9 +134,9 @@ def _together(run: FloatArray, moved: FloatArray | float, overlap: float) -> Flo
     return np.asarray(np.maximum(run, moved) + (1 - overlap) * np.minimum(run, moved))
 
 
-def _send_parts(price: Price, gather: Price, width: int, sizes: FloatArray, whole: FloatArray) -> FloatArray:
+def _send_parts(price: Price, gather: Price, tp: int, sizes: FloatArray, whole: FloatArray) -> FloatArray:
     """Sending everything, or of what is whole one part by each device and gathering it behind."""
-    apart = _send(price, sizes - whole * (1 - 1 / width)) + _send(gather, whole)
+    apart = _send(price, sizes - whole * (1 - 1 / tp)) + _send(gather, whole)
     return np.minimum(_send(price, sizes), apart)
 
 
@@ -145,23 +145,21 @@ def _send(price: Price, sizes: FloatArray) -> FloatArray:
 
 
 def _tie_s(
-    problem: PlacementProblem, table: WidthTable, network: Network, pipelines: int, stages: int, used: int
+    problem: PlacementProblem, table: StageSums, network: Network, dp: int, stages: int, used: int
 ) -> FloatArray:
     """Seconds of reducing shared gradients between stages, as many as a tie can be spread over."""
     seconds = np.zeros(len(table.parameters))
     size = dtype_bytes(problem.recipe.reduction_dtype)
     for members, parameters in zip(problem.graph.ties.values(), table.split_ties, strict=True):
         holders = min(len(set(members)), stages)
-        price = network.between_stages(Collective.ALL_REDUCE, holders, stages, pipelines * table.width, used)
+        price = network.between_stages(Collective.ALL_REDUCE, holders, stages, dp * table.tp, used)
         seconds += _send(price, size * parameters)
     return seconds
 
 
-def _spread_s(
-    problem: PlacementProblem, table: WidthTable, network: Network, pipelines: int, stages: int, used: int
-) -> float:
+def _spread_s(problem: PlacementProblem, table: StageSums, network: Network, dp: int, stages: int, used: int) -> float:
     """Seconds of gathering what is spread over stages, and of scattering its gradients."""
-    recipe, stride = problem.recipe, pipelines * table.width
+    recipe, stride = problem.recipe, dp * table.tp
     if stages == 1 or not table.all_spread_parameters:
         return 0.0
     gather, scatter = (
@@ -177,9 +175,9 @@ class _DataAxis:
     """Collectives between the copies of a stage; a stage on one device has its copies side by side."""
 
     problem: PlacementProblem
-    table: WidthTable
+    table: StageSums
     network: Network
-    pipelines: int
+    dp: int
     used: int
     devices: IntArray
 
@@ -191,9 +189,9 @@ class _DataAxis:
     def _by_stage(self, collective: Collective) -> tuple[FloatArray, FloatArray]:
         """Latency and seconds per byte of every stage."""
         wide, single = (
-            self.network.collective(collective, self.pipelines, stride, self.used) for stride in (self.table.width, 1)
+            self.network.collective(collective, self.dp, stride, self.used) for stride in (self.table.tp, 1)
         )
-        is_single = self.devices < self.table.width
+        is_single = self.devices < self.table.tp
         return (
             np.where(is_single, single.latency_s, wide.latency_s),
             np.where(is_single, single.s_per_byte, wide.s_per_byte),
@@ -209,20 +207,20 @@ class _DataAxis:
         latency, rate = self._by_stage(collective)
         return np.where(sizes > 0, latency + rate * sizes, 0.0)
 
-    def reduction(self, space: StageSpace, zero_stage: int, splits_backward: bool) -> tuple[FloatArray, FloatArray]:
+    def reduction(self, space: StageSpace, zero: int, splits_backward: bool) -> tuple[FloatArray, FloatArray]:
         """What exceeds the last pass per (mode, stage), and the whole reduction per stage."""
         shape = self.table.forward_s.shape
-        if self.pipelines == 1 or zero_stage >= 2:
+        if self.dp == 1 or zero >= 2:
             return np.zeros(shape), np.zeros(shape[1])
-        collective = Collective.ALL_REDUCE if zero_stage == 0 else Collective.REDUCE_SCATTER
+        collective = Collective.ALL_REDUCE if zero == 0 else Collective.REDUCE_SCATTER
         overlap = self.table.layer_weight_s if splits_backward else self.table.layer_backward_s
         exposed, whole = np.zeros(shape), np.zeros(shape[1])
         size = self.gradient_bytes
         for single in (False, True):
-            chosen = (self.devices < self.table.width) == single
+            chosen = (self.devices < self.table.tp) == single
             if not chosen.any():
                 continue
-            price = self.network.collective(collective, self.pipelines, 1 if single else self.table.width, self.used)
+            price = self.network.collective(collective, self.dp, 1 if single else self.table.tp, self.used)
             layers = _send(price, size * self.table.layer_parameters)
             tied = price.latency_s * self.table.tied_groups + price.s_per_byte * size * self.table.tied_parameters
             total = space.sums(layers)

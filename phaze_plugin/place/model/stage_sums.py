@@ -10,11 +10,11 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.profile.layer_profile import LayerProfile
 
-__all__ = ["WidthTable", "build_width_table", "cut_bytes"]
+__all__ = ["StageSums", "build_stage_sums", "cut_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WidthTable:
+class StageSums:
     """Sums over every stage of one microbatch. Axes: mode (of the problem's recompute modes), stage or layer.
 
     Attributes:
@@ -48,7 +48,7 @@ class WidthTable:
         all_spread_parameters: those of the whole model.
     """
 
-    width: int
+    tp: int
     forward_s: FloatArray
     backward_input_s: FloatArray
     backward_weight_s: FloatArray
@@ -99,13 +99,13 @@ class WidthTable:
         """Parameters per stage without those that are spread."""
         return np.asarray(np.maximum(self.parameters - self.spread_parameters, 0.0))
 
-    def take(self, stages: IntArray) -> WidthTable:
+    def take(self, stages: IntArray) -> StageSums:
         """The same table with only some of the stages."""
-        kept = {"width", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters"}
+        kept = {"tp", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters"}
         kept |= {"spread_layers", "all_spread_parameters"}
         return replace(self, **{name: getattr(self, name)[..., stages] for name in self.__slots__ if name not in kept})
 
-    def spread_over(self, stages: int) -> WidthTable:
+    def spread_over(self, stages: int) -> StageSums:
         """The table of so many stages: each has an equal part of what is spread, reduced behind all others."""
         if stages == 1 or not self.all_spread_parameters:
             return self
@@ -120,15 +120,15 @@ class WidthTable:
         )
 
 
-def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, use_bounds: bool) -> WidthTable:
+def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_bounds: bool) -> StageSums:
     """The table of one width; seconds are the profiles' values, or their lower bounds."""
-    modes, layers = problem.recompute_modes, range(space.layers)
-    first = [problem.profile(layer, width, modes[0]) for layer in layers]
+    modes, layers = problem.choices.recompute, range(space.layers)
+    first = [problem.profile(layer, tp, modes[0]) for layer in layers]
     seconds = {
-        name: np.stack([problem.seconds(name, width, mode, use_bounds) for mode in modes])
+        name: np.stack([problem.seconds(name, tp, mode, use_bounds) for mode in modes])
         for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
     }
-    per_mode = [[problem.profile(layer, width, mode) for layer in layers] for mode in modes]
+    per_mode = [[problem.profile(layer, tp, mode) for layer in layers] for mode in modes]
     stash, working = (
         np.array([[getattr(profile, name) for profile in row] for row in per_mode])
         for name in ("stashed_bytes", "peak_working_bytes")
@@ -141,8 +141,8 @@ def build_width_table(problem: PlacementProblem, space: StageSpace, width: int, 
     sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
     is_spread = problem.spread_layers
     spread = space.sums(np.where(is_spread, parameters - tied, 0.0)) + ties.held * is_spread.any()
-    return WidthTable(
-        width=width,
+    return StageSums(
+        tp=tp,
         **{name: space.sums(values) for name, values in seconds.items()},
         layer_backward_s=seconds["backward_input_s"] + seconds["backward_weight_s"],
         layer_weight_s=seconds["backward_weight_s"],

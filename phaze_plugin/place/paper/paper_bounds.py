@@ -54,7 +54,7 @@ class Group:
     """
 
     recompute: bool
-    width: int
+    tp: int
     unit: int
     single_run: IntArray
     forward_s: FloatArray
@@ -129,18 +129,18 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
     stages = np.arange(min(instance.device_count, len(sliced)) + 1)
     singles = np.minimum(stages, (runs > 0).sum())
     devices = np.maximum(unit * (stages - singles) + singles, 1)
-    pipelines = np.minimum(instance.device_count // devices, instance.micro_batches)
-    rounds = -(-instance.micro_batches // np.maximum(pipelines, 1))
+    dp = np.minimum(instance.device_count // devices, instance.micro_batches)
+    rounds = -(-instance.micro_batches // np.maximum(dp, 1))
     parameters, activations = instance.parameter_bytes[index], instance.activation_bytes[index]
     held = (3.0 if instance.uses_adam else 2.0) * parameters + activations
     capacity = instance.memory_bytes[part]
     capacities, which = np.unique(capacity, return_inverse=True)
     stash = np.zeros_like(activations) if recompute else activations
     fewest = np.array([_fewest_stages(held.tolist(), stash.tolist(), size) for size in capacities.tolist()])[which]
-    impossible = (stages[:, None] < fewest) | (pipelines < 1)[:, None]
+    impossible = (stages[:, None] < fewest) | (dp < 1)[:, None]
     group = Group(
         recompute=recompute,
-        width=instance.widths[index],
+        tp=instance.widths[index],
         unit=unit,
         single_run=runs,
         forward_s=np.ascontiguousarray(instance.forward_s[index, part].T),
@@ -152,10 +152,10 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
         transfer_s=_least_transfer_s(instance, index),
         accelerator=np.arange(len(instance.memory_bytes))[part],
         capacity_bytes=capacity,
-        slots=np.where(pipelines > 0, rounds + stages - 1.0, np.inf),
+        slots=np.where(dp > 0, rounds + stages - 1.0, np.inf),
         floor_s=np.where(impossible, np.inf, 0.0),
     )
-    floor = _floors(instance, group, np.maximum(pipelines, 1)) * (1 - _SLACK)
+    floor = _floors(instance, group, np.maximum(dp, 1)) * (1 - _SLACK)
     return replace(group, floor_s=np.maximum(group.floor_s, floor))
 
 
@@ -187,7 +187,7 @@ def _single_runs(sliced: BoolArray) -> IntArray:
     return runs[:-1]
 
 
-def _floors(instance: PaperInstance, group: Group, pipelines: IntArray) -> FloatArray:
+def _floors(instance: PaperInstance, group: Group, dp: IntArray) -> FloatArray:
     """The floor per (S, accelerator), without the test of memory."""
     once = group.forward_s + group.backward_s
     again = once + group.forward_s if group.recompute else once
@@ -211,7 +211,7 @@ def _floors(instance: PaperInstance, group: Group, pipelines: IntArray) -> Float
     np.maximum(bottleneck, once.max(axis=0), out=bottleneck)
     bottleneck[0] = once.sum(axis=0)
     parameters = np.cumsum(group.parameter_bytes)[taken, None] / instance.bandwidth_bytes_per_s
-    share = (1 / pipelines)[stages, None]
+    share = (1 / dp)[stages, None]
     time = bottleneck * (share * instance.micro_batches) + 4.0 * (1 - share) * parameters
     np.minimum(time, bottleneck * instance.micro_batches, out=time)
     time += bottleneck * (stages - 1)[:, None]

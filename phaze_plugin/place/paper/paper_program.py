@@ -53,8 +53,8 @@ class PaperResult:
 
     time_s: FloatArray
     recompute: BoolArray
-    width: IntArray
-    pipelines: IntArray
+    tp: IntArray
+    dp: IntArray
     stages: IntArray
     single_stages: IntArray
     first_stage_layers: IntArray
@@ -130,8 +130,8 @@ def bottlenecks(group: Group, stages: Stages, limit: int) -> FloatArray:
         table[start, int(group.single_run[start] >= layers - start), 0] = stages.last_load_s[start]
         for first, last in blocks:
             inner = slice(stages.windows[first]), start
-            choices = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (first, last))
-            np.minimum.reduce(choices, axis=0, out=table[start, :, first - 1 : last])
+            strategies = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (first, last))
+            np.minimum.reduce(strategies, axis=0, out=table[start, :, first - 1 : last])
     return table
 
 
@@ -203,19 +203,19 @@ def _finish(instance: PaperInstance, group: Group, bottleneck_s: FloatArray, sta
         if not len(better) or not allowed:
             continue
         slowest = (known[better] / np.maximum(least[single, better], np.finfo(float).tiny)).max() - stages + 1
-        pipelines = _pipeline_counts(instance.micro_batches, allowed)
-        rounds = -(-instance.micro_batches // pipelines)
-        pipelines, rounds = pipelines[rounds <= slowest], rounds[rounds <= slowest]
+        dp = _pipeline_counts(instance.micro_batches, allowed)
+        rounds = -(-instance.micro_batches // dp)
+        dp, rounds = dp[rounds <= slowest], rounds[rounds <= slowest]
         times = bottleneck_s[:, single][:, None, better] * (rounds + stages - 1.0)[:, None]
-        times += np.multiply.outer(parameters_s, 4.0 * (pipelines - 1) / pipelines)[..., None]
+        times += np.multiply.outer(parameters_s, 4.0 * (dp - 1) / dp)[..., None]
         flat = times.reshape(-1, len(better))
         choice = flat.argmin(axis=0) if len(flat) else np.zeros(0, dtype=np.int64)
         time = flat[choice, np.arange(len(choice))]
         wins = np.flatnonzero(time < known[better[: len(time)]])
         at = group.accelerator[better[wins]]
-        best.time_s[at], best.recompute[at], best.width[at] = time[wins], group.recompute, group.width
-        best.first_stage_layers[at] = choice[wins] // max(len(pipelines), 1) + 1
-        best.pipelines[at] = pipelines[choice[wins] % max(len(pipelines), 1)]
+        best.time_s[at], best.recompute[at], best.tp[at] = time[wins], group.recompute, group.tp
+        best.first_stage_layers[at] = choice[wins] // max(len(dp), 1) + 1
+        best.dp[at] = dp[choice[wins] % max(len(dp), 1)]
         best.stages[at], best.single_stages[at] = stages, single
 
 
@@ -232,8 +232,8 @@ class PaperPlacement:
 
     time_s: float
     recompute: bool
-    width: int
-    pipelines: int
+    tp: int
+    dp: int
     stages: tuple[tuple[int | str, ...], ...]
     stage_devices: tuple[int, ...]
 
@@ -243,15 +243,15 @@ def reconstruct(instance: PaperInstance, result: PaperResult, accelerator: int =
     if not result.is_feasible[accelerator]:
         return None
     chosen = {name: getattr(result, name)[accelerator].item() for name in PaperResult.__slots__}
-    width = instance.widths.index(chosen["width"])
-    group = build_group(instance, chosen["recompute"], width, slice(accelerator, accelerator + 1))
+    tp = instance.widths.index(chosen["tp"])
+    group = build_group(instance, chosen["recompute"], tp, slice(accelerator, accelerator + 1))
     lengths = _stage_lengths(instance, group, chosen)
     starts = np.cumsum([0, *lengths]).tolist()
     return PaperPlacement(
         time_s=chosen["time_s"],
         recompute=chosen["recompute"],
-        width=chosen["width"],
-        pipelines=chosen["pipelines"],
+        tp=chosen["tp"],
+        dp=chosen["dp"],
         stages=tuple(instance.layer_ids[start:end] for start, end in pairwise(starts)),
         stage_devices=tuple(
             1 if group.single_run[start] >= length else group.unit
@@ -272,8 +272,8 @@ def _stage_lengths(instance: PaperInstance, group: Group, chosen: dict[str, int]
     start, single = lengths[0], chosen["single_stages"] - int(group.single_run[0] >= lengths[0])
     for position in range(count - 1, 1, -1):
         inner = slice(None), start
-        choices = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (position, position))
-        lengths.append(int(choices[:, single, 0, 0].argmin()) + 1)
+        strategies = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (position, position))
+        lengths.append(int(strategies[:, single, 0, 0].argmin()) + 1)
         single -= int(group.single_run[start] >= lengths[-1])
         start += lengths[-1]
     return [*lengths, len(group.single_run) - start]

@@ -10,14 +10,20 @@ from enum import StrEnum
 import numpy as np
 
 from phaze.errors import PlacementError
+from phaze.parallelism import Parallelism
 from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.paper.paper_problem import PaperInstance
 from phaze.place.paper.paper_program import PaperPlacement, place_paper, reconstruct
-from phaze.place.search.parallelism_search import Effort, SearchAnswer, is_refuted, search_degrees, try_degrees
-from phaze.place.search.parallelism_table import Degrees
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.parallelism_search import (
+    SearchAnswer,
+    SearchEffort,
+    is_refuted,
+    search_parallelisms,
+    try_parallelism,
+)
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import Placement, TimeParts
 from phaze.place.simulation.placement_assembly import assemble
 from phaze.profile.layer_profile import RecomputeMode
@@ -74,7 +80,7 @@ class PlacementResult:
     alternatives: tuple[Alternative, ...]
     bound_s: float
     infeasibility: Infeasibility | None
-    choices: int
+    strategies: int
     nodes: int
     simulated: int
 
@@ -90,12 +96,12 @@ def find_placement(
     problem: PlacementProblem,
     *,
     top: int = 3,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     smaller_micro_batches: Sequence[tuple[int, PlacementProblem]] = (),
     cutoff_s: float = math.inf,
     gap: float = 0.0,
     network: Network | None = None,
-    likely: Degrees | None = None,
+    likely: Parallelism | None = None,
 ) -> PlacementResult:
     """The fastest placement, the ``top`` choices of degrees, and a bound.
 
@@ -103,7 +109,7 @@ def find_placement(
         problem: what to place; its choices may be as narrow as one strategy.
         top: how many choices of degrees to return.
         effort: deterministic limits of the search.
-        smaller_micro_batches: the same problem with smaller microbatches, to be tried as levers.
+        smaller_micro_batches: the same problem with smaller microbatches, to be tried as remedies.
         cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
         gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
             for it, the bound tells what it left open, and alternatives are the best that it came across.
@@ -121,14 +127,14 @@ def find_placement(
         raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
     if not 0 <= gap < 1:
         raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
-    ground = Ground.of(problem, network=network)
-    answer = None if likely is None else _answer_if_best(ground, likely, effort, cutoff_s, gap)
+    prepared = PreparedProblem.of(problem, network=network)
+    answer = None if likely is None else _answer_if_best(prepared, likely, effort, cutoff_s, gap)
     if answer is not None:
         bound_s = answer.bound_s
     else:
-        answer = search_degrees(ground, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
-        bound_s = _bound_s(ground, answer, effort, cutoff_s, gap)
-    placements = [assemble(ground, found.degrees, found.stages) for found in answer.found]
+        answer = search_parallelisms(prepared, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
+        bound_s = _bound_s(prepared, answer, effort, cutoff_s, gap)
+    placements = [assemble(prepared, found.parallelism, found.stages) for found in answer.found]
     best = placements[0] if placements else None
     if best is not None:
         status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - _EQUAL) else PlacementStatus.WITHIN
@@ -142,32 +148,34 @@ def find_placement(
         best=best,
         alternatives=tuple(Alternative(other, _reason(placements[0], other)) for other in placements[1:]),
         bound_s=bound_s,
-        infeasibility=explain_infeasibility(ground, smaller_micro_batches) if is_explained else None,
-        choices=answer.choices,
+        infeasibility=explain_infeasibility(prepared, smaller_micro_batches) if is_explained else None,
+        strategies=answer.strategies,
         nodes=answer.nodes,
         simulated=answer.simulated,
     )
 
 
-def _bound_s(ground: Ground, answer: SearchAnswer, effort: Effort | None, cutoff_s: float, gap: float) -> float:
+def _bound_s(
+    prepared: PreparedProblem, answer: SearchAnswer, effort: SearchEffort | None, cutoff_s: float, gap: float
+) -> float:
     """What an answer proves by the profiles' lower bounds."""
-    if not _is_bounded_loosely(ground.problem) or not (answer.found or cutoff_s < math.inf):
+    if not _is_bounded_loosely(prepared.problem) or not (answer.found or cutoff_s < math.inf):
         return answer.bound_s
     enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
-    proof = search_degrees(ground.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
+    proof = search_parallelisms(prepared.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
     return min(answer.bound_s, proof.bound_s)
 
 
 def _answer_if_best(
-    ground: Ground, degrees: Degrees, effort: Effort | None, cutoff_s: float, gap: float
+    prepared: PreparedProblem, parallelism: Parallelism, effort: SearchEffort | None, cutoff_s: float, gap: float
 ) -> SearchAnswer | None:
     """The best plan with some degrees below the cutoff; None where another may be faster by more than the gap."""
-    found = try_degrees(ground, degrees, cutoff_s=cutoff_s, gap=gap)
+    found = try_parallelism(prepared, parallelism, cutoff_s=cutoff_s, gap=gap)
     best_s = cutoff_s if found is None else found.time_s
     if math.isinf(best_s):
         return None
-    bounded = ground.with_bounds() if _is_bounded_loosely(ground.problem) else ground
-    proof = search_degrees(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
+    bounded = prepared.with_bounds() if _is_bounded_loosely(prepared.problem) else prepared
+    proof = search_parallelisms(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
     if proof.found or proof.bound_s < best_s * (1 - gap):
         return None
     return replace(proof, found=() if found is None else (found,))
@@ -175,14 +183,14 @@ def _answer_if_best(
 
 def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:
     """Whether closed forms and packing prove that no plan takes less than some time, by the profiles' lower bounds."""
-    return is_refuted(Ground.of(problem, use_bounds=True, network=network), time_s)
+    return is_refuted(PreparedProblem.of(problem, use_bounds=True, network=network), time_s)
 
 
 def bound_placement(
     problem: PlacementProblem,
     *,
     cutoff_s: float = math.inf,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     network: Network | None = None,
 ) -> float:
     """Seconds below which no plan is, at most the cutoff; infinite if nothing fits.
@@ -194,8 +202,8 @@ def bound_placement(
     Raises:
         PlacementError: the layer graph branches too much.
     """
-    ground, quick = Ground.of(problem, use_bounds=True, network=network), Effort(choices=0, nodes=0)
-    return search_degrees(ground, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
+    prepared, quick = PreparedProblem.of(problem, use_bounds=True, network=network), SearchEffort(strategies=0, nodes=0)
+    return search_parallelisms(prepared, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
 
 
 def _is_bounded_loosely(problem: PlacementProblem) -> bool:
@@ -240,10 +248,10 @@ def paper_instance(problem: PlacementProblem) -> PaperInstance:
     Raises:
         PlacementError: no profile without recompute, or no links to send over.
     """
-    if RecomputeMode.NONE not in problem.recompute_modes:
+    if RecomputeMode.NONE not in problem.choices.recompute:
         raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
-    layers, widths = range(len(problem.graph.layers)), problem.widths
-    rows = [[problem.profile(layer, width, RecomputeMode.NONE) for layer in layers] for width in widths]
+    layers, widths = range(len(problem.graph.layers)), problem.tp_degrees
+    rows = [[problem.profile(layer, tp, RecomputeMode.NONE) for layer in layers] for tp in widths]
     pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
     sizes = np.zeros((len(widths), len(pairs)))
     for flow in problem.graph.flows:
@@ -273,6 +281,6 @@ def paper_instance(problem: PlacementProblem) -> PaperInstance:
         bandwidth_bytes_per_s=levels[-1].bandwidth_bytes_per_s if levels else 1.0,
         device_count=problem.cluster.device_count,
         micro_batches=problem.micro_batches,
-        recompute=(False, True) if RecomputeMode.FULL in problem.recompute_modes else (False,),
+        recompute=(False, True) if RecomputeMode.FULL in problem.choices.recompute else (False,),
         uses_adam=problem.recipe.state_bytes > 0,
     )

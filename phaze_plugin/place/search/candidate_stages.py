@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phaze.parallelism import Parallelism
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.model.stage_costs import StageTable
+from phaze.place.model.stage_costs import StageCosts
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import WidthTable
-from phaze.place.search.parallelism_table import Degrees
+from phaze.place.model.stage_sums import StageSums
 from phaze.place.simulation.event_simulation import StageTimes
 from phaze.place.simulation.pass_orders import in_flight
 
@@ -86,9 +86,9 @@ class Candidates:
 def build_candidates(
     problem: PlacementProblem,
     space: StageSpace,
-    table: WidthTable,
-    stages: StageTable,
-    degrees: Degrees,
+    table: StageSums,
+    stages: StageCosts,
+    parallelism: Parallelism,
     listed: IntArray,
 ) -> Candidates:
     """The candidates of one choice of degrees; ``listed`` are the stages of the space that ``stages`` describes."""
@@ -98,9 +98,9 @@ def build_candidates(
     room = problem.usable_bytes - held - scratch
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(room >= 0, np.where(stash > 0, np.floor(room / stash), np.inf), -1.0)
-    keep = (most >= 1) & ~_dominated(problem, degrees, most, (forward, backward, weight, exposed))
+    keep = (most >= 1) & ~_dominated(problem, parallelism, most, (forward, backward, weight, exposed))
     if not problem.capabilities.allows_uneven_stages:
-        keep &= table.body_layers[listed] * degrees.stages == table.body_layers.max()
+        keep &= table.body_layers[listed] * parallelism.stages == table.body_layers.max()
     stage, mode = np.nonzero(keep.T)
     at = (mode, stage)
     source = space.source[listed[stage]]
@@ -117,7 +117,7 @@ def build_candidates(
         reduction_s=stages.reduction_s[stage],
         tie_s=stages.tie_s[stage],
         finish_s=stages.finish_s[stage],
-        is_single=stages.devices[stage] < degrees.width,
+        is_single=stages.devices[stage] < parallelism.tp,
         held_bytes=held[stage],
         scratch_bytes=scratch[at],
         stashed_bytes=stash[at],
@@ -126,17 +126,17 @@ def build_candidates(
 
 
 def _dominated(
-    problem: PlacementProblem, degrees: Degrees, most: FloatArray, times: tuple[FloatArray, ...]
+    problem: PlacementProblem, parallelism: Parallelism, most: FloatArray, times: tuple[FloatArray, ...]
 ) -> BoolArray:
     """Whether another mode is nowhere slower, and fits with as many microbatches as can ever be in flight.
 
     Not asked of chunks that share a device's memory: there the mode that needs least may be needed.
     """
     dominated = np.zeros(most.shape, dtype=bool)
-    if degrees.chunks > 1:
+    if parallelism.chunks > 1:
         return dominated
-    rounds = degrees.rounds(problem.micro_batches)
-    needed = int(in_flight(degrees.schedule, degrees.devices, rounds).max()) if degrees.schedule else 1
+    rounds = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    needed = int(in_flight(parallelism.schedule, parallelism.pp, rounds).max()) if parallelism.pp > 1 else 1
     for one in range(len(most)):
         for other in range(len(most)):
             if one != other:

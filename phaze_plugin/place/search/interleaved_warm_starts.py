@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from phaze.place.bounds.interleaved_bounds import ChunkBounds
+from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.model.stage_space import IntArray
 from phaze.place.search.candidate_stages import Candidates
 from phaze.place.search.stage_branch_and_bound import SplitSearch
 
-__all__ = ["seed_splits"]
+__all__ = ["warm_starts"]
 
 _IMPROVEMENTS = 8
 _PROMISING = 1.1
 _CLOSE = 1.01
 
 
-def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tuple[tuple[int, ...], ...]:
+def warm_starts(search: SplitSearch, bounds: InterleavedBounds, cutoff_s: float) -> tuple[tuple[int, ...], ...]:
     """A good pipeline, if one is found: shares of the work as even as they come.
 
     If it comes near the cutoff, boundaries and modes of the busiest device's stages are changed one at a time as long
@@ -43,7 +43,7 @@ def seed_splits(search: SplitSearch, bounds: ChunkBounds, cutoff_s: float) -> tu
     return (tuple(best.tolist()),) if time_s < _CLOSE * cutoff_s else ()
 
 
-def _even_split(bounds: ChunkBounds, states: int, lean: bool) -> IntArray | None:
+def _even_split(bounds: InterleavedBounds, states: int, lean: bool) -> IntArray | None:
     """Candidates of a pipeline whose largest share is least, of stages that fit a part of their device."""
     candidates = bounds.candidates
     every = np.arange(len(candidates.mode))

@@ -16,16 +16,24 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
-from phaze.place.bounds.interleaved_bounds import ChunkBounds
-from phaze.place.bounds.interleaved_closed_form import chunk_floors
+from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.place.bounds.interleaved_bounds import InterleavedBounds
+from phaze.place.bounds.interleaved_closed_form import interleaved_floors
 from phaze.place.model.stage_space import FloatArray
-from phaze.place.search.interleaved_warm_starts import seed_splits
-from phaze.place.search.parallelism_table import SCHEDULES, Choices, Degrees, list_choices
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.interleaved_warm_starts import warm_starts
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_branch_and_bound import TOLERANCE, SplitSearch, best_split
 
-__all__ = ["Effort", "Found", "SearchAnswer", "is_refuted", "root_bound", "search_degrees", "try_degrees"]
+__all__ = [
+    "Found",
+    "SearchAnswer",
+    "SearchEffort",
+    "is_refuted",
+    "root_bound",
+    "search_parallelisms",
+    "try_parallelism",
+]
 
 _HOPELESS = 10
 _FOREVER_S = 1e30
@@ -36,12 +44,12 @@ _LOOSE = [SCHEDULES.index(kind) for kind in (PipelineSchedule.GPIPE, PipelineSch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """Deterministic limits: nodes of branch and bound in all and per choice of degrees, and choices to look at."""
 
     nodes: int = 20_000
-    nodes_per_choice: int = 4_000
-    choices: int = 20_000
+    nodes_per_strategy: int = 4_000
+    strategies: int = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class Found:
     """A simulated pipeline: its degrees, and the (index in the stage space, mode) of each of its stages."""
 
     time_s: float
-    degrees: Degrees
+    parallelism: Parallelism
     stages: tuple[tuple[int, int], ...]
 
 
@@ -59,7 +67,7 @@ class SearchAnswer:
 
     found: tuple[Found, ...]
     bound_s: float
-    choices: int
+    strategies: int
     nodes: int
     simulated: int
 
@@ -71,7 +79,7 @@ class _Refined:
     bound_s: float
     index: int
     reach_s: float
-    degrees: Degrees = field(compare=False)
+    parallelism: Parallelism = field(compare=False)
     search: SplitSearch = field(compare=False)
 
 
@@ -82,12 +90,12 @@ class _Progress:
     """
 
     top: int
-    effort: Effort
+    effort: SearchEffort
     slowest_s: float
     gap: float
     found: list[Found] = field(default_factory=list)
     refined: list[_Refined] = field(default_factory=list)
-    choices: int = 0
+    strategies: int = 0
     nodes: int = 0
     simulated: int = 0
     open_s: float = math.inf
@@ -109,7 +117,7 @@ class _Progress:
 
     def keep(self, found: Found) -> None:
         """Remember a choice, unless its degrees are already known to do better."""
-        known = next((other for other in self.found if other.degrees == found.degrees), None)
+        known = next((other for other in self.found if other.parallelism == found.parallelism), None)
         if known is not None and known.time_s <= found.time_s:
             return
         if known is not None:
@@ -117,11 +125,11 @@ class _Progress:
         insort(self.found, found, key=lambda one: one.time_s)
 
 
-def search_degrees(
-    ground: Ground,
+def search_parallelisms(
+    prepared: PreparedProblem,
     *,
     top: int = 1,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     cutoff_s: float = math.inf,
     gap: float = 0.0,
     proves: bool = False,
@@ -135,70 +143,74 @@ def search_degrees(
     Schedules whose bounds are loose (gpipe, interleaved) come after all others and must beat what these found: more of
     them to choose from never give a slower plan, whatever the gap.
     """
-    progress = _Progress(top=top, effort=effort or Effort(), slowest_s=cutoff_s, gap=gap)
-    choices = _choices(ground)
-    is_loose = np.isin(choices.schedule, _LOOSE)
+    progress = _Progress(top=top, effort=effort or SearchEffort(), slowest_s=cutoff_s, gap=gap)
+    strategies = _strategies(prepared)
+    is_loose = np.isin(strategies.schedule, _LOOSE)
     left = math.inf
-    for some in (choices.take(~is_loose), choices.take(is_loose)):
+    for some in (strategies.take(~is_loose), strategies.take(is_loose)):
         if len(some):
-            left = min(left, _search_some(ground, some, left if proves else math.inf, progress, proves))
+            left = min(left, _search_some(prepared, some, left if proves else math.inf, progress, proves))
     left = min(left, progress.open_s)
     best = progress.found[0].time_s if progress.found else cutoff_s
     return SearchAnswer(
         found=tuple(progress.found[:top]),
         bound_s=best if left >= best * (1 - TOLERANCE) else left,
-        choices=progress.choices,
+        strategies=progress.strategies,
         nodes=progress.nodes,
         simulated=progress.simulated,
     )
 
 
-def try_degrees(ground: Ground, degrees: Degrees, *, cutoff_s: float = math.inf, gap: float = 0.0) -> Found | None:
+def try_parallelism(
+    prepared: PreparedProblem, parallelism: Parallelism, *, cutoff_s: float = math.inf, gap: float = 0.0
+) -> Found | None:
     """The fastest plan with some degrees but for the gap, if there is one below the cutoff; nothing is proven.
 
     None also for degrees that are no choice of the problem, and for interleaved ones.
     """
-    if degrees.chunks > 1 or not _choices(ground).has(degrees):
+    if parallelism.chunks > 1 or not _strategies(prepared).has(parallelism):
         return None
-    search = ground.search(degrees, cutoff_s)
+    search = prepared.search(parallelism, cutoff_s)
     if search is None:
         return None
-    answer = best_split(search, cutoff_s, Effort().nodes_per_choice, gap=gap)
+    answer = best_split(search, cutoff_s, SearchEffort().nodes_per_strategy, gap=gap)
     if not answer.time_s < cutoff_s:
         return None
-    return Found(time_s=answer.time_s, degrees=degrees, stages=_stages(search, answer.picks))
+    return Found(time_s=answer.time_s, parallelism=parallelism, stages=_stages(search, answer.picks))
 
 
-def is_refuted(ground: Ground, target_s: float) -> bool:
+def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
     """Whether closed forms and filling prove that no plan takes less than the target."""
-    every = _choices(ground)
+    every = _strategies(prepared)
     below = every.take(every.floor_s < target_s)
-    return not len(below) or bool(ground.packing.refuted(below, np.full(len(below), target_s)).all())
+    return not len(below) or bool(prepared.layer_table.refuted(below, np.full(len(below), target_s)).all())
 
 
-def _choices(ground: Ground) -> Choices:
-    return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+def _strategies(prepared: PreparedProblem) -> ParallelismTable:
+    return list_parallelisms(prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s)
 
 
-def _search_some(ground: Ground, choices: Choices, enough_s: float, progress: _Progress, proves: bool) -> float:
+def _search_some(
+    prepared: PreparedProblem, strategies: ParallelismTable, enough_s: float, progress: _Progress, proves: bool
+) -> float:
     """Look at some choices, up to a target that rises; the least bound of what is left, but for `progress.open_s`."""
-    least = float(choices.floor_s.min())
+    least = float(strategies.floor_s.min())
     cutoff_s = min(progress.cutoff_s, enough_s)
     guesses: tuple[float, ...] = _GUESSES[1:] if proves else _GUESSES
     if proves and cutoff_s <= _NEAR * least:
         guesses = _GUESSES[-1:]
     for guess in guesses:
         target = min(guess * least, min(progress.cutoff_s, enough_s) * (1 + TOLERANCE))
-        _search_below(ground, choices, target, progress)
-        is_spent = progress.choices >= progress.effort.choices and float(choices.floor_s.min()) < target
+        _search_below(prepared, strategies, target, progress)
+        is_spent = progress.strategies >= progress.effort.strategies and float(strategies.floor_s.min()) < target
         if min(progress.cutoff_s, enough_s) <= target or is_spent:
             break
-    left = min([float(choices.floor_s.min()), *(one.bound_s for one in progress.refined)])
+    left = min([float(strategies.floor_s.min()), *(one.bound_s for one in progress.refined)])
     progress.refined.clear()
     return left
 
 
-def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Progress) -> None:
+def _search_below(prepared: PreparedProblem, every: ParallelismTable, target_s: float, progress: _Progress) -> None:
     """Look at every choice that may take less than the target, the lowest bound first.
 
     What is learnt raises the choices' floors: infinite once their best stages are known.
@@ -208,38 +220,38 @@ def _search_below(ground: Ground, every: Choices, target_s: float, progress: _Pr
         every.floor_s[stale.index] = stale.bound_s
     heapq.heapify(progress.refined)
     below = np.flatnonzero(every.floor_s < target_s)
-    every.floor_s[below] = _raised_floors(ground, every.take(below), target_s)
+    every.floor_s[below] = _raised_floors(prepared, every.take(below), target_s)
     for index in below[np.argsort(every.floor_s[below], kind="stable")].tolist():
         floor = float(every.floor_s[index])
         while progress.is_next(target_s if len(progress.found) < progress.top else min(floor, target_s)):
             _solve(heapq.heappop(progress.refined), every, progress)
-        if floor >= target_s or progress.is_out(floor) or progress.choices >= progress.effort.choices:
+        if floor >= target_s or progress.is_out(floor) or progress.strategies >= progress.effort.strategies:
             break
-        progress.choices += 1
-        degrees, reach = every.degrees(index), min(progress.cutoff_s, _REACH * target_s)
-        search = ground.search(degrees, reach)
+        progress.strategies += 1
+        parallelism, reach = every.parallelism(index), min(progress.cutoff_s, _REACH * target_s)
+        search = prepared.search(parallelism, reach)
         bound = math.inf if search is None else max(floor, root_bound(search))
         every.floor_s[index] = math.inf
         if search is not None and bound < reach:
-            heapq.heappush(progress.refined, _Refined(bound, index, reach, degrees, search))
+            heapq.heappush(progress.refined, _Refined(bound, index, reach, parallelism, search))
         elif search is not None:  # stages beyond the reach were left out: no plan is below it, and no more is known
             every.floor_s[index] = max(floor, reach)
     while progress.is_next(target_s):
         _solve(heapq.heappop(progress.refined), every, progress)
 
 
-def _raised_floors(ground: Ground, choices: Choices, target_s: float) -> FloatArray:
+def _raised_floors(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> FloatArray:
     """Higher bounds by packing and, for interleaved choices, by their layers; at least the target where refuted."""
-    if not ground.space.is_chain:
-        return choices.floor_s
-    floors, packing = choices.floor_s.copy(), ground.packing
-    interleaved = np.flatnonzero(choices.chunks > 1)
-    floors[interleaved] = np.maximum(floors[interleaved], chunk_floors(packing, choices.take(interleaved)))
-    refuted = packing.refuted(choices, np.full(len(choices), min(target_s, _FOREVER_S)))
+    if not prepared.space.is_chain:
+        return strategies.floor_s
+    floors, layer_table = strategies.floor_s.copy(), prepared.layer_table
+    interleaved = np.flatnonzero(strategies.chunks > 1)
+    floors[interleaved] = np.maximum(floors[interleaved], interleaved_floors(layer_table, strategies.take(interleaved)))
+    refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     floors[refuted] = target_s
     if target_s < math.inf:
         open_ones = np.flatnonzero(floors < target_s)
-        floors[open_ones] = packing.tightened(replace(choices, floor_s=floors).take(open_ones), target_s)
+        floors[open_ones] = layer_table.tightened(replace(strategies, floor_s=floors).take(open_ones), target_s)
     return floors
 
 
@@ -254,14 +266,14 @@ def root_bound(search: SplitSearch) -> float:
     return float(bounds.min())
 
 
-def _solve(refined: _Refined, every: Choices, progress: _Progress) -> None:
+def _solve(refined: _Refined, every: ParallelismTable, progress: _Progress) -> None:
     """Find the best stages of a choice, and keep it if it is among the best."""
     search, effort = refined.search, progress.effort
     reach = min(progress.cutoff_s, refined.reach_s)
-    limit = min(effort.nodes_per_choice, max(effort.nodes - progress.nodes, 0))
+    limit = min(effort.nodes_per_strategy, max(effort.nodes - progress.nodes, 0))
     seeds: tuple[tuple[int, ...], ...] = ()
-    if isinstance(search.bounds, ChunkBounds):
-        seeds = seed_splits(search, search.bounds, reach)
+    if isinstance(search.bounds, InterleavedBounds):
+        seeds = warm_starts(search, search.bounds, reach)
         if not seeds and search.bounds.is_over(search.full + 1):
             every.floor_s[refined.index] = math.inf
             return
@@ -277,7 +289,7 @@ def _solve(refined: _Refined, every: Choices, progress: _Progress) -> None:
     every.floor_s[refined.index] = bound
     if answer.time_s < progress.slowest_s:
         stages = _stages(search, answer.picks)
-        progress.keep(Found(time_s=answer.time_s, degrees=refined.degrees, stages=stages))
+        progress.keep(Found(time_s=answer.time_s, parallelism=refined.parallelism, stages=stages))
 
 
 def _stages(search: SplitSearch, picks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

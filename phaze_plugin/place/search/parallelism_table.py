@@ -7,47 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.closed_form_bounds import WholeModel
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import WidthTable
+from phaze.place.model.stage_sums import StageSums
 
-__all__ = ["SCHEDULES", "Choices", "Degrees", "chunk_sizes", "list_choices"]
+__all__ = ["SCHEDULES", "ParallelismTable", "chunk_sizes", "list_parallelisms"]
 
-SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, *PipelineSchedule)
-"""What `Choices.schedule` indexes; None stands for a single stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Degrees:
-    """Everything about a plan but its stages.
-
-    Attributes:
-        width: tensor-parallel devices of a stage.
-        pipelines: copies of the pipeline.
-        devices: pipeline depth in devices (times the width).
-        chunks: stages per device.
-        schedule: the order of passes; None for a single stage.
-        zero_stage: what is sharded over pipelines.
-    """
-
-    width: int
-    pipelines: int
-    devices: int
-    chunks: int
-    schedule: PipelineSchedule | None
-    zero_stage: int
-
-    @property
-    def stages(self) -> int:
-        """Stages in the pipeline."""
-        return self.devices * self.chunks
-
-    def rounds(self, micro_batches: int) -> int:
-        """Microbatches that the fullest pipeline runs."""
-        return -(-micro_batches // self.pipelines)
+SCHEDULES = tuple(PipelineSchedule)
+"""What `ParallelismTable.schedule` indexes."""
 
 
 def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
@@ -62,18 +32,18 @@ def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choices:
+class ParallelismTable:
     """Many degrees as parallel arrays, with a bound under the time of each.
 
     `schedule` indexes `SCHEDULES`; `rounds` are the microbatches of the fullest pipeline.
     """
 
-    width: IntArray
-    pipelines: IntArray
-    devices: IntArray
+    tp: IntArray
+    dp: IntArray
+    pp: IntArray
     chunks: IntArray
     schedule: IntArray
-    zero_stage: IntArray
+    zero: IntArray
     rounds: IntArray
     floor_s: FloatArray
 
@@ -81,46 +51,46 @@ class Choices:
         """How many."""
         return len(self.floor_s)
 
-    def take(self, index: IntArray | BoolArray) -> Choices:
+    def take(self, index: IntArray | BoolArray) -> ParallelismTable:
         """Some of them."""
-        return Choices(**{name: getattr(self, name)[index] for name in self.__slots__})
+        return ParallelismTable(**{name: getattr(self, name)[index] for name in self.__slots__})
 
-    def has(self, degrees: Degrees) -> bool:
+    def has(self, parallelism: Parallelism) -> bool:
         """Whether some degrees are among them."""
         return bool(
             (
-                (self.width == degrees.width)
-                & (self.pipelines == degrees.pipelines)
-                & (self.devices == degrees.devices)
-                & (self.chunks == degrees.chunks)
-                & (self.schedule == SCHEDULES.index(degrees.schedule))
-                & (self.zero_stage == degrees.zero_stage)
+                (self.tp == parallelism.tp)
+                & (self.dp == parallelism.dp)
+                & (self.pp == parallelism.pp)
+                & (self.chunks == parallelism.chunks)
+                & (self.schedule == SCHEDULES.index(parallelism.schedule))
+                & (self.zero == parallelism.zero)
             ).any()
         )
 
-    def degrees(self, index: int) -> Degrees:
+    def parallelism(self, index: int) -> Parallelism:
         """One of them."""
-        return Degrees(
-            width=int(self.width[index]),
-            pipelines=int(self.pipelines[index]),
-            devices=int(self.devices[index]),
+        return Parallelism(
+            tp=int(self.tp[index]),
+            dp=int(self.dp[index]),
+            pp=int(self.pp[index]),
             chunks=int(self.chunks[index]),
             schedule=SCHEDULES[self.schedule[index]],
-            zero_stage=int(self.zero_stage[index]),
+            zero=int(self.zero[index]),
         )
 
 
-def list_choices(
+def list_parallelisms(
     problem: PlacementProblem,
     space: StageSpace,
-    tables: Mapping[int, WidthTable],
+    tables: Mapping[int, StageSums],
     network: Network,
     update_s: float,
     *,
     checks_memory: bool = True,
-) -> Choices:
+) -> ParallelismTable:
     """All degrees that the cluster, the target and (unless told otherwise) memory allow at first sight."""
-    parts: list[Choices] = []
+    parts: list[ParallelismTable] = []
     for table in tables.values():
         grid = _grid(problem, space, table)
         for schedule, chunks in _schedules(problem):
@@ -129,78 +99,79 @@ def list_choices(
                 use = _allowed(problem, space, schedule, chunks, *grid)
                 if zero > min(zero_stages):
                     use &= grid[0] > 1
-                pipelines, devices = grid[0][use], grid[1][use]
-                model = WholeModel.of(problem, space, table, network, zero, pipelines)
+                dp, devices = grid[0][use], grid[1][use]
+                model = WholeModel.of(problem, space, table, network, zero, dp)
                 roomy = model.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
-                constant = (table.width, chunks, SCHEDULES.index(schedule), zero)
-                part = Choices(
+                constant = (table.tp, chunks, SCHEDULES.index(schedule), zero)
+                part = ParallelismTable(
                     **{
-                        name: np.full(len(pipelines), value)
-                        for name, value in zip(("width", "chunks", "schedule", "zero_stage"), constant, strict=True)
+                        name: np.full(len(dp), value)
+                        for name, value in zip(("tp", "chunks", "schedule", "zero"), constant, strict=True)
                     },
-                    pipelines=pipelines,
-                    devices=devices,
-                    rounds=-(-problem.micro_batches // pipelines),
+                    dp=dp,
+                    pp=devices,
+                    rounds=-(-problem.micro_batches // dp),
                     floor_s=model.floor_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
                 )
                 parts.append(part.take(roomy) if checks_memory else part)
-    return Choices(
+    return ParallelismTable(
         **{
             name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(part, name) for part in parts)])
-            for name in Choices.__slots__
+            for name in ParallelismTable.__slots__
         }
     )
 
 
-def _grid(problem: PlacementProblem, space: StageSpace, table: WidthTable) -> tuple[IntArray, IntArray]:
+def _grid(problem: PlacementProblem, space: StageSpace, table: StageSums) -> tuple[IntArray, IntArray]:
     """All (pipelines, devices per pipeline) that the cluster and the batch allow."""
     count = problem.cluster.device_count
     depths = np.arange(1, min(space.layers, count) + 1)
-    if problem.stage_counts is not None:
-        depths = depths[np.isin(depths, problem.stage_counts)]
+    if problem.choices.pp is not None:
+        depths = depths[np.isin(depths, problem.choices.pp)]
     copies = np.arange(1, min(count, problem.micro_batches) + 1)
-    if problem.pipelines is not None:
-        copies = copies[np.isin(copies, problem.pipelines)]
+    if problem.choices.dp is not None:
+        copies = copies[np.isin(copies, problem.choices.dp)]
     if problem.needs_even_micro_batches:
         copies = copies[problem.micro_batches % copies == 0]
-    pipelines, devices = (grid.ravel() for grid in np.meshgrid(copies, depths, indexing="ij"))
-    singles = np.minimum(devices, table.unsliced_layers if problem.capabilities.allows_mixed_widths else 0)
-    fits = pipelines * (table.width * (devices - singles) + singles) <= count
+    dp, devices = (grid.ravel() for grid in np.meshgrid(copies, depths, indexing="ij"))
+    singles = np.minimum(devices, table.unsliced_layers if problem.capabilities.allows_mixed_tp else 0)
+    fits = dp * (table.tp * (devices - singles) + singles) <= count
     if not problem.capabilities.allows_idle_devices:
-        fits &= (count % pipelines == 0) & (pipelines * table.width * devices >= count)
-    return pipelines[fits], devices[fits]
+        fits &= (count % dp == 0) & (dp * table.tp * devices >= count)
+    return dp[fits], devices[fits]
 
 
-def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule | None, int]]:
-    """Schedules with their chunk counts; None stands for a single stage."""
-    allowed = [kind for kind in dict.fromkeys(problem.schedules) if kind in problem.capabilities.schedules]
-    pairs: list[tuple[PipelineSchedule | None, int]] = [(None, 1)]
+def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:
+    """Schedules with their chunk counts."""
+    allowed = [kind for kind in dict.fromkeys(problem.choices.schedule) if kind in problem.capabilities.schedules]
+    pairs: list[tuple[PipelineSchedule, int]] = [(PipelineSchedule.NONE, 1)]
     for kind in allowed:
         interleaved = kind is PipelineSchedule.INTERLEAVED
-        pairs += [(kind, chunks) for chunks in (dict.fromkeys(problem.chunk_counts) if interleaved else (1,))]
+        pairs += [(kind, chunks) for chunks in (dict.fromkeys(problem.choices.chunks) if interleaved else (1,))]
     return pairs
 
 
-def _zero_stages(problem: PlacementProblem, schedule: PipelineSchedule | None) -> list[int]:
+def _zero_stages(problem: PlacementProblem, schedule: PipelineSchedule) -> list[int]:
     capabilities = problem.capabilities
     return [
         zero
-        for zero in dict.fromkeys(problem.zero_stages)
-        if zero in capabilities.zero_stages and (schedule is None or capabilities.supports(schedule, zero))
+        for zero in dict.fromkeys(problem.choices.zero)
+        if zero in capabilities.zero_stages
+        and (schedule is PipelineSchedule.NONE or capabilities.supports(schedule, zero))
     ]
 
 
 def _allowed(
     problem: PlacementProblem,
     space: StageSpace,
-    schedule: PipelineSchedule | None,
+    schedule: PipelineSchedule,
     chunks: int,
-    pipelines: IntArray,
+    dp: IntArray,
     devices: IntArray,
 ) -> BoolArray:
-    use = (devices == 1) if schedule is None else (devices > 1) & (devices * chunks <= space.layers)
+    use = (devices == 1) if schedule is PipelineSchedule.NONE else (devices > 1) & (devices * chunks <= space.layers)
     if chunks > 1:
-        use &= -(-problem.micro_batches // pipelines) % devices == 0
+        use &= -(-problem.micro_batches // dp) % devices == 0
         possible = [bool(chunk_sizes(space.layers, depth * chunks)) for depth in range(1, space.layers // chunks + 1)]
         use &= np.isin(devices, np.flatnonzero(possible) + 1)
     return np.asarray(use)

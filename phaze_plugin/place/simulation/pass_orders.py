@@ -19,8 +19,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlacementError
+from phaze.parallelism import PipelineSchedule
 
 __all__ = ["Order", "Pass", "in_flight", "pipeline_order"]
 
@@ -118,7 +118,7 @@ def in_flight(schedule: PipelineSchedule, devices: int, micro_batches: int, chun
     match schedule:
         case PipelineSchedule.GPIPE:
             return np.full((devices, 1), micro_batches)
-        case PipelineSchedule.ONE_F_ONE_B:
+        case PipelineSchedule.NONE | PipelineSchedule.ONE_F_ONE_B:  # a single stage alternates like 1F1B
             return np.minimum(devices - device, micro_batches)
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((devices, 1), min(devices, micro_batches))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
-from phaze.place.search.parallelism_table import Degrees
 from phaze.place.simulation.timeline import Timeline
 from phaze.profile.layer_profile import RecomputeMode
 
@@ -30,7 +30,7 @@ class PlacedStage:
     recompute: RecomputeMode
     device: int
     chunk: int
-    width: int
+    tp: int
     forward_s: float
     backward_s: float
 
@@ -72,7 +72,7 @@ class Placement:
         timeline: every pass of one pipeline.
     """
 
-    degrees: Degrees
+    parallelism: Parallelism
     micro_batches: int
     stages: tuple[PlacedStage, ...]
     memory: tuple[DeviceMemory, ...]
@@ -83,10 +83,8 @@ class Placement:
     @property
     def device_count(self) -> int:
         """Devices in use."""
-        widest = [
-            max(stage.width for stage in self.stages if stage.device == place) for place in range(len(self.memory))
-        ]
-        return self.degrees.pipelines * sum(widest)
+        widest = [max(stage.tp for stage in self.stages if stage.device == place) for place in range(len(self.memory))]
+        return self.parallelism.dp * sum(widest)
 
     @property
     def fit(self) -> Fit:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlacementError
-from phaze.place.model.stage_costs import StageTable
+from phaze.parallelism import Parallelism
+from phaze.place.model.stage_costs import StageCosts
 from phaze.place.model.stage_space import FloatArray, IntArray
-from phaze.place.search.parallelism_table import Degrees
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.event_simulation import Simulation, StageTimes, simulate
 from phaze.place.simulation.pass_orders import Pass, in_flight
 from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts
@@ -27,18 +26,18 @@ __all__ = ["assemble", "evaluate_placement", "stage_times"]
 
 
 def evaluate_placement(
-    ground: Ground, degrees: Degrees, stages: Sequence[tuple[Sequence[int], RecomputeMode]]
+    prepared: PreparedProblem, parallelism: Parallelism, stages: Sequence[tuple[Sequence[int], RecomputeMode]]
 ) -> Placement:
     """The placement of given stages, whether it fits or not.
 
     Raises:
         PlacementError: the stages do not cut the graph in order, or are not as many as the degrees say.
     """
-    space, modes = ground.space, ground.problem.recompute_modes
-    if len(stages) != degrees.stages:
-        raise PlacementError(f"{len(stages)} stages for {degrees.devices} devices of {degrees.chunks} chunks.")
-    if degrees.width not in ground.widths:
-        raise PlacementError(f"tensor width {degrees.width} was not profiled; known are {list(ground.widths)}.")
+    space, modes = prepared.space, prepared.problem.choices.recompute
+    if len(stages) != parallelism.stages:
+        raise PlacementError(f"{len(stages)} stages for {parallelism.pp} devices of {parallelism.chunks} chunks.")
+    if parallelism.tp not in prepared.widths:
+        raise PlacementError(f"tensor width {parallelism.tp} was not profiled; known are {list(prepared.widths)}.")
     states = {row.tobytes(): index for index, row in enumerate(space.inside)}
     pairs = {pair: index for index, pair in enumerate(zip(space.source.tolist(), space.target.tolist(), strict=True))}
     placed, before, chosen = np.zeros(space.layers, dtype=bool), 0, []
@@ -55,14 +54,14 @@ def evaluate_placement(
         before = after
     if before != space.states - 1:
         raise PlacementError(f"layers {np.flatnonzero(~placed).tolist()} are in no stage.")
-    return assemble(ground, degrees, chosen)
+    return assemble(prepared, parallelism, chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Chosen:
     """The chosen stages' rows of the tables, per stage in the order of the pipeline."""
 
-    table: StageTable
+    table: StageCosts
     at: tuple[list[int], list[int]]
     received_s: FloatArray
     returned_s: FloatArray
@@ -70,10 +69,10 @@ class _Chosen:
     work_s: FloatArray
 
 
-def assemble(ground: Ground, degrees: Degrees, chosen: Sequence[tuple[int, int]]) -> Placement:
+def assemble(prepared: PreparedProblem, parallelism: Parallelism, chosen: Sequence[tuple[int, int]]) -> Placement:
     """The placement of stages given by their index in the stage space and their mode."""
-    problem, rounds = ground.problem, degrees.rounds(ground.problem.micro_batches)
-    table, width = ground.stage_table(degrees), ground.widths[degrees.width]
+    problem, rounds = prepared.problem, parallelism.micro_batches_per_pipeline(prepared.problem.micro_batches)
+    table, tp = prepared.stage_costs(parallelism), prepared.widths[parallelism.tp]
     listed, modes = [stage for stage, _ in chosen], [mode for _, mode in chosen]
     at = (modes, listed)
     rows = _Chosen(
@@ -81,28 +80,28 @@ def assemble(ground: Ground, degrees: Degrees, chosen: Sequence[tuple[int, int]]
         at=at,
         received_s=table.received_s[listed],
         returned_s=table.returned_s[listed],
-        recompute_s=width.recompute_s[at],
-        work_s=width.forward_s[at] + width.backward_input_s[at] + width.backward_weight_s[at],
+        recompute_s=tp.recompute_s[at],
+        work_s=tp.forward_s[at] + tp.backward_input_s[at] + tp.backward_weight_s[at],
     )
-    times = stage_times(table, chosen, degrees)
-    simulation = simulate(ground.program(degrees), times)
-    flight = in_flight(degrees.schedule or PipelineSchedule.ONE_F_ONE_B, degrees.devices, rounds, degrees.chunks)
+    times = stage_times(table, chosen, parallelism)
+    simulation = simulate(prepared.program(parallelism), times)
+    flight = in_flight(parallelism.schedule, parallelism.pp, rounds, parallelism.chunks)
     memory = [
         table.memory.of_device(
-            problem, list(zip(modes[place :: degrees.devices], listed[place :: degrees.devices], strict=True)), counts
+            problem, list(zip(modes[place :: parallelism.pp], listed[place :: parallelism.pp], strict=True)), counts
         )
         for place, counts in enumerate(flight.tolist())
     ]
     return Placement(
-        degrees=degrees,
+        parallelism=parallelism,
         micro_batches=rounds,
         stages=tuple(
             PlacedStage(
-                layers=ground.space.members(stage),
-                recompute=problem.recompute_modes[mode],
-                device=index % degrees.devices,
-                chunk=index // degrees.devices,
-                width=int(table.devices[stage]),
+                layers=prepared.space.members(stage),
+                recompute=problem.choices.recompute[mode],
+                device=index % parallelism.pp,
+                chunk=index // parallelism.pp,
+                tp=int(table.devices[stage]),
                 forward_s=float(table.forward_s[mode, stage]),
                 backward_s=float(table.backward_s[mode, stage] + table.weight_s[mode, stage]),
             )
@@ -110,31 +109,35 @@ def assemble(ground: Ground, degrees: Degrees, chosen: Sequence[tuple[int, int]]
         ),
         memory=tuple(memory),
         time_s=float(simulation.time_s[0]),
-        parts=_parts(degrees, rounds, rows, times, simulation),
-        timeline=_timeline(ground, degrees, rows, simulation),
+        parts=_parts(parallelism, rounds, rows, times, simulation),
+        timeline=_timeline(prepared, parallelism, rows, simulation),
     )
 
 
-def stage_times(table: StageTable, chosen: Sequence[tuple[int, int]], degrees: Degrees) -> StageTimes:
+def stage_times(table: StageCosts, chosen: Sequence[tuple[int, int]], parallelism: Parallelism) -> StageTimes:
     """What simulation needs of stages given by their index and their mode."""
     listed, at = [stage for stage, _ in chosen], ([mode for _, mode in chosen], [stage for stage, _ in chosen])
     return StageTimes(
         **{
-            name: _by_device(getattr(table, name)[at], degrees)
+            name: _by_device(getattr(table, name)[at], parallelism)
             for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
         },
-        **{name: _by_device(getattr(table, name)[listed], degrees) for name in ("reduction_s", "tie_s", "finish_s")},
+        **{
+            name: _by_device(getattr(table, name)[listed], parallelism) for name in ("reduction_s", "tie_s", "finish_s")
+        },
     )
 
 
-def _by_device(values: FloatArray, degrees: Degrees) -> FloatArray:
+def _by_device(values: FloatArray, parallelism: Parallelism) -> FloatArray:
     """Per stage in order to (1, device, chunk)."""
-    return np.asarray(values.reshape(1, degrees.chunks, degrees.devices).transpose(0, 2, 1))
+    return np.asarray(values.reshape(1, parallelism.chunks, parallelism.pp).transpose(0, 2, 1))
 
 
-def _parts(degrees: Degrees, rounds: int, rows: _Chosen, times: StageTimes, simulation: Simulation) -> TimeParts:
+def _parts(
+    parallelism: Parallelism, rounds: int, rows: _Chosen, times: StageTimes, simulation: Simulation
+) -> TimeParts:
     device = int(simulation.device_end_s[0].argmax())
-    own = slice(device, None, degrees.devices)
+    own = slice(device, None, parallelism.pp)
     busy = float((times.forward_s + times.backward_s + times.weight_s)[0, device].sum())
     compute, recompute = float(rows.work_s[own].sum()), float(rows.recompute_s[own].sum())
     transfer = float((rows.received_s + np.maximum(rows.returned_s - rows.recompute_s, 0.0))[own].sum())
@@ -150,19 +153,19 @@ def _parts(degrees: Degrees, rounds: int, rows: _Chosen, times: StageTimes, simu
     )
 
 
-def _timeline(ground: Ground, degrees: Degrees, rows: _Chosen, simulation: Simulation) -> Timeline:
+def _timeline(prepared: PreparedProblem, parallelism: Parallelism, rows: _Chosen, simulation: Simulation) -> Timeline:
     """Every pass in its parts (receive, or recompute, which hides it; then the layers), and what follows the last."""
-    order, ends = ground.program(degrees).order, simulation.pass_end_s[0]
-    device = np.broadcast_to(np.arange(degrees.devices)[:, None], ends.shape)
-    stage = order.chunk * degrees.devices + device
+    order, ends = prepared.program(parallelism).order, simulation.pass_end_s[0]
+    device = np.broadcast_to(np.arange(parallelism.pp)[:, None], ends.shape)
+    stage = order.chunk * parallelism.pp + device
     durations = np.stack([getattr(rows.table, name)[rows.at] for name in ("forward_s", "backward_s", "weight_s")])
     starts = ends - durations[order.kind, stage]
     again = starts + np.where(order.kind == Pass.BACKWARD, rows.recompute_s[stage], 0.0)
-    sent = np.stack([rows.received_s, rows.returned_s, np.zeros(degrees.stages)])
+    sent = np.stack([rows.received_s, rows.returned_s, np.zeros(parallelism.stages)])
     ready = np.maximum(again, starts + sent[order.kind, stage])
     runs = np.array([KINDS.index(kind) for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WEIGHT)])
     marks = [values[0] for values in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)]
-    alone = np.full(degrees.devices, -1)
+    alone = np.full(parallelism.pp, -1)
 
     def events(kind: EventKind | IntArray, at: tuple[IntArray, ...], start: FloatArray, end: FloatArray) -> EventTable:
         number = np.full(start.shape, KINDS.index(kind)) if isinstance(kind, EventKind) else kind
@@ -176,4 +179,4 @@ def _timeline(ground: Ground, degrees: Degrees, rows: _Chosen, simulation: Simul
         events(EventKind.REDUCE, after, marks[0], marks[1]),
         events(EventKind.UPDATE, after, marks[1], marks[2]),
     )
-    return Timeline(degrees.devices, float(simulation.time_s[0]), EventTable.joined(parts))
+    return Timeline(parallelism.pp, float(simulation.time_s[0]), EventTable.joined(parts))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_problems import examples, random_problem
 
-from phaze.capabilities import PipelineSchedule
-from phaze.place.bounds.interleaved_closed_form import chunk_floors
+from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.place.bounds.interleaved_closed_form import interleaved_floors
 from phaze.place.search.parallelism_search import root_bound
-from phaze.place.search.parallelism_table import Choices, Degrees, list_choices
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_branch_and_bound import SplitSearch, best_split
 from phaze.place.simulation.placement_assembly import assemble
 
@@ -33,21 +33,21 @@ def random_pipeline(random: Random, search: SplitSearch) -> list[int] | None:
     return picks if state == search.full else None
 
 
-def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...], layers: int) -> Degrees | None:
-    schedule = random.choice([None, *PipelineSchedule])
-    pipelines = random.randrange(1, 4)
+def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...], layers: int) -> Parallelism | None:
+    schedule = random.choice(list(PipelineSchedule))
+    dp = random.randrange(1, 4)
     chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
-    devices = 1 if schedule is None else random.randrange(2, 6)
-    degrees = Degrees(
-        width=random.choice(widths),
-        pipelines=pipelines,
-        devices=devices,
+    devices = 1 if schedule is PipelineSchedule.NONE else random.randrange(2, 6)
+    parallelism = Parallelism(
+        tp=random.choice(widths),
+        dp=dp,
+        pp=devices,
         chunks=chunks,
         schedule=schedule,
-        zero_stage=random.choice([0, 1, 2, 3]) if pipelines > 1 else 0,
+        zero=random.choice([0, 1, 2, 3]) if dp > 1 else 0,
     )
-    rounds = degrees.rounds(problem_batches)
-    return None if degrees.stages > layers or (chunks > 1 and rounds % devices) else degrees
+    rounds = parallelism.micro_batches_per_pipeline(problem_batches)
+    return None if parallelism.stages > layers or (chunks > 1 and rounds % devices) else parallelism
 
 
 @examples(200)
@@ -55,12 +55,12 @@ def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...]
 def test_bounds_never_exceed_simulated_times(seed: int) -> None:
     random = Random(seed)
     problem = random_problem(seed, largest=10, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
-    degrees = random_degrees(random, problem.micro_batches, problem.widths, len(problem.graph.layers))
-    if degrees is None:
+    parallelism = random_degrees(random, problem.micro_batches, problem.tp_degrees, len(problem.graph.layers))
+    if parallelism is None:
         return
-    ground = Ground.of(problem)
-    candidates = ground.candidates(degrees, math.inf)
-    search = ground.split_search(degrees, candidates)
+    prepared = PreparedProblem.of(problem)
+    candidates = prepared.candidates(parallelism, math.inf)
+    search = prepared.split_search(parallelism, candidates)
     for _ in range(5):
         picks = random_pipeline(random, search)
         if picks is None:
@@ -78,36 +78,38 @@ def test_bounds_never_exceed_simulated_times(seed: int) -> None:
 def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(seed: int, interleaved: bool) -> None:
     random = Random(seed)
     problem = random_problem(seed, largest=12, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
-    ground = Ground.of(replace(problem, memory_margin=0.0))
-    every = choices_of(ground)
+    prepared = PreparedProblem.of(replace(problem, memory_margin=0.0))
+    every = choices_of(prepared)
     some = every.take((every.chunks > 1) == interleaved)
     if not len(some):
         return
-    degrees = some.degrees(random.randrange(len(some)))
-    search = ground.search(degrees, math.inf)
+    parallelism = some.parallelism(random.randrange(len(some)))
+    search = prepared.search(parallelism, math.inf)
     picks = None if search is None or search.needed or search.singles else random_pipeline(random, search)
     if search is None or picks is None:
         return
     candidates = search.candidates
-    placement = assemble(ground, degrees, list(zip(candidates.stage[picks], candidates.mode[picks], strict=True)))
+    placement = assemble(prepared, parallelism, list(zip(candidates.stage[picks], candidates.mode[picks], strict=True)))
     peak = max(memory.total_bytes for memory in placement.memory)
     chip = replace(problem.cluster.accelerator, hbm_bytes=math.ceil(peak))
-    tight = Ground.of(replace(ground.problem, cluster=replace(problem.cluster, accelerator=chip)))
+    tight = PreparedProblem.of(replace(prepared.problem, cluster=replace(problem.cluster, accelerator=chip)))
     every = choices_of(tight)
-    choice = next(every.take(np.array([index])) for index in range(len(every)) if every.degrees(index) == degrees)
+    choice = next(
+        every.take(np.array([index])) for index in range(len(every)) if every.parallelism(index) == parallelism
+    )
     limit = placement.time_s * (1 + 1e-9)
     assert choice.floor_s[0] <= limit
-    assert not tight.packing.refuted(choice, np.array([limit]))[0]
-    assert tight.packing.tightened(choice, 2 * limit)[0] <= limit
+    assert not tight.layer_table.refuted(choice, np.array([limit]))[0]
+    assert tight.layer_table.tightened(choice, 2 * limit)[0] <= limit
     if interleaved and tight.space.is_chain:
-        assert chunk_floors(tight.packing, choice)[0] <= limit
-    search = tight.search(degrees, math.inf)
+        assert interleaved_floors(tight.layer_table, choice)[0] <= limit
+    search = tight.search(parallelism, math.inf)
     assert search is not None
     assert root_bound(search) <= limit
 
 
-def choices_of(ground: Ground) -> Choices:
-    return list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
+def choices_of(prepared: PreparedProblem) -> ParallelismTable:
+    return list_parallelisms(prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s)
 
 
 @examples(40)
@@ -115,14 +117,14 @@ def choices_of(ground: Ground) -> Choices:
 def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
     random = Random(seed)
     problem = random_problem(seed, largest=6, most_devices=8, most_micro_batches=12, memory_bytes=10**12)
-    degrees = random_degrees(random, problem.micro_batches, problem.widths, len(problem.graph.layers))
-    if degrees is None or degrees.stages > 4:
+    parallelism = random_degrees(random, problem.micro_batches, problem.tp_degrees, len(problem.graph.layers))
+    if parallelism is None or parallelism.stages > 4:
         return
-    ground = Ground.of(problem)
-    candidates = ground.candidates(degrees, math.inf)
-    search = ground.split_search(degrees, candidates)
+    prepared = PreparedProblem.of(problem)
+    candidates = prepared.candidates(parallelism, math.inf)
+    search = prepared.split_search(parallelism, candidates)
     unfinished = [((), 0)]
-    for _ in range(degrees.stages):
+    for _ in range(parallelism.stages):
         unfinished = [
             ((*picks, pick), int(candidates.target[pick]))
             for picks, state in unfinished

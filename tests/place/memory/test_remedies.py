@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import examples, random_problem, spread_problem
+from placement_problems import changed, examples, random_problem, spread_problem
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+from phaze.parallelism import Choices, PipelineSchedule
 from phaze.place import (
     Bounded,
-    Ground,
     LayerProfile,
-    LeverKind,
     PlacementGraph,
     PlacementProblem,
     PlacementStatus,
+    PreparedProblem,
     RecomputeMode,
+    RemedyKind,
     find_placement,
 )
 from phaze.place.memory.least_memory_plan import least_memory
@@ -36,7 +37,7 @@ def shrunk(problem: PlacementProblem, hbm_bytes: int) -> PlacementProblem:
 @given(seeds, st.booleans())
 def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int, is_spread: bool) -> None:
     problem = replace(spread_problem(seed) if is_spread else random_problem(seed), memory_margin=0.0)
-    least = least_memory(Ground.of(problem))
+    least = least_memory(PreparedProblem.of(problem))
     if least is None:
         assert not brute_force(shrunk(problem, 10**12))
         return
@@ -49,7 +50,7 @@ def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int,
 @given(seeds)
 def test_every_lever_of_what_does_not_fit_makes_it_fit(seed: int) -> None:
     problem = random_problem(seed)
-    least = least_memory(Ground.of(problem))
+    least = least_memory(PreparedProblem.of(problem))
     if least is None:
         return
     tight = shrunk(problem, max(1, int(0.9 * least.peak_bytes)))
@@ -61,77 +62,75 @@ def test_every_lever_of_what_does_not_fit_makes_it_fit(seed: int) -> None:
     assert reason.least is not None
     assert reason.over
     assert all(one.over_bytes > 0 for one in reason.over)
-    kinds = {lever.kind for lever in reason.levers}
-    assert LeverKind.HBM in kinds
-    for lever in reason.levers:
-        assert find_placement(lever.problem).best is not None, lever.text
+    kinds = {remedy.kind for remedy in reason.remedies}
+    assert RemedyKind.HBM in kinds
+    for remedy in reason.remedies:
+        assert find_placement(remedy.problem).best is not None, remedy.text
 
 
-def two_layers(**choices: object) -> PlacementProblem:
+def two_layers(**changes: object) -> PlacementProblem:
     """A problem on one device in which parameters and stash are round numbers."""
 
-    def profile(width: int, mode: RecomputeMode) -> LayerProfile:
+    def profile(tp: int, mode: RecomputeMode) -> LayerProfile:
         return LayerProfile(
-            forward_s=Bounded.exact(1.0 / width),
-            backward_input_s=Bounded.exact(1.0 / width),
-            backward_weight_s=Bounded.exact(1.0 / width),
-            recompute_s=Bounded.exact(1.0 / width if mode is RecomputeMode.FULL else 0.0),
-            parameter_bytes={"bfloat16": 2e6 / width},
-            stashed_bytes=(1e6 if mode is RecomputeMode.FULL else 100e6) / width,
+            forward_s=Bounded.exact(1.0 / tp),
+            backward_input_s=Bounded.exact(1.0 / tp),
+            backward_weight_s=Bounded.exact(1.0 / tp),
+            recompute_s=Bounded.exact(1.0 / tp if mode is RecomputeMode.FULL else 0.0),
+            parameter_bytes={"bfloat16": 2e6 / tp},
+            stashed_bytes=(1e6 if mode is RecomputeMode.FULL else 100e6) / tp,
             peak_working_bytes=0.0,
             outputs=(),
-            is_tensor_parallel=width > 1,
+            is_tensor_parallel=tp > 1,
         )
 
     accelerator = replace(preset("a100-80gb").accelerator, hbm_bytes=int(100e6))
     fields = {
         "graph": PlacementGraph(layers=PlacementGraph.chain(("a", "a")).layers),
-        "profiles": {("a", width, mode): profile(width, mode) for width in (1, 4) for mode in RecomputeMode},
+        "profiles": {("a", tp, mode): profile(tp, mode) for tp in (1, 4) for mode in RecomputeMode},
         "cluster": Cluster(accelerator, 4, (InterconnectLevel(4, 1e9),)),
         "micro_batches": 4,
         "recipe": precision_recipe("bf16-adam"),
-        "recompute_modes": (RecomputeMode.NONE,),
-        "tensor_widths": (1,),
-        "stage_counts": (1,),
+        "choices": Choices(recompute=(RecomputeMode.NONE,), tp=(1,), pp=(1,)),
         "memory_margin": 0.0,
     }
-    return PlacementProblem(**(fields | choices))  # type: ignore[arg-type]
+    return changed(PlacementProblem(**fields), **changes)  # type: ignore[arg-type]
 
 
 def test_each_kind_of_lever_is_found_where_it_helps() -> None:
-    smaller = two_layers(recompute_modes=(RecomputeMode.FULL,))
+    smaller = two_layers(recompute=(RecomputeMode.FULL,))
     result = find_placement(two_layers(), smaller_micro_batches=[(1, smaller)])
     assert result.infeasibility is not None
-    texts = {lever.kind: lever.text for lever in result.infeasibility.levers}
-    assert texts[LeverKind.RECOMPUTE] == "recompute mode full"
-    assert texts[LeverKind.TENSOR_WIDTH] == "tensor width 4"
-    assert texts[LeverKind.MICRO_BATCH] == "microbatches of 1"
-    assert "GiB of memory per device" in texts[LeverKind.HBM]
+    texts = {remedy.kind: remedy.text for remedy in result.infeasibility.remedies}
+    assert texts[RemedyKind.RECOMPUTE] == "recompute mode full"
+    assert texts[RemedyKind.TP] == "tensor width 4"
+    assert texts[RemedyKind.MICRO_BATCH] == "microbatches of 1"
+    assert "GiB of memory per device" in texts[RemedyKind.HBM]
     assert "would fit: recompute mode full" in str(result.infeasibility)
     assert "device 0 by" in str(result.infeasibility)
 
 
 def test_a_zero_stage_and_more_stages_are_levers_for_parameters() -> None:
-    heavy = two_layers(zero_stages=(0,), recompute_modes=(RecomputeMode.FULL,))
+    heavy = two_layers(zero=(0,), recompute=(RecomputeMode.FULL,))
     result = find_placement(shrunk(heavy, int(25e6)))
     assert result.infeasibility is not None
-    texts = {lever.kind: lever.text for lever in result.infeasibility.levers}
-    assert texts[LeverKind.ZERO] == "ZeRO stage 1"
-    assert texts[LeverKind.STAGES] == "2 pipeline stages"
+    texts = {remedy.kind: remedy.text for remedy in result.infeasibility.remedies}
+    assert texts[RemedyKind.ZERO] == "ZeRO stage 1"
+    assert texts[RemedyKind.STAGES] == "2 pipeline stages"
 
 
-def test_a_margin_that_is_kept_free_is_a_lever() -> None:
-    problem = two_layers(zero_stages=(0,), recompute_modes=(RecomputeMode.FULL,), memory_margin=0.5)
+def test_a_margin_that_is_kept_free_is_a_remedies() -> None:
+    problem = two_layers(zero=(0,), recompute=(RecomputeMode.FULL,), memory_margin=0.5)
     result = find_placement(shrunk(problem, int(50e6)))
     assert result.infeasibility is not None
-    assert LeverKind.MARGIN in {lever.kind for lever in result.infeasibility.levers}
+    assert RemedyKind.MARGIN in {remedy.kind for remedy in result.infeasibility.remedies}
 
 
-def test_memory_smaller_than_one_layer_is_infeasible_with_levers() -> None:
-    result = find_placement(shrunk(two_layers(stage_counts=None, tensor_widths=None), 1000))
+def test_memory_smaller_than_one_layer_is_infeasible_with_remedies() -> None:
+    result = find_placement(shrunk(two_layers(pp=None, tp=None), 1000))
     assert result.status is PlacementStatus.INFEASIBLE
     assert result.infeasibility is not None
-    assert LeverKind.HBM in {lever.kind for lever in result.infeasibility.levers}
+    assert RemedyKind.HBM in {remedy.kind for remedy in result.infeasibility.remedies}
 
 
 def test_degrees_that_cannot_be_divided_are_infeasible_without_a_plan() -> None:
@@ -143,37 +142,39 @@ def test_degrees_that_cannot_be_divided_are_infeasible_without_a_plan() -> None:
     assert "no allowed combination of degrees" in str(result.infeasibility)
 
 
-INTERLEAVED = {"schedules": (PipelineSchedule.INTERLEAVED,), "stage_counts": (2,), "chunk_counts": (2,)}
+INTERLEAVED = {"schedule": (PipelineSchedule.INTERLEAVED,), "pp": (2,), "chunks": (2,)}
 
 
 @pytest.mark.parametrize(
-    ("choices", "reason"),
+    ("changes", "reason"),
     [
-        ({"stage_counts": (3,)}, "3 stages need a layer each; the model has 2."),
-        ({"pipelines": (3,), "pipelines_divide_batch": True}, "3 pipelines cannot share 4 microbatches evenly"),
+        ({"pp": (3,)}, "3 stages need a layer each; the model has 2."),
+        ({"dp": (3,), "dp_divides_batch": True}, "3 pipelines cannot share 4 microbatches evenly"),
         (INTERLEAVED, "2 layers cannot be cut into 2 x 2 nearly equal chunks"),
-        ({**INTERLEAVED, "pipelines": (4,)}, "2 devices need a multiple of 2 microbatches each; there are 1."),
+        ({**INTERLEAVED, "dp": (4,)}, "2 devices need a multiple of 2 microbatches each; there are 1."),
     ],
 )
-def test_degrees_that_contradict_the_model_or_the_batch_are_named(choices: dict[str, object], reason: str) -> None:
-    result = find_placement(two_layers(**choices))
+def test_degrees_that_contradict_the_model_or_the_batch_are_named(changes: dict[str, object], reason: str) -> None:
+    result = find_placement(two_layers(**changes))
     assert result.status is PlacementStatus.INFEASIBLE
     assert reason in str(result.infeasibility)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_lever_for_devices_is_the_least_number_that_fits(seed: int) -> None:
-    problem = replace(random_problem(seed), capabilities=Capabilities.everything(), pipelines_divide_batch=False)
-    least = least_memory(Ground.of(problem))
+    problem = replace(random_problem(seed), capabilities=Capabilities.everything(), dp_divides_batch=False)
+    least = least_memory(PreparedProblem.of(problem))
     if least is None:
         return
     result = find_placement(shrunk(problem, max(1, int(0.9 * least.peak_bytes))))
     assert result.infeasibility is not None
-    for lever in result.infeasibility.levers:
-        if lever.kind is LeverKind.DEVICES:
-            fewer = lever.problem.cluster.device_count - 1
-            cluster = lever.problem.cluster
+    for remedy in result.infeasibility.remedies:
+        if remedy.kind is RemedyKind.DEVICES:
+            fewer = remedy.problem.cluster.device_count - 1
+            cluster = remedy.problem.cluster
             assert (
-                find_placement(replace(lever.problem, cluster=Cluster(cluster.accelerator, fewer, cluster.levels))).best
+                find_placement(
+                    replace(remedy.problem, cluster=Cluster(cluster.accelerator, fewer, cluster.levels))
+                ).best
                 is None
             )

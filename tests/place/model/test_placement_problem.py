@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placement_problems import random_problem
+from placement_problems import changed, random_problem
 
 from phaze.errors import GraphError, HardwareError, PlacementError
 from phaze.hardware import Cluster
@@ -18,7 +18,9 @@ def problem() -> PlacementProblem:
     return next(
         found
         for found in (random_problem(seed, largest=6, most_devices=8) for seed in range(100))
-        if found.cluster.device_count > 3 and RecomputeMode.FULL in found.recompute_modes and find_placement(found).best
+        if found.cluster.device_count > 3
+        and RecomputeMode.FULL in found.choices.recompute
+        and find_placement(found).best
     )
 
 
@@ -56,30 +58,30 @@ def test_a_bound_above_its_value_is_refused() -> None:
     [
         ({"micro_batches": 0}, "micro_batches is 0; expected at least 1"),
         ({"memory_margin": 1.0}, "memory_margin is 1.0; expected a part from 0 to below 1"),
-        ({"zero_stages": ()}, "zero_stages is empty"),
-        ({"zero_stages": (4,)}, "ZeRO stage 4; expected some of"),
-        ({"recompute_modes": ()}, "recompute_modes is empty"),
-        ({"chunk_counts": (1,)}, "chunk_counts is .1,.; expected whole numbers of at least 2"),
-        ({"stage_counts": (0,)}, "stage_counts is .0,.; expected whole numbers of at least 1"),
-        ({"recompute_modes": (RecomputeMode.SELECTIVE,)}, "has no profile at tensor width .* with recompute selective"),
-        ({"tensor_widths": (64,)}, r"no layer is sliced at any of the tensor widths \[64\]; allow or profile width 1"),
+        ({"zero": ()}, "choices.zero is empty"),
+        ({"zero": (4,)}, "ZeRO stage 4; expected some of"),
+        ({"recompute": ()}, "choices.recompute is empty"),
+        ({"chunks": (1,)}, "choices.chunks is .1,.; expected whole numbers of at least 2"),
+        ({"pp": (0,)}, "choices.pp is .0,.; expected whole numbers of at least 1"),
+        ({"recompute": (RecomputeMode.SELECTIVE,)}, "has no profile at tp .* with recompute selective"),
+        ({"tp": (64,)}, r"no layer is sliced at any tp of \[64\]; allow or profile tp 1"),
         ({"accelerator": 5}, "accelerator 5 is not among the 2 that were profiled"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        replace(problem(), **changes)
+        changed(problem(), **changes)
 
 
 def test_fewer_microbatches_than_pipelines_are_refused() -> None:
     with pytest.raises(PlacementError, match="8 pipelines share 4 microbatches; expected at least one each"):
-        replace(problem(), pipelines=(8,), micro_batches=4)
+        changed(problem(), dp=(8,), micro_batches=4)
 
 
 def test_pipelines_never_outnumber_microbatches() -> None:
-    result = find_placement(replace(problem(), micro_batches=2, pipelines_divide_batch=False), top=50)
+    result = find_placement(replace(problem(), micro_batches=2, dp_divides_batch=False), top=50)
     assert result.best is not None
-    assert all(other.placement.degrees.pipelines <= 2 for other in result.alternatives)
+    assert all(other.placement.parallelism.dp <= 2 for other in result.alternatives)
 
 
 def test_a_flow_that_goes_backward_or_nowhere_is_refused() -> None:

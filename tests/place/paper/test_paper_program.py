@@ -27,10 +27,10 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(end - start for start, end in itertools.pairwise((0, *cuts, total)))
 
 
-def stage_load(instance: PaperInstance, width: int, accelerator: int, layers: range, recompute: bool) -> float:
+def stage_load(instance: PaperInstance, tp: int, accelerator: int, layers: range, recompute: bool) -> float:
     """Seconds of one stage: walk forward, walk backward, as the paper's program does."""
-    forward, backward = instance.forward_s[width, accelerator], instance.backward_s[width, accelerator]
-    transfer = dict(zip(instance.edges, instance.edge_bytes[width] / instance.bandwidth_bytes_per_s, strict=True))
+    forward, backward = instance.forward_s[tp, accelerator], instance.backward_s[tp, accelerator]
+    transfer = dict(zip(instance.edges, instance.edge_bytes[tp] / instance.bandwidth_bytes_per_s, strict=True))
     done, clock = {}, 0.0
     for layer in layers:
         waits = [done.get(u, transfer[u, v]) for u, v in instance.edges if v == layer]
@@ -44,14 +44,12 @@ def stage_load(instance: PaperInstance, width: int, accelerator: int, layers: ra
     return spent + clock
 
 
-def stage_fits(
-    instance: PaperInstance, width: int, accelerator: int, layers: range, position: int, stash: bool
-) -> bool:
-    parameters = sum(instance.parameter_bytes[width, layer] for layer in layers)
-    activations = sum(instance.activation_bytes[width, layer] for layer in layers)
+def stage_fits(instance: PaperInstance, tp: int, accelerator: int, layers: range, position: int, stash: bool) -> bool:
+    parameters = sum(instance.parameter_bytes[tp, layer] for layer in layers)
+    activations = sum(instance.activation_bytes[tp, layer] for layer in layers)
     entering = sum(
         size
-        for (u, v), size in zip(instance.edges, instance.edge_bytes[width], strict=True)
+        for (u, v), size in zip(instance.edges, instance.edge_bytes[tp], strict=True)
         if v in layers and u not in layers
     )
     stashed = activations if stash else entering
@@ -62,7 +60,7 @@ def stage_fits(
 def brute_force(instance: PaperInstance, accelerator: int = 0) -> float:
     best = math.inf
     layers = len(instance.layer_ids)
-    for width, recompute, stages in itertools.product(
+    for tp, recompute, stages in itertools.product(
         range(len(instance.widths)), instance.recompute, range(1, layers + 1)
     ):
         for lengths in compositions(layers, stages):
@@ -70,40 +68,38 @@ def brute_force(instance: PaperInstance, accelerator: int = 0) -> float:
             runs = [range(start, end) for start, end in itertools.pairwise(starts)]
             positions = range(stages, 0, -1)
             if not all(
-                stage_fits(instance, width, accelerator, run, position, not recompute)
+                stage_fits(instance, tp, accelerator, run, position, not recompute)
                 for run, position in zip(runs, positions, strict=True)
             ):
                 continue
             slowest = max(
-                stage_load(instance, width, accelerator, run, recompute and position > 1)
+                stage_load(instance, tp, accelerator, run, recompute and position > 1)
                 for run, position in zip(runs, positions, strict=True)
             )
-            devices = sum(instance.widths[width] if any(instance.is_tensor_parallel[width, run]) else 1 for run in runs)
-            first = sum(instance.parameter_bytes[width, layer] for layer in runs[0])
-            for pipelines in range(1, min(instance.micro_batches, instance.device_count // devices) + 1):
-                rounds = -(-instance.micro_batches // pipelines)
-                resync = 4 * (pipelines - 1) / pipelines * first / instance.bandwidth_bytes_per_s
+            devices = sum(instance.widths[tp] if any(instance.is_tensor_parallel[tp, run]) else 1 for run in runs)
+            first = sum(instance.parameter_bytes[tp, layer] for layer in runs[0])
+            for dp in range(1, min(instance.micro_batches, instance.device_count // devices) + 1):
+                rounds = -(-instance.micro_batches // dp)
+                resync = 4 * (dp - 1) / dp * first / instance.bandwidth_bytes_per_s
                 best = min(best, slowest * (rounds + stages - 1) + resync)
     return best
 
 
 def check(instance: PaperInstance, plan: PaperPlacement, accelerator: int) -> None:
     """A plan's own stages fit and take the time that it states."""
-    width = instance.widths.index(plan.width)
+    tp = instance.widths.index(plan.tp)
     assert list(itertools.chain(*plan.stages)) == list(instance.layer_ids)
     starts = np.cumsum([0, *map(len, plan.stages)]).tolist()
     runs = [range(start, end) for start, end in itertools.pairwise(starts)]
     slowest = 0.0
     for run, position in zip(runs, range(len(runs), 0, -1), strict=True):
-        assert stage_fits(instance, width, accelerator, run, position, not plan.recompute)
-        slowest = max(slowest, stage_load(instance, width, accelerator, run, plan.recompute and position > 1))
-    assert plan.pipelines * sum(plan.stage_devices) <= instance.device_count
-    assert plan.stage_devices == tuple(
-        plan.width if any(instance.is_tensor_parallel[width, run]) else 1 for run in runs
-    )
-    first = sum(instance.parameter_bytes[width, layer] for layer in runs[0])
-    resync = 4 * (plan.pipelines - 1) / plan.pipelines * first / instance.bandwidth_bytes_per_s
-    rounds = -(-instance.micro_batches // plan.pipelines)
+        assert stage_fits(instance, tp, accelerator, run, position, not plan.recompute)
+        slowest = max(slowest, stage_load(instance, tp, accelerator, run, plan.recompute and position > 1))
+    assert plan.dp * sum(plan.stage_devices) <= instance.device_count
+    assert plan.stage_devices == tuple(plan.tp if any(instance.is_tensor_parallel[tp, run]) else 1 for run in runs)
+    first = sum(instance.parameter_bytes[tp, layer] for layer in runs[0])
+    resync = 4 * (plan.dp - 1) / plan.dp * first / instance.bandwidth_bytes_per_s
+    rounds = -(-instance.micro_batches // plan.dp)
     assert slowest * (rounds + len(runs) - 1) + resync == pytest.approx(plan.time_s, rel=1e-9)
 
 
@@ -124,27 +120,27 @@ def test_the_original_programs_optimum_is_reproduced(oracle: dict[str, Any]) -> 
 def plain_program(instance: PaperInstance, accelerator: int = 0) -> float:
     """The dynamic program as the paper writes it: over layers, devices and stages, nothing skipped."""
     best, layers, devices = math.inf, len(instance.layer_ids), instance.device_count
-    for width, recompute in itertools.product(range(len(instance.widths)), instance.recompute):
+    for tp, recompute in itertools.product(range(len(instance.widths)), instance.recompute):
         table = np.full((layers + 1, devices + 1, layers + 1), math.inf)
         table[layers, :, 0] = 0
         for start, end in itertools.product(range(layers - 1, -1, -1), range(layers, 0, -1)):
             run = range(start, end)
             if not run:
                 continue
-            takes = instance.widths[width] if any(instance.is_tensor_parallel[width, run]) else 1
-            first = sum(instance.parameter_bytes[width, layer] for layer in run)
-            loads = [stage_load(instance, width, accelerator, run, again) for again in (False, recompute)]
+            takes = instance.widths[tp] if any(instance.is_tensor_parallel[tp, run]) else 1
+            first = sum(instance.parameter_bytes[tp, layer] for layer in run)
+            loads = [stage_load(instance, tp, accelerator, run, again) for again in (False, recompute)]
             for stages in range(1, layers + 1):
-                if not stage_fits(instance, width, accelerator, run, stages, not recompute):
+                if not stage_fits(instance, tp, accelerator, run, stages, not recompute):
                     break
                 slowest = np.full(devices + 1, math.inf)
                 slowest[takes:] = np.maximum(table[end, : max(devices + 1 - takes, 0), stages - 1], loads[stages > 1])
                 table[start, :, stages] = np.minimum(table[start, :, stages], slowest)
                 if start == 0:
-                    for pipelines in range(1, min(instance.micro_batches, devices) + 1):
-                        rounds = -(-instance.micro_batches // pipelines)
-                        resync = 4 * (pipelines - 1) / pipelines * first / instance.bandwidth_bytes_per_s
-                        best = min(best, slowest[devices // pipelines] * (rounds + stages - 1) + resync)
+                    for dp in range(1, min(instance.micro_batches, devices) + 1):
+                        rounds = -(-instance.micro_batches // dp)
+                        resync = 4 * (dp - 1) / dp * first / instance.bandwidth_bytes_per_s
+                        best = min(best, slowest[devices // dp] * (rounds + stages - 1) + resync)
     return best
 
 
@@ -158,7 +154,7 @@ def instances(draw: st.DrawFn, largest: int = 6) -> PaperInstance:
     edges += [(source, source + length) for source, length in sorted(skips) if source + length < layers]
     share = draw(st.sampled_from([0.0, 0.5, 1.0]))
     sliced = generator.random((len(widths), layers)) < share
-    sliced[[index for index, width in enumerate(widths) if width == 1]] = False
+    sliced[[index for index, tp in enumerate(widths) if tp == 1]] = False
     forward, backward = generator.uniform(0.1, 1, (2, len(widths), accelerators, layers))
     transfer = draw(st.sampled_from([0.0, 0.1, 2.0]))
     return PaperInstance(

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import examples, random_problem
+from placement_problems import changed, examples, random_problem
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.errors import GraphError, PlacementError
+from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
 from phaze.place import (
     Bounded,
-    Degrees,
-    Effort,
     EventKind,
     Fit,
-    Ground,
     LayerProfile,
     PlacementProblem,
     PlacementStatus,
+    PreparedProblem,
     RecomputeMode,
+    SearchEffort,
     bound_placement,
     evaluate_placement,
     find_placement,
@@ -33,7 +33,7 @@ from phaze.place import (
     place_as_paper,
     place_paper,
 )
-from phaze.place.search.parallelism_search import search_degrees
+from phaze.place.search.parallelism_search import search_parallelisms
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -58,7 +58,7 @@ def test_evaluating_the_best_stages_gives_the_time_that_the_search_states(seed: 
         if placement is None:
             continue
         stages = [(stage.layers, stage.recompute) for stage in placement.stages]
-        again = evaluate_placement(Ground.of(problem), placement.degrees, stages)
+        again = evaluate_placement(PreparedProblem.of(problem), placement.parallelism, stages)
         assert again.time_s == placement.time_s
         assert again.memory == placement.memory
         assert all(memory.total_bytes <= problem.usable_bytes * (1 + 1e-9) for memory in placement.memory)
@@ -106,7 +106,7 @@ def test_proven_answers_are_called_optimal_and_alternatives_say_what_they_lose()
     assert result.best is not None
     times = [result.best.time_s, *(other.placement.time_s for other in result.alternatives)]
     assert times == sorted(times)
-    assert len({other.placement.degrees for other in result.alternatives}) == 3
+    assert len({other.placement.parallelism for other in result.alternatives}) == 3
     assert all("slower" in other.reason for other in result.alternatives)
 
 
@@ -152,7 +152,7 @@ def test_likely_degrees_change_neither_what_is_found_nor_what_is_proven(seed: in
     if exact.best is None:
         return
     cutoff_s = part * exact.best.time_s
-    every = [exact.best.degrees, *(other.placement.degrees for other in exact.alternatives)]
+    every = [exact.best.parallelism, *(other.placement.parallelism for other in exact.alternatives)]
     for likely in Random(seed).sample(every, min(3, len(every))):
         found = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=gap, likely=likely)
         plain = find_placement(problem, top=1, cutoff_s=cutoff_s, gap=gap)
@@ -171,12 +171,12 @@ def test_likely_degrees_that_are_no_choice_are_left_aside() -> None:
     problem = chain_problem()
     best = find_placement(problem).best
     assert best is not None
-    depths = tuple(depth for depth in (1, 2) if depth != best.degrees.devices)
-    narrowed = replace(problem, stage_counts=depths)
-    found, plain = find_placement(narrowed, top=1, likely=best.degrees).best, find_placement(narrowed, top=1).best
+    depths = tuple(depth for depth in (1, 2) if depth != best.parallelism.pp)
+    narrowed = changed(problem, pp=depths)
+    found, plain = find_placement(narrowed, top=1, likely=best.parallelism).best, find_placement(narrowed, top=1).best
     assert found is not None
     assert plain is not None
-    assert (found.degrees, found.time_s) == (plain.degrees, plain.time_s)
+    assert (found.parallelism, found.time_s) == (plain.parallelism, plain.time_s)
 
 
 @examples(40)
@@ -194,10 +194,10 @@ def test_what_is_beaten_has_no_plan_that_is_quicker(seed: int, part: float) -> N
 @example(12154214)
 def test_a_cutoff_above_the_optimum_hides_neither_it_nor_a_bound(seed: int) -> None:
     problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
-    for ground in (Ground.of(problem), Ground.of(problem).with_bounds()):
-        best = search_degrees(ground)
+    for prepared in (PreparedProblem.of(problem), PreparedProblem.of(problem).with_bounds()):
+        best = search_parallelisms(prepared)
         for above in (1.001, 1.1, 1.5) if best.found else ():
-            cut = search_degrees(ground, cutoff_s=above * best.found[0].time_s)
+            cut = search_parallelisms(prepared, cutoff_s=above * best.found[0].time_s)
             assert cut.found[0].time_s == pytest.approx(best.found[0].time_s, rel=1e-9)
             assert cut.bound_s <= best.found[0].time_s * (1 + 1e-9)
 
@@ -208,7 +208,7 @@ def test_a_cutoff_above_the_optimum_hides_neither_it_nor_a_bound(seed: int) -> N
 def test_a_quick_bound_lies_under_every_plan_and_a_thorough_one_is_that_of_the_search(seed: int) -> None:
     problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.8)
     result = find_placement(problem)
-    quick, thorough = bound_placement(problem), bound_placement(problem, effort=Effort())
+    quick, thorough = bound_placement(problem), bound_placement(problem, effort=SearchEffort())
     if result.best is None:
         assert thorough == math.inf
     else:
@@ -237,40 +237,40 @@ def test_a_problem_narrowed_to_one_strategy_is_answered_for_that_strategy(seed: 
     if not strategies:
         return
     random = Random(seed)
-    width, pipelines, devices, chunks, schedule, zero_stage = random.choice(strategies)
-    narrow = replace(
+    tp, dp, devices, chunks, schedule, zero = random.choice(strategies)
+    narrow = changed(
         problem,
-        tensor_widths=(width,),
-        pipelines=(pipelines,),
-        stage_counts=(devices,),
-        schedules=() if schedule is None else (schedule,),
-        chunk_counts=(chunks,) if chunks > 1 else problem.chunk_counts,
-        zero_stages=(zero_stage,),
-        recompute_modes=(random.choice(problem.recompute_modes),),
+        tp=(tp,),
+        dp=(dp,),
+        pp=(devices,),
+        schedule=() if schedule is PipelineSchedule.NONE else (schedule,),
+        chunks=(chunks,) if chunks > 1 else problem.choices.chunks,
+        zero=(zero,),
+        recompute=(random.choice(problem.choices.recompute),),
     )
     expected = brute_force(narrow)
     best = find_placement(narrow).best
     assert (best is None) == (not expected)
     if best is not None:
-        degrees = Degrees(
-            width=width,
-            pipelines=pipelines,
-            devices=devices,
+        parallelism = Parallelism(
+            tp=tp,
+            dp=dp,
+            pp=devices,
             chunks=chunks,
             schedule=schedule,
-            zero_stage=zero_stage,
+            zero=zero,
         )
-        assert best.degrees == degrees
+        assert best.parallelism == parallelism
         assert list(expected.values()) == pytest.approx([best.time_s])
-        assert {stage.recompute for stage in best.stages} == set(narrow.recompute_modes)
+        assert {stage.recompute for stage in best.stages} == set(narrow.choices.recompute)
 
 
 def test_a_zero_stage_asked_of_a_single_pipeline_shards_nothing() -> None:
-    problem = replace(chain_problem(), pipelines=(1,))
-    plain, asked = (find_placement(replace(problem, zero_stages=(zero,))).best for zero in (0, 2))
+    problem = changed(chain_problem(), dp=(1,))
+    plain, asked = (find_placement(changed(problem, zero=(zero,))).best for zero in (0, 2))
     assert plain is not None
     assert asked is not None
-    assert asked.degrees.zero_stage == 2
+    assert asked.parallelism.zero == 2
     assert asked.time_s == plain.time_s
 
 
@@ -280,10 +280,12 @@ def chain_problem() -> PlacementProblem:
         problem = random_problem(seed, largest=6, most_devices=8)
         flows = [(flow.producer, flow.consumers) for flow in problem.graph.flows]
         is_chain = flows == [(index, (index + 1,)) for index in range(len(problem.graph.layers) - 1)]
-        is_free = problem.capabilities == Capabilities.everything() and set(problem.schedules) == set(PipelineSchedule)
+        is_free = problem.capabilities == Capabilities.everything() and set(problem.choices.schedule) == set(
+            PIPELINE_SCHEDULES
+        )
         modes = (RecomputeMode.NONE, RecomputeMode.FULL)
-        if is_chain and is_free and len(flows) >= 3 and problem.recompute_modes == modes:
-            narrow = replace(problem, pipelines=(1,), zero_stages=(0,))
+        if is_chain and is_free and len(flows) >= 3 and problem.choices.recompute == modes:
+            narrow = changed(problem, dp=(1,), zero=(0,))
             if find_placement(narrow).best and len(find_placement(problem, top=4).alternatives) == 3:
                 return problem
     raise AssertionError
@@ -291,15 +293,15 @@ def chain_problem() -> PlacementProblem:
 
 def test_stages_that_do_not_cut_the_graph_are_refused() -> None:
     problem = chain_problem()
-    ground, none = Ground.of(problem), RecomputeMode.NONE
+    prepared, none = PreparedProblem.of(problem), RecomputeMode.NONE
     last = len(problem.graph.layers) - 1
-    degrees = Degrees(
-        width=problem.widths[0],
-        pipelines=1,
-        devices=2,
+    parallelism = Parallelism(
+        tp=problem.tp_degrees[0],
+        dp=1,
+        pp=2,
         chunks=1,
         schedule=PipelineSchedule.ONE_F_ONE_B,
-        zero_stage=0,
+        zero=0,
     )
     everything = range(last + 1)
     for stages, message in [
@@ -311,17 +313,19 @@ def test_stages_that_do_not_cut_the_graph_are_refused() -> None:
         ([([0], RecomputeMode.SELECTIVE), (range(1, last + 1), none)], "recompute mode selective is not among"),
     ]:
         with pytest.raises(PlacementError, match=message):
-            evaluate_placement(ground, degrees, stages)
+            evaluate_placement(prepared, parallelism, stages)
     with pytest.raises(PlacementError, match="tensor width 64 was not profiled"):
-        evaluate_placement(ground, replace(degrees, width=64), [([0], none), (range(1, last + 1), none)])
+        evaluate_placement(prepared, replace(parallelism, tp=64), [([0], none), (range(1, last + 1), none)])
 
 
 def test_a_plan_that_does_not_fit_can_still_be_evaluated() -> None:
     problem = chain_problem()
     small = replace(problem.cluster.accelerator, hbm_bytes=1000)
     tight = replace(problem, cluster=replace(problem.cluster, accelerator=small))
-    degrees = Degrees(width=problem.widths[0], pipelines=1, devices=1, chunks=1, schedule=None, zero_stage=0)
-    placement = evaluate_placement(Ground.of(tight), degrees, [(range(len(problem.graph.layers)), RecomputeMode.NONE)])
+    parallelism = Parallelism(tp=problem.tp_degrees[0], dp=1, pp=1, chunks=1, schedule=PipelineSchedule.NONE, zero=0)
+    placement = evaluate_placement(
+        PreparedProblem.of(tight), parallelism, [(range(len(problem.graph.layers)), RecomputeMode.NONE)]
+    )
     assert placement.fit is Fit.OVER
     assert placement.time_s > 0
 
@@ -352,7 +356,7 @@ def test_the_papers_program_refuses_branches_and_missing_profiles() -> None:
     with pytest.raises(GraphError, match="branches"):
         place_as_paper(replace(chain, graph=replace(chain.graph, flows=chain.graph.flows[1:])))
     with pytest.raises(PlacementError, match="needs profiles without recompute"):
-        paper_instance(replace(chain, recompute_modes=(RecomputeMode.FULL,)))
+        paper_instance(changed(chain, recompute=(RecomputeMode.FULL,)))
 
 
 def test_the_timeline_shows_every_pass_and_ends_with_the_batch() -> None:

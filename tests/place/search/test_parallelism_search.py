@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placement import brute_force
-from placement_problems import examples, random_problem, spread_problem
+from placement_problems import changed, examples, random_problem, spread_problem
 
-from phaze.capabilities import Capabilities, PipelineSchedule
+from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
+from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.search.parallelism_search import Effort, search_degrees
-from phaze.place.search.parallelism_table import list_choices
-from phaze.place.search.prepared_problem import Ground
+from phaze.place.search.parallelism_search import SearchEffort, search_parallelisms
+from phaze.place.search.parallelism_table import list_parallelisms
+from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_branch_and_bound import best_split
 
 seeds = st.integers(0, 2**32 - 1)
@@ -23,12 +24,19 @@ seeds = st.integers(0, 2**32 - 1)
 
 def compare_with_brute_force(problem: PlacementProblem) -> None:
     expected = brute_force(problem)
-    answer = search_degrees(Ground.of(problem), top=4)
+    answer = search_parallelisms(PreparedProblem.of(problem), top=4)
     times = sorted(expected.values())[:4]
     assert [found.time_s for found in answer.found] == pytest.approx(times, rel=1e-9)
     for found in answer.found:
-        degrees = found.degrees
-        key = (degrees.width, degrees.pipelines, degrees.devices, degrees.chunks, degrees.schedule, degrees.zero_stage)
+        parallelism = found.parallelism
+        key = (
+            parallelism.tp,
+            parallelism.dp,
+            parallelism.pp,
+            parallelism.chunks,
+            parallelism.schedule,
+            parallelism.zero,
+        )
         assert found.time_s == pytest.approx(expected[key], rel=1e-9)
     assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
 
@@ -55,51 +63,55 @@ def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight
 @examples(12)
 @given(seeds)
 def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
-    ground = Ground.of(random_problem(seed, largest=5, most_devices=8))
-    choices = list_choices(ground.problem, ground.space, ground.widths, ground.network, ground.update_s)
-    tightened = ground.packing.tightened(choices, 50.0)
-    for index in range(len(choices)):
-        search = ground.search(choices.degrees(index), math.inf)
+    prepared = PreparedProblem.of(random_problem(seed, largest=5, most_devices=8))
+    strategies = list_parallelisms(
+        prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s
+    )
+    tightened = prepared.layer_table.tightened(strategies, 50.0)
+    for index in range(len(strategies)):
+        search = prepared.search(strategies.parallelism(index), math.inf)
         if search is None:
             continue
-        problem = replace(
-            ground.problem,
-            tensor_widths=(int(choices.width[index]),),
-            pipelines=(int(choices.pipelines[index]),),
-            stage_counts=(int(choices.devices[index]),),
-            zero_stages=(int(choices.zero_stage[index]),),
+        problem = changed(
+            prepared.problem,
+            tp=(int(strategies.tp[index]),),
+            dp=(int(strategies.dp[index]),),
+            pp=(int(strategies.pp[index]),),
+            zero=(int(strategies.zero[index]),),
         )
         found = [
-            one for one in search_degrees(Ground.of(problem), top=20).found if one.degrees == choices.degrees(index)
+            one
+            for one in search_parallelisms(PreparedProblem.of(problem), top=20).found
+            if one.parallelism == strategies.parallelism(index)
         ]
         time_s = found[0].time_s if found else math.inf
-        assert choices.floor_s[index] <= time_s
+        assert strategies.floor_s[index] <= time_s
         assert tightened[index] <= time_s
 
 
 @examples(15)
 @given(seeds)
 def test_no_gate_changes_the_answer(seed: int) -> None:
-    ground = Ground.of(random_problem(seed, largest=9, most_devices=12, most_micro_batches=16))
-    choices = list_choices(
-        ground.problem, ground.space, ground.widths, ground.network, ground.update_s, checks_memory=False
+    prepared = PreparedProblem.of(random_problem(seed, largest=9, most_devices=12, most_micro_batches=16))
+    strategies = list_parallelisms(
+        prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s, checks_memory=False
     )
     times = [math.inf]
-    for index in range(len(choices)):
-        search = ground.search(choices.degrees(index), math.inf)
+    for index in range(len(strategies)):
+        search = prepared.search(strategies.parallelism(index), math.inf)
         if search is not None:
             times.append(best_split(search, min(times), 10**6).time_s)
-    answer = search_degrees(ground)
+    answer = search_parallelisms(prepared)
     assert (answer.found[0].time_s if answer.found else math.inf) == pytest.approx(min(times), rel=1e-9)
 
 
 def relaxed(seed: int) -> PlacementProblem:
     problem = random_problem(seed, largest=5, most_devices=8)
-    return replace(problem, capabilities=Capabilities.everything(), pipelines_divide_batch=False)
+    return replace(problem, capabilities=Capabilities.everything(), dp_divides_batch=False)
 
 
 def optimum_s(problem: PlacementProblem) -> float:
-    answer = search_degrees(Ground.of(problem))
+    answer = search_parallelisms(PreparedProblem.of(problem))
     return answer.found[0].time_s if answer.found else math.inf
 
 
@@ -133,16 +145,16 @@ def test_more_devices_never_make_the_optimum_slower(seed: int, extra: int) -> No
     assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
 
 
-KINDS = st.sets(st.sampled_from(PipelineSchedule))
+KINDS = st.sets(st.sampled_from(PIPELINE_SCHEDULES))
 
 
 @examples(60)
-@given(seeds, KINDS, st.sampled_from(PipelineSchedule))
+@given(seeds, KINDS, st.sampled_from(PIPELINE_SCHEDULES))
 def test_a_schedule_more_to_choose_from_never_makes_the_optimum_slower(
     seed: int, kinds: set[PipelineSchedule], other: PipelineSchedule
 ) -> None:
-    problem = replace(relaxed(seed), schedules=tuple(kinds))
-    more = replace(problem, schedules=(*kinds, other))
+    problem = changed(relaxed(seed), schedule=tuple(kinds))
+    more = changed(problem, schedule=(*kinds, other))
     assert optimum_s(more) <= optimum_s(problem) * (1 + 1e-9)
 
 
@@ -152,10 +164,10 @@ def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_g
     seed: int, kinds: set[PipelineSchedule], gap: float
 ) -> None:
     tight = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
-    few = replace(relaxed(seed), schedules=tight)
+    few = changed(relaxed(seed), schedule=tight)
     found, more = (
-        search_degrees(Ground.of(problem), gap=gap).found
-        for problem in (few, replace(few, schedules=(*sorted(kinds), *tight)))
+        search_parallelisms(PreparedProblem.of(problem), gap=gap).found
+        for problem in (few, changed(few, schedule=(*sorted(kinds), *tight)))
     )
     assert not found or more[0].time_s <= found[0].time_s * (1 + 1e-9)
 
@@ -164,8 +176,10 @@ def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_g
 @given(seeds)
 def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None:
     problem = random_problem(seed, largest=5, most_devices=8)
-    thorough = search_degrees(Ground.of(problem))
-    hasty = search_degrees(Ground.of(problem), effort=Effort(nodes=2, nodes_per_choice=1, choices=3))
+    thorough = search_parallelisms(PreparedProblem.of(problem))
+    hasty = search_parallelisms(
+        PreparedProblem.of(problem), effort=SearchEffort(nodes=2, nodes_per_strategy=1, strategies=3)
+    )
     if thorough.found:
         assert hasty.bound_s <= thorough.found[0].time_s * (1 + 1e-9)
         if hasty.found:
@@ -176,13 +190,13 @@ def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None
 
 def test_the_same_problem_gets_the_same_answer() -> None:
     problem = random_problem(12, largest=6, most_devices=8)
-    first, second = (search_degrees(Ground.of(problem), top=5) for _ in range(2))
+    first, second = (search_parallelisms(PreparedProblem.of(problem), top=5) for _ in range(2))
     assert first == second
 
 
 def test_the_tables_of_many_degrees_are_not_shared_between_problems() -> None:
     problem = random_problem(3)
-    ground = Ground.of(problem)
-    search_degrees(ground)
-    assert not Ground.of(problem).programs
-    assert np.isfinite(ground.update_s)
+    prepared = PreparedProblem.of(problem)
+    search_parallelisms(prepared)
+    assert not PreparedProblem.of(problem).programs
+    assert np.isfinite(prepared.update_s)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from placement import PlainStage, plain_simulation
 from placement_problems import examples
 
-from phaze.capabilities import PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
 
@@ -34,7 +34,7 @@ def plain_stages(times: StageTimes, candidate: int) -> list[PlainStage]:
 
 
 shapes = st.tuples(
-    st.sampled_from(list(PipelineSchedule)),
+    st.sampled_from(list(PIPELINE_SCHEDULES)),
     st.integers(1, 5),
     st.integers(1, 10),
     st.integers(2, 3),

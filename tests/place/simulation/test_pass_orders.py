@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from placement import plain_in_flight, plain_order
 
-from phaze.capabilities import PipelineSchedule
 from phaze.errors import PlacementError
+from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 
 SHAPES = [
     (schedule, devices, batches, chunks)
-    for schedule in PipelineSchedule
+    for schedule in PIPELINE_SCHEDULES
     for devices, batches, chunks in itertools.product(range(1, 6), range(1, 13), (1, 2, 3))
     if (chunks > 1) == (schedule is PipelineSchedule.INTERLEAVED) and not (chunks > 1 and batches % devices)
 ]
 
 
-@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+@pytest.mark.parametrize("schedule", list(PIPELINE_SCHEDULES))
 def test_every_device_runs_its_passes_in_the_textbook_order(schedule: PipelineSchedule) -> None:
     for kind, devices, batches, chunks in SHAPES:
         if kind is schedule:
@@ -30,7 +30,7 @@ def test_every_device_runs_its_passes_in_the_textbook_order(schedule: PipelineSc
                 )
 
 
-@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+@pytest.mark.parametrize("schedule", list(PIPELINE_SCHEDULES))
 def test_microbatches_in_flight_are_those_of_the_order(schedule: PipelineSchedule) -> None:
     for kind, devices, batches, chunks in SHAPES:
         if kind is schedule:
