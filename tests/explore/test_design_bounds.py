@@ -108,7 +108,7 @@ def test_no_bound_exceeds_an_evaluation(seed: int) -> None:
     draw = random.Random(seed)
     question = random_question(draw)
     model_question = question.questions[0]
-    (size,), (tp,) = model_question.micro_batch_sizes, model_question.tensor_widths
+    (size,), (tp,) = model_question.micro_batch_sizes, model_question.tp_degrees
     for is_tight in (True, False):
         try:
             cell, rows = sweep_cell(
