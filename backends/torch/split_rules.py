@@ -3,7 +3,7 @@
 Every rule returns what its function would return on the whole tensors, as a split or a whole tensor, or raises NoRule,
 after which the function runs on whole tensors. Rules stand in this order:
 
-- element by element: `elementwise`, `in_place`, `converted`, and `register_hook` for gradients;
+- element by element: `element_by_element`, `in_place`, `converted`, and `register_hook` for gradients;
 - views: `view`, `flatten`, `unflatten` (all by `reshaped`), `unsqueeze`, `squeeze`, `transpose`, `permute`, `t`,
   `expand`, `getitem`, `split`;
 - along dimensions that are whole: `along_whole_dim` (softmax, cumulative sums), `norm`, `reduce`, `cat`, `stack`,
@@ -42,7 +42,7 @@ _IN_PLACE = "add_ sub_ mul_ div_ masked_fill_ clamp_ relu_ __iadd__ __isub__ __i
 
 
 @rule_for(*_ELEMENTWISE.split())
-def elementwise(func: TorchFunction, *args: object, **kwargs: object) -> SplitTensor:
+def element_by_element(func: TorchFunction, *args: object, **kwargs: object) -> SplitTensor:
     """Work element by element, with operands stretched to a common shape: the result is split as the leader is."""
     leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

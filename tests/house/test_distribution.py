@@ -143,7 +143,7 @@ plan.save("plan.json")
     command = ("-m", "phaze", "export", "plan.json", "--target", "toy-launcher", "-o", "out")
     run(python_with_sample, *command, folder=tmp_path)
     written = (tmp_path / "out" / "launch.toy").read_text()
-    assert written.startswith("copies ")
+    assert written.startswith("dp ")
     assert repr(written) in told
 
 

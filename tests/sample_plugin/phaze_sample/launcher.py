@@ -13,4 +13,4 @@ class ToyLauncher:
 
     def export(self, plan: Plan, model: object) -> dict[str, str]:
         """One file; the launcher needs no model."""
-        return {"launch.toy": f"copies {plan.strategy.dp} width {plan.strategy.tp}\n"}
+        return {"launch.toy": f"dp {plan.strategy.dp} tp {plan.strategy.tp}\n"}

@@ -1,0 +1,58 @@
+"""Where torch models are cut into stages, and what crosses the cuts."""
+
+import pytest
+import torch
+from torch_plans import imported
+from torch_training import build_model
+
+from phaze.backends.torch.pipeline import find_cut_paths
+from phaze.backends.torch.stage_cuts import cut_paths, dry_run
+from phaze.errors import PlanError
+from phaze.hooks import PluginManager
+
+
+def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() -> None:
+    model = build_model("t5")
+    names = [f"{index}:{layer.name}" for index, layer in enumerate(imported("t5").layers)]
+    assert cut_paths([names[:4], names[4:]], model) == ["decoder"]
+    assert cut_paths([names[:2], names[2:]], model) == ["encoder.block.1"]
+    model = build_model("gpt2")
+    names = [f"{index}:{layer.name}" for index, layer in enumerate(imported("gpt2").layers)]
+    assert cut_paths([names[:1], names[1:5], names[5:]], model) == ["transformer.h.0", "transformer.ln_f"]
+
+
+def test_a_model_that_nothing_cuts_is_refused_with_what_is_known() -> None:
+    builders = [offer.value for offer in PluginManager.load().stage_builders()]
+    with pytest.raises(PlanError, match=r"nothing cuts Uncut into stages \(known: list of blocks"):
+        find_cut_paths(build_model("uncut"), [["0:early"], ["1:late"]], builders)
+
+
+class Gated(torch.nn.Module):
+    """Blocks that take flags made of the embedding; `late` flags are read again behind the blocks."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(8, 4)
+        self.blocks = torch.nn.ModuleList(torch.nn.Bilinear(4, 4, 4) for _ in range(2))
+        self.bias = torch.nn.Parameter(torch.ones(4))
+        self.late = late
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        keep = (x > 0).float()
+        for block in self.blocks:
+            x = block(x, keep)
+        return ((x + self.bias) * keep if self.late else x + self.bias).sum()
+
+
+def test_what_has_no_gradient_but_depends_on_parameters_crosses_a_cut_or_is_refused() -> None:
+    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64)}
+    run = dry_run(Gated(late=False), ["blocks.1"], batch, torch.bfloat16)
+    (boundary,) = run.boundaries
+    assert [(tensor.dtype, tensor.requires_grad) for tensor in boundary.tensors] == [
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+    ]
+    assert run.stages[""] == {0, 1}
+    with pytest.raises(PlanError, match="reads what an earlier stage compared or counted"):
+        dry_run(Gated(late=True), ["blocks.1"], batch, torch.float32)
