@@ -1,4 +1,7 @@
-"""HLO and StableHLO files into graphs: text, bytecode, protos, and folders that XLA dumped."""
+"""The frontend for HLO and StableHLO files: text, bytecode, protos, bytes, and folders that XLA or JAX dumped.
+
+The door of the package: `importing.py` and what it needs are loaded when a first file is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phaze.frontends.hlo.dumps import find_dumps, find_form, read_head
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
@@ -27,8 +31,6 @@ class HloFrontend:
 
     def accepts(self, model: object) -> bool:
         """Whether this is a file, a folder or bytes that look like a module."""
-        from phaze.frontends.hlo.dumps import find_dumps, find_form, read_head
-
         if isinstance(model, bytes):
             return find_form(model) is not None
         if not isinstance(model, str | os.PathLike):

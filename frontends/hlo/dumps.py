@@ -1,4 +1,9 @@
-"""The forms in which modules are written, and how to tell them apart by their first bytes and their file's name."""
+"""Tell which form a module is written in by its first bytes and name, and which file of a dump folder to take.
+
+Folders are those that XLA (`xla_dump_to`) or JAX (`JAX_DUMP_IR_TO`) wrote. Modules before optimizations are what the
+model says; those of JAX are as good; those after optimizations are what a compiler made of it. Of the best kind that is
+there, the largest file is the model: small ones are helper functions.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,10 @@ from pathlib import Path
 __all__ = ["HEAD_BYTES", "Dump", "Form", "find_dumps", "find_form", "read_head"]
 
 HEAD_BYTES = 65536
+"""How much of a file is read to tell its form: past any leading comments, and quick for a file of gigabytes."""
+
+SHORTEST_PROTO_BYTES = 16
+"""Bytes that are fewer hold no module, whatever they begin with."""
 
 
 class Form(StrEnum):
@@ -22,40 +31,52 @@ class Form(StrEnum):
     HLO_PROTO = "HLO proto"
 
 
-_MAGIC = b"ML\xefR"
-_BY_SUFFIX = {
+_BYTECODE_MAGIC = b"ML\xefR"
+_PROTO_FIRST_FIELD = b"\x0a"
+_FORM_BY_SUFFIX = {
     ".mlir": Form.STABLEHLO_TEXT,
     ".stablehlo": Form.STABLEHLO_TEXT,
     ".mlirbc": Form.STABLEHLO_BYTECODE,
     ".hlo": Form.HLO_TEXT,
     ".pb": Form.HLO_PROTO,
 }
-_HLO = re.compile(r"^HloModule\b", re.MULTILINE)
-_MLIR = re.compile(r"^(module\b|#loc|func\.func\b|\s*%\w+ = (\"?stablehlo|\"?mhlo)\.)", re.MULTILINE)
-_FIRST_FIELD = 0x0A
+_HLO_TEXT = re.compile(r"^HloModule\b", re.MULTILINE)
+_STABLEHLO_TEXT = re.compile(r"^(module\b|#loc|func\.func\b|\s*%\w+ = (\"?stablehlo|\"?mhlo)\.)", re.MULTILINE)
+
+_DUMP_NAMES_BEST_FIRST = (
+    re.compile(r"before_optimizations\.(txt|hlo)$"),
+    re.compile(r"before_optimizations\.hlo\.pb$"),
+    re.compile(r"\.(mlir|mlirbc|stablehlo)$"),
+    re.compile(r"after_optimizations\.(txt|hlo)$"),
+    re.compile(r"after_optimizations\.hlo\.pb$"),
+    re.compile(r"\.hlo(\.pb)?$"),
+)
 
 
 def find_form(data: bytes, name: str = "") -> Form | None:
-    """The form of what begins so; None where it looks like no module at all."""
-    if data.startswith(_MAGIC):
+    """The form of a file that begins so and has this name; None where it looks like no module at all."""
+    if data.startswith(_BYTECODE_MAGIC):
         return Form.STABLEHLO_BYTECODE
+    # A head that is cut may end within a character, a whole file may not.
     try:
         text = data[:HEAD_BYTES].decode("utf-8", errors="strict" if len(data) < HEAD_BYTES else "ignore")
     except UnicodeDecodeError:
         text = None
-    if text is not None and _HLO.search(text):
+    if text is not None and _HLO_TEXT.search(text):
         return Form.HLO_TEXT
-    if text is not None and _MLIR.search(text):
+    if text is not None and _STABLEHLO_TEXT.search(text):
         return Form.STABLEHLO_TEXT
-    by_name = _BY_SUFFIX.get(os.path.splitext(name)[1])
-    if by_name is not None:
-        return by_name
+    by_suffix = _FORM_BY_SUFFIX.get(os.path.splitext(name)[1])
+    if by_suffix is not None:
+        return by_suffix
     return Form.HLO_PROTO if _looks_like_proto(data) else None
 
 
 def _looks_like_proto(data: bytes) -> bool:
     """An HLO proto begins with its module or its module's name, and names its entry computation in clear."""
-    return data[:1] == bytes([_FIRST_FIELD]) and len(data) > 16 and b"\x00" in data and b"main" in data
+    return (
+        data.startswith(_PROTO_FIRST_FIELD) and len(data) > SHORTEST_PROTO_BYTES and b"\x00" in data and b"main" in data
+    )
 
 
 def read_head(path: str | os.PathLike[str]) -> bytes | None:
@@ -69,22 +90,12 @@ def read_head(path: str | os.PathLike[str]) -> bytes | None:
         return None
 
 
-_KINDS = (
-    re.compile(r"before_optimizations\.(txt|hlo)$"),
-    re.compile(r"before_optimizations\.hlo\.pb$"),
-    re.compile(r"\.(mlir|mlirbc|stablehlo)$"),
-    re.compile(r"after_optimizations\.(txt|hlo)$"),
-    re.compile(r"after_optimizations\.hlo\.pb$"),
-    re.compile(r"\.hlo(\.pb)?$"),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A file with a module."""
+    """A file of a dump folder that holds a module."""
 
     path: Path
-    size: int
+    size_bytes: int
 
 
 def find_dumps(folder: str | os.PathLike[str]) -> list[Dump]:
@@ -93,8 +104,8 @@ def find_dumps(folder: str | os.PathLike[str]) -> list[Dump]:
         files = [entry for entry in os.scandir(folder) if entry.is_file()]
     except (OSError, ValueError):
         return []
-    for kind in _KINDS:
-        found = [Dump(Path(entry.path), entry.stat().st_size) for entry in files if kind.search(entry.name)]
-        if found:
-            return sorted(found, key=lambda dump: (-dump.size, dump.path.name))
+    for pattern in _DUMP_NAMES_BEST_FIRST:
+        dumps = [Dump(Path(entry.path), entry.stat().st_size) for entry in files if pattern.search(entry.name)]
+        if dumps:
+            return sorted(dumps, key=lambda dump: (-dump.size_bytes, dump.path.name))
     return []

@@ -1,4 +1,4 @@
-"""From a file to a graph: find the module, have it parsed, walk it."""
+"""Import an HLO or StableHLO file: find the module, have it parsed in the parser's process, build its graph."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from pathlib import Path
 from phaze.errors import FormatError, ImportModelError
 from phaze.frontends.hlo.dumps import Form, find_dumps, find_form
 from phaze.frontends.hlo.parser import Parser, shared_parser
-from phaze.frontends.stablehlo.argument_roles import infer_parts, read_selectors
+from phaze.frontends.stablehlo.argument_roles import infer_roles, read_selectors
 from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.training_graph import argument_names, assemble
+from phaze.frontends.stablehlo.training_graph import argument_names, build_graph
 from phaze.ir import Graph
 
-__all__ = ["import_bytes", "import_file"]
+__all__ = ["ModuleBytes", "import_bytes", "import_file"]
 
 TIME_LIMIT_S = 120.0
+"""How long parsing may take by default: a large dump takes seconds, and a parser that hangs would take forever."""
+
+SHOWN_BYTES = 24
+"""How many bytes of a file that is no module its message shows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The bytes of a module, what messages call them, their form, and how they were found."""
+class ModuleBytes:
+    """The bytes of a module, what messages call them, their form, and notes of how they were found."""
 
     data: bytes
     name: str
@@ -38,7 +42,7 @@ def import_file(model: object, inputs: object, options: Mapping[str, object]) ->
     return import_bytes(_read(model), options, shared_parser())
 
 
-def import_bytes(source: Source, options: Mapping[str, object], parser: Parser) -> Graph:
+def import_bytes(source: ModuleBytes, options: Mapping[str, object], parser: Parser) -> Graph:
     """The graph of a module, parsed by this parser."""
     limit = options.get("time_limit_s") or TIME_LIMIT_S
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
@@ -58,36 +62,34 @@ def import_bytes(source: Source, options: Mapping[str, object], parser: Parser) 
 def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) -> Graph:
     names = argument_names(module)
     parameters, batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
-    graph = assemble(
+    graph = build_graph(
         module,
         names,
-        lambda walked: infer_parts(walked, names, parameters, batch),
+        lambda run: infer_roles(run, names, parameters, batch),
         name=module.name.removeprefix("jit_"),
         is_shuffled=is_shuffled,
     )
     return follow_batch(graph)
 
 
-def _read(model: object) -> Source:
+def _read(model: object) -> ModuleBytes:
     if isinstance(model, bytes):
-        return _source(model, "the module")
+        return _with_form(model, "the module")
     if not isinstance(model, str | os.PathLike):
         raise ImportModelError(f"an object of type {type(model).__name__} is no HLO file; pass a path or bytes.")
     path = Path(model)
-    if path.is_dir():
-        return _from_folder(path)
-    return _from_file(path)
+    return _from_folder(path) if path.is_dir() else _from_file(path)
 
 
-def _from_file(path: Path) -> Source:
+def _from_file(path: Path) -> ModuleBytes:
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise FormatError(f"cannot read {path}: {error}.") from error
-    return _source(data, str(path))
+    return _with_form(data, str(path))
 
 
-def _from_folder(path: Path) -> Source:
+def _from_folder(path: Path) -> ModuleBytes:
     dumps = find_dumps(path)
     if not dumps:
         raise FormatError(
@@ -101,12 +103,12 @@ def _from_folder(path: Path) -> Source:
     return replace(source, notes=(note,))
 
 
-def _source(data: bytes, name: str) -> Source:
+def _with_form(data: bytes, name: str) -> ModuleBytes:
     form = find_form(data, name)
     if form is None:
         raise FormatError(
             f"{name} is no HLO: it is neither StableHLO (text or bytecode) nor HLO (text or proto); it begins with "
-            f"{data[:24]!r}."
+            f"{data[:SHOWN_BYTES]!r}."
         )
     notes = ("after optimizations: fusions are walked, layouts ignored",) if "after_optimizations" in name else ()
-    return Source(data, name, form, notes)
+    return ModuleBytes(data, name, form, notes)

@@ -1,8 +1,9 @@
-"""The process that parses: `python -m phaze.frontends.hlo.parser_process FD`.
+"""Parse HLO files with jaxlib, in a process of its own: `python -m phaze.frontends.hlo.parser_process DESCRIPTOR`.
 
-XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process. A request
-is two messages, the form and the bytes; the answer is one, JSON with the module's document or an error. The process
-ends when its connection does, and takes no more memory than `MOST_BYTES`.
+XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process. `parser.py`
+starts it with the descriptor of a connection. A request on it is two messages, the form and the bytes; the answer is
+one, JSON with the module's document or an error. The process ends when its connection does, and takes no more memory
+than `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -11,77 +12,79 @@ import json
 import resource
 import sys
 from multiprocessing.connection import Connection
-from typing import Any
+
+import jax.extend.mlir
+from jax._src.interpreters.mlir import make_ir_context
+from jaxlib import _hlo
+from jaxlib.mlir import ir
 
 from phaze.frontends.hlo.dumps import Form
+from phaze.frontends.hlo.parser import READY
+from phaze.frontends.stablehlo.mlir_reader import read_module
 
-__all__ = ["READY", "main"]
+__all__ = ["main", "unwrapped"]
 
-READY = b"ready"
 MOST_BYTES = 24 * 2**30
-"""Address space, most of which jaxlib reserves without using it."""
+"""The most address space, most of which jaxlib reserves without using it. Damaged sizes ask for far more."""
 
-_PORTABLE = b"StableHLO_v"
+MOST_ERROR_LINES = 4
+"""How many lines of a parser's complaint are passed on: it repeats itself after that."""
+
+MOST_ERROR_CHARACTERS = 800
+"""Where a parser's complaint is cut: it may quote the whole module."""
+
+_PORTABLE_MARK = b"StableHLO_v"
+"""What the head of a portable artifact holds: bytecode of a versioned dialect."""
+
+_HEAD_BYTES = 64
+"""How far the mark of a portable artifact may stand from the start."""
+
+_FIRST_FIELD = b"\x0a"
+"""The tag of a proto's first field, if it is a text or a message."""
 
 
 def main(descriptor: int) -> None:
     """Answer requests until the connection ends."""
     connection = Connection(descriptor)
-    parser = _Parser()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY or most > MOST_BYTES:
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_limit == resource.RLIM_INFINITY or hard_limit > MOST_BYTES:
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, hard_limit))
     connection.send_bytes(READY)
     while True:
         try:
             form, data = Form(connection.recv_bytes().decode()), connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_answer(parser, form, data))
+        connection.send_bytes(_answer(form, data))
 
 
-def _answer(parser: _Parser, form: Form, data: bytes) -> bytes:
-    from phaze.frontends.stablehlo.mlir_reader import read_module
-
+def _answer(form: Form, data: bytes) -> bytes:
     try:
-        document = read_module(parser.parse(form, data))
+        document = read_module(_parse(form, data))
         return json.dumps({"document": document}).encode()
     except Exception as error:  # whatever a parser says of foreign input is the answer
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"{type(error).__name__}: {' '.join(lines[:4])[:800]}"
+        text = f"{type(error).__name__}: {' '.join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]}"
         return json.dumps({"error": text}).encode()
 
 
-class _Parser:
-    """jaxlib's parsers; a context is made for each module, since it keeps all that was ever parsed in it."""
+def _parse(form: Form, data: bytes) -> ir.Module:
+    """The module; raises what the parsers raise. A context keeps all that was parsed in it, so each has its own."""
+    with make_ir_context():
+        if form is Form.STABLEHLO_BYTECODE and _PORTABLE_MARK in data[:_HEAD_BYTES]:
+            return jax.extend.mlir.deserialize_portable_artifact(data)
+        return ir.Module.parse(_as_mlir(form, data))
 
-    def __init__(self) -> None:
-        import jax.extend.mlir
-        from jax._src.interpreters import mlir
-        from jaxlib import _hlo
-        from jaxlib.mlir import ir
 
-        self.convert: Any = jax.extend.mlir
-        self.make_context: Any = mlir.make_ir_context
-        self.hlo: Any = _hlo
-        self.ir: Any = ir
-
-    def parse(self, form: Form, data: bytes) -> Any:
-        """The module; raises what the parsers raise."""
-        with self.make_context():
-            if form is Form.STABLEHLO_BYTECODE and _PORTABLE in data[:64]:
-                return self.convert.deserialize_portable_artifact(data)
-            return self.ir.Module.parse(self._as_mlir(form, data))
-
-    def _as_mlir(self, form: Form, data: bytes) -> str | bytes:
-        if form is Form.STABLEHLO_TEXT:
-            return data.decode()
-        if form is Form.STABLEHLO_BYTECODE:
-            return data
-        if form is Form.HLO_TEXT:
-            data = self.hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
-        converted: bytes = self.convert.hlo_to_stablehlo(unwrapped(data))
-        return converted
+def _as_mlir(form: Form, data: bytes) -> str | bytes:
+    if form is Form.STABLEHLO_TEXT:
+        return data.decode()
+    if form is Form.STABLEHLO_BYTECODE:
+        return data
+    if form is Form.HLO_TEXT:
+        data = _hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
+    converted: bytes = jax.extend.mlir.hlo_to_stablehlo(unwrapped(data))
+    return converted
 
 
 def unwrapped(data: bytes) -> bytes:
@@ -89,9 +92,10 @@ def unwrapped(data: bytes) -> bytes:
 
     The first field of a module is its name, a text; that of an HloProto is a message, which begins with a field tag.
     """
-    if data[:1] != b"\x0a":
+    if data[:1] != _FIRST_FIELD:
         return data
     length, shift, start = 0, 0, 1
+    # A length is written seven bits to a byte; the last byte has no top bit.
     while start < len(data) and shift < 63:
         byte = data[start]
         length |= (byte & 0x7F) << shift
@@ -99,7 +103,8 @@ def unwrapped(data: bytes) -> bytes:
         if not byte & 0x80:
             break
     inner = data[start : start + length]
-    return inner if inner[:1] == b"\x0a" and len(inner) > len(data) // 8 else data
+    # A name could begin with this byte too, but a module is most of its proto.
+    return inner if inner[:1] == _FIRST_FIELD and len(inner) > len(data) // 8 else data
 
 
 if __name__ == "__main__":

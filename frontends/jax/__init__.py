@@ -1,4 +1,7 @@
-"""JAX: functions, lowered functions, jaxprs, linen and nnx modules into graphs, without their weights."""
+"""The frontend for JAX: functions, lowered functions, jaxprs, linen and nnx modules into graphs, without their weights.
+
+The door of the package: JAX and `importing.py` are loaded when a first model is imported.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from phaze.interfaces import Frontend
 from phaze.ir import Graph
 
 __all__ = ["JaxFrontend", "phaze_frontends"]
+
+_FLAX_MODULES = frozenset({"flax.linen.module.Module", "flax.nnx.module.Module"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +35,12 @@ class JaxFrontend:
 
     def accepts(self, model: object) -> bool:
         """Whether this is something of JAX, or a function where JAX is in use; JAX is not imported to find out."""
-        jax = sys.modules.get("jax")
-        if jax is None:
+        if "jax" not in sys.modules:
             return False
         module = type(model).__module__
         if module.startswith(("jax.", "jaxlib.", "jax._src")) and type(model).__name__ != "ArrayImpl":
             return True
-        if any(f"{kind.__module__}.{kind.__name__}" in _MODULES for kind in type(model).__mro__):
+        if any(f"{base.__module__}.{base.__name__}" in _FLAX_MODULES for base in type(model).__mro__):
             return True
         return inspect.isroutine(model) or isinstance(model, partial)
 
@@ -45,9 +49,6 @@ class JaxFrontend:
         from phaze.frontends.jax.importing import import_model
 
         return import_model(model, inputs, options)
-
-
-_MODULES = frozenset({"flax.linen.module.Module", "flax.nnx.module.Module"})
 
 
 @hookimpl

@@ -1,4 +1,8 @@
-"""What can be traced: a function with its arguments as shapes; linen and nnx modules become such functions."""
+"""Turn a JAX function, a linen or an nnx module, with its inputs, into a function of flat arrays that can be traced.
+
+A `TraceableFunction` takes one value for every array among the arguments (a leaf of their pytrees). What is no array (a
+flag, a number of Python, a text) keeps the value that the caller gave.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+
 from phaze.errors import ImportModelError, PhazeError
-from phaze.frontends.stablehlo.name_scopes import tokens
+from phaze.frontends.stablehlo.name_scopes import path_keys
 
-__all__ = ["Leaf", "Source", "explained", "read_source"]
+__all__ = ["Leaf", "TraceableFunction", "as_traceable", "explaining_failures"]
 
-_WRAPPERS = ("value", "raw_value", "_value")
+MOST_ERROR_LINES = 3
+"""How many lines of a model's own error are passed on: JAX explains at length what went wrong in the first."""
+
+MOST_ERROR_CHARACTERS = 500
+"""Where these lines are cut."""
+
+_NNX_SUFFIXES = ("value", "raw_value", "_value")
 """Last words of paths that nnx adds to a variable's own."""
 
 
@@ -24,12 +36,12 @@ class Leaf:
 
     name: str
     argument: int
-    spec: Any
+    spec: jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A function of leaves: `call(values)` with a value for each leaf."""
+class TraceableFunction:
+    """A function of leaves: `call(values)` takes a value for each. `is_module` where it is made of a flax module."""
 
     name: str
     leaves: tuple[Leaf, ...]
@@ -37,31 +49,32 @@ class Source:
     is_module: bool = False
 
 
-def read_source(model: Any, inputs: object, options: Mapping[str, object]) -> Source:
+def as_traceable(model: Any, inputs: object, options: Mapping[str, object]) -> TraceableFunction:
     """The function inside a model, and its arguments as the caller gives them."""
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
-    if "flax.linen.module.Module" in kinds:
-        return _linen(model, inputs, options)
-    if "flax.nnx.module.Module" in kinds:
-        return _nnx(model, inputs, options)
+    bases = {f"{base.__module__}.{base.__name__}" for base in type(model).__mro__}
+    if "flax.linen.module.Module" in bases:
+        return _from_linen(model, inputs, options)
+    if "flax.nnx.module.Module" in bases:
+        return _from_nnx(model, inputs, options)
     for option in ("loss_fn", "targets"):
         if options.get(option) is not None:
             raise ImportModelError(f"{option} goes with linen and nnx modules; a function computes its own loss.")
     args, kwargs = _arguments(model, inputs)
-    return _source(_name(model), model, args, kwargs, _argument_names(model, args, kwargs))
+    return _traceable(_name(model), model, args, kwargs, _argument_names(model, args, kwargs))
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Say what failed where a model's own code raises."""
+def explaining_failures(what: str) -> Iterator[None]:
+    """Turn an error of the model's own code into an ImportModelError that names `what` was traced."""
     try:
         yield
     except PhazeError:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
+        text = " ".join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]
         raise ImportModelError(
-            f"{what} failed while Phaze traced it on shapes: {type(error).__name__}: {' '.join(lines[:3])[:500]}"
+            f"{what} failed while Phaze traced it on shapes: {type(error).__name__}: {text}"
         ) from error
 
 
@@ -72,6 +85,7 @@ def _name(model: Any) -> str:
 
 
 def _arguments(model: Any, inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as positional arguments and keywords."""
     if inputs is None:
         raise ImportModelError(
             f"{_name(model)} needs its arguments: pass inputs, a tuple of arrays, ShapeDtypeStructs or pytrees of them "
@@ -85,24 +99,24 @@ def _arguments(model: Any, inputs: object) -> tuple[tuple[Any, ...], dict[str, A
 def _argument_names(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """The names of positional arguments, then of keywords."""
     try:
-        given = inspect.signature(function)
-        given.bind(*args, **kwargs)
+        signature = inspect.signature(function)
+        signature.bind(*args, **kwargs)
         names = [
             name
-            for name, parameter in given.parameters.items()
+            for name, parameter in signature.parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
     except TypeError as error:
         raise ImportModelError(
             f"the inputs do not fit {_name(function)}: {error}. Pass a tuple of its arguments or a dict of keywords."
         ) from None
-    except ValueError:
+    except ValueError:  # a built-in function without a signature
         names = []
-    numbered = [names[index] if index < len(names) else f"argument{index}" for index in range(len(args))]
-    return [*numbered, *kwargs]
+    positional = [names[index] if index < len(names) else f"argument{index}" for index in range(len(args))]
+    return [*positional, *kwargs]
 
 
-def _source(
+def _traceable(
     name: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -110,43 +124,40 @@ def _source(
     names: list[str],
     *,
     is_module: bool = False,
-) -> Source:
-    import jax
-
+) -> TraceableFunction:
+    """A function of the arrays among these arguments; `names` are those of the arguments, keywords last."""
     flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves: list[Leaf] = []
     fixed: list[Any] = []
+    is_leaf: list[bool] = []
     for path, value in flat:
         spec = _spec(value)
+        is_leaf.append(spec is not None)
         fixed.append(value if spec is None else None)
         if spec is not None:
             number = path[1].idx if hasattr(path[1], "idx") else len(args) + list(kwargs).index(path[1].key)
-            leaves.append(Leaf(_path_name(names[number], path[2:], leaves), number, spec))
-    is_leaf = [_spec(value) is not None for _, value in flat]
+            leaves.append(Leaf(_leaf_name(names[number], path[2:], leaves), number, spec))
 
     def call(values: list[Any]) -> Any:
-        rest = iter(values)
-        merged = [next(rest) if varies else value for varies, value in zip(is_leaf, fixed, strict=True)]
+        remaining = iter(values)
+        merged = [next(remaining) if varies else value for varies, value in zip(is_leaf, fixed, strict=True)]
         given, keywords = jax.tree_util.tree_unflatten(tree, merged)
         return function(*given, **keywords)
 
-    return Source(name=name, leaves=tuple(leaves), call=call, is_module=is_module)
+    return TraceableFunction(name=name, leaves=tuple(leaves), call=call, is_module=is_module)
 
 
-def _path_name(first: str, path: Any, known: list[Leaf]) -> str:
-    import jax
-
-    words = [first, *tokens(jax.tree_util.keystr(path))]
-    while len(words) > 1 and words[-1] in _WRAPPERS:
+def _leaf_name(argument: str, path: tuple[Any, ...], earlier: list[Leaf]) -> str:
+    """The dotted path of a leaf: its argument, then the keys of the pytree; a number behind it where it is taken."""
+    words = [argument, *path_keys(jax.tree_util.keystr(path))]
+    while len(words) > 1 and words[-1] in _NNX_SUFFIXES:
         words.pop()
     name = ".".join(words)
-    return name if all(leaf.name != name for leaf in known) else f"{name}.{len(known)}"
+    return name if all(leaf.name != name for leaf in earlier) else f"{name}.{len(earlier)}"
 
 
-def _spec(value: Any) -> Any:
+def _spec(value: Any) -> jax.ShapeDtypeStruct | None:
     """Shape and type of an array; None for what stays as it is (a flag, a number of Python, a text)."""
-    import jax
-
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return None
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -157,20 +168,23 @@ def _spec(value: Any) -> Any:
 
 
 def _specs(tree: Any) -> Any:
-    import jax
+    """A pytree with shapes in place of its arrays."""
 
-    return jax.tree_util.tree_map(lambda value: value if _spec(value) is None else _spec(value), tree)
+    def spec_or_value(value: Any) -> Any:
+        spec = _spec(value)
+        return value if spec is None else spec
+
+    return jax.tree_util.tree_map(spec_or_value, tree)
 
 
-def _linen(model: Any, inputs: object, options: Mapping[str, object]) -> Source:
+def _from_linen(model: Any, inputs: object, options: Mapping[str, object]) -> TraceableFunction:
     """`objective(params, state, key, *inputs)`; collections other than params are state, and may be written."""
-    import jax
-
     args, kwargs = _arguments(model, inputs)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    inside = _source(type(model).__name__, _initializer(model), args, kwargs, ["" for _ in (*args, *kwargs)])
-    with explained(f"{type(model).__name__}.init"):
-        variables = jax.eval_shape(inside.call, [leaf.spec for leaf in inside.leaves])
+    unnamed = ["" for _ in (*args, *kwargs)]
+    initializer = _traceable(type(model).__name__, _initializer(model), args, kwargs, unnamed)
+    with explaining_failures(f"{type(model).__name__}.init"):
+        variables = jax.eval_shape(initializer.call, [leaf.spec for leaf in initializer.leaves])
     parameters = variables["params"]
     state = {name: value for name, value in variables.items() if name != "params"}
 
@@ -183,22 +197,20 @@ def _linen(model: Any, inputs: object, options: Mapping[str, object]) -> Source:
 
     names = ["params", "state", "key", "targets", *_argument_names(model.__call__, args, kwargs)]
     given = (parameters, state, key, options.get("targets"), *args)
-    return _source(type(model).__name__, objective, given, kwargs, names, is_module=True)
+    return _traceable(type(model).__name__, objective, given, kwargs, names, is_module=True)
 
 
 def _initializer(model: Any) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        import jax
-
         key = jax.random.key(0)
         return model.init({"params": key, "dropout": key}, *args, **kwargs)
 
     return initialize
 
 
-def _nnx(model: Any, inputs: object, options: Mapping[str, object]) -> Source:
+def _from_nnx(model: Any, inputs: object, options: Mapping[str, object]) -> TraceableFunction:
     """`objective(params, rest, *inputs)`; what is no Param (random state, statistics) is `rest`."""
-    from flax import nnx
+    from flax import nnx  # here and not above: flax is optional, and JAX functions need none
 
     args, kwargs = _arguments(model, inputs)
     definition, parameters, rest = nnx.split(model, nnx.Param, ...)
@@ -208,7 +220,7 @@ def _nnx(model: Any, inputs: object, options: Mapping[str, object]) -> Source:
 
     names = ["params", "rest", "targets", *_argument_names(model, args, kwargs)]
     given = (_specs(parameters), _specs(rest), options.get("targets"), *args)
-    return _source(type(model).__name__, objective, given, kwargs, names, is_module=True)
+    return _traceable(type(model).__name__, objective, given, kwargs, names, is_module=True)
 
 
 def _loss(output: Any, targets: Any, options: Mapping[str, object]) -> Any:

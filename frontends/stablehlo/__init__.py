@@ -1,11 +1,19 @@
-"""StableHLO into graphs: what the frontends for JAX and for HLO files share.
+"""StableHLO modules into training graphs: what the frontends for JAX and for HLO files share.
 
-read.py      a module of jaxlib's MLIR into plain values (`module.py`), which can be sent between processes
-walk.py      plain values into ops with rules: calls are inlined, loops run (`control.py`), constants folded (`tables/`)
-roles.py     which arguments are parameters, batch or optimizer state, and which results are their gradients
-phases.py    forward, backward, computed again, update
-places.py    module paths: from name scopes, parameter paths and trips of scans
-keeping.py   what backward keeps, and what it computes again inside its own ops
-fusing.py    vector ops joined into as few as a compiler would make of them
-assemble.py  all of it together, to a verified graph
+A module passes through these files in this order:
+
+mlir_reader.py         jaxlib's MLIR into a plain document, which can be sent between processes
+module.py              the document as typed values: functions, regions, operations
+interpreter.py         `main` is run on symbols: calls are inlined, loops are run, ops are recorded
+symbols.py             the symbols, and the recorder of ops; `op_rules/` has a rule for every operation
+constant_folding.py    numbers that follow from numbers, such as the counter of a loop
+argument_roles.py      which arguments are parameters, batch or optimizer state, and which results are gradients
+dataflow.py            which op makes and reads which tensor; an order of ops that does not depend on the dump
+training_phases.py     forward, backward, recompute, update
+name_scopes.py         the names of JAX's locations and pytree paths, read word by word
+module_paths.py        the module path of every op, from which layers follow
+saved_for_backward.py  which forward tensors backward keeps, and what it computes again
+vector_fusion.py       vector ops joined into as few as a compiler would make of them
+batch_factors.py       batch factors, followed from the batch arguments
+training_graph.py      all of these steps in order, to a verified graph
 """

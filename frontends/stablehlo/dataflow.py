@@ -1,18 +1,21 @@
-"""Ops and what feeds what, before there is a graph."""
+"""Which op makes and reads which tensor, before there is a graph: ancestors, descendants, live ops, an order by depth.
+
+HLO lists operations in the order of a search from the results, so that equal layers can be listed differently. Sorted
+by depth (the longest way from an argument), then by what they compute and what they read, they are equal again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phaze.ir import Graph, Op
-from phaze.ir.layers import canonical_key
+from phaze.ir import Op
 
-__all__ = ["Net", "by_depth", "repeated_blocks"]
+__all__ = ["Dataflow", "live_ops", "sorted_by_depth"]
 
 
 @dataclass(frozen=True, slots=True)
-class Net:
+class Dataflow:
     """Ops in order, and the op that makes each tensor."""
 
     ops: Sequence[Op]
@@ -23,79 +26,68 @@ class Net:
 
     def ancestors(self, tensor_ids: Iterable[str]) -> set[str]:
         """The ids of all ops that these tensors depend on."""
-        found: set[str] = set()
+        op_ids: set[str] = set()
         waiting = list(tensor_ids)
         while waiting:
             op = self.producers.get(waiting.pop())
-            if op is not None and op.id not in found:
-                found.add(op.id)
+            if op is not None and op.id not in op_ids:
+                op_ids.add(op.id)
                 waiting.extend(op.inputs)
-        return found
-
-    def read_by(self, op_ids: Iterable[str]) -> set[str]:
-        """The tensors that these ops read."""
-        wanted = set(op_ids)
-        return {tensor_id for op in self.ops if op.id in wanted for tensor_id in op.inputs}
+        return op_ids
 
     def descendants(self, tensor_ids: Iterable[str]) -> set[str]:
         """The ids of all ops that depend on one of these tensors."""
-        known = set(tensor_ids)
-        found: set[str] = set()
+        dependent = set(tensor_ids)
+        op_ids: set[str] = set()
         for op in self.ops:
-            if known.intersection(op.inputs):
-                found.add(op.id)
-                known.update(op.outputs)
-        return found
+            if dependent.intersection(op.inputs):
+                op_ids.add(op.id)
+                dependent.update(op.outputs)
+        return op_ids
+
+    def read_by(self, op_ids: Iterable[str]) -> set[str]:
+        """The tensors that these ops read."""
+        readers = set(op_ids)
+        return {tensor_id for op in self.ops if op.id in readers for tensor_id in op.inputs}
+
+    def shape(self, tensor_id: str) -> tuple[int, ...]:
+        """The shape of a tensor that some op makes."""
+        op = self.producers[tensor_id]
+        return op.rule.shape(op.rule.results[op.outputs.index(tensor_id)])
 
 
-def by_depth(ops: Sequence[Op]) -> list[Op]:
-    """The ops of one phase, or of several, in an order that follows from what they compute."""
+def live_ops(ops: Sequence[Op], outputs: Iterable[str]) -> list[Op]:
+    """The ops that some output depends on, in their order."""
+    needed = set(outputs)
+    live: list[Op] = []
+    for op in reversed(ops):
+        if needed.intersection(op.outputs):
+            live.append(op)
+            needed.update(op.inputs)
+    return live[::-1]
+
+
+def sorted_by_depth(ops: Sequence[Op]) -> list[Op]:
+    """The ops in an order that follows from what they compute, whatever order they are given in."""
     depths: dict[str, int] = {}
     levels: dict[int, list[Op]] = {}
     for op in ops:
         depth = 1 + max((depths.get(tensor_id, 0) for tensor_id in op.inputs), default=0)
         depths.update(dict.fromkeys(op.outputs, depth))
         levels.setdefault(depth, []).append(op)
-    places: dict[str, int] = {}
-    texts: dict[int, str] = {}
-    found: list[Op] = []
+    positions: dict[str, int] = {}
+    rule_texts: dict[int, str] = {}  # by id: rules are shared between ops, and writing one takes long
+    ordered: list[Op] = []
     for depth in sorted(levels):
         level = levels[depth]
         level.sort(
             key=lambda op: (
                 op.function,
-                texts.setdefault(id(op.rule), str(op.rule)),
-                [places.get(tensor_id, -1) for tensor_id in op.inputs],
+                rule_texts.setdefault(id(op.rule), str(op.rule)),
+                [positions.get(tensor_id, -1) for tensor_id in op.inputs],
             )
         )
         for op in level:
-            places.update((tensor_id, len(found)) for tensor_id in op.outputs)
-            found.append(op)
-    return found
-
-
-def repeated_blocks(graph: Graph) -> dict[str, str] | None:
-    """Names of blocks by forward op, for a graph without module paths; None where nothing repeats."""
-    layers = graph.layers
-    texts: dict[int, str] = {}
-    run = _longest_run([canonical_key(graph, layer.forward, layer.outputs, texts) for layer in layers])
-    if run is None:
-        return None
-    start, period, count = run
-    names = ["first"] * start
-    names += [f"block.{index // period}" for index in range(period * count)]
-    names += ["last"] * (len(layers) - len(names))
-    return {op.id: names[layer.index] for layer in layers for op in layer.forward}
-
-
-def _longest_run(keys: Sequence[str]) -> tuple[int, int, int] | None:
-    """Start, period and number of repetitions of the run that covers the most, at least two of them."""
-    best: tuple[int, int, int] | None = None
-    for period in range(1, len(keys) // 2 + 1):
-        for start in range(len(keys) - 2 * period + 1):
-            count = 1
-            while keys[start : start + period] == keys[start + count * period : start + (count + 1) * period]:
-                count += 1
-            if count > 1 and (best is None or period * count > best[1] * best[2]):
-                best = (start, period, count)
-    return best
+            positions.update((tensor_id, len(ordered)) for tensor_id in op.outputs)
+            ordered.append(op)
+    return ordered

@@ -1,23 +1,38 @@
-"""From jaxlib's MLIR to the document of a module (`module.py`). Runs where jaxlib is: here, or in a child."""
+"""Read a parsed module out of jaxlib's MLIR into the plain document that `module.py` describes.
+
+This file runs where jaxlib is: in the user's process for JAX models, in the parser's process for HLO files.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from jaxlib.mlir import ir
+
+from phaze.frontends.stablehlo.module import DYNAMIC, Attribute, Document
+
 __all__ = ["read_module"]
 
-MOST_VALUES = 64
-"""Constants of more elements are kept without their contents, unless all are equal."""
+MOST_ELEMENTS = 64
+"""The most elements whose contents are kept for a constant.
+
+Dimension numbers and start indices are shorter. The weights that somebody baked into a module are longer, and only
+their size matters.
+"""
 
 MOST_CHARACTERS = 2000
-"""Attributes that are kept as text are cut here."""
+"""Attributes that are kept as text are cut here, so that a constant printed in one cannot fill the document."""
+
+MOST_NESTED_LOCATIONS = 8
+"""How many locations inside locations are opened to find a name. JAX nests them two or three deep."""
 
 _FIELD = re.compile(r"(\w+) = (\[[^\]]*\]|-?\d+)")
+"""A field of an attribute that MLIR only prints, such as `offset_dims = [2]`."""
 
 
-def read_module(module: Any) -> dict[str, Any]:
-    """The document of an `ir.Module`."""
+def read_module(module: ir.Module) -> Document:
+    """The document of a module."""
     reader = _Reader()
     functions, meshes = [], []
     for op in module.body.operations:
@@ -32,122 +47,124 @@ def read_module(module: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Numbers values as they appear."""
+    """Reads functions and all that is inside them. Values get numbers in the order of their appearance."""
 
     def __init__(self) -> None:
-        from jaxlib.mlir import ir
+        self.numbers: dict[ir.Value, int] = {}
 
-        self.ir = ir
-        self.numbers: dict[Any, int] = {}
-
-    def number(self, value: Any) -> int:
+    def number(self, value: ir.Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))
 
-    def function(self, op: Any) -> dict[str, Any]:
+    def function(self, op: ir.OpView) -> dict[str, Any]:
         attributes = op.operation.attributes
-        kind = self.ir.FunctionType(attributes["function_type"].value)
+        function_type = ir.FunctionType(attributes["function_type"].value)
         blocks = list(op.operation.regions[0].blocks)
-        named = list(blocks[0].arguments) if blocks else []
+        block_arguments = list(blocks[0].arguments) if blocks else []
         arguments = []
-        for index, input_type in enumerate(kind.inputs):
+        for index, input_type in enumerate(function_type.inputs):
             given = _dictionary(attributes, "arg_attrs", index)
-            name = self.scope(named[index].location) if index < len(named) else ""
-            arguments.append([self.type(input_type), name, _sharding(given)])
+            name = _scope(block_arguments[index].location) if index < len(block_arguments) else ""
+            arguments.append([_type(input_type), name, _sharding(given)])
         results = []
-        for index, result_type in enumerate(kind.results):
+        for index, result_type in enumerate(function_type.results):
             given = _dictionary(attributes, "res_attrs", index)
-            results.append([self.type(result_type), _text(given.get("jax.result_info")), _sharding(given)])
+            results.append([_type(result_type), _text(given.get("jax.result_info")), _sharding(given)])
         body = self.region(op.operation.regions[0]) if blocks else [[], [], []]
         return {"name": attributes["sym_name"].value, "arguments": arguments, "results": results, "body": body}
 
-    def region(self, region: Any) -> list[Any]:
+    def region(self, region: ir.Region) -> list[Any]:
         blocks = list(region.blocks)
         if not blocks:
             return [[], [], []]
         arguments = [self.number(argument) for argument in blocks[0].arguments]
-        types = [self.type(argument.type) for argument in blocks[0].arguments]
+        types = [_type(argument.type) for argument in blocks[0].arguments]
         return [arguments, types, [self.operation(op) for op in blocks[0].operations]]
 
-    def operation(self, op: Any) -> list[Any]:
-        op = op.operation
-        results = list(op.results)
+    def operation(self, op: ir.OpView) -> list[Any]:
+        operation = op.operation
+        results = list(operation.results)
         return [
-            op.name,
-            [self.number(operand) for operand in op.operands],
+            operation.name,
+            [self.number(operand) for operand in operation.operands],
             [self.number(result) for result in results],
-            [self.type(result.type) for result in results],
-            {str(name): self.attribute(op.attributes[name]) for name in op.attributes},
-            [self.region(region) for region in op.regions],
-            self.scope(op.location),
+            [_type(result.type) for result in results],
+            {str(name): _attribute(operation.attributes[name]) for name in operation.attributes},
+            [self.region(region) for region in operation.regions],
+            _scope(operation.location),
         ]
 
-    def type(self, kind: Any) -> list[Any]:
-        if isinstance(kind, self.ir.RankedTensorType):
-            rank = range(kind.rank)
-            shape = [-1 if kind.is_dynamic_dim(index) else kind.get_dim_size(index) for index in rank]
-            return [shape, str(kind.element_type)]
-        return [[], str(kind)[:MOST_CHARACTERS]]
 
-    def scope(self, location: Any) -> str:
-        """The innermost name of a location."""
-        for _ in range(8):
-            if isinstance(location, self.ir.NameLoc):
-                return str(location.name_str)
-            inner = getattr(location, "locations", None)
-            if not inner:
-                return ""
-            location = inner[0]
-        return ""
-
-    def attribute(self, attribute: Any) -> Any:
-        """A number, text, list or mapping; what has a form of its own (`#stablehlo.dot<...>`) is read by fields."""
-        ir = self.ir
-        if isinstance(attribute, ir.BoolAttr | ir.IntegerAttr | ir.FloatAttr | ir.StringAttr | ir.FlatSymbolRefAttr):
-            return attribute.value
-        if isinstance(attribute, ir.DenseI64ArrayAttr | ir.DenseI32ArrayAttr | ir.DenseBoolArrayAttr):
-            return list(attribute)
-        if isinstance(attribute, ir.ArrayAttr):
-            return [self.attribute(item) for item in attribute]
-        if isinstance(attribute, ir.DictAttr):
-            return {item.name: self.attribute(item.attr) for item in attribute}
-        if isinstance(attribute, ir.DenseElementsAttr):
-            return _elements(ir, attribute)
-        text = str(attribute)[:MOST_CHARACTERS]
-        fields = _FIELD.findall(text)
-        return {"text": text, **{name: _field(value) for name, value in fields}} if fields else text
+def _type(value_type: ir.Type) -> list[Any]:
+    """Shape and element type; a type that is no tensor has no shape, and its text instead of an element type."""
+    if not isinstance(value_type, ir.RankedTensorType):
+        return [[], str(value_type)[:MOST_CHARACTERS]]
+    dims = range(value_type.rank)
+    shape = [DYNAMIC if value_type.is_dynamic_dim(dim) else value_type.get_dim_size(dim) for dim in dims]
+    return [shape, str(value_type.element_type)]
 
 
-def _dictionary(attributes: Any, name: str, index: int) -> dict[str, Any]:
-    if name not in attributes:
-        return {}
-    given = attributes[name][index]
-    return {item.name: item.attr for item in given}
+def _scope(location: ir.Location) -> str:
+    """The innermost name of a location; empty where it has none."""
+    for _ in range(MOST_NESTED_LOCATIONS):
+        if isinstance(location, ir.NameLoc):
+            return str(location.name_str)
+        inner = getattr(location, "locations", None)
+        if not inner:
+            return ""
+        location = inner[0]
+    return ""
 
 
-def _text(attribute: Any) -> str:
-    return "" if attribute is None else str(getattr(attribute, "value", attribute))[:MOST_CHARACTERS]
+def _attribute(attribute: ir.Attribute) -> Attribute:
+    """A number, text, list or mapping. What has a form of its own (`#stablehlo.dot<...>`) is read by its fields."""
+    if isinstance(attribute, ir.BoolAttr | ir.IntegerAttr | ir.FloatAttr | ir.StringAttr | ir.FlatSymbolRefAttr):
+        value: Attribute = attribute.value
+        return value
+    if isinstance(attribute, ir.DenseI64ArrayAttr | ir.DenseI32ArrayAttr | ir.DenseBoolArrayAttr):
+        return list(attribute)
+    if isinstance(attribute, ir.ArrayAttr):
+        return [_attribute(item) for item in attribute]
+    if isinstance(attribute, ir.DictAttr):
+        return {item.name: _attribute(item.attr) for item in attribute}
+    if isinstance(attribute, ir.DenseElementsAttr):
+        return _elements(attribute)
+    text = str(attribute)[:MOST_CHARACTERS]
+    fields = _FIELD.findall(text)
+    return {"text": text, **{name: _field(value) for name, value in fields}} if fields else text
 
 
-def _sharding(given: dict[str, Any]) -> str:
-    return next((_text(given[key]) for key in ("sdy.sharding", "mhlo.sharding") if key in given), "")
-
-
-def _elements(ir: Any, attribute: Any) -> dict[str, Any]:
-    """`splat` where all elements are equal, `values` of a few integers, else the number of elements alone."""
+def _elements(attribute: ir.DenseElementsAttr) -> dict[str, Any]:
+    """The contents of a constant: `splat` where all elements are equal, `values` of few integers, else the `size`."""
     if attribute.is_splat:
         try:
             value = attribute.get_splat_value().value
         except (AttributeError, TypeError, ValueError):
-            value = None
+            value = None  # a type that Python has no number for, such as a complex one
         return {"splat": value if isinstance(value, bool | int | float) else None}
     size = len(attribute)
-    if size <= MOST_VALUES and isinstance(attribute, ir.DenseIntElementsAttr):
+    if size <= MOST_ELEMENTS and isinstance(attribute, ir.DenseIntElementsAttr):
         return {"values": [int(value) for value in attribute]}
     return {"size": size}
 
 
-def _field(text: str) -> Any:
+def _field(text: str) -> Attribute:
+    """The number or the list of numbers that a printed field has; lists may be written `[1x2x3]`."""
     if not text.startswith("["):
         return int(text)
     words = text.strip("[]").replace("x", ",").split(",")
     return [int(word) for word in words if word.strip().lstrip("-").isdigit()]
+
+
+def _dictionary(attributes: ir.OpAttributeMap, name: str, index: int) -> dict[str, ir.Attribute]:
+    """The attributes of one argument or result of a function."""
+    if name not in attributes:
+        return {}
+    return {item.name: item.attr for item in attributes[name][index]}
+
+
+def _text(attribute: ir.Attribute | None) -> str:
+    return "" if attribute is None else str(getattr(attribute, "value", attribute))[:MOST_CHARACTERS]
+
+
+def _sharding(given: dict[str, ir.Attribute]) -> str:
+    return next((_text(given[key]) for key in ("sdy.sharding", "mhlo.sharding") if key in given), "")

@@ -1,56 +1,87 @@
-"""A StableHLO module as plain values: what is read from MLIR, before anything is understood.
+"""The plain values of a StableHLO module: functions, regions, operations and tensor types, as read from MLIR.
 
-The *document* of a module is made of lists, texts and numbers only, so that it can be sent as JSON by the process that
-parses foreign files. Values are numbered throughout a module; a dynamic dimension is -1.
+The *document* of a module is made of lists, texts and numbers only, so that the process that parses foreign files can
+send it as JSON. `mlir_reader.py` writes it, `Module.from_document` reads it. Values are numbered throughout a module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from phaze.errors import ImportModelError
 from phaze.ir import DType
 
-__all__ = ["Argument", "Function", "Module", "Operation", "Region", "TensorType", "to_dtype"]
+__all__ = ["Argument", "Attribute", "Document", "Function", "Module", "Operation", "Region", "TensorType"]
+
+Document = dict[str, Any]
+"""A module as JSON. Its lists mix types by position, which Python's types cannot say: hence `Any` in this file."""
+
+Attribute: TypeAlias = "bool | int | float | str | list[Attribute] | dict[str, Attribute] | None"
+"""An attribute of an operation: a number, a text, or lists and mappings of these."""
 
 DYNAMIC = -1
+"""The size that the reader writes for a dimension whose size is not known."""
+
+_DTYPES = {
+    "f64": DType.FLOAT64,
+    "f32": DType.FLOAT32,
+    "tf32": DType.FLOAT32,
+    "bf16": DType.BFLOAT16,
+    "f16": DType.FLOAT16,
+    "i1": DType.BOOL,
+    "ui8": DType.UINT8,
+}
+_INTEGERS_BY_BITS = {64: DType.INT64, 32: DType.INT32, 16: DType.INT16, 8: DType.INT8}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape and element type, the latter as MLIR writes it (`bf16`, `i32`); other types have the name alone."""
+    """Shape and element type, the latter as MLIR writes it (`bf16`, `i32`). Types that are no tensors have no shape."""
 
     shape: tuple[int, ...]
     element: str
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether some dimension has no size."""
+        """Whether the size of some dimension is not known."""
         return DYNAMIC in self.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The element type in the IR. One that the IR lacks becomes one of like size."""
+        if self.element in _DTYPES:
+            return _DTYPES[self.element]
+        if self.element.startswith("complex"):
+            return DType.COMPLEX64
+        if self.element.startswith("f"):
+            return DType.FLOAT8
+        digits = "".join(letter for letter in self.element if letter.isdigit())
+        return _INTEGERS_BY_BITS.get(int(digits) if digits else 8, DType.INT8)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation; `scope` is the name of its location, such as `jit(f)/jvp(layer_0)/dot_general`."""
+    """One operation. `scope` is the name of its location, such as `jit(f)/jvp(layer_0)/dot_general`."""
 
     name: str
     operands: tuple[int, ...]
     results: tuple[int, ...]
     types: tuple[TensorType, ...]
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, Attribute]
     regions: tuple[Region, ...]
     scope: str
 
     @property
     def short_name(self) -> str:
-        """The name without its dialect."""
+        """The name without its dialect: `add` for `stablehlo.add`."""
         return self.name.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A block with its arguments; its last operation returns."""
+    """A block of operations with its arguments. The last operation returns the results."""
 
     arguments: tuple[int, ...]
     types: tuple[TensorType, ...]
@@ -59,7 +90,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a function, or a result with the name that it was given."""
+    """An argument of a function, or one of its results, with the name and the sharding that it was given."""
 
     type: TensorType
     name: str
@@ -68,7 +99,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function by name."""
+    """A function of a module, with its arguments, its results and its body."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -78,11 +109,21 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Functions by name; meshes are those that shardings refer to."""
+    """A module: its functions by name, and the text of the meshes that its shardings refer to."""
 
     name: str
     functions: Mapping[str, Function]
     meshes: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> Function:
+        """The function that a program starts with. Raises ImportModelError where there is none."""
+        if "main" in self.functions:
+            return self.functions["main"]
+        known = ", ".join(self.functions) or "none at all"
+        raise ImportModelError(
+            f"the module {self.name!r} has no function 'main' (functions: {known}); nothing to import."
+        )
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Module:
@@ -123,27 +164,3 @@ def _operation(entry: Sequence[Any]) -> Operation:
 def _type(entry: Sequence[Any]) -> TensorType:
     shape, element = entry
     return TensorType(tuple(shape), element)
-
-
-_NAMES = {
-    "f64": DType.FLOAT64,
-    "f32": DType.FLOAT32,
-    "tf32": DType.FLOAT32,
-    "bf16": DType.BFLOAT16,
-    "f16": DType.FLOAT16,
-    "i1": DType.BOOL,
-    "ui8": DType.UINT8,
-}
-_BY_BITS = {64: DType.INT64, 32: DType.INT32, 16: DType.INT16, 8: DType.INT8}
-
-
-def to_dtype(element: str) -> DType:
-    """The element type that MLIR writes so; those that the IR lacks become one of like size."""
-    if element in _NAMES:
-        return _NAMES[element]
-    if element.startswith("complex"):
-        return DType.COMPLEX64
-    if element.startswith("f"):
-        return DType.FLOAT8
-    digits = "".join(letter for letter in element if letter.isdigit())
-    return _BY_BITS.get(int(digits) if digits else 8, DType.INT8)

@@ -1,4 +1,4 @@
-"""Names of JAX's locations: `jit(f)/jvp(layer_0)/attn/dot_general` into the module path `layer.0.attn`.
+"""Read JAX's name scopes and pytree paths: `jit(f)/jvp(layer_0)/attn/dot_general` is in the module `layer.0.attn`.
 
 Transformations wrap a part of the path (`jvp(...)`, `transpose(jvp(...))`, `vmap(...)`); functions and control flow
 (`jit(f)`, `while/body`, `checkpoint`) are no modules; the last word is the operation's own. A number at the end of a
@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["join_scopes", "scope_words", "split_number", "tokens"]
+__all__ = ["join_scopes", "path_keys", "scope_words", "split_number"]
 
 _WRAPPED = re.compile(r"^(\w+)\((.*)\)$")
+"""A part of a scope inside a transformation, such as `jvp(layer_0)`."""
+
 _TRANSFORMS = frozenset({"jvp", "transpose", "vmap", "pmap", "remat", "checkpoint", "custom_vjp", "custom_jvp"})
-_CONTROL = frozenset(
+_CONTROL_FLOW = frozenset(
     {
         *("while", "body", "cond", "scan", "body_jaxpr", "cond_jaxpr", "branch_0_fun", "branch_1_fun"),
         *("closed_call", "core_call", "named_call", "xla_call", "jit", "pjit", "shard_map", "pure_callback"),
@@ -28,9 +30,9 @@ _TRIP = re.compile(r"^trip\[(\d+):(\d+)\]$")
 
 
 def join_scopes(outer: str, inner: str) -> str:
-    """A location inside a called function: the caller's path without its own operation, then the inner one.
+    """The scope of an operation inside a called function: the caller's without its own operation, then the inner one.
 
-    A path that starts at the root again is whole by itself, but for the trips of loops that it is in.
+    A scope that starts at the root again (`jit(...)`) is whole by itself, but for the trips of loops that it is in.
     """
     base = outer.rpartition("/")[0]
     if not base:
@@ -42,7 +44,7 @@ def join_scopes(outer: str, inner: str) -> str:
 
 
 def scope_words(scope: str) -> Iterator[str | tuple[int, int]]:
-    """The words of a module path, and (loop, trip) for trips; the operation's own name is left out."""
+    """The words of the module path that a scope tells, and (loop, trip) for trips; the operation's name is left out."""
     for part in _split(scope)[:-1]:
         trip = _TRIP.match(part)
         if trip:
@@ -52,6 +54,7 @@ def scope_words(scope: str) -> Iterator[str | tuple[int, int]]:
 
 
 def _words(part: str) -> Iterator[str]:
+    """The words of one part of a scope, without transformations, functions and control flow."""
     match = _WRAPPED.match(part)
     if match:
         if match[1] in _TRANSFORMS:
@@ -59,12 +62,12 @@ def _words(part: str) -> Iterator[str]:
                 yield from _words(inner)
         return
     name = part.partition(".")[0]
-    if _MODULE.match(name) and name not in _CONTROL:
+    if _MODULE.match(name) and name not in _CONTROL_FLOW:
         yield from split_number(name)
 
 
 def _split(scope: str) -> list[str]:
-    """Parts between slashes that stand outside of parentheses."""
+    """The parts of a scope, cut at the slashes that stand outside of parentheses."""
     parts, depth, start = [], 0, 0
     for index, letter in enumerate(scope):
         if letter in "([":
@@ -78,12 +81,12 @@ def _split(scope: str) -> list[str]:
 
 
 def split_number(word: str) -> tuple[str, ...]:
-    """`layer_0` as `layer`, `0`."""
+    """A word with a number at its end in two, `layer_0` as `layer` and `0`; any other word alone."""
     match = _NUMBERED.match(word)
     return (match[1], match[2]) if match else (word,)
 
 
-def tokens(path: str) -> tuple[str, ...]:
+def path_keys(path: str) -> tuple[str, ...]:
     """The keys of a pytree path as JAX writes it: `params['h'][0].w`, or mangled by HLO: `params__h___0___w__.1`."""
     if re.fullmatch(r"[\w.-]+", path) and "__" in path:
         path = re.sub(r"\.\d+$", "", path)

@@ -1,4 +1,14 @@
-"""What a value of StableHLO stands for while a module is walked."""
+"""Symbols that stand for the values of a module while `main` is run, and the recorder of the ops that this gives.
+
+A value of the module becomes a `Tensor` of the graph, a `Constant`, a `Broadcast` of one of these that was not carried
+out, or a `Stack` of slots. The `Recorder` makes ops; a `Call` is one operation with its operands as symbols, which is
+what the rules in `op_rules/` are given.
+
+The recorder numbers values (Click, "Global code motion, global value numbering", 1995): an op with the same function,
+rule and operands as an earlier one gives the earlier one's results. Behind an optimization barrier the same computation
+stands again on purpose: it is kept, and `Recorder.repeats` says which op it repeats. That is how rematerialization is
+recognised, with or without names.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +16,22 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phaze.errors import GraphError, ImportModelError
-from phaze.frontends.stablehlo.module import Operation, to_dtype
+from phaze.frontends.stablehlo.module import Attribute as ModuleAttribute
+from phaze.frontends.stablehlo.module import Operation
 from phaze.ir import Attribute, Dim, DType, Factor, FactorKind, GraphBuilder, Op, OpKind, Role, Rule
 from phaze.ir.graph_checks import check_rule
 from phaze.ir.shape_rules import broadcast_rule, reshape_rule
 
 __all__ = [
-    "CONSTANT",
+    "CONSTANT_PREFIX",
+    "Broadcast",
     "Call",
     "Constant",
+    "Number",
     "Recorder",
     "Shape",
-    "Spread",
     "Stack",
     "Tensor",
     "Unsupported",
@@ -33,9 +44,21 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
+Number = bool | int | float
 
-class Unsupported(Exception):  # noqa: N818 - a signal between tables, never seen by users
-    """A table knows the operation, but not in this form: it becomes an opaque op."""
+CONSTANT_PREFIX = "constant."
+"""How the ids of graph arguments begin that stand for constants of the module."""
+
+MOST_OPS = 200_000
+"""The most ops that are recorded, with those of every trip of a loop.
+
+It bounds the memory and time of an import. The largest known models have tens of thousands; a module with more has
+loops over time, not over layers.
+"""
+
+
+class Unsupported(Exception):  # noqa: N818 - a signal between rules and the interpreter, never seen by users
+    """A rule knows the operation, but not in this form: the operation becomes an opaque op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +72,22 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """What depends on no argument; equal numbers mean equal contents. `value` is that of every element, where known."""
+    """A value that depends on no argument.
+
+    Constants with equal numbers have equal contents. `value` is that of every element, where all are equal and known.
+    """
 
     number: int
     shape: Shape
     dtype: DType
-    value: bool | int | float | None = None
+    value: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """A tensor repeated: dimension i of `source` is dimension `into[i]`, stretched where it has size 1.
+class Broadcast:
+    """A tensor repeated: dimension i of `source` is dimension `into[i]` here, stretched where it has size 1.
 
-    It is not made: who can reads the source instead.
+    The repeated tensor is not made where its reader can read the source instead.
     """
 
     source: Tensor | Constant
@@ -72,7 +98,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor taken apart along its first dimension; `loop` is the loop that writes or first reads it by trips."""
+    """A tensor taken apart along its first dimension. `loop` is the loop whose trips write its slots, if there is one.
+
+    A scan over layers reads its stacked parameters slot by slot; kept apart, each layer has parameters of its own.
+    """
 
     slots: tuple[Value, ...]
     shape: Shape
@@ -80,93 +109,96 @@ class Stack:
     loop: int | None = None
 
 
-Value = Tensor | Constant | Spread | Stack
+Value = Tensor | Constant | Broadcast | Stack
+Values = tuple[Value, ...]
 
 
 def is_constant(value: Value) -> bool:
     """Whether a value depends on no argument."""
-    return isinstance(value, Constant) or (isinstance(value, Spread) and isinstance(value.source, Constant))
+    return isinstance(value, Constant) or (isinstance(value, Broadcast) and isinstance(value.source, Constant))
 
 
 def is_empty(value: Value) -> bool:
-    """Whether there are no elements."""
+    """Whether a value has no elements."""
     return math.prod(value.shape) == 0
 
 
 def tensors_of(values: Sequence[Value]) -> Iterator[Tensor]:
-    """The tensors among values, those inside stacks and behind repeats included."""
+    """The tensors among values, with those inside stacks and those that broadcasts repeat."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Stack):
             yield from tensors_of(value.slots)
-        elif isinstance(value, Spread) and isinstance(value.source, Tensor):
+        elif isinstance(value, Broadcast) and isinstance(value.source, Tensor):
             yield value.source
 
 
-CONSTANT = "constant."
-"""How the ids of arguments begin that stand for constants."""
-
-MOST_OPS = 200_000
-"""Ops after loops have run; more are refused."""
-
-
 class Recorder:
-    """A graph under construction, and what was found about its ops."""
+    """A graph under construction, and what is known about its ops.
+
+    `scopes` has the location of every op, `repeats` the earlier op that an op computes again, `notes` what a reader
+    should know, with the number of times that it was said.
+    """
 
     def __init__(self, name: str) -> None:
         self.builder = GraphBuilder(name)
         self.scopes: dict[str, str] = {}
-        self.again: dict[str, str] = {}
+        self.repeats: dict[str, str] = {}
         self.notes: dict[str, int] = {}
-        self._first: dict[object, Op] = {}
-        self._canonical: dict[str, str] = {}
-        self._known: dict[object, tuple[str, ...]] = {}
-        self._numbers: dict[object, int] = {}
-        self._constants: dict[int, str] = {}
-        self._reshaped: dict[str, str] = {}
+        self._results_by_key: dict[object, tuple[str, ...]] = {}
+        self._first_by_key: dict[object, Op] = {}
+        self._first_equal: dict[str, str] = {}
+        self._constant_numbers: dict[object, int] = {}
+        self._constant_arguments: dict[int, str] = {}
+        self._reshaped_from: dict[str, str] = {}
         self._unique = itertools.count()
-        self._counts: dict[str, int] = {}
+        self._op_counts: dict[str, int] = {}
 
     def note(self, text: str) -> None:
         """Count something that a reader should know of."""
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    def constant(self, key: object, shape: Shape, dtype: DType, value: bool | int | float | None = None) -> Constant:
-        """The constant that is computed so; equal keys, shapes and types give equal ones."""
-        whole = ("splat", value, shape, dtype) if value is not None else (key, shape, dtype)
-        return Constant(self._numbers.setdefault(whole, len(self._numbers)), shape, dtype, value)
+    def constant(self, key: object, shape: Shape, dtype: DType, value: Number | None = None) -> Constant:
+        """The constant that is computed as `key` says; equal keys, shapes and types give equal ones.
+
+        Where the value of all elements is known, it is the key.
+        """
+        whole_key = ("splat", value, shape, dtype) if value is not None else (key, shape, dtype)
+        number = self._constant_numbers.setdefault(whole_key, len(self._constant_numbers))
+        return Constant(number, shape, dtype, value)
 
     def unique(self) -> int:
         """A number that was not given before."""
         return next(self._unique)
 
     def id(self, value: Value, scope: str) -> str:
-        """The id of a tensor with this value, made where it is not there yet."""
+        """The id of a tensor with this value, which is made where there is none yet."""
         if isinstance(value, Tensor):
             return value.id
         if isinstance(value, Constant):
-            return self._argument_of(value)
-        if isinstance(value, Spread):
+            return self._constant_argument(value)
+        if isinstance(value, Broadcast):
             source = self.id(value.source, scope)
             rule = broadcast_rule(value.source.shape, value.shape, value.into)
             return self.emit(OpKind.VIEW, "expand", rule, (source,), (value.dtype,), scope, "broadcast_in_dim")[0]
-        parts = tuple(self.id(slot, scope) for slot in value.slots)
+        slots = tuple(self.id(slot, scope) for slot in value.slots)
         dims = tuple(Dim((f"d{index}",)) for index in range(len(value.shape) - 1))
         factors = tuple(Factor(f"d{index}", size) for index, size in enumerate(value.shape[1:]))
-        count = Factor("c", len(parts), FactorKind.WHOLE)
-        rule = Rule((dims,) * len(parts), ((Dim(("c",)), *dims),), (count, *factors))
-        return self.emit(OpKind.COPY, "stack", rule, parts, (value.dtype,), scope, "concatenate")[0]
+        count = Factor("c", len(slots), FactorKind.WHOLE)
+        rule = Rule((dims,) * len(slots), ((Dim(("c",)), *dims),), (count, *factors))
+        return self.emit(OpKind.COPY, "stack", rule, slots, (value.dtype,), scope, "concatenate")[0]
 
     def tensor(self, value: Value, scope: str) -> Tensor:
-        """The tensor with this value."""
+        """The tensor with this value, which is made where there is none yet."""
         return Tensor(self.id(value, scope), value.shape, value.dtype)
 
-    def _argument_of(self, value: Constant) -> str:
-        if value.number not in self._constants:
-            name = f"{CONSTANT}{len(self._constants)}"
-            self._constants[value.number] = self.builder.argument(name, value.shape, Role.OTHER, value.dtype)
-        return self._constants[value.number]
+    def _constant_argument(self, value: Constant) -> str:
+        """The argument of the graph that stands for a constant: an op can only read a tensor."""
+        if value.number not in self._constant_arguments:
+            name = f"{CONSTANT_PREFIX}{len(self._constant_arguments)}"
+            self._constant_arguments[value.number] = self.builder.argument(name, value.shape, Role.OTHER, value.dtype)
+        return self._constant_arguments[value.number]
 
     def reshape(self, value: Value, shape: Shape, scope: str, origin: str = "reshape") -> Value:
         """The same elements in another shape; a view back gives what it was a view of."""
@@ -175,25 +207,25 @@ class Recorder:
         if isinstance(value, Constant):
             return self.constant(("reshape", value.number), shape, value.dtype, value.value)
         source = self.id(value, scope)
-        before = self._reshaped.get(source)
-        while before is not None:
-            if self.builder.tensors[before].shape == shape:
-                return Tensor(before, shape, value.dtype)
-            before = self._reshaped.get(before)
+        earlier = self._reshaped_from.get(source)
+        while earlier is not None:
+            if self.builder.tensors[earlier].shape == shape:
+                return Tensor(earlier, shape, value.dtype)
+            earlier = self._reshaped_from.get(earlier)
         rule = reshape_rule(value.shape, shape)
-        (made,) = self.emit(OpKind.VIEW, "reshape", rule, (source,), (value.dtype,), scope, origin)
-        self._reshaped[made] = source
-        return Tensor(made, shape, value.dtype)
+        (view,) = self.emit(OpKind.VIEW, "reshape", rule, (source,), (value.dtype,), scope, origin)
+        self._reshaped_from[view] = source
+        return Tensor(view, shape, value.dtype)
 
     def without_units(self, tensor_id: str) -> str:
-        """The tensor that this one is a view of, if only dimensions of 1 were put in or taken out."""
-        source = self._reshaped.get(tensor_id)
-        while source is not None and self._significant(source) == self._significant(tensor_id):
+        """The tensor that this one is a view of, if only dimensions of size 1 were put in or taken out."""
+        source = self._reshaped_from.get(tensor_id)
+        while source is not None and self._sizes_above_one(source) == self._sizes_above_one(tensor_id):
             tensor_id = source
-            source = self._reshaped.get(tensor_id)
+            source = self._reshaped_from.get(tensor_id)
         return tensor_id
 
-    def _significant(self, tensor_id: str) -> list[int]:
+    def _sizes_above_one(self, tensor_id: str) -> list[int]:
         return [size for size in self.builder.tensors[tensor_id].shape if size != 1]
 
     def emit(
@@ -209,20 +241,23 @@ class Recorder:
         attributes: Mapping[str, Attribute] | None = None,
         is_pure: bool = True,
     ) -> tuple[str, ...]:
-        """Add an op, or find the equal one; its results. Raises Unsupported where the rule does not fit."""
-        self._check(rule, inputs)
+        """Add an op, or find the equal one, and give the ids of its results.
+
+        An op that is not pure is never equal to another. Raises Unsupported where the rule does not fit the operands.
+        """
+        self._check_operands(rule, inputs)
         rule = self.builder.shared(rule)
         given = tuple(sorted((attributes or {}).items()))
-        what = (kind, function, id(rule), given, tuple(dtypes), None if is_pure else self.unique())
-        key = (*what, tuple(inputs))
-        if key in self._known:
-            return self._known[key]
+        computation = (kind, function, id(rule), given, tuple(dtypes), None if is_pure else self.unique())
+        key = (*computation, tuple(inputs))
+        if key in self._results_by_key:
+            return self._results_by_key[key]
         if len(self.builder.ops) >= MOST_OPS:
             raise ImportModelError(
                 f"the module has more than {MOST_OPS:,} ops once its loops are run; import one with shorter loops."
             )
-        count = self._counts[origin] = self._counts.get(origin, 0) + 1
-        made = self.builder.add(
+        count = self._op_counts[origin] = self._op_counts.get(origin, 0) + 1
+        results = self.builder.add(
             origin if count == 1 else f"{origin}.{count}",
             kind,
             function,
@@ -233,51 +268,47 @@ class Recorder:
             origin=origin,
             attributes=dict(given),
         )
-        self._admit(made, scope)
-        self._known[key] = made
-        self._compare(what, inputs, made, is_barrier=function == "barrier")
-        return made
+        self._keep_if_valid(results, scope)
+        self._results_by_key[key] = results
+        self._find_repeat(computation, inputs, is_barrier=function == "barrier")
+        return results
 
-    def _check(self, rule: Rule, inputs: Sequence[str]) -> None:
+    def _check_operands(self, rule: Rule, inputs: Sequence[str]) -> None:
         if len(inputs) != len(rule.operands):
             raise Unsupported
         for tensor_id, dims in zip(inputs, rule.operands, strict=True):
             if rule.shape(dims) != self.builder.tensors[tensor_id].shape:
                 raise Unsupported
 
-    def _admit(self, made: tuple[str, ...], scope: str) -> None:
+    def _keep_if_valid(self, results: tuple[str, ...], scope: str) -> None:
+        """Check the op that was just added against its kind; where it does not fit, take it back."""
         op = self.builder.ops[-1]
         try:
             check_rule(op)
         except GraphError:
             self.builder.ops.pop()
-            for tensor_id in made:
+            for tensor_id in results:
                 del self.builder.tensors[tensor_id]
             raise Unsupported from None
         self.scopes[op.id] = scope
 
-    def _compare(
-        self, what: tuple[object, ...], inputs: Sequence[str], made: tuple[str, ...], is_barrier: bool
-    ) -> None:
-        """Find the first op that computes the same, seen through barriers."""
+    def _find_repeat(self, computation: tuple[object, ...], inputs: Sequence[str], *, is_barrier: bool) -> None:
+        """Find the first op that computes the same as the last one, if barriers are looked through."""
         op = self.builder.ops[-1]
         if is_barrier:
-            self._canonical[made[0]] = self._canonical.get(inputs[0], inputs[0])
+            self._first_equal[op.outputs[0]] = self._first_equal.get(inputs[0], inputs[0])
             return
-        key = (*what, tuple(self._canonical.get(tensor_id, tensor_id) for tensor_id in inputs))
-        first = self._first.setdefault(key, op)
+        key = (*computation, tuple(self._first_equal.get(tensor_id, tensor_id) for tensor_id in inputs))
+        first = self._first_by_key.setdefault(key, op)
         if first is not op:
-            self.again[op.id] = first.id
-            for own, other in zip(op.outputs, first.outputs, strict=True):
-                self._canonical[own] = self._canonical.get(other, other)
-
-
-Values = tuple[Value, ...]
+            self.repeats[op.id] = first.id
+            for result, first_result in zip(op.outputs, first.outputs, strict=True):
+                self._first_equal[result] = self._first_equal.get(first_result, first_result)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation, what its operands stand for, and where it stands."""
+    """One operation with the symbols of its operands, as the rules in `op_rules/` see it."""
 
     operation: Operation
     values: Values
@@ -289,7 +320,7 @@ class Call:
         """The operation's name without its dialect."""
         return self.operation.short_name
 
-    def attribute(self, name: str) -> Any:
+    def attribute(self, name: str) -> ModuleAttribute:
         """An attribute, None where it was not given."""
         return self.operation.attributes.get(name)
 
@@ -298,9 +329,12 @@ class Call:
         value = self.attribute(name)
         if isinstance(value, Mapping):
             value = value.get("values")
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        if not isinstance(value, list):
             raise Unsupported
-        return tuple(value)
+        integers = tuple(item for item in value if isinstance(item, int))
+        if len(integers) != len(value):
+            raise Unsupported
+        return integers
 
     def shape(self, index: int) -> Shape:
         """The shape of an operand."""
@@ -316,7 +350,7 @@ class Call:
 
     def out_dtype(self, index: int = 0) -> DType:
         """The element type of a result."""
-        return to_dtype(self.operation.types[index].element)
+        return self.operation.types[index].dtype
 
     def is_splat(self, index: int) -> bool:
         """Whether all elements of an operand are one known number."""
@@ -324,7 +358,7 @@ class Call:
         return isinstance(value, Constant) and value.value is not None
 
     def is_zero(self, index: int) -> bool:
-        """Whether an operand is all zeros (or a stack of such)."""
+        """Whether an operand is all zeros, or a stack of such."""
         value = self.values[index]
         if isinstance(value, Stack):
             return all(isinstance(slot, Constant) and slot.value == 0 for slot in value.slots)
@@ -340,16 +374,16 @@ class Call:
         attributes: Mapping[str, Attribute] | None = None,
         is_pure: bool = True,
     ) -> Values:
-        """Add the op that makes the results of the operation."""
+        """Add the op that makes the results of the operation (those numbered in `outputs`, else all)."""
         indices = range(len(self.operation.types)) if outputs is None else outputs
         for index, dims in zip(indices, rule.results, strict=True):
             if rule.shape(dims) != self.out_shape(index):
                 raise Unsupported
         dtypes = [self.out_dtype(index) for index in indices]
-        made = self.recorder.emit(
+        results = self.recorder.emit(
             kind, function, rule, inputs, dtypes, self.scope, self.name, attributes=attributes, is_pure=is_pure
         )
         return tuple(
             Tensor(tensor_id, self.out_shape(index), dtype)
-            for tensor_id, index, dtype in zip(made, indices, dtypes, strict=True)
+            for tensor_id, index, dtype in zip(results, indices, dtypes, strict=True)
         )

@@ -1,110 +1,112 @@
-"""Forward, backward, computed again and update, told apart by what depends on what.
+"""The phase of every op (forward, backward, recompute or update), told by what depends on what.
 
 forward     what the loss depends on, and what has nothing to do with gradients (metrics)
 backward    what gradients depend on, besides the forward
-recompute   backward ops that compute again what a forward op has computed (`Recorder.again`)
+recompute   backward ops that compute again what a forward op has computed (`Recorder.repeats`)
 update      what depends on a gradient or on optimizer state, besides the backward, and what only that reads
+
+A whole train step has no gradients among its results. `find_gradient` finds the gradient behind a new parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-from phaze.frontends.stablehlo.dataflow import Net
-from phaze.ir import Op, OpKind, Phase
+from phaze.frontends.stablehlo.dataflow import Dataflow
+from phaze.ir import OpKind, Phase
 
 __all__ = ["find_gradient", "find_phases"]
 
 
 def find_phases(
-    net: Net, loss: Iterable[str], gradients: Iterable[str], states: Iterable[str], again: Mapping[str, str]
+    dataflow: Dataflow, loss: Sequence[str], gradients: Sequence[str], states: Sequence[str], repeats: Mapping[str, str]
 ) -> dict[str, Phase]:
-    """The phase of every op."""
-    forward = net.ancestors(loss)
-    backward = net.ancestors(gradients) - forward
-    later = net.descendants([*gradients, *states, *(t for op in net.ops if op.id in backward for t in op.outputs)])
-    updating = later - forward - backward
-    updating |= net.ancestors(net.read_by(updating)) - forward - backward
+    """The phase of every op.
+
+    `loss`, `gradients` and `states` are tensors; `repeats` has, for an op, the earlier one that it computes again.
+    """
+    forward = dataflow.ancestors(loss)
+    backward = dataflow.ancestors(gradients) - forward
+    made_backward = (tensor_id for op in dataflow.ops if op.id in backward for tensor_id in op.outputs)
+    update = dataflow.descendants([*gradients, *states, *made_backward]) - forward - backward
+    update |= dataflow.ancestors(dataflow.read_by(update)) - forward - backward
     phases: dict[str, Phase] = {}
-    for op in net.ops:
+    for op in dataflow.ops:
         if op.id in forward:
             phases[op.id] = Phase.FORWARD
         elif op.id in backward:
-            is_again = again.get(op.id) in forward or op.function == "barrier"
-            phases[op.id] = Phase.RECOMPUTE if is_again and op.kind is not OpKind.VIEW else Phase.BACKWARD
+            is_repeated = repeats.get(op.id) in forward or op.function == "barrier"
+            phases[op.id] = Phase.RECOMPUTE if is_repeated and op.kind is not OpKind.VIEW else Phase.BACKWARD
         else:
-            phases[op.id] = Phase.UPDATE if op.id in updating else Phase.FORWARD
+            phases[op.id] = Phase.UPDATE if op.id in update else Phase.FORWARD
     return phases
 
 
-def find_gradient(net: Net, updated: str, arguments: frozenset[str]) -> str | None:
+def find_gradient(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -> str | None:
     """The gradient behind an updated parameter.
 
-    The update is the tree of elementwise ops above the new parameter. Of the tensors in it that depend on no argument
-    by elementwise ops alone, the gradient is the first that is made of all that made any of them.
+    The update is the tree of elementwise ops above the new parameter. A tensor in it is *free* if it depends on no
+    argument by elementwise ops alone. The gradient is the first free tensor that is made of all that made any of the
+    free tensors.
     """
-    free: dict[str, bool] = {}
-    tree: list[str] = []
-
-    def visit(start: str) -> None:
-        waiting = [(start, False)]
-        while waiting:
-            tensor_id, is_done = waiting.pop()
-            op = net.producers.get(tensor_id)
-            is_inner = op is not None and op.kind is OpKind.ELEMENTWISE
-            if is_done or not is_inner:
-                free[tensor_id] = _is_free(op, tensor_id, free, arguments) if is_inner else tensor_id not in arguments
-                if tensor_id not in tree:
-                    tree.append(tensor_id)
-            elif tensor_id not in free:
-                waiting.append((tensor_id, True))
-                waiting.extend((inner, False) for inner in op.inputs if inner not in free)  # type: ignore[union-attr]
-
-    visit(updated)
-    shape = None if updated not in net.producers else _shape(net, updated)
-    candidates = [t for t in tree if free[t] and t in net.producers and _shape(net, t) == shape]
-    tops = [top for top in _tops(net, updated, free) if _shape(net, top) == shape]
-    leaves = {leaf for top in tops for leaf in _leaves(net, top, free)}
-    return next((t for t in candidates if leaves <= _leaves(net, t, free)), candidates[-1] if candidates else None)
+    is_free = _free_tensors(dataflow, updated, arguments)
+    shape = None if updated not in dataflow.producers else dataflow.shape(updated)
+    candidates = [
+        tensor_id
+        for tensor_id in is_free
+        if is_free[tensor_id] and tensor_id in dataflow.producers and dataflow.shape(tensor_id) == shape
+    ]
+    topmost = [top for top in _topmost_free(dataflow, updated, is_free) if dataflow.shape(top) == shape]
+    leaves = {leaf for top in topmost for leaf in _leaves(dataflow, top, is_free)}
+    whole = (tensor_id for tensor_id in candidates if leaves <= _leaves(dataflow, tensor_id, is_free))
+    return next(whole, candidates[-1] if candidates else None)
 
 
-def _is_free(op: Op | None, tensor_id: str, free: Mapping[str, bool], arguments: frozenset[str]) -> bool:
-    assert op is not None
-    return tensor_id not in arguments and all(free.get(inner, inner not in arguments) for inner in op.inputs)
+def _free_tensors(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -> dict[str, bool]:
+    """Whether each tensor of an update is free, operands before results."""
+    is_free: dict[str, bool] = {}
+    waiting = [(updated, False)]
+    while waiting:
+        tensor_id, are_operands_done = waiting.pop()
+        op = dataflow.producers.get(tensor_id)
+        if op is None or op.kind is not OpKind.ELEMENTWISE:
+            is_free[tensor_id] = tensor_id not in arguments
+        elif are_operands_done:
+            operands_free = all(is_free.get(operand, operand not in arguments) for operand in op.inputs)
+            is_free[tensor_id] = tensor_id not in arguments and operands_free
+        elif tensor_id not in is_free:
+            waiting.append((tensor_id, True))
+            waiting.extend((operand, False) for operand in op.inputs if operand not in is_free)
+    return is_free
 
 
-def _shape(net: Net, tensor_id: str) -> tuple[int, ...]:
-    op = net.producers[tensor_id]
-    return op.rule.shape(op.rule.results[op.outputs.index(tensor_id)])
-
-
-def _tops(net: Net, updated: str, free: Mapping[str, bool]) -> list[str]:
+def _topmost_free(dataflow: Dataflow, updated: str, is_free: Mapping[str, bool]) -> list[str]:
     """The first free tensors on every way down from the new parameter."""
-    found, waiting, seen = [], [updated], set()
+    topmost, waiting, seen = [], [updated], set()
     while waiting:
         tensor_id = waiting.pop()
         if tensor_id in seen:
             continue
         seen.add(tensor_id)
-        op = net.producers.get(tensor_id)
-        if free.get(tensor_id):
+        op = dataflow.producers.get(tensor_id)
+        if is_free.get(tensor_id):
             if op is not None:
-                found.append(tensor_id)
+                topmost.append(tensor_id)
         elif op is not None and op.kind is OpKind.ELEMENTWISE:
             waiting.extend(op.inputs)
-    return found
+    return topmost
 
 
-def _leaves(net: Net, top: str, free: Mapping[str, bool]) -> set[str]:
+def _leaves(dataflow: Dataflow, top: str, is_free: Mapping[str, bool]) -> set[str]:
     """The tensors of the same shape that a free tensor comes from by elementwise ops, and that no such op makes."""
-    found, waiting, seen = set(), [top], {top}
+    leaves, waiting, seen = set(), [top], {top}
     while waiting:
         tensor_id = waiting.pop()
-        op = net.producers.get(tensor_id)
+        op = dataflow.producers.get(tensor_id)
         if op is None or op.kind is not OpKind.ELEMENTWISE:
-            if op is not None and _shape(net, tensor_id) == _shape(net, top):
-                found.add(tensor_id)
+            if op is not None and dataflow.shape(tensor_id) == dataflow.shape(top):
+                leaves.add(tensor_id)
             continue
-        waiting.extend(inner for inner in op.inputs if inner in free and inner not in seen)
+        waiting.extend(operand for operand in op.inputs if operand in is_free and operand not in seen)
         seen.update(op.inputs)
-    return found
+    return leaves

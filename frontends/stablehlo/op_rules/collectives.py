@@ -1,53 +1,56 @@
-"""Collectives that are already there, custom calls, and shardings: kept, and said."""
+"""Rules of collectives, custom calls and sharding annotations that a module already has: kept, and said in notes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from phaze.frontends.stablehlo.op_rules.products_and_reductions import REDUCTIONS
-from phaze.frontends.stablehlo.symbols import Call, Constant, Spread, Tensor, Unsupported, Values
+from phaze.frontends.stablehlo.symbols import Broadcast, Call, Constant, Shape, Tensor, Unsupported, Values
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 
-__all__ = ["COMMUNICATING", "EMPTY_MESH"]
+__all__ = ["COLLECTIVES", "EMPTY_MESH"]
 
 MOST_CHARACTERS = 200
+"""Shardings are cut here: their text is a hint for people, and those of large meshes are long."""
 
 EMPTY_MESH = "@empty_mesh"
 """The mesh that JAX names where there is none."""
 
 
 def _collective(call: Call) -> Values:
-    """Dimensions that change size are covered in part by the smaller side."""
+    """One collective op for each operand. A dimension that changes size is covered in part by the smaller side."""
     if len(call.values) != len(call.operation.types):
         raise Unsupported
     call.recorder.note(f"collective already present: {call.name}")
-    made: list[Tensor] = []
+    results: list[Tensor] = []
     for index in range(len(call.values)):
-        shape, result = call.shape(index), call.out_shape(index)
-        if len(shape) != len(result):
+        shape, out_shape = call.shape(index), call.out_shape(index)
+        if len(shape) != len(out_shape):
             raise Unsupported
-        larger = tuple(map(max, shape, result))
-        dims = tuple(Dim((f"d{place}",)) for place in range(len(shape)))
-        kinds = [FactorKind.FREE if a == b else FactorKind.WHOLE for a, b in zip(shape, result, strict=True)]
-        factors = tuple(Factor(f"d{place}", size, kinds[place]) for place, size in enumerate(larger))
-        rule = Rule((_covering(dims, shape, larger),), (_covering(dims, result, larger),), factors)
+        larger = tuple(map(max, shape, out_shape))
+        dims = tuple(Dim((f"d{dim}",)) for dim in range(len(shape)))
+        kinds = [FactorKind.FREE if a == b else FactorKind.WHOLE for a, b in zip(shape, out_shape, strict=True)]
+        factors = tuple(Factor(f"d{dim}", size, kinds[dim]) for dim, size in enumerate(larger))
+        rule = Rule((_covering(dims, shape, larger),), (_covering(dims, out_shape, larger),), factors)
         (value,) = call.emit(OpKind.COLLECTIVE, call.name, rule, call.id(index), outputs=(index,))
         assert isinstance(value, Tensor)
-        made.append(value)
-    return tuple(made)
+        results.append(value)
+    return tuple(results)
 
 
-def _covering(dims: Dims, side: tuple[int, ...], larger: tuple[int, ...]) -> Dims:
-    return tuple(d if size == full else Dim(d.factors, size) for d, size, full in zip(dims, side, larger, strict=True))
+def _covering(dims: Dims, shape: Shape, larger: Shape) -> Dims:
+    """The dimensions of the operand or the result: those smaller than the larger of the two cover it in part."""
+    sizes = zip(dims, shape, larger, strict=True)
+    return tuple(dim if size == full else Dim(dim.factors, size) for dim, size, full in sizes)
 
 
 def _sharding(call: Call) -> Values:
-    """A wish of where a tensor should lie: a view that keeps the wish."""
-    text = call.attribute("sharding") or call.attribute("mhlo.sharding") or call.attribute("sdy.sharding") or ""
-    text = str(text.get("text", text) if isinstance(text, dict) else text)[:MOST_CHARACTERS]
+    """An annotation of how a tensor should be sharded: a view that keeps the annotation."""
+    given = call.attribute("sharding") or call.attribute("mhlo.sharding") or call.attribute("sdy.sharding") or ""
+    text = str(given.get("text", given) if isinstance(given, dict) else given)[:MOST_CHARACTERS]
     value = call.values[0]
-    if EMPTY_MESH in text or isinstance(value, Constant | Spread):
+    if EMPTY_MESH in text or isinstance(value, Constant | Broadcast):
         return (value,)
     call.recorder.note("sharding constraint already present, kept as a view")
     rule = elementwise_rule(value.shape, value.shape)
@@ -55,6 +58,7 @@ def _sharding(call: Call) -> Values:
 
 
 def _custom_call(call: Call) -> Values:
+    """Custom calls that are known by the name of their target; all others are opaque."""
     target = str(call.attribute("call_target_name") or "")
     if target in ("Sharding", "annotate_device_placement", "xla.sdy.FuncResultSharding", "LayoutConstraint"):
         return _sharding(call)
@@ -69,7 +73,10 @@ def _custom_call(call: Call) -> Values:
 
 
 def _attention(call: Call, target: str) -> Values:
-    """A fused kernel of query, key and value with batch first and width last; heads are the fewer of those between."""
+    """A fused attention kernel of query, key and value, with the batch first and the head size last.
+
+    Of the two dimensions between, the smaller one is taken for the heads, the larger one for the positions.
+    """
     call.recorder.note(f"fused attention: custom call {target}")
     if len(call.values) < 3 or any(len(call.shape(index)) != 4 for index in range(3)):
         raise Unsupported
@@ -98,13 +105,13 @@ def _attention(call: Call, target: str) -> Values:
     return (made, *scratch)
 
 
-_COLLECTIVES = (
+_COLLECTIVE_NAMES = (
     "all_gather all_reduce reduce_scatter all_to_all collective_permute collective_broadcast cross-replica-sum "
     "all_slice manual_all_reduce"
 )
 
-COMMUNICATING: dict[str, Callable[[Call], Values]] = {
-    **dict.fromkeys(_COLLECTIVES.split(), _collective),
+COLLECTIVES: dict[str, Callable[[Call], Values]] = {
+    **dict.fromkeys(_COLLECTIVE_NAMES.split(), _collective),
     "custom_call": _custom_call,
     "sharding_constraint": _sharding,
     "reshard": _sharding,

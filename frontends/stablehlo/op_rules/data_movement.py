@@ -1,16 +1,16 @@
-"""Views, and operations that move elements without computing with them."""
+"""Rules of views, slices, concatenations, barriers and random bits: what moves elements without computing with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from phaze.frontends.stablehlo.symbols import (
+    Broadcast,
     Call,
-    Constant,
-    Spread,
     Stack,
     Tensor,
     Unsupported,
+    Value,
     Values,
     is_constant,
     is_empty,
@@ -18,7 +18,7 @@ from phaze.frontends.stablehlo.symbols import (
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import concatenate_rule, elementwise_rule, slice_rule, transpose_rule
 
-__all__ = ["MOVING"]
+__all__ = ["DATA_MOVEMENT"]
 
 
 def _reshape(call: Call) -> Values:
@@ -26,24 +26,25 @@ def _reshape(call: Call) -> Values:
 
 
 def _bitcast(call: Call) -> Values:
-    """HLO's bitcast: the same memory in another shape."""
+    """HLO's bitcast: the same memory in another shape. One that changes the element type is not known."""
     if call.values[0].dtype != call.out_dtype():
         raise Unsupported
     return _reshape(call)
 
 
 def _broadcast_in_dim(call: Call) -> Values:
+    """A broadcast that is only remembered; one that only adds dimensions of size 1 is a reshape."""
     value, into, shape = call.values[0], call.integers("broadcast_dimensions"), call.out_shape()
     dtype = value.dtype
-    if isinstance(value, Spread):
-        composed = tuple(into[place] for place in value.into)
-        return (Spread(value.source, composed, shape, dtype),)
-    kept = [size for size in value.shape if size != 1]
-    if kept == [size for size in shape if size != 1] and list(into) == sorted(into):
+    if isinstance(value, Broadcast):
+        composed = tuple(into[dim] for dim in value.into)
+        return (Broadcast(value.source, composed, shape, dtype),)
+    larger = [size for size in value.shape if size != 1]
+    if larger == [size for size in shape if size != 1] and list(into) == sorted(into):
         return (call.recorder.reshape(value, shape, call.scope, "broadcast_in_dim"),)
     if isinstance(value, Stack):
         value = call.recorder.tensor(value, call.scope)
-    return (Spread(value, into, shape, dtype),)
+    return (Broadcast(value, into, shape, dtype),)
 
 
 def _transpose(call: Call) -> Values:
@@ -51,14 +52,14 @@ def _transpose(call: Call) -> Values:
     value = call.values[0]
     if order == tuple(range(len(order))):
         return (value,)
-    if isinstance(value, Spread):
-        places = [order.index(place) for place in value.into]
-        return (Spread(value.source, tuple(places), call.out_shape(), value.dtype),)
+    if isinstance(value, Broadcast):
+        into = tuple(order.index(dim) for dim in value.into)
+        return (Broadcast(value.source, into, call.out_shape(), value.dtype),)
     return call.emit(OpKind.VIEW, "transpose", transpose_rule(value.shape, order), call.id(0))
 
 
 def _slice(call: Call) -> Values:
-    """A part of a tensor. A part of equal parts is one of them: its dimension is (parts, part)."""
+    """A slice. One of several equal parts of a dimension is selected: the dimension is made of (parts, part)."""
     value, shape = call.values[0], call.out_shape()
     start, limit, strides = (call.integers(name) for name in ("start_indices", "limit_indices", "strides"))
     if shape == value.shape:
@@ -69,26 +70,28 @@ def _slice(call: Call) -> Values:
             return (call.recorder.reshape(slots[0], shape, call.scope),)
         return (Stack(slots, shape, value.dtype, value.loop),)
     x = call.id(0)
-    cut = [index for index, size in enumerate(shape) if size != value.shape[index]]
-    if len(cut) == 1 and strides[cut[0]] == 1 and shape[cut[0]] > 1:
-        at = cut[0]
-        whole, part = value.shape[at], shape[at]
-        if whole % part == 0 and start[at] % part == 0:
-            return _part(call, x, at, whole // part, start[at] // part)
-    attributes = {"start": start[cut[0]]} if len(cut) == 1 else None
+    sliced = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
+    if len(sliced) == 1 and strides[sliced[0]] == 1 and shape[sliced[0]] > 1:
+        dim = sliced[0]
+        whole, part = value.shape[dim], shape[dim]
+        if whole % part == 0 and start[dim] % part == 0:
+            return _select_part(call, x, dim, whole // part, start[dim] // part)
+    attributes = {"start": start[sliced[0]]} if len(sliced) == 1 else None
     return call.emit(OpKind.VIEW, "slice", slice_rule(value.shape, shape), x, attributes=attributes)
 
 
-def _part(call: Call, x: str, at: int, count: int, index: int) -> Values:
+def _select_part(call: Call, x: str, sliced: int, count: int, index: int) -> Values:
+    """Part number `index` of `count` equal parts of the dimension `sliced`."""
     shape = call.out_shape()
-    dims = tuple(Dim((f"d{place}",)) for place in range(len(shape)))
-    operand = tuple(Dim(("c", *dim.factors)) if place == at else dim for place, dim in enumerate(dims))
-    factors = tuple(Factor(f"d{place}", size) for place, size in enumerate(shape))
+    dims = tuple(Dim((f"d{i}",)) for i in range(len(shape)))
+    operand = tuple(Dim(("c", *dim.factors)) if i == sliced else dim for i, dim in enumerate(dims))
+    factors = tuple(Factor(f"d{i}", size) for i, size in enumerate(shape))
     rule = Rule((operand,), (dims,), (Factor("c", count, FactorKind.WHOLE), *factors))
     return call.emit(OpKind.VIEW, "select", rule, x, attributes={"index": index})
 
 
 def _concatenate(call: Call) -> Values:
+    """Tensors one after another; equal ones are stacked, so that the dimension is made of (parts, part)."""
     along = call.attribute("dimension")
     parts = [index for index, value in enumerate(call.values) if not is_empty(value)]
     if len(parts) == 1:
@@ -107,7 +110,7 @@ def _concatenate(call: Call) -> Values:
 
 
 def _pad(call: Call) -> Values:
-    """A tensor inside a larger one, or a part of it where the padding is negative."""
+    """A tensor inside a larger one, or a slice of it where the padding is negative."""
     value, shape = call.values[0], call.out_shape()
     if value.shape == shape and not any(call.integers("edge_padding_low")):
         return (value,)
@@ -122,45 +125,46 @@ def _pad(call: Call) -> Values:
 
 
 def _reverse(call: Call) -> Values:
-    shape, moved = call.shape(0), call.integers("dimensions")
+    """Elements in the reverse order of some dimensions, which are needed whole."""
+    shape, flipped = call.shape(0), call.integers("dimensions")
     dims = tuple(Dim((f"d{index}",)) for index in range(len(shape)))
     factors = tuple(
-        Factor(f"d{i}", size, FactorKind.WHOLE if i in moved else FactorKind.FREE) for i, size in enumerate(shape)
+        Factor(f"d{i}", size, FactorKind.WHOLE if i in flipped else FactorKind.FREE) for i, size in enumerate(shape)
     )
     return call.emit(OpKind.COPY, "flip", Rule((dims,), (dims,), factors), call.id(0))
 
 
 def _copy(call: Call) -> Values:
+    """A copy of a compiler, whose layouts are ignored: the same value."""
     return (call.values[0],)
 
 
 def _barrier(call: Call) -> Values:
-    """The same values, not to be merged with others: what is computed from them again is computed again."""
-    found = []
+    """The same values behind a barrier. What is computed from them is never merged with what was computed before."""
+    results: list[Value] = []
     for value in call.values:
         if is_constant(value) or is_empty(value):
-            found.append(value)
+            results.append(value)
             continue
         if isinstance(value, Stack):
-            slots = tuple(_behind(call, slot) for slot in value.slots)
-            found.append(Stack(slots, value.shape, value.dtype, value.loop))
+            slots = tuple(_behind_barrier(call, slot) for slot in value.slots)
+            results.append(Stack(slots, value.shape, value.dtype, value.loop))
             continue
-        found.append(_behind(call, value))
-    return tuple(found)
+        results.append(_behind_barrier(call, value))
+    return tuple(results)
 
 
-def _behind(call: Call, value: object) -> Tensor:
-    assert isinstance(value, Tensor | Spread | Stack | Constant)
+def _behind_barrier(call: Call, value: Value) -> Tensor:
     source = call.recorder.id(value, call.scope)
     rule = elementwise_rule(value.shape, value.shape)
-    (made,) = call.recorder.emit(
+    (result,) = call.recorder.emit(
         OpKind.VIEW, "barrier", rule, (source,), (value.dtype,), call.scope, call.name, is_pure=False
     )
-    return Tensor(made, value.shape, value.dtype)
+    return Tensor(result, value.shape, value.dtype)
 
 
 def _random(call: Call) -> Values:
-    """Random bits from a state: the new state, and the bits."""
+    """Random bits drawn from a state. The results are the new state, where it is asked for, and the bits."""
     shapes = [call.out_shape(index) for index in range(len(call.operation.types))]
     state = tuple(Dim((f"s{index}",)) for index in range(len(call.shape(0))))
     factors = [Factor(f"s{index}", size, FactorKind.WHOLE) for index, size in enumerate(call.shape(0))]
@@ -170,7 +174,7 @@ def _random(call: Call) -> Values:
     return call.emit(OpKind.COPY, "random", Rule((state,), results, tuple(factors)), call.id(0))
 
 
-MOVING: dict[str, Callable[[Call], Values]] = {
+DATA_MOVEMENT: dict[str, Callable[[Call], Values]] = {
     "reshape": _reshape,
     "bitcast": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,

@@ -1,15 +1,19 @@
-"""Functions of every element. Numbers known beforehand are no operands; repeated ones are read where they came from."""
+"""Rules of elementwise operations, and what the IR calls each function.
+
+A number that is known beforehand is no operand. A broadcast operand is read where it came from, and never made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from phaze.frontends.stablehlo.symbols import Call, Constant, Spread, Stack, Unsupported, Value, Values
+from phaze.frontends.stablehlo.symbols import Broadcast, Call, Constant, Stack, Unsupported, Value, Values
 from phaze.ir import Dim, Dims, Factor, OpKind, Rule
 
 __all__ = ["ELEMENTWISE"]
 
-_NAMES = {
+_FUNCTIONS = {
     "cosine": "cos",
     "convert": "cast",
     "exponential": "exp",
@@ -25,13 +29,14 @@ _NAMES = {
 
 
 def _elementwise(call: Call) -> Values:
+    """An op over the dimensions of the result; a product of a tensor with itself is its square."""
     if any(isinstance(value, Stack) for value in call.values):
-        apart = _by_slots(call)
-        if apart is not None:
-            return apart
-    same = _unchanged(call)
-    if same is not None:
-        return (same,)
+        stack = _by_slots(call)
+        if stack is not None:
+            return (stack,)
+    unchanged = _unchanged(call)
+    if unchanged is not None:
+        return (unchanged,)
     function = _function(call)
     shape = call.out_shape()
     dims = tuple(Dim((f"d{index}",)) for index in range(len(shape)))
@@ -40,12 +45,12 @@ def _elementwise(call: Call) -> Values:
     for index, value in enumerate(call.values):
         if call.is_splat(index):
             continue
-        tensor_id, read = _operand(call, value, dims)
-        if tensor_id in inputs and operands[inputs.index(tensor_id)] == read and function in ("multiply", "square"):
+        tensor_id, operand = _operand(call, value, dims)
+        if tensor_id in inputs and operands[inputs.index(tensor_id)] == operand and function in ("multiply", "square"):
             function = "square"
             continue
         inputs.append(tensor_id)
-        operands.append(read)
+        operands.append(operand)
     factors = tuple(Factor(f"d{index}", size) for index, size in enumerate(shape))
     rule = Rule(tuple(operands), (dims,), factors)
     return call.emit(OpKind.ELEMENTWISE, function, rule, *inputs)
@@ -53,24 +58,24 @@ def _elementwise(call: Call) -> Values:
 
 def _operand(call: Call, value: Value, dims: Dims) -> tuple[str, Dims]:
     """The tensor to read for an operand, and its dimensions among those of the result."""
-    if isinstance(value, Spread):
+    if isinstance(value, Broadcast):
         source = value.source
         pairs = zip(value.into, source.shape, strict=True)
-        read = tuple(dims[place] if size == value.shape[place] else Dim() for place, size in pairs)
-        return _unwrapped(call, call.recorder.id(source, call.scope), read)
+        operand = tuple(dims[dim] if size == value.shape[dim] else Dim() for dim, size in pairs)
+        return _without_units(call, call.recorder.id(source, call.scope), operand)
     if value.shape and value.shape != call.out_shape():
         raise Unsupported
-    return _unwrapped(call, call.recorder.id(value, call.scope), dims if value.shape else ())
+    return _without_units(call, call.recorder.id(value, call.scope), dims if value.shape else ())
 
 
-def _unwrapped(call: Call, tensor_id: str, read: Dims) -> tuple[str, Dims]:
-    """What a tensor with dimensions of 1 put in or taken out is a view of, with the dimensions of that."""
+def _without_units(call: Call, tensor_id: str, operand: Dims) -> tuple[str, Dims]:
+    """The tensor behind a view that only puts in or takes out dimensions of size 1, with its own dimensions."""
     source = call.recorder.without_units(tensor_id)
     if source == tensor_id:
-        return tensor_id, read
+        return tensor_id, operand
     tensors = call.recorder.builder.tensors
-    significant = iter([dim for dim, size in zip(read, tensors[tensor_id].shape, strict=True) if size != 1])
-    return source, tuple(Dim() if size == 1 else next(significant) for size in tensors[source].shape)
+    larger = iter([dim for dim, size in zip(operand, tensors[tensor_id].shape, strict=True) if size != 1])
+    return source, tuple(Dim() if size == 1 else next(larger) for size in tensors[source].shape)
 
 
 def _unchanged(call: Call) -> Value | None:
@@ -88,15 +93,15 @@ def _unchanged(call: Call) -> Value | None:
 
 
 def _function(call: Call) -> str:
-    """What the IR calls the function; with one number among two operands it is a function of the other.
+    """What the IR calls the function. With one known number among two operands it is a function of the other.
 
-    The number itself is not kept: many (the count behind a mean) follow the batch.
+    The number itself is not kept: many numbers (the count behind a mean) follow the batch.
     """
-    name = _NAMES.get(call.name, call.name)
-    known = [value.value for value in call.values if isinstance(value, Constant) and value.value is not None]
-    if len(call.values) != 2 or len(known) != 1:
+    name = _FUNCTIONS.get(call.name, call.name)
+    numbers = [value.value for value in call.values if isinstance(value, Constant) and value.value is not None]
+    if len(call.values) != 2 or len(numbers) != 1:
         return name
-    number, is_first = known[0], call.is_splat(0)
+    number, is_first = numbers[0], call.is_splat(0)
     if name == "power":
         return "square" if number == 2 and not is_first else name
     if name == "maximum":
@@ -106,8 +111,11 @@ def _function(call: Call) -> str:
     return {"add": "add_constant", "subtract": "add_constant", "multiply": "scale", "minimum": "clamp"}.get(name, name)
 
 
-def _by_slots(call: Call) -> Values | None:
-    """Stacks of one length element by element: slot by slot. None where an operand is no stack and no number."""
+def _by_slots(call: Call) -> Stack | None:
+    """An elementwise operation on stacks of one length, slot by slot.
+
+    None where an operand is neither a stack nor the same for all slots.
+    """
     shape = call.out_shape()
     count = next(len(value.slots) for value in call.values if isinstance(value, Stack))
     columns: list[list[Value]] = []
@@ -115,43 +123,35 @@ def _by_slots(call: Call) -> Values | None:
         if isinstance(value, Stack):
             columns.append(list(value.slots))
         elif isinstance(value, Constant) and value.value is not None:
-            small = call.recorder.constant("", shape[1:] if value.shape else (), value.dtype, value.value)
-            columns.append([small] * count)
-        elif isinstance(value, Spread) and not value.source.shape:
-            columns.append([Spread(value.source, (), shape[1:], value.dtype)] * count)
+            number = call.recorder.constant("", shape[1:] if value.shape else (), value.dtype, value.value)
+            columns.append([number] * count)
+        elif isinstance(value, Broadcast) and not value.source.shape:
+            columns.append([Broadcast(value.source, (), shape[1:], value.dtype)] * count)
         else:
             return None
     if any(len(column) != count for column in columns):
         return None
     operation = call.operation
-    small_type = type(operation.types[0])(shape[1:], operation.types[0].element)
-    part = type(operation)(
-        operation.name,
-        operation.operands,
-        operation.results,
-        (small_type,),
-        operation.attributes,
-        operation.regions,
-        operation.scope,
-    )
+    slot_operation = replace(operation, types=(replace(operation.types[0], shape=shape[1:]),))
     slots: list[Value] = []
     for values in zip(*columns, strict=True):
         if all(isinstance(value, Constant) for value in values):
             key = (operation.name, tuple(value.number for value in values if isinstance(value, Constant)))
             slots.append(call.recorder.constant(key, shape[1:], call.out_dtype()))
         else:
-            slots.append(_elementwise(Call(part, values, call.recorder, call.scope))[0])
+            slots.append(_elementwise(replace(call, operation=slot_operation, values=values))[0])
     loops = [value.loop for value in call.values if isinstance(value, Stack)]
-    return (Stack(tuple(slots), shape, call.out_dtype(), loops[0]),)
+    return Stack(tuple(slots), shape, call.out_dtype(), loops[0])
 
 
-def _bitcast(call: Call) -> Values:
+def _bitcast_convert(call: Call) -> Values:
+    """The same bits read as another type; rules where the size of elements changes are not known."""
     if call.shape(0) != call.out_shape():
         raise Unsupported
     return (call.values[0],) if call.values[0].dtype == call.out_dtype() else _elementwise(call)
 
 
-_PLAIN = (
+_NAMES = (
     "abs add and atan2 cbrt ceil compare complex convert cosine count_leading_zeros divide exponential "
     "exponential_minus_one floor imag is_finite log log_plus_one logistic maximum minimum multiply negate not or "
     "popcnt power real reduce_precision remainder round_nearest_afz round_nearest_even rsqrt select shift_left "
@@ -161,6 +161,6 @@ _PLAIN = (
 )
 
 ELEMENTWISE: dict[str, Callable[[Call], Values]] = {
-    **dict.fromkeys(_PLAIN.split(), _elementwise),
-    "bitcast_convert": _bitcast,
+    **dict.fromkeys(_NAMES.split(), _elementwise),
+    "bitcast_convert": _bitcast_convert,
 }

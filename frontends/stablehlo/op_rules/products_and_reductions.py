@@ -1,4 +1,4 @@
-"""Matrix products and convolutions."""
+"""Rules of matrix products, convolutions, reductions over dimensions and windows, sorting and top-k."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from phaze.ir.shape_rules import contraction_rule, elementwise_rule, reduction_r
 
 __all__ = ["PRODUCTS", "REDUCTIONS"]
 
-_LAYOUT = re.compile(r"\[([\w, ?]*)\]x\[([\w, ?]*)\]->\[([\w, ?]*)\]")
+_CONVOLUTION_LAYOUTS = re.compile(r"\[([\w, ?]*)\]x\[([\w, ?]*)\]->\[([\w, ?]*)\]")
+"""The layouts of input, kernel and output as MLIR prints them: `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]`."""
 
 
 def _dot_general(call: Call) -> Values:
-    numbers = call.attribute("dot_dimension_numbers") or {}
-    if not isinstance(numbers, dict):
-        numbers = {}
-    batch = tuple(tuple(numbers.get(f"{side}_batching_dimensions", ())) for side in ("lhs", "rhs"))
-    contracted = tuple(tuple(numbers.get(f"{side}_contracting_dimensions", ())) for side in ("lhs", "rhs"))
-    return _contraction(call, (batch[0], batch[1]), (contracted[0], contracted[1]))
+    """A matrix product with any batch dimensions and any contracted dimensions."""
+    batch = _dot_dimensions(call, "lhs_batching_dimensions"), _dot_dimensions(call, "rhs_batching_dimensions")
+    contracted = (
+        _dot_dimensions(call, "lhs_contracting_dimensions"),
+        _dot_dimensions(call, "rhs_contracting_dimensions"),
+    )
+    return _contraction(call, batch, contracted)
+
+
+def _dot_dimensions(call: Call, name: str) -> Shape:
+    """One list of a product's dimension numbers; MLIR does not print the empty ones."""
+    numbers = call.attribute("dot_dimension_numbers")
+    dims = numbers.get(name) if isinstance(numbers, dict) else None
+    return tuple(dim for dim in dims if isinstance(dim, int)) if isinstance(dims, list) else ()
 
 
 def _dot(call: Call) -> Values:
-    """Vectors and matrices: the last dimension of the left meets the first of the right."""
+    """A product of vectors or matrices: the last dimension of the left meets the first of the right."""
     return _contraction(call, ((), ()), ((len(call.shape(0)) - 1,), (0,)))
 
 
@@ -39,7 +48,7 @@ def _contraction(call: Call, batch: tuple[Shape, Shape], contracted: tuple[Shape
 
 
 class _Layout:
-    """Where batch and features (inputs and outputs of a kernel) and positions stand, such as `b, 0, 1, f`."""
+    """Which dimensions are batch, feature and positions (of a kernel: inputs, outputs, taps), as in `b, 0, 1, f`."""
 
     def __init__(self, text: str) -> None:
         words = [word.strip() for word in text.split(",")]
@@ -48,27 +57,26 @@ class _Layout:
         self.spatial = [words.index(str(n)) for n in range(len(words) - 2)]
 
     def dims(self, batch: Dim, feature: Dim, spatial: list[Dim]) -> Dims:
-        """Dimensions in this order."""
-        found: dict[int, Dim] = {self.batch: batch, self.feature: feature}
-        found |= dict(zip(self.spatial, spatial, strict=True))
-        return tuple(found[index] for index in range(len(found)))
+        """These dimensions in the order of the layout."""
+        by_index: dict[int, Dim] = {self.batch: batch, self.feature: feature}
+        by_index |= dict(zip(self.spatial, spatial, strict=True))
+        return tuple(by_index[index] for index in range(len(by_index)))
 
 
 def _convolution(call: Call) -> Values:
-    """x, kernel -> y for any order of dimensions.
+    """A convolution of x with a kernel, for any order of dimensions.
 
-    A dilated x has zeros between its elements, which are multiplied with nothing: it is the gradient of a convolution
-    with strides, and its loop runs over the positions of x.
+    A dilated x has zeros between its elements, which need not be multiplied: this is the gradient of a convolution
+    with strides, and its loop runs over the positions of x instead of those of the result.
     """
-    text = call.attribute("dimension_numbers")
-    match = _LAYOUT.search(text["text"] if isinstance(text, dict) else str(text))
+    given = call.attribute("dimension_numbers")
+    match = _CONVOLUTION_LAYOUTS.search(str(given["text"] if isinstance(given, dict) else given))
     if not match:
         raise Unsupported
     x, kernel, y = (_Layout(part) for part in match.groups())
-    groups, batch_groups = (int(call.attribute(f"{n}_group_count") or 1) for n in ("feature", "batch"))
+    groups, batch_groups = _group_count(call, "feature_group_count"), _group_count(call, "batch_group_count")
     shapes = call.shape(0), call.shape(1), call.out_shape()
-    dilation = _optional(call, "lhs_dilation", len(x.spatial))
-    is_dilated = math.prod(dilation) > 1
+    is_dilated = math.prod(_integers_or_ones(call, "lhs_dilation", len(x.spatial))) > 1
     sizes = {
         "b": shapes[0][x.batch] // batch_groups,
         "g": groups,
@@ -101,7 +109,14 @@ def _convolution(call: Call) -> Values:
     )
 
 
-def _optional(call: Call, name: str, count: int) -> Shape:
+def _group_count(call: Call, name: str) -> int:
+    count = call.attribute(name) or 1
+    if not isinstance(count, int):
+        raise Unsupported
+    return count
+
+
+def _integers_or_ones(call: Call, name: str, count: int) -> Shape:
     return call.integers(name) if call.attribute(name) is not None else (1,) * count
 
 
@@ -112,36 +127,36 @@ PRODUCTS: dict[str, Callable[[Call], Values]] = {
 }
 
 
-_BY_BODY = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "prod", "and": "all", "or": "any"}
+_FUNCTION_BY_BODY = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "prod", "and": "all", "or": "any"}
 
 
 def _body(operation: Operation) -> str:
-    """What a reduction computes of two elements; `compare` where it also picks by comparing."""
+    """What a reduction does with two elements, by the first operation in it; `compare` where it picks by comparing."""
     names = [op.short_name for op in operation.regions[0].operations] if operation.regions else []
     return "compare" if "compare" in names else names[0] if names else ""
 
 
 def _reduce(call: Call) -> Values:
-    over = call.integers("dimensions")
+    """A reduction of one tensor. Two results, the element and its index, are an argmax."""
+    reduced = call.integers("dimensions")
     count = len(call.operation.types)
-    read = [index for index in range(count) if not is_constant(call.values[index])]
-    if len(read) != 1:
+    data = [index for index in range(count) if not is_constant(call.values[index])]
+    if len(data) != 1:
         raise Unsupported
-    value = call.values[read[0]]
-    if all(value.shape[index] == 1 for index in over) and count == 1:
+    value = call.values[data[0]]
+    if all(value.shape[dim] == 1 for dim in reduced) and count == 1:
         return (call.recorder.reshape(value, call.out_shape(), call.scope, "reduce"),)
-    rule = reduction_rule(value.shape, over)
-    function = "argmax" if count > 1 else _BY_BODY.get(_body(call.operation), "reduce")
+    rule = reduction_rule(value.shape, reduced)
+    function = "argmax" if count > 1 else _FUNCTION_BY_BODY.get(_body(call.operation), "reduce")
     rule = Rule(rule.operands, rule.results * count, rule.factors)
-    return call.emit(OpKind.REDUCTION, function, rule, call.id(read[0]))
-
-
-def _window(call: Call, rank: int) -> Shape:
-    return call.integers("window_dimensions") if call.attribute("window_dimensions") is not None else (1,) * rank
+    return call.emit(OpKind.REDUCTION, function, rule, call.id(data[0]))
 
 
 def _window_dims(x: Shape, result: Shape, window: Shape) -> tuple[Dims, Dims, tuple[Factor, ...]]:
-    """Windows of x for every position of the result; dimensions with a window of 1 are as they are."""
+    """The dimensions of x and of the positions of its windows, with their factors.
+
+    A dimension with a window of size 1 is the same on both sides.
+    """
     operand, positions, factors = [], [], []
     for index, size in enumerate(window):
         factors.append(Factor(f"p{index}", result[index]))
@@ -155,43 +170,45 @@ def _window_dims(x: Shape, result: Shape, window: Shape) -> tuple[Dims, Dims, tu
 
 
 def _reduce_window(call: Call) -> Values:
+    """Pooling, or a running sum, which is a window as long as its dimension."""
     if len(call.operation.types) != 1:
         raise Unsupported
-    shape, result = call.shape(0), call.out_shape()
-    window = _window(call, len(shape))
+    shape, out_shape = call.shape(0), call.out_shape()
+    window = _integers_or_ones(call, "window_dimensions", len(shape))
     body = _body(call.operation)
-    if math.prod(window) == max(shape, default=1) and shape == result:  # a running sum: every element waits for others
-        at = window.index(max(window))
+    if math.prod(window) == max(shape, default=1) and shape == out_shape:  # every element waits for those before it
+        running = window.index(max(window))
         dims = tuple(Dim((f"d{index}",)) for index in range(len(shape)))
         factors = tuple(
-            Factor(f"d{i}", n, FactorKind.WHOLE if i == at else FactorKind.FREE) for i, n in enumerate(shape)
+            Factor(f"d{i}", n, FactorKind.WHOLE if i == running else FactorKind.FREE) for i, n in enumerate(shape)
         )
         return call.emit(OpKind.ELEMENTWISE, f"cumulative_{body}", Rule((dims,), (dims,), factors), call.id(0))
-    operand, positions, factors = _window_dims(shape, result, window)
+    operand, positions, factors = _window_dims(shape, out_shape, window)
     function = {"maximum": "max_pool", "add": "sum_pool"}.get(body, f"{body}_pool")
-    if shape == result and all(size == 1 for size in window):
-        return call.emit(OpKind.COPY, "contiguous", elementwise_rule(result, shape), call.id(0))
+    if shape == out_shape and all(size == 1 for size in window):
+        return call.emit(OpKind.COPY, "contiguous", elementwise_rule(out_shape, shape), call.id(0))
     return call.emit(OpKind.REDUCTION, function, Rule((operand,), (positions,), factors), call.id(0))
 
 
 def _select_and_scatter(call: Call) -> Values:
-    """The gradient of max pooling: each position's goes to where the largest element of its window was."""
-    shape, source = call.shape(0), call.shape(1)
-    window = _window(call, len(shape))
-    operand, positions, factors = _window_dims(shape, source, window)
+    """The gradient of max pooling: that of a position goes to where the largest element of its window was."""
+    shape, positions_shape = call.shape(0), call.shape(1)
+    window = _integers_or_ones(call, "window_dimensions", len(shape))
+    operand, positions, factors = _window_dims(shape, positions_shape, window)
     rule = Rule((operand, positions), (operand,), factors)
     return call.emit(OpKind.COPY, "max_pool_backward", rule, call.id(0), call.id(1))
 
 
 def _sort(call: Call) -> Values:
+    """One or more tensors sorted together along a dimension, which is needed whole."""
     along = call.attribute("dimension")
     shape = call.shape(0)
     if not isinstance(along, int) or not shape:
         raise Unsupported
     dims = tuple(Dim((f"d{index}",)) for index in range(len(shape)))
-    at = along % len(shape)
+    sorted_dim = along % len(shape)
     factors = tuple(
-        Factor(f"d{i}", size, FactorKind.WHOLE if i == at else FactorKind.FREE) for i, size in enumerate(shape)
+        Factor(f"d{i}", size, FactorKind.WHOLE if i == sorted_dim else FactorKind.FREE) for i, size in enumerate(shape)
     )
     inputs = [call.id(index) for index in range(len(call.values)) if not is_constant(call.values[index])]
     rule = Rule((dims,) * len(inputs), (dims,) * len(call.operation.types), factors)
@@ -200,15 +217,15 @@ def _sort(call: Call) -> Values:
 
 def _top_k(call: Call) -> Values:
     """The k largest along the last dimension, and where they stood."""
-    shape, result = call.shape(0), call.out_shape()
-    if not shape or len(shape) != len(result):
+    shape, out_shape = call.shape(0), call.out_shape()
+    if not shape or len(shape) != len(out_shape):
         raise Unsupported
     dims = tuple(Dim((f"d{index}",)) for index in range(len(shape)))
     last = len(shape) - 1
     factors = [
         Factor(f"d{i}", size, FactorKind.WHOLE if i == last else FactorKind.FREE) for i, size in enumerate(shape)
     ]
-    factors.append(Factor("k", result[last], FactorKind.WHOLE))
+    factors.append(Factor("k", out_shape[last], FactorKind.WHOLE))
     picked = (*dims[:-1], Dim(("k",)))
     count = len(call.operation.types)
     return call.emit(OpKind.SORT, "top_k", Rule((dims,), (picked,) * count, tuple(factors)), call.id(0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phaze.frontends.stablehlo.name_scopes import join_scopes, scope_words, split_number, tokens
+from phaze.frontends.stablehlo.name_scopes import join_scopes, path_keys, scope_words, split_number
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_whole_scope_keeps_the_trips_that_it_is_in() -> None:
 
 @pytest.mark.parametrize("path", ["params['h'][0]['ln_1'].w", "params__h___0___ln_1____w__.1", "params.h.0.ln_1.w"])
 def test_paths_of_every_spelling_have_the_same_keys(path: str) -> None:
-    assert tokens(path) == ("params", "h", "0", "ln_1", "w")
+    assert path_keys(path) == ("params", "h", "0", "ln_1", "w")
 
 
 def test_a_number_at_the_end_of_a_word_is_a_child_s() -> None:

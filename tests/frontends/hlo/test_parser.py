@@ -13,7 +13,7 @@ import phaze
 from phaze.cli import main
 from phaze.errors import FormatError, ImportModelError, PhazeError
 from phaze.frontends.hlo.dumps import Form, find_form
-from phaze.frontends.hlo.importing import Source, import_bytes
+from phaze.frontends.hlo.importing import ModuleBytes, import_bytes
 from phaze.frontends.hlo.parser import Parser
 
 LIMIT_S = 20.0
@@ -43,7 +43,7 @@ def test_every_damaged_dump_ends_in_a_graph_or_an_error(count: int, forms: hlo_f
     for name, data in hlo_forms.damaged(forms, count):
         form = _FORMS[name.rpartition(" ")[0]]
         try:
-            graph = import_bytes(Source(data, name, form), {"time_limit_s": LIMIT_S}, parser)
+            graph = import_bytes(ModuleBytes(data, name, form), {"time_limit_s": LIMIT_S}, parser)
             ends["graph"] += len(graph.ops) > 0
         except PhazeError as error:
             ends[type(error).__name__] += 1
@@ -54,7 +54,7 @@ def test_every_damaged_dump_ends_in_a_graph_or_an_error(count: int, forms: hlo_f
 
 def test_a_parser_that_dies_is_started_anew(forms: hlo_forms.Forms) -> None:
     parser = Parser()
-    source = Source(forms["text"], "text", Form.STABLEHLO_TEXT)
+    source = ModuleBytes(forms["text"], "text", Form.STABLEHLO_TEXT)
     first = import_bytes(source, {}, parser)
     assert import_bytes(source, {}, parser) == first
     assert parser.starts == 1
@@ -73,7 +73,7 @@ def test_a_parser_that_dies_is_started_anew(forms: hlo_forms.Forms) -> None:
 def test_input_that_aborts_the_parser_is_an_error(parser: Parser) -> None:
     text = b"HloModule m\nENTRY main {\n  ROOT p = f32[2,2]{1,0} parameter(0), sharding={devices=[0]}\n}\n"
     with pytest.raises(PhazeError):
-        import_bytes(Source(text, "text", Form.HLO_TEXT), {"time_limit_s": LIMIT_S}, parser)
+        import_bytes(ModuleBytes(text, "text", Form.HLO_TEXT), {"time_limit_s": LIMIT_S}, parser)
 
 
 EMPTY = "module {}"
