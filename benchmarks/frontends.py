@@ -49,6 +49,7 @@ def from_torch(name: str) -> Callable[[], Graph]:
 
 
 JAX_MODELS = {"gpt2-xl": False, "gpt2-xl-scan": True}
+"""By name: whether the blocks are stacked and scanned over."""
 
 
 def from_jax(name: str) -> Callable[[], Graph]:
@@ -115,21 +116,24 @@ def main() -> None:
     known = TORCH_MODELS if arguments.torch else JAX_MODELS if arguments.jax else NAMED_CONFIGS
     names = arguments.names or list(known)
     build = from_torch if arguments.torch else from_jax if arguments.jax else from_name
-    phaze.import_graph("gpt2")
+    phaze.import_graph("gpt2")  # so that no row pays for loading plugins
     print(f"{'model':<18}{'graph s':>9}{'layers s':>9}{'ops':>7}{'layers':>8}{'distinct':>9}")
-    totals: dict[str, tuple[float, int]] = {}
+    seconds: dict[str, float] = {}
+    ops = 0
     for name in names:
-        take = build(name)
-        start = time.perf_counter()
-        graph = take()
+        import_model = build(name)
+        started = time.perf_counter()
+        graph = import_model()
         imported = time.perf_counter()
         layers, distinct = len(graph.layers), len(graph.distinct_layers)
-        done = time.perf_counter()
-        totals[name] = (done - start, len(graph.ops))
-        print(f"{name:<18}{imported - start:>9.3f}{done - imported:>9.3f}{len(graph.ops):>7}{layers:>8}{distinct:>9}")
-    slowest = max(totals, key=lambda name: totals[name][0])
-    seconds, ops = (sum(column) for column in zip(*totals.values(), strict=True))
-    print(f"slowest {slowest} {totals[slowest][0]:.2f} s; {ops / seconds:,.0f} ops per second over {len(names)} models")
+        ended = time.perf_counter()
+        seconds[name] = ended - started
+        ops += len(graph.ops)
+        print(
+            f"{name:<18}{imported - started:>9.3f}{ended - imported:>9.3f}{len(graph.ops):>7}{layers:>8}{distinct:>9}"
+        )
+    slowest, total = max(seconds, key=lambda name: seconds[name]), sum(seconds.values())
+    print(f"slowest {slowest} {seconds[slowest]:.2f} s; {ops / total:,.0f} ops per second over {len(names)} models")
     if arguments.torch or arguments.jax:
         kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"largest resident memory {kibibytes / 2**20:.2f} GiB")

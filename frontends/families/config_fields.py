@@ -11,7 +11,7 @@ from phaze.ir.rule import LARGEST_FACTOR
 __all__ = ["ConfigFields"]
 
 MOST_LAYERS = 10_000
-"""Layers beyond this are taken for a mistake: each is written out, and no known model has a tenth of them."""
+"""Layers beyond this are taken for a mistake in the config: each is written out, which takes time and memory."""
 
 ACTIVATIONS = {
     "gelu": "gelu",

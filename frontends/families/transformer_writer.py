@@ -199,7 +199,7 @@ class TransformerWriter:
         (weights,) = self.op(
             path, "softmax", OpKind.SOFTMAX, function, text, *inputs, sizes=sizes, attributes=attributes, normalized="t"
         )
-        weights = self.dropout(f"{path}", weights, attention.dropout, square, sizes)
+        weights = self.dropout(path, weights, attention.dropout, square, sizes)
         text = f"{square}, b t {g} d -> b s {h} d"
         return self.op(path, "context", OpKind.CONTRACTION, "einsum", text, weights, value, sizes=sizes)[0]
 
@@ -245,9 +245,8 @@ class TransformerWriter:
 
     def loss(self, path: str, logits: str, labels: str) -> str:
         """Mean cross entropy, in single precision."""
-        single = self.op(path, "logits", OpKind.ELEMENTWISE, "cast", "b s v -> b s v", logits, dtypes=(DType.FLOAT32,))[
-            0
-        ]
+        text, dtypes = "b s v -> b s v", (DType.FLOAT32,)
+        (single,) = self.op(path, "logits", OpKind.ELEMENTWISE, "cast", text, logits, dtypes=dtypes)
         return self.op(
             path,
             "cross_entropy",
@@ -256,7 +255,7 @@ class TransformerWriter:
             "b s v, b s -> .",
             single,
             labels,
-            dtypes=(DType.FLOAT32,),
+            dtypes=dtypes,
             normalized="v",
         )[0]
 

@@ -41,8 +41,8 @@ from phaze.ir.refinement import refine_factors
 __all__ = ["import_module"]
 
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
-"""Batch sizes to capture at. Larger primes divide fewer dimensions by chance, but make tensors that a model may refuse;
-two of these suffice unless a model has dimensions that nearly all of them divide."""
+"""Batch sizes to capture at. Smaller primes divide the dimensions of many models. The list is long enough that two fit
+nearly every model; where fewer do, the last two are taken, and the check by a second run decides."""
 
 _FORWARD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a forward may raise at a batch size that it was not written for."""
@@ -122,7 +122,7 @@ def _import_with_fixed_batch(task: _Import) -> Graph:
     except PhazeError:
         raise
     except Exception as error:
-        # A forward that asks for values may still be captured: torch.export guards what a plain run cannot.
+        # A forward that asks for values may still be captured: some ways of torch trace around the question.
         forward_error = error
         if not is_data_dependent(error):
             raise explain_failed_forward(name, loss_call, error) from error

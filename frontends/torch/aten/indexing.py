@@ -68,17 +68,20 @@ class _Indexed:
         self.result: Dims = (*rest[:start], *picked, *rest[start:])
 
     def result_shape(self) -> Shape:
+        """The shape of what is picked, or of the values that are placed."""
         sizes = {factor.name: factor.size for factor in self.factors}
         return tuple(sizes[dim.factors[0]] for dim in self.result)
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape:
+    """The shape that these shapes have together by numpy's rules."""
     rank = max(len(shape) for shape in shapes)
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     return tuple(max(sizes) for sizes in zip(*padded, strict=True))
 
 
 def _stretched(shape: Shape, dims: Dims, whole: Shape) -> Dims:
+    """The dimensions of a tensor that is stretched to `whole`, whose dimensions are `dims`."""
     start = len(dims) - len(shape)
     aligned = zip(shape, dims[start:], whole[start:], strict=True)
     return tuple(dim if size == full else Dim() for size, dim, full in aligned)
