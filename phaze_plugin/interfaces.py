@@ -1,5 +1,4 @@
-"""What the core asks of the outside: the shapes of frontends, targets, stage builders, prices, named models and
-worlds.
+"""What plugins implement: the protocols of frontends, targets, stage builders, op prices, named models and worlds.
 
 Plugins, built-in ones included, hand objects of these shapes to the hooks in `phaze.hooks`. None of them may import a
 framework before it is asked to do its work: `accepts` looks at type names and at what is already imported.

@@ -29,6 +29,9 @@ PUBLIC = [
     "search",
 ]
 MODULES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder))
+PACKAGES = sorted(module_name(path) for folder in ROOMS for path in source_files(folder) if path.stem == "__init__")
+SUB_ROOMS = {"phaze.place.search"}
+"""Rooms inside rooms, whose full name says what is searched; nobody imports them as `search`."""
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "compare": (lambda: phaze.compare(1, 2), TypeError, "expected two plans"),  # type: ignore[arg-type]
     "evaluate": (
@@ -69,6 +72,19 @@ def test_a_public_function_is_still_one_after_everything_was_imported(name: str)
 
 def test_no_module_has_the_name_of_a_public_name() -> None:
     assert {name.removeprefix("phaze.") for name in MODULES}.isdisjoint(PUBLIC)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_function_of_a_package_has_the_name_of_a_module_in_it(package: str) -> None:
+    """Importing the module would put it in the function's place."""
+    exported = importlib.import_module(package)
+    functions = [name for name in getattr(exported, "__all__", ()) if inspect.isfunction(getattr(exported, name))]
+    assert [name for name in functions if f"{package}.{name}" in MODULES] == []
+
+
+def test_no_module_anywhere_has_the_name_of_a_public_function() -> None:
+    named = {name for name in MODULES if name.rpartition(".")[2] in CALLS}
+    assert named <= SUB_ROOMS
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error_that_lists_those_that_do() -> None:
