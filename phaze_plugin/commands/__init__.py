@@ -11,6 +11,7 @@ from phaze.commands.explain_plan import explain_plan
 from phaze.commands.export_plan import export_plan
 from phaze.commands.import_model import import_model
 from phaze.commands.optimize_model import optimize_model
+from phaze.commands.schedule_layers import schedule_command
 from phaze.commands.search_designs import search_designs
 from phaze.commands.verify_plan import verify_plan
 
@@ -20,6 +21,7 @@ COMMANDS: tuple[Command, ...] = (
     import_model,
     chips,
     cost,
+    schedule_command,
     calibrate_chip,
     optimize_model,
     explain_plan,

@@ -34,6 +34,7 @@ import numpy as np
 from phaze.schedule.core_timeline import Placed, Step, give_cores, makespan, order_of_starts, retime
 from phaze.schedule.makespan_bounds import heavy_chains
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, ReducedProblem
+from phaze.tolerances import WHOLE_NUMBER
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -48,9 +49,6 @@ _FINE = 2.0**36
 
 More would make the bound tighter by less than a billionth, and bring sums of times near the 64 bits of CP-SAT.
 """
-
-_UNIT_TOLERANCE = 1e-9
-"""How far a scaled time may be from a whole number of units to count as one: the last digits of a scaled decimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +117,14 @@ def _unit(reduced: ReducedProblem, upper_s: float) -> float:
     for digits in range(_DIGITS + 1):
         scaled = times * 10.0**digits
         whole = np.round(scaled)
-        if scaled.max() < _FINE and (np.abs(scaled - whole) <= _UNIT_TOLERANCE).all() and (whole >= 1).all():
+        if scaled.max() < _FINE and (np.abs(scaled - whole) <= WHOLE_NUMBER).all() and (whole >= 1).all():
             return 10.0**-digits
     return upper_s / _FINE
 
 
 def _in_units(times: FloatArray, unit_s: float) -> list[int]:
     """Times in whole units, rounded down (but for the last digit of an exact decimal); -1 for infinite ones."""
-    return [int(np.floor(time / unit_s + _UNIT_TOLERANCE)) if np.isfinite(time) else -1 for time in times]
+    return [int(np.floor(time / unit_s + WHOLE_NUMBER)) if np.isfinite(time) else -1 for time in times]
 
 
 def _model(reduced: ReducedProblem, unit_s: float, incumbent: tuple[Placed, ...]) -> _Model:

@@ -40,11 +40,9 @@ from phaze.solvers import (
     WorkLimits,
     solve_linear,
 )
+from phaze.tolerances import SOLVER_GAP
 
 __all__ = ["MilpOutcome", "solve_milp"]
-
-SOLVER_TOLERANCE = 1e-5
-"""A relative gap up to this, under the status optimal, counts as none: linear solvers prove optima up to rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ def solve_milp(
         improved = retime(reduced, _steps(reduced, program, result.solution))
         best = min(improved, incumbent, key=makespan)
     bound_s = min(max(result.bound, 0.0) * unit_s, makespan(best))
-    if result.status is SolveStatus.OPTIMAL and relative_gap(makespan(best), bound_s) <= SOLVER_TOLERANCE:
+    if result.status is SolveStatus.OPTIMAL and relative_gap(makespan(best), bound_s) <= SOLVER_GAP:
         bound_s = makespan(best)  # the solver's proof, up to its own tolerance
     return MilpOutcome(placed=best, bound_s=bound_s, report=result.report)
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from phaze.schedule.scheduling_problem import SchedulingProblem
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["Schedule", "ScheduleStatus", "ScheduledJob", "infeasible_schedule", "status_of"]
-
-PROVEN_GAP = 1e-9
-"""A relative gap up to this counts as none: it is the last digits of floating point."""
 
 
 class ScheduleStatus(StrEnum):
@@ -93,9 +91,9 @@ def relative_gap(time_s: float, bound_s: float) -> float:
 def status_of(time_s: float, bound_s: float, gap: float) -> ScheduleStatus:
     """The status that a time and its bound deserve."""
     reached = relative_gap(time_s, bound_s)
-    if reached <= PROVEN_GAP:
+    if reached <= EQUAL_RESULTS:
         return ScheduleStatus.OPTIMAL
-    return ScheduleStatus.WITHIN_GAP if reached <= gap + PROVEN_GAP else ScheduleStatus.LIMIT
+    return ScheduleStatus.WITHIN_GAP if reached <= gap + EQUAL_RESULTS else ScheduleStatus.LIMIT
 
 
 def infeasible_schedule(problem: SchedulingProblem, reason: str, method: str) -> Schedule:

@@ -12,10 +12,9 @@ from itertools import combinations
 from phaze.errors import ScheduleError
 from phaze.schedule.proven_schedule import Schedule, ScheduledJob
 from phaze.schedule.scheduling_problem import Resource, SchedulingProblem
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["breaches", "verify_schedule"]
-
-_TOLERANCE = 1e-9
 
 
 def verify_schedule(schedule: Schedule) -> Schedule:
@@ -39,7 +38,7 @@ def breaches(schedule: Schedule) -> Iterator[str]:
     if numbers != list(range(len(problem.jobs))):
         yield f"ops are {numbers}, not each of 0..{len(problem.jobs) - 1} once and in order"
         return
-    slack = _TOLERANCE * max(schedule.makespan_s, 0.0) if math.isfinite(schedule.makespan_s) else 0.0
+    slack = EQUAL_RESULTS * max(schedule.makespan_s, 0.0) if math.isfinite(schedule.makespan_s) else 0.0
     yield from _interval_breaches(schedule, slack)
     yield from _precedence_breaches(schedule, slack)
     yield from _core_breaches(schedule)

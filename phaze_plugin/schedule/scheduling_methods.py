@@ -26,7 +26,6 @@ from phaze.schedule.list_scheduling import list_schedule
 from phaze.schedule.makespan_bounds import rates
 from phaze.schedule.paper_ilp import solve_milp
 from phaze.schedule.proven_schedule import (
-    PROVEN_GAP,
     Schedule,
     ScheduledJob,
     infeasible_schedule,
@@ -37,6 +36,7 @@ from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segme
 from phaze.schedule.schedule_check import verify_schedule
 from phaze.schedule.scheduling_problem import Resource, SchedulingProblem, infeasibility, topological_order
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain, WorkLimits
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["DEFAULT_WORK", "Method", "ScheduleCache", "schedule_layer"]
 
@@ -177,7 +177,7 @@ def _is_proven(problem: SchedulingProblem, parts: Sequence[_Segment], gap: float
     """Whether the layer's time, makespan or memory, is within the gap of its bound."""
     time_s = max(math.fsum(makespan(part.placed) for part in parts), problem.floor_s)
     bound_s = max(math.fsum(part.bound_s for part in parts), problem.floor_s)
-    return relative_gap(time_s, bound_s) <= gap + PROVEN_GAP
+    return relative_gap(time_s, bound_s) <= gap + EQUAL_RESULTS
 
 
 def _search_exactly(problem: SchedulingProblem, parts: list[_Segment], question: _Question) -> _Claim:

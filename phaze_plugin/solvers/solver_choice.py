@@ -26,6 +26,7 @@ from phaze.solvers.linear_problem import (
     WorkLimits,
 )
 from phaze.solvers.mathopt_solvers import highs, scip
+from phaze.tolerances import SOLVER_BREACH
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -34,9 +35,6 @@ __all__ = ["AUTOMATIC_SOLVERS", "BUILT_IN_SOLVERS", "SolverChain", "choose_solve
 
 BUILT_IN_SOLVERS: tuple[LinearSolver, ...] = (highs, scip, cp_sat, gurobi)
 """The solvers that come with Phaze. Gurobi, which needs a licence, runs only when it is asked for by name."""
-
-ROW_TOLERANCE = 1e-5
-"""The largest relative breach of a row that a solution may have: ten times what the solvers promise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +114,10 @@ def _checked(problem: LinearProblem, result: LinearResult) -> LinearResult:
     solution = np.clip(result.solution, problem.lower, problem.upper)
     solution[problem.is_integer] = np.round(solution[problem.is_integer])
     breach = problem.violation(solution)
-    if breach > ROW_TOLERANCE:
+    if breach > SOLVER_BREACH:
         raise SolverError(
             f"{result.report.solver} answered {problem.name!r} with a solution that breaks a row by {breach:.2g} "
-            f"(relative; at most {ROW_TOLERANCE:g} is accepted). Scale the problem, or choose another solver."
+            f"(relative; at most {SOLVER_BREACH:g} is accepted). Scale the problem, or choose another solver."
         )
     solution.setflags(write=False)
     objective = problem.objective_at(solution)

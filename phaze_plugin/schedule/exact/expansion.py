@@ -20,11 +20,9 @@ import numpy as np
 from phaze.schedule.exact.partial_schedules import PartialSchedules
 from phaze.schedule.exact.search_tables import SearchTables
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray
+from phaze.tolerances import NOTHING_LEFT
 
 __all__ = ["Extensions", "extend_schedules", "possible_extensions"]
-
-_START_TOLERANCE = 1e-12
-"""A start this much before a time counts as at that time; in units of the incumbent's makespan, for rounded sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -296,7 +294,7 @@ def _block_bound(tables: SearchTables, schedules: PartialSchedules) -> FloatArra
         return schedules.bound
     held_until = np.maximum(schedules.held.max(axis=0), schedules.clock)
     start = _one_core_starts(tables, schedules)
-    is_late = ~schedules.started & (start >= held_until - _START_TOLERANCE)
+    is_late = ~schedules.started & (start >= held_until - NOTHING_LEFT)
     rows = tables.core_rows
     late = held_until + (tables.worth[rows] @ (is_late & ~tables.reduced.is_off_core[:, None])).max(axis=0)
     way = np.where(schedules.started, 0.0, np.minimum(start, held_until) + tables.tail[:, None]).max(axis=0)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phaze.schedule.exact.search_tables import SearchTables
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray
+from phaze.tolerances import EQUAL_STATES
 
 __all__ = ["PartialSchedules", "empty_schedule", "undominated"]
 
@@ -21,12 +22,6 @@ _COMPARED = 24
 """With how many neighbours, in the order of lateness, each partial schedule is compared.
 
 More comparisons drop more partial schedules and take longer; the search stays exact with any number.
-"""
-
-_LATENESS_TOLERANCE = 1e-13
-"""Times that differ by less than this count as equal; in units of the incumbent's makespan.
-
-It absorbs the rounding of sums, and is far below the relative gaps that are proven.
 """
 
 
@@ -94,7 +89,7 @@ def undominated(tables: SearchTables, schedules: PartialSchedules) -> IntArray:
         if not pairs.size:
             break
         pairs = pairs[~is_dominated[pairs + distance]]
-        is_worse = (lateness[pairs] <= lateness[pairs + distance] + _LATENESS_TOLERANCE).all(axis=1)
+        is_worse = (lateness[pairs] <= lateness[pairs + distance] + EQUAL_STATES).all(axis=1)
         is_dominated[pairs[is_worse] + distance] = True
     return order[~is_dominated]
 

@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from phaze.schedule.list_scheduling import tails
 from phaze.schedule.makespan_bounds import rates
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["SearchTables", "make_tables"]
 
 WORD = 64
 """Jobs whose bits fit one unsigned integer of a set of started jobs."""
-
-_FULL_WEIGHT = 1.0 - 1e-9
-"""From this weight on a row lies on the cores alone: weights such as three thirds may add up to just below 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +55,7 @@ class SearchTables:
     @property
     def core_rows(self) -> BoolArray:
         """Rows whose whole weight lies on the cores."""
-        return self.clock_weight >= _FULL_WEIGHT
+        return self.clock_weight >= 1.0 - EQUAL_RESULTS  # weights such as three thirds add up to just below 1
 
 
 def make_tables(reduced: ReducedProblem, unit_s: float) -> SearchTables:

@@ -18,6 +18,7 @@ from phaze.schedule.exact.expansion import Extensions, extend_schedules, possibl
 from phaze.schedule.exact.partial_schedules import PartialSchedules, empty_schedule, undominated
 from phaze.schedule.exact.search_tables import SearchTables, make_tables
 from phaze.schedule.reduced_problem import ReducedProblem
+from phaze.tolerances import SHORTER_SCHEDULE
 
 __all__ = ["SearchOutcome", "search_exact"]
 
@@ -26,9 +27,6 @@ _FIRST_WIDTH = 60
 
 _WIDER = 8
 """How many times wider each pass is than the one before: the passes before the last cost little in comparison."""
-
-_IMPROVEMENT = 1e-10
-"""A schedule counts as better if it is shorter by more than this share: less is the rounding of sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +75,8 @@ def search_exact(
     bound, best = float(tables.worth.sum(axis=1).max()), 1.0
     spent, width = 0, _FIRST_WIDTH
     while best * unit_s > enough_s and spent < work:
-        target = best - max(gap * best + spare_s / unit_s, _IMPROVEMENT)
-        if bound >= target - _IMPROVEMENT:
+        target = best - max(gap * best + spare_s / unit_s, SHORTER_SCHEDULE)
+        if bound >= target - SHORTER_SCHEDULE:
             break
         outcome = _run_pass(tables, target, width, work - spent)
         spent += outcome.work

@@ -1,0 +1,291 @@
+"""`phaze schedule`: one layer's operators on the cores of an accelerator, as a Gantt chart with a proven bound.
+
+Without `--layer` every distinct layer of the model gets a line; with it one layer is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+    from phaze.ir import Graph, Layer
+    from phaze.profile.layer_passes import ProfileOptions
+    from phaze.schedule import Method, Schedule
+    from phaze.shard import Axis, ShardedLayer, ShardedModel
+    from phaze.solvers import SolverChain
+
+__all__ = ["schedule_command"]
+
+_PHASES = ("forward", "backward")
+_METHODS = "auto, exact, cp-sat, milp or list"
+
+_SOLVER_WORK = 5.0
+"""Work after which `cp-sat` and `milp` keep the gap that they have: roughly seconds, on HiGHS ten times as many.
+
+Without it the paper's program can run for hours on a backward pass of 30 operators.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerSchedule:
+    """One distinct layer, how often it occurs, and the schedule of one of its passes."""
+
+    layer: Layer
+    count: int
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inquiry:
+    """How the layers of the model are scheduled."""
+
+    phase: str
+    method: Method
+    solver: SolverChain | None
+    gap: float
+    options: ProfileOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlicedModel:
+    """The model in the types of its precision, and the layouts of its layers over the tensor-parallel devices."""
+
+    graph: Graph
+    axis: Axis
+    sharded: ShardedModel | None  # None: each layer is whole on one device
+
+    def sharded_layer(self, layer: Layer) -> ShardedLayer:
+        """One layer as it lies on its devices."""
+        from phaze.shard import LayerTask, unsharded
+
+        if self.sharded is None:
+            return unsharded(LayerTask(graph=self.graph, layer=layer, axis=self.axis))
+        return self.sharded.layers[layer.index]
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a known model's name, or the path of a model or graph")
+    parser.add_argument(
+        "--chip", required=True, metavar="NAME", help="an accelerator's name (phaze chips) or JSON file"
+    )
+    parser.add_argument("--layer", metavar="NAME", help="the layer to draw (none: a line for each distinct layer)")
+    parser.add_argument("--phase", choices=_PHASES, default=_PHASES[0], help=f"the pass to show (default {_PHASES[0]})")
+    parser.add_argument(
+        "--tp", type=positive_integer, default=1, metavar="N", help="devices that share a layer (default 1)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
+    )
+    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
+    parser.add_argument("--method", default="auto", metavar="NAME", help=f"{_METHODS} (default auto)")
+    parser.add_argument(
+        "--solver", metavar="NAME", help="run the paper's integer program on highs, scip, gurobi or a plugin's solver"
+    )
+    parser.add_argument(
+        "--gap", type=gap, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write the layer's schedule as a Chrome trace")
+    add_json_option(parser)
+
+
+def gap(text: str) -> float:
+    """An argument's type: a number of at least 0 and less than 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise ArgumentTypeError(f"{text!r} is not a gap; expected at least 0 and less than 1, such as 0.01")
+    return value
+
+
+def run(arguments: Namespace, console: Console) -> int:
+    """Schedule one layer or all distinct ones, and show what came out."""
+    from phaze.hooks import PluginManager
+
+    plugins = PluginManager.load()
+    inquiry = _inquiry(arguments, plugins)
+    model = _sliced_model(arguments, plugins)
+    if arguments.layer is not None:
+        chosen = _schedule(model, _find_layer(model.graph, arguments.layer), inquiry)
+        if arguments.trace is not None:
+            _write_trace(chosen.schedule, Path(arguments.trace))
+        title = _title(model, inquiry.phase)
+        show(console, arguments, _document(chosen) | {"title": title}, *_chart(chosen, title, arguments.trace))
+        return ExitCode.FINE
+    schedules = [_schedule(model, layer, inquiry) for layer in model.graph.distinct_layers]
+    title = _title(model, inquiry.phase)
+    document = {"title": title, "layers": [_document(scheduled) for scheduled in schedules]}
+    show(console, arguments, document, *_table(schedules, title))
+    return ExitCode.FINE
+
+
+def _inquiry(arguments: Namespace, plugins: PluginManager) -> _Inquiry:
+    """The options that say how to schedule; ScheduleError and UnknownNameError on what cannot be."""
+    from phaze.cost import plugin_prices
+    from phaze.errors import ScheduleError, UnknownNameError
+    from phaze.profile.layer_passes import ProfileOptions
+    from phaze.schedule import Method
+    from phaze.solvers import choose_solver
+
+    if arguments.method not in list(Method):
+        raise UnknownNameError("scheduling method", arguments.method, list(Method))
+    method = Method(arguments.method)
+    if arguments.solver is not None and method not in (Method.AUTO, Method.MILP):
+        raise ScheduleError(f"--solver goes with the methods auto and milp; {method.value} uses no linear solver.")
+    if arguments.trace is not None and arguments.layer is None:
+        raise ScheduleError("--trace writes the schedule of one layer: name it with --layer.")
+    return _Inquiry(
+        phase=arguments.phase,
+        method=method,
+        solver=None if arguments.solver is None else choose_solver(arguments.solver, plugins),
+        gap=arguments.gap,
+        options=ProfileOptions(prices=plugin_prices(plugins)),
+    )
+
+
+def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
+    """Import, cast and slice the model."""
+    from phaze.cost import calibration_of
+    from phaze.hardware import cast_graph, parse_cluster, precision_recipe
+    from phaze.model_import import import_graph
+    from phaze.shard import Axis, shard_model
+
+    cluster = parse_cluster(f"{arguments.chip}:{arguments.tp}", plugins)
+    recipe = precision_recipe(arguments.precision)
+    options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
+    graph = import_graph(arguments.model, **options).with_backward()
+    if arguments.micro_batch is not None:
+        graph = graph.with_micro_batch(arguments.micro_batch)
+    axis = Axis(cluster, arguments.tp, calibration_of(cluster.accelerator))
+    graph = cast_graph(graph, recipe)
+    return _SlicedModel(graph=graph, axis=axis, sharded=shard_model(graph, axis) if arguments.tp > 1 else None)
+
+
+def _find_layer(graph: Graph, name: str) -> Layer:
+    """The first layer of that name; UnknownNameError lists the distinct ones."""
+    from phaze.errors import UnknownNameError
+
+    for layer in graph.layers:
+        if layer.name == name:
+            return layer
+    raise UnknownNameError("layer", name, [layer.name for layer in graph.distinct_layers])
+
+
+def _schedule(model: _SlicedModel, layer: Layer, inquiry: _Inquiry) -> _LayerSchedule:
+    """Slice, price and schedule one pass of one layer."""
+    from phaze.ir.layers import single_layer
+    from phaze.profile.layer_passes import priced_pass
+    from phaze.schedule import Method, schedule_layer
+    from phaze.shard import slice_layer
+
+    sharded = model.sharded_layer(layer)
+    local = slice_layer(sharded)
+    passes = single_layer(local)
+    ops = passes.forward if inquiry.phase == "forward" else passes.backward
+    problem = priced_pass(sharded, local, ops, inquiry.options).problem()
+    schedule = schedule_layer(
+        replace(problem, name=layer.name),
+        gap=inquiry.gap,
+        work=_SOLVER_WORK if inquiry.method in (Method.CP_SAT, Method.MILP) else None,
+        method=inquiry.method,
+        solver=inquiry.solver,
+    )
+    counts = Counter(each.key for each in model.graph.layers)
+    return _LayerSchedule(layer=layer, count=counts[layer.key], schedule=schedule)
+
+
+def _title(model: _SlicedModel, phase: str) -> str:
+    chip, graph = model.axis.cluster.accelerator, model.graph
+    shared = f", tp {model.axis.width}" if model.axis.width > 1 else ""
+    return f"{graph.name} on {chip.name}, {phase}, microbatch {graph.micro_batch_size}{shared}"
+
+
+def _table(schedules: list[_LayerSchedule], title: str) -> Iterator[RenderableType]:
+    """A line for each distinct layer, and how to see one of them."""
+    columns = ["layer", ">count", ">ops", ">makespan", ">memory", ">time", ">bound", ">gap", "method"]
+    yield plain_table(columns, [_cells(scheduled) for scheduled in schedules], title=title)
+    often = max(schedules, key=lambda scheduled: scheduled.count)
+    yield f'\nadd --layer "{often.layer.name}" to see the schedule of one of them.'
+
+
+def _cells(scheduled: _LayerSchedule) -> tuple[str, ...]:
+    from phaze.schedule import format_seconds
+
+    schedule = scheduled.schedule
+    times = (schedule.makespan_s, schedule.problem.floor_s, schedule.time_s, schedule.time_bound_s)
+    return (
+        scheduled.layer.name,
+        str(scheduled.count),
+        str(len(schedule.problem.jobs)),
+        *(format_seconds(seconds) for seconds in times),
+        f"{schedule.gap:.2%}",
+        schedule.method if schedule.is_feasible else schedule.report,
+    )
+
+
+def _chart(scheduled: _LayerSchedule, title: str, trace: str | None) -> Iterator[RenderableType]:
+    """The Gantt chart with what is proven."""
+    from phaze.schedule import format_gantt, format_seconds
+
+    schedule = scheduled.schedule
+    yield f"{title}; {scheduled.layer.name} (one of {scheduled.count} such layers)\n"
+    yield format_gantt(schedule)
+    yield (
+        f"makespan {format_seconds(schedule.makespan_s)}, bound {format_seconds(schedule.bound_s)}; memory needs "
+        f"{format_seconds(schedule.problem.floor_s)}, so the layer takes {format_seconds(schedule.time_s)}, at most "
+        f"{schedule.gap:.2%} over the least possible."
+    )
+    if schedule.report:
+        yield f"solver: {schedule.report}."
+    if trace is not None:
+        yield f"trace written to {trace}; chrome://tracing and ui.perfetto.dev show it."
+
+
+def _write_trace(schedule: Schedule, path: Path) -> None:
+    from phaze.schedule import chrome_trace
+
+    path.write_text(json.dumps(chrome_trace(schedule)), encoding="utf-8")
+
+
+def _document(scheduled: _LayerSchedule) -> dict[str, object]:
+    """Everything about one schedule for machines; times of what cannot run are null."""
+    from phaze.schedule import utilization
+
+    schedule = scheduled.schedule
+    jobs = zip(schedule.problem.jobs, schedule.problem.resources, schedule.jobs, strict=False)
+    times = {"makespan_s": schedule.makespan_s, "bound_s": schedule.bound_s, "time_s": schedule.time_s}
+    times |= {"time_bound_s": schedule.time_bound_s, "gap": schedule.gap}
+    return {
+        "layer": scheduled.layer.name,
+        "count": scheduled.count,
+        "status": schedule.status.value,
+        "method": schedule.method,
+        "report": schedule.report,
+        "memory_s": schedule.problem.floor_s,
+        **(times if schedule.is_feasible else dict.fromkeys(times)),
+        "utilization": {resource.value: asdict(share) for resource, share in utilization(schedule).items()},
+        "jobs": [{"name": job.name, "resource": resource.value} | asdict(entry) for job, resource, entry in jobs],
+    }
+
+
+schedule_command = Command(
+    name="schedule",
+    group=CommandGroup.HARDWARE,
+    summary="show one layer's operators on an accelerator's cores, with the proven bound",
+    configure=configure,
+    run=run,
+)
