@@ -67,10 +67,10 @@ class _SlicedModel:
 
     def sharded_layer(self, layer: Layer) -> ShardedLayer:
         """One layer as it lies on its devices."""
-        from phaze.shard import LayerTask, unsharded
+        from phaze.shard import ShardingProblem, unsharded
 
         if self.sharded is None:
-            return unsharded(LayerTask(graph=self.graph, layer=layer, axis=self.axis))
+            return unsharded(ShardingProblem(graph=self.graph, layer=layer, axis=self.axis))
         return self.sharded.layers[layer.index]
 
 
@@ -162,17 +162,21 @@ def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     from phaze.cost import calibration_of
     from phaze.hardware import cast_graph, parse_cluster, precision_recipe
     from phaze.model_import import import_graph
-    from phaze.shard import Axis, shard_model
+    from phaze.shard import Axis, ShardOptions, shard_model
+    from phaze.solvers import choose_solver
 
     cluster = parse_cluster(f"{arguments.chip}:{arguments.tp}", plugins)
     recipe = precision_recipe(arguments.precision)
-    options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
-    graph = import_graph(arguments.model, **options).with_backward()
+    lengths = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
+    graph = import_graph(arguments.model, **lengths).with_backward()
     if arguments.micro_batch is not None:
         graph = graph.with_micro_batch(arguments.micro_batch)
     axis = Axis(cluster, arguments.tp, calibration_of(cluster.accelerator))
     graph = cast_graph(graph, recipe)
-    return _SlicedModel(graph=graph, axis=axis, sharded=shard_model(graph, axis) if arguments.tp > 1 else None)
+    if arguments.tp == 1:
+        return _SlicedModel(graph=graph, axis=axis, sharded=None)
+    options = ShardOptions(solver=choose_solver(arguments.solver, plugins))
+    return _SlicedModel(graph=graph, axis=axis, sharded=shard_model(graph, axis, options))
 
 
 def _find_layer(graph: Graph, name: str) -> Layer:
@@ -210,7 +214,7 @@ def _schedule(model: _SlicedModel, layer: Layer, inquiry: _Inquiry) -> _LayerSch
 
 def _title(model: _SlicedModel, phase: str) -> str:
     chip, graph = model.axis.cluster.accelerator, model.graph
-    shared = f", tp {model.axis.width}" if model.axis.width > 1 else ""
+    shared = f", tp {model.axis.tp}" if model.axis.tp > 1 else ""
     return f"{graph.name} on {chip.name}, {phase}, microbatch {graph.micro_batch_size}{shared}"
 
 
