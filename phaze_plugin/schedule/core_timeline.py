@@ -1,4 +1,4 @@
-"""Cores and the link as they fill up: place jobs one after another, each as early as what came before allows."""
+"""When each core and the link is free as jobs are placed one after another, and which core each job gets."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Cores:
         else:
             return -1
         best, chosen = -math.inf, -1
-        for core, at in enumerate(free):
-            if best < at <= ready_s:
-                best, chosen = at, core
+        for core, free_s in enumerate(free):
+            if best < free_s <= ready_s:
+                best, chosen = free_s, core
         return chosen if chosen >= 0 else min(range(len(free)), key=free.__getitem__)
 
     def hold(self, job: int, core: int, end_s: float, *, is_spread: bool) -> None:
@@ -102,7 +102,7 @@ def retime(reduced: ReducedProblem, steps: Sequence[Step]) -> tuple[Placed, ...]
     placed = []
     for step in steps:
         job = step.position
-        ready = max((ended[other] for other in before[job]), default=0.0)
+        ready = max((ended[earlier] for earlier in before[job]), default=0.0)
         start = cores.spread_start(job, ready) if step.is_spread else cores.start_on(job, ready, step.core)
         ended[job] = start + (spread[job] if step.is_spread else latency[job])
         cores.hold(job, step.core, ended[job], is_spread=step.is_spread)
@@ -115,7 +115,7 @@ def order_of_starts(reduced: ReducedProblem, start: Sequence[float]) -> list[int
     waiting = reduced.is_edge.sum(axis=0).tolist()
     eligible, order = [job for job, count in enumerate(waiting) if count == 0], []
     while eligible:
-        job = min(eligible, key=lambda at: (start[at], at))
+        job = min(eligible, key=lambda candidate: (start[candidate], candidate))
         eligible.remove(job)
         order.append(job)
         for later in np.flatnonzero(reduced.is_edge[job]).tolist():
@@ -139,7 +139,7 @@ def give_cores(reduced: ReducedProblem, order: Sequence[tuple[int, bool]]) -> li
     cores, ended, steps = Cores(reduced), [0.0] * reduced.count, []
     before = [np.flatnonzero(column).tolist() for column in reduced.is_edge.T]
     for job, is_spread in order:
-        ready = max((ended[other] for other in before[job]), default=0.0)
+        ready = max((ended[earlier] for earlier in before[job]), default=0.0)
         core = -1 if is_spread else cores.best_core(job, ready)
         start = cores.spread_start(job, ready) if is_spread else cores.start_on(job, ready, core)
         ended[job] = start + float((reduced.spread_s if is_spread else reduced.latency_s)[job])

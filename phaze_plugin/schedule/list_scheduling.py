@@ -1,8 +1,9 @@
-"""A quick good schedule: jobs are placed one by one, spread or on one core by a rule; the best of several rules counts.
+"""List scheduling: a quick, good schedule without a proof, which every other method starts from.
 
-A rule spreads the jobs whose spread time is at most a given share of their latency. Each rule is tried with two orders:
-the job that can start first, or the job with the longest way to the end. Ops are appended: a job starts no earlier than
-its predecessors' ends and the last end on its cores.
+Jobs are placed one after another, each as early as its predecessors and what was placed before it on its cores allow. A
+rule decides which jobs are spread: those whose spread time is at most a given share of their one-core latency. Each
+rule is tried with two orders, the job that can start first or the job with the longest way to the end, and the shortest
+of all these schedules counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from phaze.schedule.reduced_problem import FloatArray, ReducedProblem
 __all__ = ["list_schedule", "place_in_order", "tails"]
 
 _SHARES = (0.0, 0.1, 0.3, 0.55, 0.7, 0.9, 1.0)
+"""Shares of spread time to latency up to which jobs are spread; more of them find better schedules and take longer."""
 
 
 def list_schedule(reduced: ReducedProblem) -> tuple[Placed, ...]:
@@ -73,13 +75,13 @@ def _next_job(
     priority: Sequence[float],
     is_first_come: bool,
 ) -> tuple[float, int, int]:
-    """The start, core and job to place next."""
+    """The start, core and job to place next: the first that can start, or the one of the highest priority."""
     if not is_first_come:
         eligible = [max(eligible, key=lambda job: (priority[job], -job))]
-    found = []
+    candidates = []
     for job in eligible:
         core = -1 if spread[job] else cores.best_core(job, ready_s[job])
         start = cores.spread_start(job, ready_s[job]) if spread[job] else cores.start_on(job, ready_s[job], core)
-        found.append((start, -priority[job], job, core))
-    start, _, job, core = min(found)
+        candidates.append((start, -priority[job], job, core))
+    start, _, job, core = min(candidates)  # of equal starts the highest priority
     return start, core, job

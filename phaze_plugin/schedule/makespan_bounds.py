@@ -31,10 +31,13 @@ from numpy.typing import ArrayLike
 
 from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem, reduce_problem, segments
 from phaze.schedule.scheduling_problem import SchedulingProblem
+from phaze.tolerances import NOTHING_LEFT
 
 __all__ = ["Rates", "lower_bounds", "rates"]
 
-# columns: w_tensor, w_vector, w_chain, w_link, w_path
+_TENSOR, _VECTOR, _CHAIN, _LINK, _PATH = range(5)
+"""The columns of a row of weights: w_tensor, w_vector, w_chain, w_link, w_path."""
+
 _EXCLUSIVE = np.array(
     [
         (0, 0, 1, 0, 0),
@@ -50,7 +53,14 @@ _EXCLUSIVE = np.array(
         (1 / 2, 1 / 2, 0, 0, 0),
     ]
 )
+"""Rows of weights for exclusive spreading: chains and each resource alone, then mixtures of them.
+
+More rows give tighter bounds and take longer.
+"""
+
 _BATCH_ROWS = 6
+"""How many of these rows serve for thousands of accelerators at once: the first ones seldom fail to be the best."""
+
 _SHARED = np.array(
     [
         (1, 0, 0, 0, 0),
@@ -61,6 +71,8 @@ _SHARED = np.array(
         (1 / 3, 1 / 3, 0, 0, 1 / 3),
     ]
 )
+"""Rows of weights where a spread job excludes only jobs of its own resource."""
+
 _OFF_CORE = np.array(
     [
         (0, 0, 0, 1, 0),
@@ -71,18 +83,41 @@ _OFF_CORE = np.array(
         (0, 0, 1 / 2, 1 / 2, 0),
     ]
 )
-_TINY = 1e-12
+"""Rows that are added where some job holds no core."""
+
+_SHARED_OFF_CORE_ROWS = 2
+"""How many of these rows are added without exclusive spreading, where chains (rule 2) have no weight."""
+
 _BLOCK = 512
-_TYPICAL = 4  # accelerators of the batch, from few to many cores, whose heaviest chains serve for all
+"""Accelerators that are bounded together: so many that numpy's calls cost little, so few that a cache holds them."""
+
+_TYPICAL = 4
+"""Accelerators of a batch, from few to many cores, whose heaviest chains serve for all: finding chains is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rates:
     """Rows of valid weights (see the module's docstring) and the rates that follow from them."""
 
-    weights: FloatArray  # [row, 5]
+    weights: FloatArray  # [row, column]: see the columns above
     one_core: FloatArray  # u [row, job]
     worth_s: FloatArray  # z [row, job]
+
+    @property
+    def core_weight(self) -> FloatArray:
+        """For each row the weight that lies on the cores: on work and on chains."""
+        weight: FloatArray = self.weights[:, _TENSOR : _CHAIN + 1].sum(axis=1)
+        return weight
+
+    @property
+    def link_weight(self) -> FloatArray:
+        """For each row the weight that lies on the link."""
+        return self.weights[:, _LINK]
+
+    @property
+    def path_weight(self) -> FloatArray:
+        """For each row the weight that lies on paths, which count every job."""
+        return self.weights[:, _PATH]
 
     @property
     def bounds_s(self) -> FloatArray:
@@ -96,8 +131,9 @@ def rates(reduced: ReducedProblem) -> Rates:
     weights = weight_rows(reduced)
     times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
     cores = (np.array([reduced.tensor_cores]), np.array([reduced.vector_cores]))
-    found = heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores)
-    chains = _chain_rows(found, reduced.count)
+    chains = _chain_rows(
+        heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores), reduced.count
+    )
     filled = [_rates(reduced, row, *times, *cores, chains) for row in weights]
     one_core, worth = (np.concatenate([pair[side] for pair in filled]) for side in (0, 1))
     return Rates(weights=weights, one_core=one_core, worth_s=worth)
@@ -107,7 +143,7 @@ def weight_rows(reduced: ReducedProblem, *, is_batch: bool = False) -> FloatArra
     """The weights that can matter for this kind of problem; for a batch only those that seldom fail."""
     rows = [(_EXCLUSIVE[:_BATCH_ROWS] if is_batch else _EXCLUSIVE) if reduced.is_exclusive else _SHARED]
     if reduced.has_off_core:
-        rows.append(_OFF_CORE if reduced.is_exclusive else _OFF_CORE[:2])
+        rows.append(_OFF_CORE if reduced.is_exclusive else _OFF_CORE[:_SHARED_OFF_CORE_ROWS])
     return np.concatenate(rows).astype(np.float64)
 
 
@@ -138,10 +174,10 @@ def lower_bounds(
     bound = np.zeros(len(latency))
     usable = np.flatnonzero(~cannot)
     for part in segments(whole):
-        one, many = latency[usable][:, part.index], spread[usable][:, part.index]
-        many = np.where(part.is_off_core | (many >= one), np.inf, many)
+        one_core_s, spread_over_s = latency[usable][:, part.index], spread[usable][:, part.index]
+        spread_over_s = np.where(part.is_off_core | (spread_over_s >= one_core_s), np.inf, spread_over_s)
         bounds_of = _segment_bounds if is_tight else _work_and_path
-        bound[usable] += bounds_of(part, one, many, cores[0][usable], cores[1][usable])
+        bound[usable] += bounds_of(part, one_core_s, spread_over_s, cores[0][usable], cores[1][usable])
     bound[cannot] = np.inf
     return np.maximum(bound, floor)
 
@@ -155,26 +191,27 @@ def _segment_bounds(
         return alone
     typical = np.unique(np.linspace(0, len(latency) - 1, _TYPICAL).astype(int))
     chosen = np.argsort(tensor * vector, kind="stable")[typical]
-    found: set[tuple[int, ...]] = set()
-    for at in chosen:
-        found |= heavy_chains(part, latency[at], spread[at], int(tensor[at]))
-    chains, one_by_one = _chain_rows(found, part.count), np.minimum(latency, spread).sum(axis=1)
+    heavy: set[tuple[int, ...]] = set()
+    for accelerator in chosen:
+        heavy |= heavy_chains(part, latency[accelerator], spread[accelerator], int(tensor[accelerator]))
+    chains, one_by_one = _chain_rows(heavy, part.count), np.minimum(latency, spread).sum(axis=1)
     bound = np.zeros(len(latency))
     for first in range(0, len(latency), _BLOCK):
-        at = np.arange(first, min(first + _BLOCK, len(latency)))
+        block = np.arange(first, min(first + _BLOCK, len(latency)))
         for weights in weight_rows(part, is_batch=True):
-            _, worth = _rates(part, weights, latency[at], spread[at], tensor[at], vector[at], chains)
-            bound[at] = np.maximum(bound[at], worth.sum(axis=1))
-            at = at[bound[at] < one_by_one[at] * (1.0 - _TINY)]
+            _, worth = _rates(part, weights, latency[block], spread[block], tensor[block], vector[block], chains)
+            bound[block] = np.maximum(bound[block], worth.sum(axis=1))
+            # where the jobs one after another take no longer than the bound, no other row can raise it
+            block = block[bound[block] < one_by_one[block] * (1.0 - NOTHING_LEFT)]
     return bound
 
 
 def _work_and_path(
     part: ReducedProblem, latency: FloatArray, spread: FloatArray, tensor: IntArray, vector: IntArray
 ) -> FloatArray:
-    """The work bounds, equally weighted and apart, and the longest path of shortest times."""
+    """The quick bounds: of work, on each resource and on both, and the longest path of shortest times."""
     none = np.zeros((0, part.count), np.bool_)
-    rows = [row for row in weight_rows(part) if row[2] == row[4] == 0.0]
+    rows = [row for row in weight_rows(part) if row[_CHAIN] == row[_PATH] == 0.0]
     worth = [_rates(part, row, latency, spread, tensor, vector, none)[1].sum(axis=1) for row in rows]
     ended = np.minimum(latency, spread).T.copy()
     for job in range(part.count):
@@ -225,24 +262,25 @@ def _fill(
     ratio = spread_s / np.where(latency > 0.0, latency, 1.0)
     missing = np.where(np.isinf(spread), np.inf, spreading * ratio - one_core)
     if grows_spread:  # saturation comes later: (u + d) l = (v + d) s
-        missing /= np.maximum(1.0 - ratio, _TINY)
+        missing /= np.maximum(1.0 - ratio, NOTHING_LEFT)
     weights, chain_rows = chains.T.astype(np.float64), chains.astype(np.float64)
     after_s = spread_s if grows_spread else np.zeros_like(latency)
-    at, left, given = np.arange(len(latency)), np.full(len(latency), total), np.zeros_like(latency)
-    while at.size:
-        is_open = missing > _TINY
+    # accelerators whose weight is all given leave the arrays, and `active` says which ones are left
+    active, left, given = np.arange(len(latency)), np.full(len(latency), total), np.zeros_like(latency)
+    while active.size:
+        is_open = missing > NOTHING_LEFT
         rate = np.where(is_open, latency, after_s) @ weights
         pick = rate.argmax(axis=1)
         share = np.where(chains[pick] & is_open, missing, np.inf).min(axis=1)
         np.minimum(share, left, out=share)
-        share[rate[np.arange(len(at)), pick] <= 0.0] = 0.0
+        share[rate[np.arange(len(active)), pick] <= 0.0] = 0.0
         added = share[:, None] * chain_rows[pick]
-        given[at] += added
+        given[active] += added
         missing -= added
         left -= share
-        goes_on = (share > 0.0) & (left > _TINY)
+        goes_on = (share > 0.0) & (left > NOTHING_LEFT)
         if not goes_on.all():
-            at, left, missing = at[goes_on], left[goes_on], missing[goes_on]
+            active, left, missing = active[goes_on], left[goes_on], missing[goes_on]
             latency, after_s = latency[goes_on], after_s[goes_on]
     one_core += given
     if grows_spread:
@@ -257,24 +295,24 @@ def heavy_chains(
     What counts is every job, tensor jobs, vector jobs, or every job while half of the weight lies on the tensor cores.
     """
     after = [np.flatnonzero(row).tolist() for row in reduced.is_edge]
-    found: set[tuple[int, ...]] = set()
+    heavy: set[tuple[int, ...]] = set()
     everything, needed = np.ones(reduced.count, np.bool_), np.minimum(spread / np.where(latency > 0, latency, 1.0), 1.0)
     halved = needed - 0.5 * reduced.uses_tensor / max(tensor_cores, 1)
     cases = ((everything, needed), (reduced.uses_tensor, needed), (reduced.uses_vector, needed), (everything, halved))
     for kept, wanted in cases:
         weight, missing = np.where(kept, latency, 0.0).tolist(), wanted.tolist()
         left = 1.0
-        while left > _TINY:
-            chain = _heaviest([w if m > _TINY else 0.0 for w, m in zip(weight, missing, strict=True)], after)
-            open_ = [job for job in chain if missing[job] > _TINY and weight[job] > 0.0]
+        while left > NOTHING_LEFT:
+            chain = _heaviest([w if m > NOTHING_LEFT else 0.0 for w, m in zip(weight, missing, strict=True)], after)
+            open_ = [job for job in chain if missing[job] > NOTHING_LEFT and weight[job] > 0.0]
             if not open_:
                 break
-            found.add(tuple(chain))
+            heavy.add(tuple(chain))
             share = min(left, *(missing[job] for job in open_))
             left -= share
             for job in chain:
                 missing[job] -= share
-    return found
+    return heavy
 
 
 def _heaviest(weight: list[float], after: list[list[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The problem as arrays, with what cannot matter removed, cut into independent segments.
+"""The scheduling problem as arrays, without what cannot matter, and cut into independent segments.
 
 Ops that take no time only pass precedence on: they leave the problem, and their predecessors are tied to their
 successors. Where every job of a set precedes every other job, nothing overlaps the cut: the two sides are independent
@@ -115,13 +115,14 @@ def reduce_problem(problem: SchedulingProblem, takes_time: BoolArray | None = No
 
 
 def _closure(problem: SchedulingProblem, order: IntArray) -> BoolArray:
+    """[i, j]: whether the job at place i of the order precedes the one at place j, directly or not."""
     position = {int(job): place for place, job in enumerate(order)}
     before = np.zeros((len(order), len(order)), np.bool_)
     for place, job in enumerate(order):
         for earlier in problem.predecessors[job]:
-            at = position[earlier]
-            before[:, place] |= before[:, at]
-            before[at, place] = True
+            earlier_place = position[earlier]
+            before[:, place] |= before[:, earlier_place]
+            before[earlier_place, place] = True
     return before
 
 

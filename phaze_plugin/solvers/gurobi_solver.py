@@ -130,13 +130,13 @@ def _fill_model(problem: LinearProblem, model: Any) -> list[Any]:
 def _status(model: Any) -> SolveStatus:
     from gurobipy import GRB
 
-    found = {
+    statuses = {
         GRB.OPTIMAL: SolveStatus.OPTIMAL,
         GRB.INFEASIBLE: SolveStatus.INFEASIBLE,
         GRB.UNBOUNDED: SolveStatus.UNBOUNDED,
     }
-    if model.Status in found:
-        return found[model.Status]
+    if model.Status in statuses:
+        return statuses[model.Status]
     return SolveStatus.FEASIBLE if model.SolCount else SolveStatus.LIMIT
 
 

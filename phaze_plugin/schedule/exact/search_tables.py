@@ -20,7 +20,10 @@ WORD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchTables:
-    """Times are in units of `unit_s`. Rows are those of the bounds module; `before` is padded with `count`."""
+    """The reduced problem and everything that is computed from it once.
+
+    Times are in units of `unit_s`. Rows are rows of weights of the bounds module; `before` is padded with `count`.
+    """
 
     reduced: ReducedProblem
     unit_s: float
@@ -35,9 +38,9 @@ class SearchTables:
     link_weight: FloatArray  # from the link's next free time,
     path_weight: FloatArray  # and from the earlier of both
     one_core: (
-        FloatArray  # [row, job]; of links without the weight of links; 0 for waits, which may start after the clock
+        FloatArray  # [row, job]: rate on one core, without the weight of links; 0 for waits (they ignore the clock)
     )
-    worth: FloatArray  # [row, job]
+    worth: FloatArray  # [row, job]: what an unstarted job adds to the bound
     bits: NDArray[np.uint64]  # [word, job]: the job's bit in the set of started jobs
     tensor_columns: int  # cores to tell apart; 0 where there is one for every job
     vector_columns: int
@@ -85,10 +88,10 @@ def make_tables(reduced: ReducedProblem, unit_s: float) -> SearchTables:
         edges=is_edge.astype(np.float32),
         goes_first=goes_first.astype(np.float32),
         first_count=goes_first.sum(axis=0).astype(np.float32),
-        clock_weight=weights.weights[:, :3].sum(axis=1) + (0.0 if reduced.has_off_core else weights.weights[:, 4]),
-        link_weight=weights.weights[:, 3],
-        path_weight=weights.weights[:, 4] if reduced.has_off_core else np.zeros(len(weights.weights)),
-        one_core=np.where(is_wait, 0.0, weights.one_core - weights.weights[:, 3:4] * reduced.is_link),
+        clock_weight=weights.core_weight + (0.0 if reduced.has_off_core else weights.path_weight),
+        link_weight=weights.link_weight,
+        path_weight=weights.path_weight if reduced.has_off_core else np.zeros(len(weights.weights)),
+        one_core=np.where(is_wait, 0.0, weights.one_core - weights.link_weight[:, None] * reduced.is_link),
         worth=weights.worth_s / unit_s,
         bits=bits,
         tensor_columns=tensor,
