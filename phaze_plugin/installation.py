@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import phaze
 from phaze.errors import PluginWarning
 from phaze.hooks import Offer, Origin, PluginManager, Registry
-from phaze.libraries import installed_version, missing_libraries
+from phaze.installed_libraries import installed_version, missing_libraries
 
 if TYPE_CHECKING:
     from phaze.solvers import LinearSolver

@@ -140,7 +140,7 @@ class StageBuilder(Protocol):
         ...
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
-        """What the target takes for stages; each stage lists the names of its layers, in order.
+        """What the target takes for stages; each stage lists the paths of its layers, in order.
 
         `torch` takes, for every stage but the first, the path of the module before whose call it begins; `jax` one part
         of the model per stage.

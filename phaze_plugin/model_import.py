@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
-from phaze.libraries import missing_libraries
+from phaze.installed_libraries import missing_libraries
 from phaze.plugin_loading import installed_plugins
 
 if TYPE_CHECKING:

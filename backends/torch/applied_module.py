@@ -158,7 +158,12 @@ def apply_to_module(
         )
         stages = pipeline.modules
     else:
-        arrange(model, dict.fromkeys(block_paths(plan.stages[0].layers, model), plan.stages[0].recompute))
+        arrange(
+            model,
+            dict.fromkeys(
+                block_paths([layer.path for layer in plan.stages[0].layers], model), plan.stages[0].recompute
+            ),
+        )
         stages = (model,)
     return AppliedModule(
         module=None if pipeline else model,

@@ -85,7 +85,7 @@ def _plan_data(plan: Plan) -> dict[str, object]:
         "compute_dtype": recipe.compute_dtype,
         "reduction_dtype": recipe.reduction_dtype,
         "splits_sequences": strategy.sequence_parallel and strategy.tp > 1,
-        "layers": [layer.partition(":")[2] for layer in plan.stages[0].layers],
+        "layers": [layer.path for layer in plan.stages[0].layers],
         "recompute": strategy.recompute[0],
         "parameters": {name: list(stored_cut(splits)) for name, splits in plan.layouts.parameters.items() if splits},
     }

@@ -161,7 +161,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Cut the model as the plan says and arrange the stages of this process."""
     argument_names = tuple(inspect.signature(model.forward).parameters)
-    paths = find_cut_paths(model, [stage.layers for stage in plan.stages], stage_builders)
+    paths = find_cut_paths(model, [[layer.path for layer in stage.layers] for stage in plan.stages], stage_builders)
     batch = _example_micro_batch(inputs, argument_names, plan.strategy.micro_batch_size)
     run = dry_run(model, paths, batch, getattr(torch, plan.question.precision.compute_dtype))
     place, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
@@ -170,7 +170,10 @@ def build_pipeline(
     models, stages = [], []
     for index in local_stages:
         stage_model = build_stage(model, paths, run, index)
-        modes = dict.fromkeys(block_paths(plan.stages[index].layers, stage_model.module), plan.stages[index].recompute)
+        modes = dict.fromkeys(
+            block_paths([layer.path for layer in plan.stages[index].layers], stage_model.module),
+            plan.stages[index].recompute,
+        )
         # FSDP2 puts its own class before the module's: the model's forward is looked up before.
         forward = _stage_forward(stage_model, type(stage_model.module).forward, loss)
         stage_model.axis = arrange(stage_model.module, modes)

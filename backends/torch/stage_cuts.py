@@ -41,10 +41,9 @@ PreHook: TypeAlias = Callable[[torch.nn.Module, tuple[object, ...], dict[str, ob
 
 
 def block_paths(layers: Sequence[str], module: torch.nn.Module) -> list[str]:
-    """The paths of those of a stage's layers (`number:path`) that are modules of their own: its blocks."""
+    """The paths of those of a stage's layers that are modules of their own: its blocks."""
     known = {name for name, _ in module.named_modules()}
-    paths = [layer.partition(":")[2] for layer in layers]
-    return [path for path in paths if path in known]
+    return [path for path in layers if path in known]
 
 
 def cut_paths(stages: Sequence[Sequence[str]], module: torch.nn.Module) -> list[str]:
@@ -83,8 +82,8 @@ def cut_paths(stages: Sequence[Sequence[str]], module: torch.nn.Module) -> list[
 
 
 def _first_module(layer: str, callable_paths: set[str]) -> str:
-    """The first module of a layer named `number:first .. last`, or the nearest one that exists around either end."""
-    for path in layer.partition(":")[2].split(" .. "):
+    """The first module of a layer whose path is `first .. last`, or the nearest one that exists around either end."""
+    for path in layer.split(" .. "):
         while path and path not in callable_paths:
             path = path.rpartition(".")[0]
         if path:

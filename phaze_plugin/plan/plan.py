@@ -41,6 +41,7 @@ __all__ = [
     "RunnerUp",
     "SplitDim",
     "Stage",
+    "StageLayer",
     "TimeSplit",
     "plan_from_document",
     "read_plan",
@@ -59,6 +60,14 @@ class PlanStatus(StrEnum):
     DOES_NOT_FIT = "does not fit"
 
 
+@dataclass(frozen=True, slots=True)
+class StageLayer:
+    """One layer of a stage: its number in the model, and its path (`first .. last` where it spans several modules)."""
+
+    index: int
+    path: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage: its layers, and the ranks that run it, all copies, tensor-parallel neighbours side by side.
@@ -67,7 +76,7 @@ class Stage:
     its chunks together, by item, with `total` and `capacity`.
     """
 
-    layers: tuple[str, ...]
+    layers: tuple[StageLayer, ...]
     place: int
     chunk: int
     tp: int

@@ -1,9 +1,9 @@
-"""What a plan's reader asks next: what binds, what other kinds of plans cost, what other hardware would bring.
+"""The explanation of a plan: what binds, the best plans of other kinds, what other hardware would bring, remedies.
 
-Every figure comes from the same search on the same slices with one thing changed, cut short: what is found is reached,
-and may be beaten by a little. The four most promising pairs of a microbatch size and a tensor width are tried, the
-plan's own one first; pairs that were pruned by their bound are not looked at. Faster links change the slices
-themselves, so only the plan's own pair is sliced again.
+Every figure comes from the same search on the same slices with one thing changed (`_short_search`). That search is cut
+short: the step time that it reports is reached, but a longer search might find a slightly better one. The four most
+promising pairs of a microbatch size and a tp are tried, the plan's own pair first; pairs that were pruned by their
+bound are not looked at. Faster links change the slices themselves, so only the plan's own pair is sliced again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from phaze.report.plan_text import seconds_text
 
 __all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
 
-_EFFORT = SearchEffort(nodes=300, nodes_per_strategy=60, strategies=600)
-_GAP = 0.01
-_MOST = 4
+_SHORT_EFFORT = SearchEffort(nodes=300, nodes_per_strategy=60, strategies=600)
+"""The effort of one short search: a few percent of a whole one, because ten of them make an explanation."""
+
+_SHORT_GAP = 0.01
+"""A short search ends at this gap: people compare kinds of plans by percents, not by less."""
+
+_MOST_PAIRS = 4
+"""How many pairs of a microbatch size and a tp a short search tries; more pairs rarely change what it reports."""
 
 
 def binding(plan: Plan) -> tuple[str, ...]:
@@ -45,28 +50,31 @@ def binding(plan: Plan) -> tuple[str, ...]:
         "the update": parts.update_s,
     }
     name, seconds = max(named.items(), key=lambda item: item[1])
-    found = [f"time: {name} is {seconds / total:.1%} of the step"]
+    findings = [f"time: {name} is {seconds / total:.1%} of the step"]
     if len(plan.stages) > 1:
-        slowest = max(range(len(plan.stages)), key=lambda at: plan.stages[at].forward_s + plan.stages[at].backward_s)
-        mean = sum(stage.forward_s + stage.backward_s for stage in plan.stages) / len(plan.stages)
-        stage = plan.stages[slowest]
-        over = (stage.forward_s + stage.backward_s) / mean - 1
-        found.append(f"balance: stage {slowest} is the slowest, {over:.1%} above the average stage")
+        stage_times_s = [stage.forward_s + stage.backward_s for stage in plan.stages]
+        slowest = stage_times_s.index(max(stage_times_s))
+        over = stage_times_s[slowest] / (sum(stage_times_s) / len(stage_times_s)) - 1
+        findings.append(f"balance: stage {slowest} is the slowest, {over:.1%} above the average stage")
     fullest = max(plan.stages, key=lambda stage: stage.memory_bytes["total"])
     memory = fullest.memory_bytes
-    item = max(MEMORY_ITEMS, key=lambda one: memory[one])
-    found.append(
+    item = max(MEMORY_ITEMS, key=lambda name: memory[name])
+    findings.append(
         f"memory: stage {plan.stages.index(fullest)} is the fullest, {memory['total'] / 2**30:.1f} of "
         f"{memory['capacity'] / 2**30:.1f} GiB, {memory[item] / 2**30:.1f} of it {item}"
     )
-    return tuple(found)
+    return tuple(findings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Another kind of plan: what to call it, and how a problem becomes one that has only such plans.
+    """Another kind of plan, such as "no pipeline".
 
-    `includes` says which pairs of a microbatch size and a tensor width have such plans, `has` which strategies are so.
+    Attributes:
+        name: what people read.
+        has: whether a strategy is of this kind.
+        narrow: a problem whose only plans are of this kind; None where there are none.
+        includes: whether a microbatch size and a tp have plans of this kind at all.
     """
 
     name: str
@@ -79,18 +87,18 @@ def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     """The best plan of each other kind."""
     kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
     watch.expect(len(kinds))
-    found = []
+    searched = []
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
-        found.append(_runner_up(kind, answer))
+        searched.append(_runner_up(kind, answer))
         watch.step()
-    return tuple(_best_seen(kind, own, found) for kind, own in zip(kinds, found, strict=True))
+    return tuple(_best_seen(kind, runner_up, searched) for kind, runner_up in zip(kinds, searched, strict=True))
 
 
-def _best_seen(kind: _Kind, own: RunnerUp, found: Sequence[RunnerUp]) -> RunnerUp:
-    """The best of a kind among all that were found: one plan may be of several kinds."""
-    best = own
-    for other in found:
+def _best_seen(kind: _Kind, runner_up: RunnerUp, searched: Sequence[RunnerUp]) -> RunnerUp:
+    """The best plan of a kind among all that were found: a plan may be of several kinds."""
+    best = runner_up
+    for other in searched:
         if other.strategy is None or other.step_time_s is None or not kind.has(other.strategy):
             continue
         if best.step_time_s is None or other.step_time_s < best.step_time_s:
@@ -101,8 +109,9 @@ def _best_seen(kind: _Kind, own: RunnerUp, found: Sequence[RunnerUp]) -> RunnerU
 def _promising(answer: Answer) -> list[Candidate]:
     """The plan's own slices, then others by the time that was found for them."""
 
-    def order(one: Candidate) -> tuple[bool, float]:
-        return one is not answer.candidate, math.inf if one.result.best is None else one.result.best.time_s
+    def order(candidate: Candidate) -> tuple[bool, float]:
+        best = candidate.result.best
+        return candidate is not answer.candidate, math.inf if best is None else best.time_s
 
     return sorted(answer.candidates, key=order)
 
@@ -159,10 +168,10 @@ def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
 
 
 def _other_sizes(answer: Answer) -> Iterator[_Kind]:
-    own = answer.candidate.slices.micro_batch_size
-    sizes = {one.slices.micro_batch_size for one in answer.candidates} | {one.micro_batch_size for one in answer.pruned}
-    for other in sorted(sizes - {own}):
-        yield _of_size(other)
+    sizes = {candidate.slices.micro_batch_size for candidate in answer.candidates}
+    sizes |= {pruned.micro_batch_size for pruned in answer.pruned}
+    for size in sorted(sizes - {answer.candidate.slices.micro_batch_size}):
+        yield _of_size(size)
 
 
 def _of_size(wanted: int) -> _Kind:
@@ -177,48 +186,49 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
     """The best plan of a kind, or why there is none; pruned slices count by their bound."""
     best: tuple[Candidate, Placement] | None = None
     is_proven = True
-    included = [one for one in _promising(answer) if kind.includes(one.slices.micro_batch_size, one.slices.tp)]
-    narrowed = [(one, problem) for one in included if (problem := kind.narrow(one.problem)) is not None]
-    for candidate, problem in narrowed[:_MOST]:
+    included = [
+        candidate
+        for candidate in _promising(answer)
+        if kind.includes(candidate.slices.micro_batch_size, candidate.slices.tp)
+    ]
+    narrowed = [(candidate, problem) for candidate in included if (problem := kind.narrow(candidate.problem))]
+    for candidate, problem in narrowed[:_MOST_PAIRS]:
         cutoff_s = math.inf if best is None else best[1].time_s
+        placement: Placement | None
         if problem is candidate.problem and candidate.result.best is not None:
-            placement, is_searched = _known(candidate)
+            placement, is_searched = candidate.result.best, True
         else:
-            placement, is_searched = _quick(problem, cutoff_s)
+            placement, is_searched = _short_search(problem, cutoff_s)
         is_proven &= is_searched
         if placement is not None and placement.time_s < cutoff_s:
             best = (candidate, placement)
     if best is not None:
         strategy = strategy_of(*best)
         return RunnerUp(kind=kind.name, strategy=strategy, step_time_s=best[1].time_s, reason="")
-    least = [one.least_s for one in answer.pruned if kind.includes(one.micro_batch_size, one.tp)]
+    least = [pruned.least_s for pruned in answer.pruned if kind.includes(pruned.micro_batch_size, pruned.tp)]
     if least:
         reason = f"no such plan takes less than {seconds_text(min(least))}"
     elif not narrowed:
         reason = "not possible here"
     else:
-        is_proven &= len(narrowed) <= _MOST
+        is_proven &= len(narrowed) <= _MOST_PAIRS
         reason = "nothing fits" if is_proven else "a short search found nothing that fits"
     return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
-
-
-def _known(candidate: Candidate) -> tuple[Placement | None, bool]:
-    return candidate.result.best, True
 
 
 def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> float | None:
     """The least time that a short search of several problems finds, or what is already known to be reached."""
     best_s = least_s
     for problem in problems:
-        placement, _ = _quick(problem, best_s)
+        placement, _ = _short_search(problem, best_s)
         best_s = best_s if placement is None else placement.time_s
     return best_s if best_s < math.inf else None
 
 
-def _quick(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
-    """A fast placement if one was found soon, and whether everything was looked at."""
+def _short_search(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
+    """A fast placement below the cutoff if a short search finds one, and whether everything was looked at."""
     prepared = PreparedProblem.of(problem)
-    answer = search_parallelisms(prepared, effort=_EFFORT, cutoff_s=cutoff_s, gap=_GAP)
+    answer = search_parallelisms(prepared, effort=_SHORT_EFFORT, cutoff_s=cutoff_s, gap=_SHORT_GAP)
     if not answer.found:
         return None, answer.bound_s >= cutoff_s
     return assemble(prepared, answer.found[0].parallelism, answer.found[0].stages), True
@@ -229,23 +239,23 @@ def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, .
     cluster = question.cluster
     chip = cluster.accelerator
     larger = replace(cluster, accelerator=replace(chip, hbm_bytes=2 * chip.hbm_bytes))
-    wanted = [
+    changed_clusters = [
         (f"twice the memory ({2 * chip.hbm_bytes / 2**30:.0f} GiB)", larger),
         (f"twice the devices ({2 * cluster.device_count})", twice_the_devices(cluster)),
     ]
     watch.expect(3)
-    found = []
-    for text, other in wanted:
+    outcomes = []
+    for text, changed in changed_clusters:
         watch.report(text)
-        least_s = answer.placement.time_s if other.device_count == cluster.device_count else math.inf
-        problems = [replace(one.problem, cluster=other) for one in _promising(answer)[:_MOST]]
-        found.append(Change(text=text, step_time_s=best_of(problems, least_s)))
+        least_s = answer.placement.time_s if changed.device_count == cluster.device_count else math.inf
+        problems = [replace(candidate.problem, cluster=changed) for candidate in _promising(answer)[:_MOST_PAIRS]]
+        outcomes.append(Change(text=text, step_time_s=best_of(problems, least_s)))
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
-        found.append(_faster_links(question, answer))
+        outcomes.append(_faster_links(question, answer))
     watch.step()
-    return tuple(found)
+    return tuple(outcomes)
 
 
 def twice_the_devices(cluster: Cluster) -> Cluster:
@@ -258,7 +268,7 @@ def twice_the_devices(cluster: Cluster) -> Cluster:
 
 def _faster_links(question: Question, answer: Answer) -> Change:
     cluster = question.cluster
-    levels = tuple(replace(one, bandwidth_bytes_per_s=2 * one.bandwidth_bytes_per_s) for one in cluster.levels)
+    levels = tuple(replace(level, bandwidth_bytes_per_s=2 * level.bandwidth_bytes_per_s) for level in cluster.levels)
     faster = replace(cluster, levels=levels)
     slices = answer.candidate.slices
     is_split = any(slices.sharded.is_sequence_split) or None  # free where nothing was split
@@ -271,7 +281,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
 def unrestricted_s(answer: Answer) -> float | None:
     """The step time without the target's limits, on the same slices."""
     everything = Capabilities.everything()
-    problems = (replace(one.problem, capabilities=everything) for one in _promising(answer)[:_MOST])
+    problems = (replace(pair.problem, capabilities=everything) for pair in _promising(answer)[:_MOST_PAIRS])
     return best_of(problems, answer.placement.time_s)
 
 
@@ -287,20 +297,20 @@ def _cluster_value(cluster: Cluster, count: int) -> str:
 
 def remedies(question: Question, answer: Answer) -> tuple[Remedy, ...]:
     """Single changes after which something fits, as arguments of `optimize`."""
-    found: dict[str, Remedy] = {}
+    by_kind: dict[str, Remedy] = {}
     for candidate in answer.candidates:
         reasons = candidate.result.infeasibility
         for remedy in reasons.remedies if reasons is not None else ():
             cluster = remedy.problem.cluster
             if remedy.kind is RemedyKind.DEVICES:
                 value = _cluster_value(question.cluster, cluster.device_count)
-                found.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
+                by_kind.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
             elif remedy.kind is RemedyKind.HBM:
                 value = f"<{question.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
-                found.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
+                by_kind.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
             elif remedy.kind is RemedyKind.TP:
-                found.setdefault(
+                by_kind.setdefault(
                     remedy.kind,
                     Remedy(text=remedy.text, argument="tp", value=repr(remedy.problem.choices.tp)),
                 )
-    return tuple(found.values())
+    return tuple(by_kind.values())

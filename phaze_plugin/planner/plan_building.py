@@ -1,4 +1,4 @@
-"""From an answer to a plan: every number of the plan is settled here, and nowhere else."""
+"""From the planner's answer to a `Plan`: every number that a plan shows is settled here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from phaze.plan.plan import (
     QuestionFacts,
     SplitDim,
     Stage,
+    StageLayer,
     TimeSplit,
 )
 from phaze.planner.plan_energy import step_energy
@@ -28,12 +29,13 @@ from phaze.planner.strategy_search import Answer, Candidate, step_flops
 from phaze.profile.model_profiles import Slices
 from phaze.question import Question, content_hash, tokens_per_sample
 from phaze.shard import Layout, ShardedModel
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_facts", "strategy_of"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 PROVEN_GAP = 0.01
-_EQUAL = 1e-9
+"""A schedule counts as proven if its makespan is within this share of its lower bound."""
 
 
 def build_plan(question: Question, answer: Answer) -> Plan:
@@ -99,7 +101,7 @@ def _status(answer: Answer, gap: float) -> PlanStatus:
         return PlanStatus.DOES_NOT_FIT
     if answer.is_interrupted:
         return PlanStatus.INTERRUPTED
-    return PlanStatus.OPTIMAL if gap <= _EQUAL else PlanStatus.WITHIN_GAP
+    return PlanStatus.OPTIMAL if gap <= EQUAL_RESULTS else PlanStatus.WITHIN_GAP
 
 
 def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:
@@ -113,11 +115,11 @@ def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:
 
 
 def _stages(answer: Answer) -> tuple[Stage, ...]:
-    placement, layers = answer.placement, answer.candidate.problem.graph.layers
+    placement, layers = answer.placement, answer.candidate.slices.graph.layers
     ranks = _ranks(placement)
     return tuple(
         Stage(
-            layers=tuple(layers[layer].name for layer in stage.layers),
+            layers=tuple(StageLayer(layer, layers[layer].name) for layer in stage.layers),
             place=stage.device,
             chunk=stage.chunk,
             tp=stage.tp,
@@ -134,13 +136,13 @@ def _stages(answer: Answer) -> tuple[Stage, ...]:
 
 def _ranks(placement: Placement) -> list[tuple[int, ...]]:
     """The ranks of each place: stages one after the other, in each the copies, in each the tensor-parallel devices."""
-    found, first = [], 0
+    ranks, first = [], 0
     for place in range(len(placement.memory)):
         tp = max(stage.tp for stage in placement.stages if stage.device == place)
         count = placement.parallelism.dp * tp
-        found.append(tuple(range(first, first + count)))
+        ranks.append(tuple(range(first, first + count)))
         first += count
-    return found
+    return ranks
 
 
 def _memory(memory: DeviceMemory) -> dict[str, float]:
@@ -194,9 +196,9 @@ def time_split(answer: Answer) -> TimeSplit:
             for layer in stage.layers:
                 report = answer.candidate.slices.report(layer, stage.recompute)
                 passes = (report.forward, report.backward, report.recompute)
-                waiting += sum(one.exposed_link_s for one in passes)
+                waiting += sum(layer_pass.exposed_link_s for layer_pass in passes)
     sent = parts.transfer_s + parts.collective_s + parts.reduction_s + waiting * placement.micro_batches
-    least = _EQUAL * placement.time_s
+    least = EQUAL_RESULTS * placement.time_s
     sent, bubble, update = (part if part > least else 0.0 for part in (sent, parts.bubble_s, parts.update_s))
     return TimeSplit(
         compute_s=placement.time_s - sent - bubble - update,
@@ -207,21 +209,24 @@ def time_split(answer: Answer) -> TimeSplit:
 
 
 def _provenance(question: Question, answer: Answer) -> Provenance:
-    reports = [
-        one
+    passes = [
+        layer_pass
         for candidate in answer.candidates
         for report in candidate.slices.reports.values()
-        for one in (report.forward, report.backward, report.recompute)
-        if one.ops
+        for layer_pass in (report.forward, report.backward, report.recompute)
+        if layer_pass.ops
     ]
-    proven = sum(one.time_s - one.bound_s <= PROVEN_GAP * one.time_s * (1 + _EQUAL) for one in reports)
+    proven = sum(
+        layer_pass.time_s - layer_pass.bound_s <= PROVEN_GAP * layer_pass.time_s * (1 + EQUAL_RESULTS)
+        for layer_pass in passes
+    )
     coverage = question.graph.coverage()
     refused = [f"tp {tp} is left out: {reason}" for tp, reason in answer.refused.items()]
     return Provenance(
         prices=question.calibration.name,
         target=str(question.target),
         method="integer program per layer, exact schedule per pass, placement by bounded search, event simulation",
-        schedules=len(reports),
+        schedules=len(passes),
         schedules_proven=proven,
         coverage_flops=coverage.flops_share,
         coverage_bytes=coverage.bytes_share,

@@ -1,4 +1,4 @@
-"""Two plans side by side."""
+"""`phaze.compare`: what differs between two plans, side by side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Comparison:
         cells = [("", "first", "second", "second against first")]
         cells += [(row.name, row.first, row.second, row.difference) for row in self.rows]
         widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        lines = ["  ".join(cell.ljust(tp) for cell, tp in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
         return "\n".join([*lines, f"the second plan's throughput is {self.speedup:.4g} times the first one's"])
 
 
@@ -54,9 +56,9 @@ def compare(first: Plan, second: Plan) -> Comparison:
             raise TypeError(f"compare got {shown(plan)}; expected two plans, such as phaze.load_plan gives.")
     rows = [Row(name, read(first), read(second), "") for name, read in _FACTS.items() if read(first) != read(second)]
     for name in (field.name for field in fields(Parallelism)):
-        one, other = (_words(getattr(plan.strategy, name)) for plan in (first, second))
-        if one != other:
-            rows.append(Row(name, one, other, ""))
+        before, after = (_words(getattr(plan.strategy, name)) for plan in (first, second))
+        if before != after:
+            rows.append(Row(name, before, after, ""))
     rows += [_seconds_row(name, read(first), read(second)) for name, read in _SECONDS.items()]
     rows.append(_figure("tokens/s", first.tokens_per_s, second.tokens_per_s, "{:,.0f}"))
     rows.append(_figure("MFU", first.mfu, second.mfu, "{:.1%}"))
@@ -85,20 +87,21 @@ _SECONDS: dict[str, Callable[[Plan], float]] = {
 
 def _words(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(f"{one} x{value.count(one)}" for one in dict.fromkeys(value))
+        return ", ".join(f"{item} x{value.count(item)}" for item in dict.fromkeys(value))
     return str(value)
 
 
-def _seconds_row(name: str, one: float, other: float) -> Row:
-    return Row(name, seconds_text(one), seconds_text(other), _ratio(one, other))
+def _seconds_row(name: str, first_s: float, second_s: float) -> Row:
+    return Row(name, seconds_text(first_s), seconds_text(second_s), _change(first_s, second_s))
 
 
-def _figure(name: str, one: float, other: float, form: str) -> Row:
-    return Row(name, form.format(one), form.format(other), _ratio(one, other))
+def _figure(name: str, first: float, second: float, form: str) -> Row:
+    return Row(name, form.format(first), form.format(second), _change(first, second))
 
 
-def _ratio(one: float, other: float) -> str:
-    return f"{other / one - 1:+.2%}" if one > 0 else ""
+def _change(first: float, second: float) -> str:
+    """The change from the first figure to the second, in percent."""
+    return f"{second / first - 1:+.2%}" if first > 0 else ""
 
 
 def _fullest(plan: Plan) -> float:

@@ -1,4 +1,6 @@
-"""Energy of one step, all devices together.
+"""The energy of one step of a plan, over all devices of the cluster.
+
+The items that `step_energy` adds up are these:
 
 compute        every pass of every microbatch on every device of its stage, what is recomputed included
 communication  bytes that devices send (tensor-parallel collectives, gradients, gathered parameters, boundaries)
@@ -53,11 +55,12 @@ def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]
     """Energy of the cores and of the links, pass by pass."""
     for layer in stage.layers:
         report = answer.candidate.slices.report(layer, stage.recompute)
-        for one in (report.forward, report.backward, report.recompute):
-            yield one.energy_j, one.link_energy_j
+        for layer_pass in (report.forward, report.backward, report.recompute):
+            yield layer_pass.energy_j, layer_pass.link_energy_j
 
 
 def _update_j_per_parameter(question: Question) -> float:
+    """Joules of the optimizer's update per parameter, from the price of an update that is large enough to be linear."""
     probe = 1 << 30
     estimate = price_works(
         [update_work(question.recipe, probe, stack=question.calibration.stack)], question.cluster.accelerator
@@ -92,7 +95,7 @@ def _sent_of_spread(question: Question, answer: Answer) -> float:
         for layer in range(len(problem.graph.layers))
     ]
     parameters = sum(
-        one.parameters for one, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
+        profile.parameters for profile, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
     )
     each = (question.recipe.parameter_bytes + question.recipe.reduction_bytes) * parameters
     return parallelism.tp * parallelism.dp * (parallelism.pp - 1) * each
@@ -102,11 +105,11 @@ def _received_bytes(answer: Answer, stage: PlacedStage) -> float:
     """Bytes that one device of a stage receives for one forward."""
     problem, tp = answer.candidate.problem, answer.placement.parallelism.tp
     first = min(stage.layers)
-    own = set(stage.layers)
+    stage_layers = set(stage.layers)
 
     def crosses(flow: Flow) -> bool:
-        later = [layer for layer in flow.consumers if layer in own or layer > first]
-        return flow.producer not in own and flow.producer < first and bool(later)
+        later = [layer for layer in flow.consumers if layer in stage_layers or layer > first]
+        return flow.producer not in stage_layers and flow.producer < first and bool(later)
 
     return sum(
         problem.profile(flow.producer, tp, stage.recompute).outputs[flow.output].size_bytes

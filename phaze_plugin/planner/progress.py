@@ -1,7 +1,7 @@
-"""Progress of long work, and its end by the clock.
+"""Progress of a long search, and its end by a time limit.
 
-Whoever works says where it stands with `Watch.report`; the caller hears of it through a function. The deadline is
-looked at in the same place, so that work ends between two steps and never inside one.
+The search says where it stands with `Watch.report`, and the caller's listener is told. The deadline is checked in the
+same place, so that work ends between two steps and never inside one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The best strategy over all microbatch sizes and tensor widths: slice, bound, schedule, place, and keep the best.
+"""The search for the best strategy over all microbatch sizes and values of tp: slice, bound, schedule, place, keep.
 
-Every pair of a size and a width is a placement problem of its own. The best time so far is handed to the next one: if
-the slices' own bound does not beat it, nothing is scheduled; else placement looks for better only. What is left
-unlooked is bounded from below by that time. When the clock or the user ends the work, pairs that were not looked at are
-bounded by the least that any plan takes: the matrix products at peak on all devices. Schedules get the requested gap,
-placements half of it: what is reached in all is measured. At the end a short search of every pair takes what is better
-by less than the gap.
+Every pair of a microbatch size and a tp is a placement problem of its own (`_Search.look_at`). The best step time so
+far is handed to the next pair. If the bound of the next pair's slices (`least_step_s`) does not beat that time, the
+pair is pruned and nothing of it is scheduled. Otherwise placement looks only for plans that are faster. Schedules are
+solved
+to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
+`_Search.polish` searches every pair briefly for plans that are better by less than the gap.
+
+When the time limit or the user ends the work, the pairs that were not looked at are bounded by `least_time_s`: the
+matrix products of the whole step at peak speed on all devices.
 """
 
 from __future__ import annotations
@@ -55,11 +58,12 @@ __all__ = [
 ]
 
 _POLISH = SearchEffort(nodes=60, nodes_per_strategy=30, strategies=20)
+"""The effort of the last short search: about a hundredth of the first one, enough to take what lies beside the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """One microbatch size and tensor width: its slices, its placement problem and what was found."""
+    """One microbatch size and tp that was placed: its slices, its placement problem and the result."""
 
     slices: Slices
     problem: PlacementProblem
@@ -68,7 +72,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A microbatch size and tensor width of which no plan takes less than so many seconds."""
+    """A microbatch size and tp that was left out, because none of its plans takes less than `least_s` seconds."""
 
     micro_batch_size: int
     tp: int
@@ -77,9 +81,10 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The best placement, where it was found, everything that was looked at, and a bound under every plan.
+    """The best placement with its slices, everything else that was looked at, and a lower bound on every plan's time.
 
-    `placement` is the least-memory one where nothing fits; `refused` says by width why a model cannot be sliced so.
+    Where nothing fits, `placement` is the one that needs least memory. `refused` says by tp why the model cannot be
+    sliced so many ways.
     """
 
     placement: Placement
@@ -98,7 +103,7 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """What is known so far."""
+    """The state of one search: what was placed, pruned and refused so far."""
 
     question: Question
     watch: Watch
@@ -109,11 +114,12 @@ class _Search:
 
     @property
     def best_s(self) -> float:
-        """The least time so far."""
-        return min((one.result.best.time_s for one in self.candidates if one.result.best), default=math.inf)
+        """The least step time so far."""
+        results = [candidate.result for candidate in self.candidates]
+        return min((result.best.time_s for result in results if result.best), default=math.inf)
 
     def look_at(self, graph: Graph, tp: int) -> None:
-        """Slice, bound, schedule and place one size and width."""
+        """Slice, bound, schedule and place one microbatch size and tp."""
         question, size = self.question, graph.micro_batch_size
         self.watch.report(f"microbatch {size}: slicing layers {tp} ways")
         try:
@@ -143,9 +149,9 @@ class _Search:
             if best_s == math.inf or candidate.result.bound_s >= best_s:
                 continue
             prepared = PreparedProblem.of(candidate.problem)
-            found = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).found
-            if found:
-                placement = assemble(prepared, found[0].parallelism, found[0].stages)
+            better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).found
+            if better:
+                placement = assemble(prepared, better[0].parallelism, better[0].stages)
                 result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
                 self.candidates[index] = replace(candidate, result=result)
                 self.watch.best_step_time_s = placement.time_s
@@ -181,7 +187,9 @@ def choose(question: Question, watch: Watch) -> Answer:
         offer = nearest_tp(question, sizes[0], max(degrees))
         raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
     answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
-    bounds = [answer.bound_s, *(one.least_s for one in search.pruned)] if answer.is_feasible else [answer.bound_s]
+    bounds = [answer.bound_s]
+    if answer.is_feasible:
+        bounds += [pruned.least_s for pruned in search.pruned]
     if is_interrupted:
         bounds.append(least_time_s(question))
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
@@ -235,10 +243,10 @@ def narrowed_problem(question: Question, slices: Slices) -> PlacementProblem:
 
 def _best(candidates: Sequence[Candidate]) -> Answer:
     """The fastest that fits; where nothing does, the one that needs least memory."""
-    fitting = [one for one in candidates if one.result.best is not None]
-    bound_s = min(one.result.bound_s for one in candidates)
+    fitting = [candidate for candidate in candidates if candidate.result.best is not None]
+    bound_s = min(candidate.result.bound_s for candidate in candidates)
     if fitting:
-        best = min(fitting, key=lambda one: one.result.best.time_s)  # type: ignore[union-attr]
+        best = min(fitting, key=lambda candidate: candidate.result.best.time_s)  # type: ignore[union-attr]
         assert best.result.best is not None
         placement = best.result.best
     else:
@@ -248,27 +256,28 @@ def _best(candidates: Sequence[Candidate]) -> Answer:
 
 
 def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement]:
-    found = []
-    for one in candidates:
-        reasons = one.result.infeasibility
+    """The candidate whose least-memory placement has the lowest peak, with that placement."""
+    lean = []
+    for candidate in candidates:
+        reasons = candidate.result.infeasibility
         if reasons is not None and reasons.least is not None:
-            found.append((max(memory.total_bytes for memory in reasons.least.memory), one, reasons.least))
-    if not found:
+            lean.append((max(memory.total_bytes for memory in reasons.least.memory), candidate, reasons.least))
+    if not lean:
         reasons = candidates[0].result.infeasibility
         raise PlanError(f"no plan is possible: {reasons or candidates[0].result.status}")
-    _, best, placement = min(found, key=lambda row: row[0])
+    _, best, placement = min(lean, key=lambda row: row[0])
     return best, placement
 
 
 def step_flops(question: Question) -> float:
-    """Matrix flops of one step: forward and backward of the whole batch, nothing recomputed."""
+    """Matrix flops of one step: forward and backward of the whole batch, without anything recomputed."""
     graph = question.graph
     once = graph.matmul_flops(Phase.FORWARD) + graph.matmul_flops(Phase.BACKWARD)
     return once / graph.micro_batch_size * question.global_batch_size
 
 
 def least_time_s(question: Question) -> float:
-    """What no plan beats: the matrix products at peak on all devices."""
+    """Seconds that no plan beats: the matrix products of a step at peak speed on all devices."""
     accelerator = question.cluster.accelerator
     return step_flops(question) / (
         accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count

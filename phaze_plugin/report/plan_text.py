@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from phaze.parallelism import Parallelism
-from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage
+from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 
 __all__ = ["explanation", "seconds_text", "strategy_text", "summary", "summary_html", "verdict"]
 
@@ -128,9 +128,10 @@ def _stage_row(index: int, stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _layer_range(layers: Sequence[str]) -> str:
-    first, last = (_shortened(name) for name in (layers[0], layers[-1]))
-    return first if len(layers) == 1 else f"{first.partition(':')[0]}-{last.partition(':')[0]}"
+def _layer_range(layers: Sequence[StageLayer]) -> str:
+    if len(layers) == 1:
+        return _shortened(f"{layers[0].index}:{layers[0].path}")
+    return f"{layers[0].index}-{layers[-1].index}"
 
 
 def _shortened(name: str) -> str:
@@ -204,6 +205,8 @@ def _provenance(plan: Plan) -> list[str]:
             f"what the target cannot run costs {costs:.2%}: without its limits a step takes "
             f"{seconds_text(facts.unrestricted_step_time_s)}"
         )
+    if not plan.is_explained:
+        lines.append("an interruption left out what other kinds of plans or other hardware would cost")
     return [*lines, *facts.notes]
 
 

@@ -112,7 +112,7 @@ def model_differences(plan: Plan, graph: Graph) -> list[str]:
 
 def _renamed(plan: Plan, graph: Graph) -> Iterator[str]:
     """The first layer that has another name, and the split parameters that are not there."""
-    planned = (name.partition(":")[2] for stage in plan.stages for name in stage.layers)
+    planned = (layer.path for stage in plan.stages for layer in stage.layers)
     for index, (before, layer) in enumerate(zip(planned, graph.layers, strict=False)):
         if before != layer.name:
             yield f"model.layers[{index}]: {before!r} in the plan, {layer.name!r} now"
