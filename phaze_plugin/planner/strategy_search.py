@@ -3,9 +3,8 @@
 Every pair of a microbatch size and a tp is a placement problem of its own (`_Search.look_at`). The best step time so
 far is handed to the next pair. If the bound of the next pair's slices (`least_step_s`) does not beat that time, the
 pair is pruned and nothing of it is scheduled. Otherwise placement looks only for plans that are faster. Schedules are
-solved
-to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
-`_Search.polish` searches every pair briefly for plans that are better by less than the gap.
+solved to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At
+the end `_Search.polish` searches every pair briefly for plans that are better by less than the gap.
 
 When the time limit or the user ends the work, the pairs that were not looked at are bounded by `least_time_s`: the
 matrix products of the whole step at peak speed on all devices.
