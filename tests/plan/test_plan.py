@@ -70,7 +70,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs(tmp_path: Path) -
         ({"mfu": "high"}, "plan.mfu is 'high'; expected a finite number"),
         ({"mfu": None}, "plan.mfu is None"),
         ({"status": "fine"}, "plan.status is 'fine'; expected one of optimal"),
-        ({"strategy": {"dp": 1}}, "plan.strategy lacks 'tp'"),
+        ({"strategy": {"dp": 1}}, "plan.strategy lacks 'shard'"),
         ({"colour": 1}, "unknown field 'colour'"),
         ({"stages": {}}, "plan.stages is {}; expected list"),
     ],

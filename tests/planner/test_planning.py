@@ -37,7 +37,7 @@ def test_figures_follow_from_the_step_time() -> None:
 def test_every_layer_is_in_one_stage_and_every_rank_in_one_place() -> None:
     for plan in (small_plan(), small_plan(hbm_mib=80)):
         layers = [layer for stage in plan.stages for layer in stage.layers]
-        assert [int(layer.partition(":")[0]) for layer in layers] == list(range(6))
+        assert [layer.index for layer in layers] == list(range(6))
         ranks = [rank for stage in plan.stages if stage.chunk == 0 for rank in stage.devices]
         assert ranks == list(range(len(ranks)))
         assert len(ranks) <= 8
