@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phaze.errors import GraphError
-from phaze.ir.gradients import Gradients, gradients_of
+from phaze.ir.gradients import GradientRequest, gradients_of
 from phaze.ir.graph import Graph
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.op import Op, OpKind, Phase
@@ -31,7 +31,7 @@ def add_backward(graph: Graph) -> Graph:
     if any(op.phase is Phase.BACKWARD for op in graph.ops):
         return graph
     loss = _find_loss(graph)
-    walk = _Walk(graph)
+    walk = _BackwardWalk(graph)
     walk.seed(loss)
     for op in reversed(graph.ops_of(Phase.FORWARD)):
         walk.visit(op)
@@ -81,38 +81,40 @@ def _find_loss(graph: Graph) -> str:
     )
 
 
-class _Walk:
-    """The gradients found so far: of each tensor, and of each parameter by layer."""
+class _BackwardWalk:
+    """The backward as far as it is written: the gradient of each tensor, and of each parameter by layer."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.builder = GraphBuilder.from_graph(graph)
         self.layer_of = graph.layer_graph.layer_of
-        self.wanted = _wanted(graph)
-        self.found: dict[str, str] = {}
-        self.of_parameters: dict[str, dict[int, str]] = {}
+        self.wanted = _tensors_with_gradient(graph)
+        self.gradient_of: dict[str, str] = {}
+        self.parameter_gradients: dict[str, dict[int, str]] = {}
 
     def seed(self, loss: str) -> None:
+        """Take the gradient of the loss as an argument of the graph."""
         tensor = self.graph.tensors[loss]
-        self.found[loss] = self.builder.argument(f"{loss}.gradient", tensor.shape, Role.OTHER, tensor.dtype)
+        self.gradient_of[loss] = self.builder.argument(f"{loss}.gradient", tensor.shape, Role.OTHER, tensor.dtype)
 
     def visit(self, op: Op) -> None:
-        incoming = tuple(self.found.get(tensor_id) for tensor_id in op.outputs)
+        """Write the gradients of a forward op whose results have some."""
+        incoming = tuple(self.gradient_of.get(tensor_id) for tensor_id in op.outputs)
         wanted = tuple(tensor_id in self.wanted for tensor_id in op.inputs)
         if not any(incoming) or not any(wanted):
             return
-        answers = gradients_of(Gradients(self.builder, self.graph, op, incoming, wanted))
+        answers = gradients_of(GradientRequest(self.builder, self.graph, op, incoming, wanted))
         for tensor_id, gradient in zip(op.inputs, answers, strict=True):
             if gradient is not None and tensor_id in self.wanted:
                 self._accumulate(op, tensor_id, gradient)
 
     def _accumulate(self, op: Op, tensor_id: str, gradient: str) -> None:
         if self.graph.tensors[tensor_id].role is Role.PARAMETER:
-            layers = self.of_parameters.setdefault(tensor_id, {})
+            layers = self.parameter_gradients.setdefault(tensor_id, {})
             layer = self.layer_of[op.id]
             layers[layer] = self._sum(op, tensor_id, layers.get(layer), gradient)
         else:
-            self.found[tensor_id] = self._sum(op, tensor_id, self.found.get(tensor_id), gradient)
+            self.gradient_of[tensor_id] = self._sum(op, tensor_id, self.gradient_of.get(tensor_id), gradient)
 
     def _sum(self, op: Op, tensor_id: str, known: str | None, gradient: str) -> str:
         if known is None:
@@ -132,9 +134,10 @@ class _Walk:
         return result
 
     def collect_parameters(self) -> None:
+        """List the gradients of parameters in the order of the parameters, then of the layers."""
         order = {tensor.id: index for index, tensor in enumerate(self.graph.parameters)}
-        for parameter in sorted(self.of_parameters, key=order.__getitem__):
-            layers = self.of_parameters[parameter]
+        for parameter in sorted(self.parameter_gradients, key=order.__getitem__):
+            layers = self.parameter_gradients[parameter]
             self.builder.gradients.extend((parameter, layers[layer]) for layer in sorted(layers))
 
 
@@ -142,10 +145,10 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
     """The sum of two tensors with these dimensions; one that is covered in part becomes a factor of its own."""
     simple = tuple(dim if dim.size is None else Dim((f"part{index}",)) for index, dim in enumerate(dims))
     factors = tuple(
-        Factor(n, rule.size(n), is_batch=rule.factor(n).is_batch)
+        Factor(name, rule.size(name), is_batch=rule.factor(name).is_batch)
         for dim in dims
         if dim.size is None
-        for n in dim.factors
+        for name in dim.factors
     )
     parts = tuple(
         Factor(f"part{index}", dim.size, is_batch=any(rule.factor(name).is_batch for name in dim.factors))
@@ -155,7 +158,7 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
     return Rule((simple, simple), (simple,), factors + parts)
 
 
-def _wanted(graph: Graph) -> set[str]:
+def _tensors_with_gradient(graph: Graph) -> set[str]:
     """Tensors that a gradient must reach: parameters, and floats that depend on one."""
     wanted = {tensor.id for tensor in graph.parameters if tensor.dtype.is_float}
     for op in graph.ops_of(Phase.FORWARD):
@@ -165,7 +168,11 @@ def _wanted(graph: Graph) -> set[str]:
 
 
 def split_tied_gradients(graph: Graph) -> Graph:
-    """The graph with one gradient per layer for each parameter that several layers use; itself where none is tied."""
+    """The graph with one gradient per layer for each parameter that several layers use; itself where none is tied.
+
+    A framework sums all contributions to a parameter's gradient. Between layers that sum is a reduction across devices,
+    which placement prices; here it is taken apart into one gradient a layer, and sums inside a layer are kept.
+    """
     tied = graph.layer_graph.tied_parameters
     if not any(parameter in tied for parameter, _ in graph.gradients):
         return graph

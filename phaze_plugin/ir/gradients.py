@@ -18,13 +18,14 @@ from phaze.ir.op import PASSES_GRADIENT, UNARY_READS, Attribute, Op, OpKind, Pha
 from phaze.ir.rule import Dims, FactorKind, Rule, names_of
 from phaze.ir.tensor import DType
 
-__all__ = ["Gradients", "gradients_of"]
+__all__ = ["GradientRequest", "gradients_of"]
 
 Answers = Sequence[str | None]
+"""The id of the gradient of each operand; None for an operand that has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class GradientRequest:
     """A forward op whose gradients are asked for: those that came in, and the operands that want one."""
 
     builder: GraphBuilder
@@ -59,7 +60,9 @@ class Gradients:
         factors = tuple(factor for factor in op.rule.factors if factor.name in names)
         if kind is OpKind.SCATTER:
             read = frozenset[str]().union(*(names_of(dims) for dims in operands))
-            factors = tuple(f if f.name in read else replace(f, kind=FactorKind.LOOKUP) for f in factors)
+            factors = tuple(
+                factor if factor.name in read else replace(factor, kind=FactorKind.LOOKUP) for factor in factors
+            )
         rule = self.builder.shared(Rule(operands, results, factors))
         return self.builder.add(
             f"{writes[0][0]}.gradient",
@@ -90,7 +93,7 @@ class Gradients:
         return gradient, self.op.rule.results[index]
 
 
-def gradients_of(request: Gradients) -> Answers:
+def gradients_of(request: GradientRequest) -> Answers:
     """The gradient of every operand, None for those that have none."""
     if request.op.function == "fused" and request.op.kind is OpKind.ELEMENTWISE:
         return _unnamed(request)
@@ -102,7 +105,7 @@ def gradients_of(request: Gradients) -> Answers:
     return _BY_KIND.get(request.op.kind, _opaque)(request)
 
 
-def _product(request: Gradients) -> Answers:
+def _product(request: GradientRequest) -> Answers:
     answers: list[str | None] = [None, None]
     suffix = {OpKind.CONVOLUTION: ("_input", "_weight")}.get(request.op.kind, ("", ""))
     for index in (0, 1):
@@ -112,7 +115,7 @@ def _product(request: Gradients) -> Answers:
     return answers
 
 
-def _elementwise(request: Gradients) -> Answers:
+def _elementwise(request: GradientRequest) -> Answers:
     saved = UNARY_READS.get(request.op.function)
     if saved is None or len(request.op.inputs) != 1:
         return _unnamed(request)
@@ -126,9 +129,11 @@ def _elementwise(request: Gradients) -> Answers:
     return (_summed_to(request, 0, gradient),)
 
 
-def _unnamed(request: Gradients) -> Answers:
-    """Elementwise, several ops in one or one without a rule of its own: one op gives what flows back at full size, sums
-    give it to smaller operands."""
+def _unnamed(request: GradientRequest) -> Answers:
+    """The gradients of an elementwise op whose function is not known by name, such as several ops fused into one.
+
+    One op gives what flows back at the result's size; sums bring it to the size of broadcast operands.
+    """
     full = request.op.rule.results[0]
     came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
     floats = [request.operand(i) for i, tensor_id in enumerate(request.op.inputs) if request.dtype(tensor_id).is_float]
@@ -145,11 +150,11 @@ def _unnamed(request: Gradients) -> Answers:
     return answers
 
 
-def _passing(request: Gradients) -> Answers:
+def _passing(request: GradientRequest) -> Answers:
     return [_summed_to(request, index, request.first) if want else None for index, want in enumerate(request.wanted)]
 
 
-def _subtract(request: Gradients) -> Answers:
+def _subtract(request: GradientRequest) -> Answers:
     answers = list(_passing(request))
     if request.wanted[1]:
         full = (request.op.inputs[1], request.op.rule.results[0])
@@ -158,7 +163,7 @@ def _subtract(request: Gradients) -> Answers:
     return answers
 
 
-def _multiply(request: Gradients) -> Answers:
+def _multiply(request: GradientRequest) -> Answers:
     answers: list[str | None] = [None, None]
     for index in (0, 1):
         if request.wanted[index]:
@@ -168,7 +173,7 @@ def _multiply(request: Gradients) -> Answers:
     return answers
 
 
-def _divide(request: Gradients) -> Answers:
+def _divide(request: GradientRequest) -> Answers:
     answers: list[str | None] = [None, None]
     if request.wanted[0]:
         full = (request.op.inputs[0], request.op.rule.results[0])
@@ -182,7 +187,7 @@ def _divide(request: Gradients) -> Answers:
     return answers
 
 
-def _where(request: Gradients) -> Answers:
+def _where(request: GradientRequest) -> Answers:
     """Each branch gets the gradient where the condition chose it; `gradients_of` lists the branch's index."""
     if request.dtype(request.op.inputs[0]).is_float:
         return _unnamed(request)
@@ -196,41 +201,41 @@ def _where(request: Gradients) -> Answers:
     return answers
 
 
-def _cast(request: Gradients) -> Answers:
+def _cast(request: GradientRequest) -> Answers:
     return request.emit("cast", (request.came_in(),), (request.operand(0),))
 
 
-def _rotary(request: Gradients) -> Answers:
+def _rotary(request: GradientRequest) -> Answers:
     reads = (request.came_in(), request.operand(1), request.operand(2))
     return (*request.emit("rotary_backward", reads, (request.operand(0),)), None, None)
 
 
-def _dropout(request: Gradients) -> Answers:
+def _dropout(request: GradientRequest) -> Answers:
     return request.emit("dropout_backward", (request.came_in(), request.result(1)), (request.operand(0),))
 
 
-def _softmax(request: Gradients) -> Answers:
+def _softmax(request: GradientRequest) -> Answers:
     answer = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
     return (*answer, *[None] * (len(request.op.inputs) - 1))
 
 
-def _biased_softmax(request: Gradients) -> Answers:
+def _biased_softmax(request: GradientRequest) -> Answers:
     (gradient,) = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
     return (gradient, _summed_to(request, 1, gradient) if request.wanted[1] else None)
 
 
-def _cross_entropy(request: Gradients) -> Answers:
+def _cross_entropy(request: GradientRequest) -> Answers:
     reads = (request.came_in(), request.operand(0), request.operand(1))
     return (*request.emit("cross_entropy_backward", reads, (request.operand(0),)), None)
 
 
-def _norm(request: Gradients) -> Answers:
+def _norm(request: GradientRequest) -> Answers:
     """Reads the input and the weight; mean and variance are found again from the input."""
     reads = (request.came_in(), *(request.operand(index) for index in range(min(2, len(request.op.inputs)))))
     return _jointly(request, f"{request.op.function}_backward", reads)
 
 
-def _attention(request: Gradients) -> Answers:
+def _attention(request: GradientRequest) -> Answers:
     if any(request.wanted[3:]):
         raise GraphError(
             f"op {request.op.id!r}: only query, key and value of a fused attention have gradients, but "
@@ -241,18 +246,18 @@ def _attention(request: Gradients) -> Answers:
     return (*answers, *[None] * (len(request.op.inputs) - 3))
 
 
-def _lookup(request: Gradients) -> Answers:
+def _lookup(request: GradientRequest) -> Answers:
     reads = (request.came_in(), request.operand(1))
     (gradient,) = request.emit("scatter_add", reads, (request.operand(0),), kind=OpKind.SCATTER)
     return gradient, None
 
 
-def _dispatch(request: Gradients) -> Answers:
+def _dispatch(request: GradientRequest) -> Answers:
     (gradient,) = request.emit("undispatch", (request.came_in(), request.operand(1)), (request.operand(0),))
     return gradient, None
 
 
-def _combine(request: Gradients) -> Answers:
+def _combine(request: GradientRequest) -> Answers:
     """out = sum over k of weight[k] * row picked by ids[k]: rows get weight * gradient, weights get row . gradient."""
     rows, weights, ids = (request.operand(index) for index in range(3))
     (to_rows,) = request.emit("combine_rows_backward", (request.came_in(), weights, ids), (rows,))
@@ -260,12 +265,12 @@ def _combine(request: Gradients) -> Answers:
     return to_rows, to_weights, None
 
 
-def _top_k(request: Gradients) -> Answers:
+def _top_k(request: GradientRequest) -> Answers:
     reads = (request.came_in(), (request.op.outputs[1], request.op.rule.results[1]))
     return request.emit("top_k_backward", reads, (request.operand(0),), kind=OpKind.SCATTER)
 
 
-def _reduction(request: Gradients) -> Answers:
+def _reduction(request: GradientRequest) -> Answers:
     if request.op.function == "sum":
         return (_expanded(request, request.first),)
     if request.op.function == "mean":
@@ -276,13 +281,13 @@ def _reduction(request: Gradients) -> Answers:
     return request.emit(f"{request.op.function}_backward", reads, (request.operand(0),), kind=kind)
 
 
-def _expanded(request: Gradients, gradient: str) -> str:
+def _expanded(request: GradientRequest, gradient: str) -> str:
     """A view that repeats a gradient over the factors that the forward reduction summed."""
     reads = ((gradient, request.op.rule.results[0]),)
     return request.emit("expand", reads, (request.operand(0),), kind=OpKind.VIEW)[0]
 
 
-def _view(request: Gradients) -> Answers:
+def _view(request: GradientRequest) -> Answers:
     rule = request.op.rule
     operand = request.operand(0)
     if len(rule.results) > 1:
@@ -298,49 +303,47 @@ def _view(request: Gradients) -> Answers:
     return request.emit("reshape", (request.came_in(),), (operand,), kind=OpKind.VIEW)
 
 
-def _or_zeros(request: Gradients, index: int) -> str:
+def _or_zeros(request: GradientRequest, index: int) -> str:
     gradient = request.incoming[index]
     if gradient is not None:
         return gradient
     return request.emit("zeros", (), (request.result(index),), kind=OpKind.COPY)[0]
 
 
-def _stack(request: Gradients) -> Answers:
+def _stack(request: GradientRequest) -> Answers:
     answers: list[str | None] = []
     for index, want in enumerate(request.wanted):
-        writes, at = (request.operand(index),), {"index": index}
+        writes, place = (request.operand(index),), {"index": index}
         answers.append(
-            request.emit("select", (request.came_in(),), writes, kind=OpKind.VIEW, attributes=at)[0] if want else None
+            request.emit("select", (request.came_in(),), writes, kind=OpKind.VIEW, attributes=place)[0]
+            if want
+            else None
         )
     return answers
 
 
-def _concatenate(request: Gradients) -> Answers:
+def _concatenate(request: GradientRequest) -> Answers:
     answers: list[str | None] = []
     start = 0
     for index, want in enumerate(request.wanted):
-        writes = (request.operand(index),)
-        answers.append(
-            request.emit("slice", (request.came_in(),), writes, kind=OpKind.VIEW, attributes={"start": start})[0]
-            if want
-            else None
-        )
+        reads, writes, place = (request.came_in(),), (request.operand(index),), {"start": start}
+        answers.append(request.emit("slice", reads, writes, kind=OpKind.VIEW, attributes=place)[0] if want else None)
         start += next(dim.size for dim in request.op.rule.operands[index] if dim.size is not None)
     return answers
 
 
-def _pad(request: Gradients) -> Answers:
+def _pad(request: GradientRequest) -> Answers:
     return request.emit("slice", (request.came_in(),), (request.operand(0),), kind=OpKind.VIEW)
 
 
-def _opaque(request: Gradients) -> Answers:
+def _opaque(request: GradientRequest) -> Answers:
     """One op that reads every float input and gives every gradient: right in traffic, silent about the mathematics."""
     came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
     floats = [request.operand(i) for i, tensor_id in enumerate(request.op.inputs) if request.dtype(tensor_id).is_float]
     return _jointly(request, f"{request.op.function}_backward", (*came_in, *floats))
 
 
-def _jointly(request: Gradients, function: str, reads: Sequence[tuple[str, Dims]]) -> Answers:
+def _jointly(request: GradientRequest, function: str, reads: Sequence[tuple[str, Dims]]) -> Answers:
     """One op for the gradients of all operands that want one; its attribute `gradients_of` lists their indices."""
     indices = tuple(index for index, want in enumerate(request.wanted) if want)
     attributes = {**dict(request.op.attributes), "gradients_of": indices}
@@ -351,7 +354,7 @@ def _jointly(request: Gradients, function: str, reads: Sequence[tuple[str, Dims]
     return answers
 
 
-def _summed_to(request: Gradients, index: int, gradient: str) -> str:
+def _summed_to(request: GradientRequest, index: int, gradient: str) -> str:
     """Sum a gradient of the result's shape over the factors that the operand was broadcast over."""
     operand, dims = request.operand(index)
     full = request.op.rule.results[0]
@@ -362,7 +365,7 @@ def _summed_to(request: Gradients, index: int, gradient: str) -> str:
     return request.emit("sum", ((gradient, full),), ((operand, dims),), kind=OpKind.REDUCTION)[0]
 
 
-_BY_KIND: dict[OpKind, Callable[[Gradients], Answers]] = {
+_BY_KIND: dict[OpKind, Callable[[GradientRequest], Answers]] = {
     OpKind.CONTRACTION: _product,
     OpKind.CONVOLUTION: _product,
     OpKind.ATTENTION: _attention,
@@ -375,7 +378,7 @@ _BY_KIND: dict[OpKind, Callable[[Gradients], Answers]] = {
     OpKind.VIEW: _view,
 }
 
-_BY_FUNCTION: dict[str, Callable[[Gradients], Answers]] = {
+_BY_FUNCTION: dict[str, Callable[[GradientRequest], Answers]] = {
     **dict.fromkeys(PASSES_GRADIENT, _passing),
     "subtract": _subtract,
     "multiply": _multiply,

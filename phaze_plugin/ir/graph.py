@@ -177,7 +177,7 @@ def _format_result(graph: Graph, tensor_id: str) -> str:
 
 
 def _rescaled(graph: Graph, size: int) -> Graph:
-    """Scale every batch factor to a microbatch of `size`; raises GraphError where the graph has none."""
+    """The graph with every batch factor scaled to a microbatch of `size`; raises GraphError where it has none."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise GraphError(f"a microbatch of {size!r} is not possible; expected an integer of at least 1.")
     if size == graph.micro_batch_size:

@@ -27,7 +27,10 @@ from phaze.ir.tensor import Role
 __all__ = ["check_graph", "check_rule"]
 
 LARGEST_TENSOR = 2**55
+"""The most elements of a tensor: its bytes, at up to 8 an element, still fit into 64 bits with room for a few sums."""
+
 MOST_DIMENSIONS = 64
+"""The most dimensions of a tensor; numpy, which the reference runs on, has the same limit."""
 
 
 def check_graph(graph: Graph) -> dict[str, Op]:
@@ -107,13 +110,25 @@ def _check_order(graph: Graph, producers: dict[str, Op]) -> None:
     ready: set[str] = set()
     for op in graph.ops:
         ready.update(op.outputs)
-        late = next((t for t in op.inputs if t in producers and (t not in ready or t in op.outputs)), None)
+        late = next(
+            (
+                tensor_id
+                for tensor_id in op.inputs
+                if tensor_id in producers and (tensor_id not in ready or tensor_id in op.outputs)
+            ),
+            None,
+        )
         if late is not None:
             _raise_order(graph, producers, op, late)
 
 
 def _raise_order(graph: Graph, producers: dict[str, Op], op: Op, late: str) -> None:
-    digraph = nx.DiGraph((producers[t].id, other.id) for other in graph.ops for t in other.inputs if t in producers)
+    digraph = nx.DiGraph(
+        (producers[tensor_id].id, reader.id)
+        for reader in graph.ops
+        for tensor_id in reader.inputs
+        if tensor_id in producers
+    )
     try:
         cycle = [edge[0] for edge in nx.find_cycle(digraph)]
     except nx.NetworkXNoCycle:
@@ -192,16 +207,19 @@ def _check_results(graph: Graph) -> None:
             raise GraphError(f"gradient {gradient!r} belongs to {parameter!r}, which is not a parameter.")
         if gradient not in graph.tensors:
             raise GraphError(f"the gradient {gradient!r} of {parameter!r} does not exist.")
-        shapes = graph.tensors[parameter].shape, graph.tensors[gradient].shape
-        if shapes[0] != shapes[1]:
+        shape, gradient_shape = graph.tensors[parameter].shape, graph.tensors[gradient].shape
+        if shape != gradient_shape:
             raise GraphError(
-                f"gradient {gradient!r} has shape {list(shapes[1])}, its parameter {parameter!r} has {list(shapes[0])}."
+                f"gradient {gradient!r} has shape {list(gradient_shape)}, "
+                f"its parameter {parameter!r} has {list(shape)}."
             )
 
 
 LARGEST_WORK = 2**62
+"""The most loop iterations of an op: twice that, its flops, still fits into a 64-bit integer."""
 
 _NOT_LOOPED = frozenset({OpKind.VIEW, OpKind.COPY, OpKind.SORT, OpKind.OPAQUE, OpKind.COLLECTIVE})
+"""Kinds that are counted by the size of their tensors and not by their loops."""
 
 _PARTLY_COVERED = frozenset(
     {
@@ -216,6 +234,7 @@ _PARTLY_COVERED = frozenset(
         OpKind.OPAQUE,
     }
 )
+"""Kinds whose rules may cover a dimension in part: those that move, pick, pad or slide over elements."""
 
 
 def check_rule(op: Op) -> None:

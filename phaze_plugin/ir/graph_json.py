@@ -11,8 +11,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 from phaze.errors import FormatError, GraphError, PhazeError, shown
 from phaze.ir.graph import Graph
@@ -25,6 +26,10 @@ __all__ = ["FORMAT", "VERSION", "graph_content_json", "graph_from_json", "graph_
 
 FORMAT = "phaze-graph"
 VERSION = 1
+"""The schema of the document; a graph of another version is refused. Optional fields do not change it."""
+
+_Kind = TypeVar("_Kind")
+_Enum = TypeVar("_Enum", bound=StrEnum)
 
 _OPTIONAL = ("module", "gradient_of", "origin")
 _OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept")
@@ -114,7 +119,7 @@ def graph_from_json(text: str) -> Graph:
     return _graph_from_document(document)
 
 
-def _graph_from_document(document: Mapping[str, Any]) -> Graph:
+def _graph_from_document(document: Mapping[str, object]) -> Graph:
     _refuse_unknown(document, _GRAPH_FIELDS, "")
     rules = [_parse_rule(text, index) for index, text in enumerate(_strings(document, "rules"))]
     tensors: dict[str, Tensor] = {}
@@ -144,9 +149,10 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, object]:
 def _tensor_from_json(entry: object, where: str) -> Tensor:
     fields = _object(entry, where)
     _refuse_unknown(fields, _TENSOR_FIELDS, where)
-    shape = _field(fields, "shape", list, where)
+    # Sizes that are no integers are refused, with the tensor named, when the graph is checked.
+    shape = cast("tuple[int, ...]", tuple(_list(fields, "shape", where)))
     role = _enum(Role, fields["role"], f"{where}.role") if "role" in fields else None
-    return Tensor(_string(fields, "id", where), tuple(shape), _enum(DType, fields.get("dtype"), f"{where}.dtype"), role)
+    return Tensor(_string(fields, "id", where), shape, _enum(DType, fields.get("dtype"), f"{where}.dtype"), role)
 
 
 def _op_to_json(op: Op, rule: int) -> dict[str, object]:
@@ -167,7 +173,7 @@ def _op_to_json(op: Op, rule: int) -> dict[str, object]:
 
 
 def _attribute_to_json(value: Attribute) -> object:
-    """The value itself; floats that JSON has no number for as an object."""
+    """The value itself; infinities and NaN, for which JSON has no number, as an object."""
     return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -209,29 +215,29 @@ def _parse_rule(text: str, index: int) -> Rule:
         raise GraphError(f"rules[{index}]: {error}") from error
 
 
-def _object(value: object, where: str) -> dict[str, Any]:
+def _object(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise FormatError(f"{where} is {shown(value)}; expected an object.")
     return value
 
 
-def _refuse_unknown(fields: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def _refuse_unknown(fields: Mapping[str, object], known: frozenset[str], where: str) -> None:
     unknown = sorted(name for name in fields if name not in known)
     if unknown:
         raise FormatError(
-            f"{_at(where, unknown[0])} is not a field of a saved graph; known are {', '.join(sorted(known))}."
+            f"{_path(where, unknown[0])} is not a field of a saved graph; known are {', '.join(sorted(known))}."
         )
 
 
-def _field(fields: Mapping[str, Any], name: str, kind: type, where: str, *, default: object = None) -> Any:
+def _field(fields: Mapping[str, object], name: str, kind: type[_Kind], where: str, *, default: object = None) -> _Kind:
     value = fields.get(name, default)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(f"{_at(where, name)} is {shown(value)}; expected {_KIND_NAMES[kind]}.")
+        raise FormatError(f"{_path(where, name)} is {shown(value)}; expected {_KIND_NAMES[kind]}.")
     return value
 
 
-def _string(fields: Mapping[str, Any], name: str, where: str = "") -> str:
-    return _readable(str(_field(fields, name, str, where)), _at(where, name))
+def _string(fields: Mapping[str, object], name: str, where: str = "") -> str:
+    return _readable(str(_field(fields, name, str, where)), _path(where, name))
 
 
 def _readable(text: str, where: str) -> str:
@@ -241,17 +247,17 @@ def _readable(text: str, where: str) -> str:
     return text
 
 
-def _list(fields: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
+def _list(fields: Mapping[str, object], name: str, where: str = "") -> list[object]:
     return list(_field(fields, name, list, where))
 
 
-def _strings(fields: Mapping[str, Any], name: str, where: str = "") -> list[str]:
-    values = _list(fields, name, where)
-    for index, value in enumerate(values):
+def _strings(fields: Mapping[str, object], name: str, where: str = "") -> list[str]:
+    texts = []
+    for index, value in enumerate(_list(fields, name, where)):
         if not isinstance(value, str):
-            raise FormatError(f"{_at(where, name)}[{index}] is {shown(value)}; expected text.")
-        _readable(value, f"{_at(where, name)}[{index}]")
-    return values
+            raise FormatError(f"{_path(where, name)}[{index}] is {shown(value)}; expected text.")
+        texts.append(_readable(value, f"{_path(where, name)}[{index}]"))
+    return texts
 
 
 def _pair(value: object, where: str) -> tuple[str, str]:
@@ -260,15 +266,16 @@ def _pair(value: object, where: str) -> tuple[str, str]:
     raise FormatError(f"{where} is {shown(value)}; expected a pair of ids.")
 
 
-def _enum(kind: Any, value: object, where: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(member.value for member in kind)
-        raise FormatError(f"{where} is {shown(value)}; expected one of {allowed}.") from None
+def _enum(kind: type[_Enum], value: object, where: str) -> _Enum:
+    for member in kind:
+        if member == value:
+            return member
+    allowed = ", ".join(member.value for member in kind)
+    raise FormatError(f"{where} is {shown(value)}; expected one of {allowed}.")
 
 
-def _at(where: str, name: str) -> str:
+def _path(where: str, name: str) -> str:
+    """Where a field stands in the document, for messages."""
     return f"{where}.{name}" if where else name
 
 

@@ -72,7 +72,7 @@ def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, 
         return stash
     if mode is RecomputeMode.FULL:
         return tuple(_entering(graph, layer)) if stash else ()
-    return _kept_and_again(graph, layer, mode)[0]
+    return _kept_and_rerun(graph, layer, mode)[0]
 
 
 def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> tuple[Op, ...]:
@@ -81,7 +81,7 @@ def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimme
         return ()
     if mode is RecomputeMode.FULL and not is_trimmed:
         return layer.forward
-    return _kept_and_again(graph, layer, mode)[1]
+    return _kept_and_rerun(graph, layer, mode)[1]
 
 
 def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
@@ -95,8 +95,8 @@ def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
     )
 
 
-def _kept_and_again(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tuple[str, ...], tuple[Op, ...]]:
-    """What a layer keeps of what its mode may keep, and what it runs again: all that backward asks for besides."""
+def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tuple[str, ...], tuple[Op, ...]]:
+    """What a layer keeps of what its mode may keep, and the ops that make the rest of what backward asks for again."""
     may_keep = {*_entering(graph, layer)}
     if mode is RecomputeMode.PRODUCTS:
         may_keep |= _saved_results(graph, layer)
@@ -106,17 +106,17 @@ def _kept_and_again(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
     stash = stashed_tensors(graph, layer)
     kept = dict.fromkeys(tensor_id for tensor_id in stash if tensor_id in may_keep)
     wanted = set(stash) - may_keep
-    again: list[Op] = []
+    rerun: list[Op] = []
     for op in reversed(layer.forward):
         if wanted.isdisjoint(op.outputs):
             continue
-        again.append(op)
+        rerun.append(op)
         for tensor_id in op.inputs:
             if (storage := graph.storage(tensor_id)) in may_keep:
                 kept[storage] = None
             else:
                 wanted.add(tensor_id)
-    return tuple(kept), tuple(reversed(again))
+    return tuple(kept), tuple(reversed(rerun))
 
 
 def _saved_results(graph: Graph, layer: Layer) -> set[str]:
@@ -160,7 +160,7 @@ def _between(layer: Layer, products: set[str]) -> set[str]:
     after: set[str] = set()
     for op in layer.forward:
         before = {producer[tensor_id] for tensor_id in op.inputs if tensor_id in producer}
-        if op.id not in products and op.kind in _SOFT and before & (products | after):
+        if op.id not in products and op.kind in _BETWEEN_PRODUCTS and before & (products | after):
             after.add(op.id)
     ahead: set[str] = set()
     for op in reversed(layer.forward):
@@ -169,4 +169,5 @@ def _between(layer: Layer, products: set[str]) -> set[str]:
     return after & ahead
 
 
-_SOFT = (OpKind.SOFTMAX, OpKind.DROPOUT, OpKind.ELEMENTWISE, OpKind.VIEW)
+_BETWEEN_PRODUCTS = (OpKind.SOFTMAX, OpKind.DROPOUT, OpKind.ELEMENTWISE, OpKind.VIEW)
+"""Kinds of ops that may stand between the two products of an attention: masks, scaling, softmax and dropout."""

@@ -48,17 +48,18 @@ def group_by_module(graph: Graph, forward: Sequence[Op]) -> dict[str, str] | Non
 def _numbered(path: str) -> list[tuple[str, str]]:
     """Every (container, child) on a module path, outermost first; both as whole paths."""
     words = path.split(".")
-    found = []
+    pairs = []
     for index, word in enumerate(words):
         child = ".".join(words[: index + 1])
         if "@" in word:
-            found.append((child.rpartition("@")[0], child))
+            pairs.append((child.rpartition("@")[0], child))
         elif word.isdigit():
-            found.append((".".join(words[:index]), child))
-    return found
+            pairs.append((".".join(words[:index]), child))
+    return pairs
 
 
 def _pattern(container: str) -> str:
+    """The path of a container with its numbers left open, so that the stages of a vision model are alike."""
     return ".".join("*" if word.isdigit() else word for word in container.split("."))
 
 
@@ -112,26 +113,30 @@ def _levels(graph: Graph, blocks: Mapping[str, str]) -> dict[str, int]:
         waits = max((levels[producer.id] for producer in producers if producer is not None), default=0)
         block = blocks.get(op.id)
         levels[op.id] = waits if block is None else max(waits, number.setdefault(block, len(number) + 1))
-    return levels | _levels_of_readers(graph, blocks, levels)
+    return levels | _levels_by_readers(graph, blocks, levels)
 
 
-def _levels_of_readers(graph: Graph, blocks: Mapping[str, str], levels: Mapping[str, int]) -> dict[str, int]:
-    """What waits for nothing but parameters (a transposed weight) is made where it is read, if that is in one piece."""
+def _levels_by_readers(graph: Graph, blocks: Mapping[str, str], levels: Mapping[str, int]) -> dict[str, int]:
+    """The levels of ops that wait for nothing but parameters, such as a transposed weight.
+
+    These are made where they are read: they have the level of the first reader, unless a reader is in a block.
+    """
     forward, readers = graph.ops_of(Phase.FORWARD), _readers(graph)
     from_data: set[str] = set()
     for op in forward:
-        if any(graph.tensors[t].role is Role.BATCH or t in from_data for t in op.inputs):
+        if any(graph.tensors[name].role is Role.BATCH or name in from_data for name in op.inputs):
             from_data.update(op.outputs)
-    found: dict[str, int] = {}
+    earlier: dict[str, int] = {}
     for op in reversed(forward):
         using = [reader for tensor_id in op.outputs for reader in readers.get(tensor_id, ())]
         if op.id in blocks or from_data.intersection(op.outputs) or not using or blocks.keys() & set(using):
             continue
-        found[op.id] = min(found.get(reader, levels[reader]) for reader in using)
-    return found
+        earlier[op.id] = min(earlier.get(reader, levels[reader]) for reader in using)
+    return earlier
 
 
 def _piece_name(ops: Sequence[Op]) -> str:
+    """The module of a piece, or its first and last one."""
     modules = list(dict.fromkeys(op.module or op.id for op in ops))
     return modules[0] if len(modules) == 1 else f"{modules[0]} .. {modules[-1]}"
 
@@ -149,13 +154,13 @@ def _reading(
     graph: Graph, ops: Sequence[Op], groups: Mapping[str, str], readers: Mapping[str, Sequence[str]]
 ) -> list[str]:
     """The groups of the ops that read from a piece, or of the last that it reads from where nobody does."""
-    own = {op.id for op in ops}
+    piece = {op.id for op in ops}
     made = (tensor_id for op in ops for tensor_id in op.outputs)
-    reading = [groups[reader] for tensor_id in made for reader in readers.get(tensor_id, ()) if reader not in own]
+    reading = [groups[reader] for tensor_id in made for reader in readers.get(tensor_id, ()) if reader not in piece]
     if reading:
         return reading
     producers = [graph.producer(tensor_id) for op in ops for tensor_id in op.inputs]
-    before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in own]
+    before = [groups[producer.id] for producer in producers if producer is not None and producer.id not in piece]
     return before[-1:] or [groups[ops[0].id]]
 
 

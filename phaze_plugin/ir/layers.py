@@ -156,16 +156,29 @@ def _backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
 def _backward_layer(
     graph: Graph, op: Op, layer_of: dict[str, int], by_module: Mapping[str, int], users: Mapping[str, set[int]]
 ) -> int:
+    """The layer of one backward op.
+
+    In this order: that of the forward op that it is the gradient of, of its module, the only user of a parameter that
+    it reads, the last layer whose forward it reads, and else the first whose backward it reads.
+    """
     if op.gradient_of in layer_of:
         return layer_of[op.gradient_of]
     if op.module in by_module:
         return by_module[op.module]
-    own = [users[t] for t in op.inputs if graph.tensors[t].role is Role.PARAMETER and len(users.get(t, ())) == 1]
-    if own:
-        return min(own[0])
-    producers = [graph.producer(tensor_id) for tensor_id in op.inputs]
-    forward = [layer_of[p.id] for p in producers if p is not None and p.phase is Phase.FORWARD]
-    later = [layer_of[p.id] for p in producers if p is not None and p.phase is not Phase.FORWARD and p.id in layer_of]
+    users_of_untied = [
+        users[name]
+        for name in op.inputs
+        if graph.tensors[name].role is Role.PARAMETER and len(users.get(name, ())) == 1
+    ]
+    if users_of_untied:
+        return min(users_of_untied[0])
+    producers = [producer for name in op.inputs if (producer := graph.producer(name)) is not None]
+    forward = [layer_of[producer.id] for producer in producers if producer.phase is Phase.FORWARD]
+    later = [
+        layer_of[producer.id]
+        for producer in producers
+        if producer.phase is not Phase.FORWARD and producer.id in layer_of
+    ]
     return max(forward, default=min(later, default=0))
 
 
@@ -208,7 +221,7 @@ def _make_layer(
         name=name,
         forward=tuple(op for op in ops if op.phase is Phase.FORWARD),
         backward=tuple(op for op in ops if op.phase is not Phase.FORWARD),
-        parameters=tuple(t for t in used if graph.tensors[t].role is Role.PARAMETER),
+        parameters=tuple(name for name in used if graph.tensors[name].role is Role.PARAMETER),
         inputs=inputs,
         outputs=outputs,
         key=canonical_key(graph, ops, outputs, texts),
@@ -222,12 +235,12 @@ def _boundaries(graph: Graph, layer_of: Mapping[str, int]) -> tuple[Boundary, ..
             producer = graph.producer(tensor_id)
             if producer is not None and layer_of[producer.id] != layer_of[op.id]:
                 consumers.setdefault(tensor_id, set()).add(layer_of[op.id])
-    found = []
+    boundaries = []
     for tensor_id, indices in consumers.items():
         producer = graph.producer(tensor_id)
         assert producer is not None
-        found.append(Boundary(tensor_id, layer_of[producer.id], tuple(sorted(indices))))
-    return tuple(found)
+        boundaries.append(Boundary(tensor_id, layer_of[producer.id], tuple(sorted(indices))))
+    return tuple(boundaries)
 
 
 def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], texts: dict[int, str]) -> str:

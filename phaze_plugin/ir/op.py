@@ -76,6 +76,7 @@ class Gemm:
 
 
 _COUNTED_BY_SIZE = (OpKind.OPAQUE, OpKind.COPY, OpKind.SORT, OpKind.COLLECTIVE)
+"""Kinds whose arithmetic is taken as one operation for each element of their largest tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,10 @@ class Op:
     collective_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.collective_bytes and self.kind is not OpKind.COLLECTIVE:
+        if self.collective_bytes < 0 or (self.collective_bytes and self.kind is not OpKind.COLLECTIVE):
             raise GraphError(
-                f"op {self.id!r} has {shown(self.collective_bytes)} collective bytes but is of kind {self.kind}."
+                f"op {self.id!r} has {shown(self.collective_bytes)} collective bytes but is of kind {self.kind}; "
+                "only collectives move a tensor, of at least 0 bytes."
             )
         for name, value in self.attributes:
             is_integers = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
@@ -234,7 +236,14 @@ UNARY_READS: dict[str, Saved] = {
     "tanh": Saved.RESULT,
 }
 
+"""What the gradient of each unary function reads, and so what a layer must keep for it.
+
+The gradient of a unary function is the op `<function>_backward`. Functions that are neither listed here nor handled by
+name in `gradients.py` are treated as opaque: their gradient reads every float input.
+"""
+
 PASSES_GRADIENT = frozenset({"add", "add_constant", "contiguous", "fused_sum", "identity"})
+"""Functions whose gradient is the incoming one, summed over what was broadcast; nothing is kept for them."""
 
 OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
     **dict.fromkeys(UNARY_READS, ((1,), 1)),

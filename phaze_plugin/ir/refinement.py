@@ -27,7 +27,8 @@ Cuts = tuple[int, ...]
 TensorCuts = tuple[Cuts, ...]
 
 MOST_SWEEPS = 20
-"""Sweeps over the graph, to and fro; far more than the nesting of any view needs."""
+"""The most sweeps over the graph, to and fro. Each carries cuts as far as ops stand in order, so that a few suffice;
+the limit only ends a walk that would never settle."""
 
 
 def refine_factors(graph: Graph, batch_size: int | None = None) -> Graph:
@@ -55,8 +56,8 @@ def _find_cuts(graph: Graph) -> dict[str, TensorCuts]:
             key = (id(op.rule), around)
             if key not in known:
                 known[key] = _passed_on(op.rule, around)
-            for tensor_id, found in zip((*op.inputs, *op.outputs), known[key], strict=True):
-                merged = tuple(map(_merged, cuts[tensor_id], found))
+            for tensor_id, passed_on in zip((*op.inputs, *op.outputs), known[key], strict=True):
+                merged = tuple(map(_merged, cuts[tensor_id], passed_on))
                 if merged != cuts[tensor_id]:
                     cuts[tensor_id] = merged
                     has_changed = True
@@ -70,30 +71,31 @@ def _around(op: Op, cuts: Mapping[str, TensorCuts]) -> tuple[TensorCuts, ...]:
 
 
 def _merged(known: Cuts, more: Iterable[int]) -> Cuts:
-    """Known cuts and those of the others that every cut accepted so far divides or is a multiple of."""
-    found = list(known)
+    """The known cuts, and each further one that divides or is a multiple of every cut accepted before it."""
+    accepted = list(known)
     for cut in more:
-        if cut not in found and all(cut % other == 0 or other % cut == 0 for other in found):
-            found.append(cut)
-    return known if len(found) == len(known) else tuple(sorted(found))
+        if cut not in accepted and all(cut % earlier == 0 or earlier % cut == 0 for earlier in accepted):
+            accepted.append(cut)
+    return known if len(accepted) == len(known) else tuple(sorted(accepted))
 
 
 def _starts(rule: Rule, dim: Dim) -> list[tuple[str, int]]:
     """Each factor of a dimension with the product of those before it."""
-    start, found = 1, []
+    start, starts = 1, []
     for name in dim.factors:
-        found.append((name, start))
+        starts.append((name, start))
         start *= rule.size(name)
-    return found
+    return starts
 
 
 def _is_open(factor: Factor) -> bool:
+    """Whether cuts pass through a factor: it is neither looked up nor must it stay whole."""
     return factor.kind in (FactorKind.FREE, FactorKind.NORMALIZED)
 
 
 def _factor_cuts(rule: Rule, around: tuple[TensorCuts, ...]) -> dict[str, Cuts]:
     """The cuts inside each factor that the tensors around the op tell."""
-    found: dict[str, Cuts] = {factor.name: () for factor in rule.factors}
+    factor_cuts: dict[str, Cuts] = {factor.name: () for factor in rule.factors}
     is_open = {factor.name: _is_open(factor) for factor in rule.factors}
     for dims, tensor_cuts in zip(rule.tensors(), around, strict=True):
         for dim, cuts in zip(dims, tensor_cuts, strict=True):
@@ -101,10 +103,10 @@ def _factor_cuts(rule: Rule, around: tuple[TensorCuts, ...]) -> dict[str, Cuts]:
                 continue
             for name, start in _starts(rule, dim):
                 size = rule.size(name)
-                inside = [c // start for c in cuts if c % start == 0 and start < c < start * size]
+                inside = [cut // start for cut in cuts if cut % start == 0 and start < cut < start * size]
                 if inside and is_open[name]:
-                    found[name] = _merged(found[name], [cut for cut in inside if size % cut == 0])
-    return found
+                    factor_cuts[name] = _merged(factor_cuts[name], [cut for cut in inside if size % cut == 0])
+    return factor_cuts
 
 
 def _passed_on(rule: Rule, around: tuple[TensorCuts, ...]) -> tuple[TensorCuts, ...]:
@@ -114,11 +116,12 @@ def _passed_on(rule: Rule, around: tuple[TensorCuts, ...]) -> tuple[TensorCuts, 
 
 
 def _dim_cuts(rule: Rule, dim: Dim, inside: Mapping[str, Cuts]) -> Cuts:
+    """The cuts of one dimension: where its factors meet, and where they are cut inside."""
     if dim.size is not None:
         return ()
     total = rule.dim_size(dim)
-    found = {start * cut for name, start in _starts(rule, dim) for cut in (1, *inside[name])}
-    return tuple(sorted(cut for cut in found if 1 < cut < total))
+    cuts = {start * cut for name, start in _starts(rule, dim) for cut in (1, *inside[name])}
+    return tuple(sorted(cut for cut in cuts if 1 < cut < total))
 
 
 @dataclass(slots=True)

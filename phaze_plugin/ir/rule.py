@@ -29,7 +29,10 @@ from phaze.errors import GraphError, shown
 __all__ = ["Dim", "Dims", "Factor", "FactorKind", "Rule", "factor_names", "names_of"]
 
 LARGEST_FACTOR = 2**40
+"""The largest size of a factor or dimension: far above any model's; what is larger is a broken capture."""
+
 MOST_FACTORS = 64
+"""The most factors of a rule: a rule with more is a broken capture, and texts of rules would grow without limit."""
 
 
 class FactorKind(StrEnum):
@@ -199,7 +202,9 @@ class Rule:
         Raises GraphError for an unknown factor, one that must stay whole, one of a dimension covered in part (its
         parts would overlap), more ways than there are elements, or a part that is empty.
         """
-        covered_in_part = frozenset(n for dims in self.tensors() for d in dims if d.size is not None for n in d.factors)
+        covered_in_part = frozenset(
+            name for dims in self.tensors() for dim in dims if dim.size is not None for name in dim.factors
+        )
         for name, count in ways.items():
             if name not in self._sizes:
                 raise GraphError(f"rule '{self}' has no factor {name!r} to split.")

@@ -10,7 +10,7 @@ __all__ = ["DType", "Role", "Tensor"]
 
 
 class DType(StrEnum):
-    """The element type of a tensor."""
+    """The element type of a tensor (what a chip computes in is `hardware`'s to say)."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"

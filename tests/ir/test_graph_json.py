@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from graphs import TINY_CONFIGS, graphs, rules, tiny_graph
 from hypothesis import given
 from hypothesis import strategies as st
+from sharding import whole_problem
 
 from phaze.errors import FormatError, GraphError, PhazeError
 from phaze.ir import DType, Graph, Op, OpKind, Role, Rule, Tensor, stashed_bytes
-from phaze.ir.graph_json import graph_from_json, graph_to_json, read_graph
+from phaze.ir.graph_json import graph_content_json, graph_from_json, graph_to_json, read_graph
 from phaze.ir.rule import names_of
+from phaze.shard import shard_layer, slice_layer
 
 
 @given(graphs())
@@ -32,6 +35,35 @@ def test_every_family_comes_back_bit_for_bit(family: str, tmp_path: Path) -> Non
     assert loaded.layers == graph.layers
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "graph.json").read_bytes()
+
+
+def test_how_a_backward_was_obtained_comes_back_and_is_no_content() -> None:
+    derived = tiny_graph("gpt2")
+    kept = replace(derived, is_backward_derived=False, why_backward_kept="no loss")
+    assert derived.is_backward_derived
+    assert [graph_from_json(graph_to_json(graph)) for graph in (derived, kept)] == [derived, kept]
+    assert graph_content_json(derived) == graph_content_json(kept)
+    assert "is_backward_derived" not in graph_content_json(derived)
+
+
+def test_a_graph_saved_without_facts_on_its_backward_is_read() -> None:
+    whole = document()
+    del whole["is_backward_derived"]
+    assert graph_from_json(json.dumps(whole)) == replace(tiny_graph("gpt2"), is_backward_derived=False)
+
+
+def test_the_bytes_of_a_sliced_layer_s_collectives_come_back() -> None:
+    local = slice_layer(shard_layer(whole_problem(tiny_graph("gpt2"), 3)))
+    sizes = [op.collective_bytes for op in local.ops if op.kind is OpKind.COLLECTIVE]
+    assert sizes
+    assert min(sizes) > 0
+    assert graph_from_json(graph_to_json(local)) == local
+
+
+def test_only_collectives_have_collective_bytes() -> None:
+    op = tiny_graph("gpt2").ops[0]
+    with pytest.raises(GraphError, match="has 8 collective bytes but is of kind lookup"):
+        replace(op, collective_bytes=8)
 
 
 def test_saving_leaves_nothing_but_the_file(tmp_path: Path) -> None:
