@@ -27,6 +27,7 @@ from phaze.model_import import import_with_plugins
 from phaze.parallelism import Choices, read_strategy
 from phaze.shard import LayoutConstraint
 from phaze.shard.layout import check_constraints
+from phaze.solvers import SolverChain, choose_solver
 from phaze.target_choice import ChosenTarget, find_target
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class QuestionOptions(TypedDict, total=False):
         constraints: layouts that parameters or tensors must have.
         calibration: a Calibration or the file of one, instead of the chip's own.
         gap: how far from the proven optimum the answer may stay, as a part of the step time.
+        solver: the linear solver of sharding and schedules (highs, scip, cp-sat, gurobi, or a plugin's); by default the
+            built-in ones shard, and an exact search schedules.
     """
 
     cluster: str | Cluster | None
@@ -88,6 +91,7 @@ class QuestionOptions(TypedDict, total=False):
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None
     calibration: Calibration | str | PathLike[str] | None
     gap: float
+    solver: str | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,6 +113,7 @@ class Question:
         calibration: how far the chip stays behind its ideal.
         prices: prices of ops that plugins bring.
         gap: how far from the proven optimum the answer may stay.
+        solver: the solver that was asked for, with the ones behind it; None for the automatic choice.
         notes: which defaults were taken.
     """
 
@@ -125,6 +130,7 @@ class Question:
     constraints: tuple[LayoutConstraint, ...] = ()
     prices: Mapping[str, OpPricer] = field(default_factory=dict)
     gap: float = 0.01
+    solver: SolverChain | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -239,6 +245,7 @@ def ask(
         calibration=_calibration(calibration, cluster),
         prices=plugin_prices(plugins),
         gap=float(options.get("gap", 0.01)),
+        solver=_solver(options.get("solver"), plugins),
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
@@ -396,6 +403,12 @@ def _calibration(calibration: object, cluster: Cluster) -> Calibration:
             "None."
         )
     return calibration
+
+
+def _solver(name: object, plugins: PluginManager) -> SolverChain | None:
+    if name is not None and not isinstance(name, str):
+        raise QuestionError(f"solver is {shown(name)}; expected a solver's name, or None for the automatic choice.")
+    return None if name is None else choose_solver(name, plugins)
 
 
 def marks_batch(graph: Graph) -> bool:

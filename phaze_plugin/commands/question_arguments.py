@@ -51,6 +51,11 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
     )
+    parser.add_argument(
+        "--solver",
+        metavar="NAME",
+        help="solver of sharding and schedules: highs, scip, cp-sat or gurobi",
+    )
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
 
@@ -76,6 +81,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "calibration": arguments.calibration,
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
+        "solver": arguments.solver,
     }
 
 

@@ -142,6 +142,7 @@ class QuestionFacts:
     calibration: Calibration
     target: str | None
     gap: float
+    solver: str | None
     constraints: tuple[LayoutConstraint, ...]
     strategy: Mapping[str, object]
 

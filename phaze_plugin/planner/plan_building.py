@@ -91,6 +91,7 @@ def question_facts(question: Question) -> QuestionFacts:
         calibration=question.calibration,
         target=question.target.name,
         gap=question.gap,
+        solver=None if question.solver is None else question.solver.solvers[0].name,
         constraints=question.constraints,
         strategy=to_document(question.strategy),
     )

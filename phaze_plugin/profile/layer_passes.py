@@ -38,6 +38,7 @@ from phaze.profile.layer_profile import (
 )
 from phaze.schedule import Compatibility, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import WHOLE, ShardedLayer, slice_layer
+from phaze.solvers import SolverChain
 
 if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
@@ -60,11 +61,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How passes are priced and scheduled.
+    """How the passes of a layer are priced and scheduled.
 
-    Epilogues fused or not, the gap to prove, the work (see `schedule_layer`) after which a pass keeps the gap that it
-    has, plugins' prices, schedules so far, the bytes per parameter in which microbatches' gradients are summed, the
-    recompute modes to profile (none first), and whether full recompute leaves out what backward does not read.
+    Attributes:
+        is_fused: whether elementwise epilogues are fused into the matrix op before them.
+        gap: the relative gap to which schedules are proven.
+        work: the work (see `schedule_layer`) after which a schedule keeps the gap that it has; None for no limit.
+        prices: prices of ops that plugins bring.
+        cache: schedules that were found so far.
+        gradient_bytes: bytes per parameter in which the gradients of microbatches are summed.
+        modes: recompute modes to profile; no recompute comes first.
+        trims_recompute: whether full recompute leaves out what backward does not read.
+        solver: the solver on which the paper's integer program schedules; None for the exact search.
     """
 
     is_fused: bool = True
@@ -75,6 +83,7 @@ class ProfileOptions:
     gradient_bytes: float = 0.0
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     trims_recompute: bool = False
+    solver: SolverChain | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +229,7 @@ def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: P
     if not ops:
         return None
     problem = priced_pass(sharded, local, ops, options).problem()
-    return schedule_layer(problem, gap=options.gap, work=options.work, cache=options.cache)
+    return schedule_layer(problem, gap=options.gap, work=options.work, solver=options.solver, cache=options.cache)
 
 
 def priced_pass(

@@ -38,6 +38,7 @@ from phaze.shard import (
     shard_model,
     unsharded,
 )
+from phaze.solvers import AUTOMATIC_SOLVERS
 
 __all__ = [
     "Slices",
@@ -100,6 +101,7 @@ def profile_options(question: Question, modes: tuple[RecomputeMode, ...] = SEARC
         gradient_bytes=question.recipe.gradient_bytes,
         modes=modes,
         trims_recompute=question.capabilities.trims_recompute,
+        solver=question.solver,
     )
 
 
@@ -128,6 +130,7 @@ def slice_model(
             sequence_parallel=_runnable(question, graph, tp, sequence_parallel),
             constraints=question.constraints,
             may_stride_parameters=question.capabilities.allows_strided_parameters,
+            solver=question.solver or AUTOMATIC_SOLVERS,
         )
         return shard_model(graph, axis, options)
     whole = {

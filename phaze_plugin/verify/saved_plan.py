@@ -77,6 +77,7 @@ def question_for(
         "constraints": facts.constraints,
         "calibration": facts.calibration,
         "gap": facts.gap,
+        "solver": facts.solver,
     }
     return ask(model, inputs, options, plugins)
 
