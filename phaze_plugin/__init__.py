@@ -6,12 +6,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phaze.compiled_graphs import last_compiled
     from phaze.errors import PhazeError
     from phaze.explore.design_search import search
     from phaze.explore.search_result import SearchResult
     from phaze.ir import Graph
-    from phaze.model_import import import_graph, load_graph
+    from phaze.model_import import import_graph, last_compiled, load_graph
     from phaze.parallelism import Parallelism
     from phaze.plan.plan import Plan
     from phaze.planner.plan_comparison import compare
@@ -51,7 +50,7 @@ _HOMES = {
     "compare": "phaze.planner.plan_comparison",
     "evaluate": "phaze.planner.planning",
     "import_graph": "phaze.model_import",
-    "last_compiled": "phaze.compiled_graphs",
+    "last_compiled": "phaze.model_import",
     "load_graph": "phaze.model_import",
     "load_plan": "phaze.verify.saved_plan",
     "optimize": "phaze.planner.planning",

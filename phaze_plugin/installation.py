@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import phaze
 from phaze.errors import PluginWarning
 from phaze.hooks import Offer, Origin, PluginManager, Registry
-from phaze.installed_libraries import installed_version, missing_libraries
+from phaze.installed import installed_plugins, installed_version, missing_libraries
 
 if TYPE_CHECKING:
     from phaze.solvers import LinearSolver
@@ -97,7 +97,7 @@ def diagnose() -> Diagnosis:
     """Look at this installation; failing plugins are among the problems and are not warned about as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
-        return _diagnose(PluginManager.load())
+        return _diagnose(installed_plugins())
 
 
 def _diagnose(plugins: PluginManager) -> Diagnosis:

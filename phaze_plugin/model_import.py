@@ -1,4 +1,4 @@
-"""From a model to its graph, by whichever frontend knows the model.
+"""`phaze.import_graph`: from a model to its graph, by whichever frontend knows the model.
 
 A text that is a known model's name is that model. Anything else goes to the frontends: plugins first, then the built-in
 ones; the first that accepts the model imports it. A frontend that refuses with a PhazeError has answered; one that
@@ -8,19 +8,25 @@ fails in any other way is reported by its plugin's name, and the next one gets i
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
-from phaze.installed_libraries import missing_libraries
-from phaze.plugin_loading import installed_plugins
+from phaze.installed import installed_plugins, missing_libraries
 
 if TYPE_CHECKING:
     from phaze.hooks import Offer, PluginManager
     from phaze.interfaces import Frontend, ModelFactory
     from phaze.ir import Graph
 
-__all__ = ["import_graph", "load_graph"]
+__all__ = ["import_graph", "import_with_plugins", "last_compiled", "load_graph", "remember_compiled"]
+
+MOST_REMEMBERED = 64
+"""How many graphs of `torch.compile` are kept: enough for the pieces of one model, few enough to forget old ones."""
+
+_COMPILED: deque[Graph] = deque(maxlen=MOST_REMEMBERED)
+"""The compiler calls the backend from inside itself: what it captured can reach nobody but through this record."""
 
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:
@@ -146,3 +152,16 @@ def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
     for failure in plugins.failures:
         error.add_note(str(failure))
     return error
+
+
+def last_compiled() -> tuple[Graph, ...]:
+    """The graphs that were captured last in this process, oldest first, at most 64; a model may be several graphs.
+
+    A graph's notes say which backend runs it.
+    """
+    return tuple(_COMPILED)
+
+
+def remember_compiled(graph: Graph) -> None:
+    """Keep a graph for `last_compiled`."""
+    _COMPILED.append(graph)

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from phaze.compiled_graphs import remember_compiled
 from phaze.frontends.torch.capture import (
     Argument,
     ArgumentKind,
@@ -35,6 +34,7 @@ from phaze.frontends.torch.fake_model import fake_copy
 from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph
 from phaze.ir.refinement import refine_factors
+from phaze.model_import import remember_compiled
 
 __all__ = ["compile_graph"]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phaze.calibration_fitting import Fit, PreparedRun, Run
     from phaze.calibration_fitting.least_squares import Predict
     from phaze.cost import Calibration
+    from phaze.hooks import PluginManager
 
 __all__ = ["calibrate_chip"]
 
@@ -55,33 +56,31 @@ def _from_steps(arguments: Namespace, console: Console) -> int:
     import numpy as np
 
     from phaze.calibration_fitting import fit_terms, prepare_run, read_steps
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
-    plugins = PluginManager.load()
+    plugins = installed_plugins()
     runs = read_steps(arguments.measured)
-    start = _start(runs, arguments.stack, f"fitted to {arguments.measured}")
-    prepared = [prepare_run(one, start.stack, plugins) for one in runs]
+    start = _start(runs, arguments.stack, f"fitted to {arguments.measured}", plugins)
+    prepared = [prepare_run(run, start.stack, plugins) for run in runs]
 
     def predict(calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
-        return np.stack([one.seconds(calibrations) for one in prepared], axis=1)
+        return np.stack([run.seconds(calibrations) for run in prepared], axis=1)
 
     terms, left = _terms(arguments.terms, predict, start, len(runs))
-    fit = fit_terms(predict, [one.seconds for one in runs], start, terms)
+    fit = fit_terms(predict, [run.seconds for run in runs], start, terms)
     _show_fit(arguments, console, start, _with_reserve(fit, prepared), prepared, left)
     return ExitCode.FINE
 
 
-def _start(runs: Sequence[Run], stack: str | None, name: str) -> Calibration:
+def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginManager) -> Calibration:
     """The chip's own calibration, or round numbers where it has none."""
     from dataclasses import replace
 
     from phaze.cost import EAGER_STACK, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
-    from phaze.hooks import PluginManager
     from phaze.question import settled_cluster
 
-    plugins = PluginManager.load()
-    chips = [settled_cluster(one.cluster, plugins).accelerator for one in runs]
-    other = next((one for one, chip in zip(runs, chips, strict=True) if chip != chips[0]), None)
+    chips = [settled_cluster(run.cluster, plugins).accelerator for run in runs]
+    other = next((run for run, chip in zip(runs, chips, strict=True) if chip != chips[0]), None)
     if other is not None:
         raise QuestionError(
             f"{other.name} ran on another chip than {runs[0].name}; a calibration belongs to one chip: write the runs "
@@ -198,7 +197,7 @@ def _warnings(notes: Sequence[str]) -> list[str]:
 
 def _from_trace(arguments: Namespace, console: Console) -> int:
     from phaze.calibration_fitting import Run, fit_trace, prepare_run, read_trace
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
     from phaze.json_records import to_document
 
     for name in ("model", "cluster", "global_batch"):
@@ -217,8 +216,9 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
         sequence_length=arguments.sequence_length,
     )
     trace = read_trace(arguments.trace)
-    start = _start([traced], arguments.stack or "eager", "traced")
-    prepared = prepare_run(traced, start.stack, PluginManager.load())
+    plugins = installed_plugins()
+    start = _start([traced], arguments.stack or "eager", "traced", plugins)
+    prepared = prepare_run(traced, start.stack, plugins)
     found = fit_trace(
         trace,
         prepared.passes(),

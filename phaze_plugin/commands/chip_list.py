@@ -29,9 +29,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """List every accelerator, or show one in full."""
     from phaze.hardware import find_accelerator, presets
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
-    manager = PluginManager.load()
+    manager = installed_plugins()
     if arguments.name is not None:
         found = [find_accelerator(arguments.name, manager)]
     else:

@@ -44,10 +44,10 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.cost import fuse_attention, plugin_prices
     from phaze.cost.cost_breakdown import cost_report
     from phaze.hardware import cast_graph, find_accelerator, precision_recipe
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
     from phaze.model_import import import_graph
 
-    plugins = PluginManager.load()
+    plugins = installed_plugins()
     chip = find_accelerator(arguments.chip, plugins)
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}

@@ -70,9 +70,9 @@ def _options(arguments: Namespace) -> dict[str, Any]:
 
 
 def _list_models(arguments: Namespace, console: Console) -> int:
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
-    offers = sorted(PluginManager.load().named_models(), key=lambda offer: offer.name)
+    offers = sorted(installed_plugins().named_models(), key=lambda offer: offer.name)
     rows = [(offer.name, str(offer.origin)) for offer in offers]
     document = {"models": [{"name": name, "origin": origin} for name, origin in rows]}
     show(console, arguments, document, plain_table(["model", "from"], rows))

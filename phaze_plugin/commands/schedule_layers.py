@@ -114,9 +114,9 @@ def gap(text: str) -> float:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Schedule one layer or all distinct ones, and show what came out."""
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
-    plugins = PluginManager.load()
+    plugins = installed_plugins()
     inquiry = _inquiry(arguments, plugins)
     model = _sliced_model(arguments, plugins)
     if arguments.layer is not None:

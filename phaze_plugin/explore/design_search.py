@@ -32,10 +32,10 @@ from phaze.explore.search_result import (
 from phaze.explore.search_state import Evaluated, Knowledge
 from phaze.explore.worker_tasks import Outcome
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
+from phaze.installed import installed_plugins
 from phaze.plan.plan import Plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import TimeLimitError, Watch
-from phaze.plugin_loading import installed_plugins
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

@@ -167,6 +167,6 @@ def known_accelerator(name: str, plugins: PluginManager | None) -> Accelerator:
     Where ``plugins`` is None, the installed ones are looked up anew. A name that nobody knows is an `UnknownNameError`
     that lists near ones; one that plugins clash over a `PluginError`.
     """
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
-    return (plugins or PluginManager.load()).accelerators().get(name)
+    return (plugins or installed_plugins()).accelerators().get(name)

@@ -17,9 +17,9 @@ import phaze
 from phaze.cost import Calibration
 from phaze.errors import FormatError
 from phaze.hardware import PrecisionRecipe
+from phaze.installed import installed_plugins
 from phaze.json_records import from_document, read_document, to_document, write_whole
 from phaze.parallelism import Parallelism
-from phaze.plugin_loading import installed_plugins
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Unpack
 
 from phaze.errors import QuestionError, shown
+from phaze.installed import installed_plugins
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, RunFacts
@@ -17,7 +18,6 @@ from phaze.planner.launch import active_world, plan_together
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Progress, TimeLimitError, Watch
 from phaze.planner.strategy_search import Answer, choose
-from phaze.plugin_loading import installed_plugins
 from phaze.question import Question, QuestionOptions, ask
 from phaze.report.plan_text import seconds_text, strategy_text, summary
 from phaze.tolerances import EQUAL_RESULTS

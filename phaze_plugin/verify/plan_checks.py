@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import phaze
+from phaze.installed import installed_plugins
 from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan, PlanStatus
@@ -25,7 +26,6 @@ from phaze.planner.plan_building import MEMORY_ITEMS, build_plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
-from phaze.plugin_loading import installed_plugins
 from phaze.question import Question
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.saved_plan import differences, question_for

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phaze.errors import PlanError
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
+from phaze.installed import installed_plugins
 from phaze.ir import Graph
 from phaze.ir.backward import derive_backward
 from phaze.json_records import to_document
@@ -19,7 +20,6 @@ from phaze.planner.explanation import binding
 from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
-from phaze.plugin_loading import installed_plugins
 from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster, tokens_per_sample
 
 if TYPE_CHECKING:

@@ -69,10 +69,10 @@ def check_search(
     It takes as long as the search did, and the evaluation of `points` more accelerators. Raises FormatError if the
     journal is damaged, what reading the models raises, and KeyboardInterrupt: half a check proves nothing.
     """
-    from phaze.hooks import PluginManager
+    from phaze.installed import installed_plugins
 
     header = read_header(path)
-    question = question_of(header, models, inputs, plugins=PluginManager.load())
+    question = question_of(header, models, inputs, plugins=installed_plugins())
     findings = list(_belonging(header, question))
     if not all(finding.holds for finding in findings):
         return findings

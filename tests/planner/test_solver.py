@@ -42,7 +42,10 @@ def planned(solver: str | None, plugins: PluginManager | None = None) -> phaze.P
 
 def test_a_plugins_solver_that_is_named_really_solves() -> None:
     plugins, solver = PluginManager.load(), CountingSolver()
-    plugins.register(plugin_with(phaze_solvers=lambda: {"counting": solver}), Origin(plugin="counting", distribution=None, version=None))
+    plugins.register(
+        plugin_with(phaze_solvers=lambda: {"counting": solver}),
+        Origin(plugin="counting", distribution=None, version=None),
+    )
     plan = planned("counting", plugins)
     assert solver.solved
     assert plan.question.solver == "counting"

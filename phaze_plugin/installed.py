@@ -1,12 +1,24 @@
-"""Which libraries are here, found out without importing them."""
+"""What is installed here: plugins, which are loaded in this one place, and libraries, found without importing them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-__all__ = ["installed_version", "missing_libraries"]
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+
+__all__ = ["installed_plugins", "installed_version", "missing_libraries"]
+
+
+def installed_plugins() -> PluginManager:
+    """A manager with every installed plugin. It takes milliseconds and is passed on rather than loaded again."""
+    # Imported here because the hooks' specifications name types of the core.
+    from phaze.hooks import PluginManager
+
+    return PluginManager.load()
 
 
 def missing_libraries(modules: Iterable[str]) -> tuple[str, ...]:

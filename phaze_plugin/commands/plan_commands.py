@@ -1,4 +1,4 @@
-"""`phaze evaluate`: the price of a strategy of one's own, and what the best plan would bring."""
+"""`phaze optimize` and `phaze evaluate`: from a model to the best plan, or to the price of one's own strategy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,48 @@ from phaze.commands.question_arguments import (
     shown_progress,
 )
 
-__all__ = ["evaluate_strategy"]
+__all__ = ["evaluate_strategy", "optimize_model"]
 
 
-def configure(parser: ArgumentParser) -> None:
-    """Add the command's arguments."""
+def _configure_optimize(parser: ArgumentParser) -> None:
+    """Add the arguments of `phaze optimize`."""
+    add_model_argument(parser)
+    add_question_arguments(parser)
+    parser.add_argument("--explain", action="store_true", help="also print why")
+    add_json_option(parser)
+
+
+def _run_optimize(arguments: Namespace, console: Console) -> int:
+    """Plan, print and save."""
+    import phaze
+
+    model, inputs = find_model(arguments.model)
+    with shown_progress() as progress:
+        plan = phaze.optimize(
+            model, inputs, progress=progress, time_limit_s=arguments.time_limit, **question_options(arguments)
+        )
+    if arguments.out is not None:
+        plan.save(arguments.out)
+    texts = [str(plan)]
+    if arguments.explain or not plan.is_feasible:
+        texts += ["", plan.explain()]
+    if arguments.out is not None:
+        texts += ["", f"saved to {arguments.out}"]
+    show(console, arguments, json.loads(plan.to_json()), *texts)
+    return ExitCode.FINE if plan.is_feasible else ExitCode.ERROR
+
+
+optimize_model = Command(
+    name="optimize",
+    group=CommandGroup.PLANS,
+    summary="find the fastest way to train a model on a cluster",
+    configure=_configure_optimize,
+    run=_run_optimize,
+)
+
+
+def _configure_evaluate(parser: ArgumentParser) -> None:
+    """Add the arguments of `phaze evaluate`."""
     add_model_argument(parser)
     add_question_arguments(parser)
     parser.add_argument(
@@ -52,7 +89,7 @@ def _value(text: str) -> object:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def run(arguments: Namespace, console: Console) -> int:
+def _run_evaluate(arguments: Namespace, console: Console) -> int:
     """Price the strategy, print and save its plan."""
     import phaze
 
@@ -84,6 +121,6 @@ evaluate_strategy = Command(
     name="evaluate",
     group=CommandGroup.PLANS,
     summary="price a strategy of your own, and compare it with the best",
-    configure=configure,
-    run=run,
+    configure=_configure_evaluate,
+    run=_run_evaluate,
 )
