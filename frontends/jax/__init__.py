@@ -15,9 +15,15 @@ from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
 
-__all__ = ["JaxFrontend", "phaze_frontends"]
+__all__ = ["LINEN_MODULE", "NNX_MODULE", "JaxFrontend", "class_names", "phaze_frontends"]
 
-_FLAX_MODULES = frozenset({"flax.linen.module.Module", "flax.nnx.module.Module"})
+LINEN_MODULE = "flax.linen.module.Module"
+NNX_MODULE = "flax.nnx.module.Module"
+
+
+def class_names(model: object) -> set[str]:
+    """The whole names of a model's class and its bases: flax modules are told by them, so that flax is not imported."""
+    return {f"{base.__module__}.{base.__name__}" for base in type(model).__mro__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class JaxFrontend:
         module = type(model).__module__
         if module.startswith(("jax.", "jaxlib.", "jax._src")) and type(model).__name__ != "ArrayImpl":
             return True
-        if any(f"{base.__module__}.{base.__name__}" in _FLAX_MODULES for base in type(model).__mro__):
+        if not class_names(model).isdisjoint({LINEN_MODULE, NNX_MODULE}):
             return True
         return inspect.isroutine(model) or isinstance(model, partial)
 

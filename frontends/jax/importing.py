@@ -33,6 +33,9 @@ __all__ = ["import_model"]
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 """Batch sizes to lower at: primes, two of which should divide no dimension of the model; small, to trace quickly."""
 
+MOST_SHAPES = 4
+"""How many shapes of a module's output a message shows: enough to recognise them."""
+
 _NOT_BATCH = ("params", "state", "key", "rest")
 """The arguments of a flax module's objective that are no inputs of the module."""
 
@@ -189,8 +192,8 @@ def _is_loss(function: TraceableFunction) -> bool:
     if function.is_module and not is_scalar:
         shapes = [list(leaf.shape) for leaf in jax.tree_util.tree_leaves(output) if hasattr(leaf, "shape")]
         raise ImportModelError(
-            f"{function.name} returns arrays of shapes {shapes[:4]}, which hold no scalar loss; pass loss_fn=(a "
-            "function of the output, and of targets= where those are given)."
+            f"{function.name} returns arrays of shapes {shapes[:MOST_SHAPES]}, which hold no scalar loss; pass "
+            "loss_fn=(a function of the output, and of targets= where those are given)."
         )
     if not is_scalar:
         return False
@@ -320,8 +323,8 @@ def _traced_shapes(function: TraceableFunction, leaves: Sequence[Leaf]) -> Shape
 
 def _shapes(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
     for equation in jaxpr.eqns:
-        made = tuple(tuple(getattr(out.aval, "shape", ())) for out in equation.outvars)
-        yield str(equation.primitive), made
+        shapes = tuple(tuple(getattr(result.aval, "shape", ())) for result in equation.outvars)
+        yield str(equation.primitive), shapes
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner_jaxpr = getattr(inner, "jaxpr", inner)

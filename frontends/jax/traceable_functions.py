@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from phaze.errors import ImportModelError, PhazeError
+from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, class_names
 from phaze.frontends.stablehlo.name_scopes import path_keys
 
 __all__ = ["Leaf", "TraceableFunction", "as_traceable", "explaining_failures"]
@@ -51,10 +52,10 @@ class TraceableFunction:
 
 def as_traceable(model: Any, inputs: object, options: Mapping[str, object]) -> TraceableFunction:
     """The function inside a model, and its arguments as the caller gives them."""
-    bases = {f"{base.__module__}.{base.__name__}" for base in type(model).__mro__}
-    if "flax.linen.module.Module" in bases:
+    names = class_names(model)
+    if LINEN_MODULE in names:
         return _from_linen(model, inputs, options)
-    if "flax.nnx.module.Module" in bases:
+    if NNX_MODULE in names:
         return _from_nnx(model, inputs, options)
     for option in ("loss_fn", "targets"):
         if options.get(option) is not None:

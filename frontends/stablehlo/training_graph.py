@@ -193,11 +193,11 @@ def _assign_roles(run: SymbolicRun, roles: ModuleRoles) -> None:
 
 def _drop_unread(tensors: dict[str, GraphTensor], ops: Sequence[Op], outputs: Sequence[str]) -> None:
     """Drop the tensors of ops that are gone, and the constants that nobody reads. Arguments stay."""
-    made = {tensor_id for op in ops for tensor_id in op.outputs}
+    results = {tensor_id for op in ops for tensor_id in op.outputs}
     read = {tensor_id for op in ops for tensor_id in op.inputs} | set(outputs)
     for tensor_id in list(tensors):
         is_argument = tensors[tensor_id].role is not None
-        if tensor_id in made or (is_argument and (tensor_id in read or not tensor_id.startswith(CONSTANT_PREFIX))):
+        if tensor_id in results or (is_argument and (tensor_id in read or not tensor_id.startswith(CONSTANT_PREFIX))):
             continue
         del tensors[tensor_id]
 

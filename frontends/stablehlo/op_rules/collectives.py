@@ -97,12 +97,12 @@ def _attention(call: Call, target: str) -> Values:
     kinds = {"t": FactorKind.NORMALIZED}
     factors = tuple(Factor(n, size, kinds.get(n, FactorKind.FREE)) for n, size in sizes.items() if n in used)
     inputs = [call.id(index) for index in range(3)]
-    (made,) = call.emit(OpKind.ATTENTION, "attention", Rule(operands, (result,), factors), *inputs, outputs=(0,))
+    (attended,) = call.emit(OpKind.ATTENTION, "attention", Rule(operands, (result,), factors), *inputs, outputs=(0,))
     scratch = [
         call.recorder.constant(("scratch", call.recorder.unique()), call.out_shape(index), call.out_dtype(index))
         for index in range(1, len(call.operation.types))
     ]
-    return (made, *scratch)
+    return (attended, *scratch)
 
 
 _COLLECTIVE_NAMES = (

@@ -88,9 +88,9 @@ def test_roles_are_taken_by_argument_number_and_by_path() -> None:
     graph = phaze.import_graph(loss, inputs, parameters=1)
     assert roles(graph, Role.PARAMETER) == {"model.first", "model.head.w"}
     assert roles(graph, Role.BATCH) == {"images"}
-    some = phaze.import_graph(loss, inputs, parameters="model['head']", batch=0)
-    assert roles(some, Role.PARAMETER) == {"model.head.w"}
-    assert roles(some, Role.OTHER) >= {"model.first"}
+    by_path = phaze.import_graph(loss, inputs, parameters="model['head']", batch=0)
+    assert roles(by_path, Role.PARAMETER) == {"model.head.w"}
+    assert roles(by_path, Role.OTHER) >= {"model.first"}
 
 
 def test_arrays_and_shapes_may_be_mixed() -> None:

@@ -100,10 +100,10 @@ def test_a_block_is_split_across_devices_as_that_of_a_config_is(block_graphs: tu
     axis = Axis(parse_cluster("a100-80gb:8"), models.HEADS)
     sharded = [shard_layer(ShardingProblem(graph=graph, layer=graph.layers[1], axis=axis)) for graph in block_graphs]
     by_shape = [
-        {(graph.tensors[name].shape, str(layout)) for name, layout in one.parameters.items()}
-        for graph, one in zip(block_graphs, sharded, strict=True)
+        {(graph.tensors[name].shape, str(layout)) for name, layout in layer.parameters.items()}
+        for graph, layer in zip(block_graphs, sharded, strict=True)
     ]
-    matrices = [{pair for pair in found if len(pair[0]) == 2} for found in by_shape]
+    matrices = [{pair for pair in layouts if len(pair[0]) == 2} for layouts in by_shape]
     assert matrices[0] == matrices[1]
     assert sharded[0].move_s == pytest.approx(sharded[1].move_s, rel=0.1)
     assert sharded[0].compute_s < 1.35 * sharded[1].compute_s
