@@ -107,8 +107,8 @@ def rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
         for layer in graph.distinct_layers:
             for phase, ops in (("forward", layer.forward), ("backward", layer.backward)):
                 priced = price_pass(graph, ops, chips, name=layer.name, is_fused=is_fused)
-                for at, (tensor, vector) in enumerate(CORES):
-                    yield Row(model, layer.name, phase, f"{tensor},{vector}", priced.problem(at))
+                for number, (tensor, vector) in enumerate(CORES):
+                    yield Row(model, layer.name, phase, f"{tensor},{vector}", priced.problem(number))
 
 
 def sharded_rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
@@ -235,7 +235,7 @@ def run_bounds() -> int:
     quick = priced.lower_bounds(is_tight=False)
     quick_s = time.perf_counter() - end
     sample = np.random.default_rng(0).choice(len(chips), 200, replace=False)
-    times = np.array([schedule_layer(priced.problem(int(at))).time_s for at in sample])
+    times = np.array([schedule_layer(priced.problem(int(number))).time_s for number in sample])
     for name, values in (("bound", bounds), ("quick bound", quick)):
         shares = values[sample] / times
         print(f"{name} over time on {len(sample)} of them: mean {shares.mean():.4f}, least {shares.min():.4f}")

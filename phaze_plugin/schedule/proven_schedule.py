@@ -1,4 +1,4 @@
-"""A schedule: when and where each job of a problem runs, and what is proven about it."""
+"""A schedule as an answer: when and where each job runs, the makespan, the proven bound, and the gap between them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,19 @@
 """Check a claimed schedule against every rule of its problem, trusting nothing that a method did.
 
-Times are compared with a tolerance of 1e-9 of the makespan: starts are sums of latencies, and sums round.
+    every job once, for as long as its mode takes            `_interval_breaches`
+    rule 1, precedence                                       `_precedence_breaches`
+    cores that exist and pairs that match (rule 2)           `_core_breaches`
+    rules 2, 3 and 4: what may not run at the same time      `_overlap_breaches`
+    the claimed makespan and bound                           `_claim_breaches`
+
+Times are compared with a tolerance relative to the makespan: starts are sums of latencies, and sums round.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 
 from phaze.errors import ScheduleError
 from phaze.schedule.proven_schedule import Schedule, ScheduledJob
@@ -16,13 +22,16 @@ from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["breaches", "verify_schedule"]
 
+_LISTED = 5
+"""Breaches that an error lists: enough to see what is wrong, few enough to be read."""
+
 
 def verify_schedule(schedule: Schedule) -> Schedule:
     """The schedule itself if it keeps every rule; else ScheduleError lists the first breaches."""
-    found = [text for text, _ in zip(breaches(schedule), range(5), strict=False)]
-    if found:
+    first_breaches = list(islice(breaches(schedule), _LISTED))
+    if first_breaches:
         raise ScheduleError(
-            f"{schedule.problem.name}: the {schedule.method} schedule breaks its problem: {'; '.join(found)}. "
+            f"{schedule.problem.name}: the {schedule.method} schedule breaks its problem: {'; '.join(first_breaches)}. "
             "Report this with the problem: a method must never return such a schedule."
         )
     return schedule
@@ -47,6 +56,7 @@ def breaches(schedule: Schedule) -> Iterator[str]:
 
 
 def _interval_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
+    """Jobs that run at no time, before 0, in a mode that they cannot have, or not for as long as their mode takes."""
     problem = schedule.problem
     for entry, job, resource in zip(schedule.jobs, problem.jobs, problem.resources, strict=True):
         if not (math.isfinite(entry.start_s) and math.isfinite(entry.end_s)):
@@ -62,6 +72,7 @@ def _interval_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
 
 
 def _precedence_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
+    """Jobs that start before a predecessor ends."""
     jobs, problem = schedule.jobs, schedule.problem
     for before, after in problem.edges:
         if jobs[after].start_s < jobs[before].end_s - slack:
@@ -70,6 +81,7 @@ def _precedence_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
 
 
 def _core_breaches(schedule: Schedule) -> Iterator[str]:
+    """Jobs on cores that are missing, not theirs, or no matched pair."""
     problem = schedule.problem
     for entry, job, resource in zip(schedule.jobs, problem.jobs, problem.resources, strict=True):
         for needed, core, cores, what in (
@@ -87,6 +99,7 @@ def _core_breaches(schedule: Schedule) -> Iterator[str]:
 
 
 def _overlap_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
+    """Pairs of jobs that run at the same time and may not."""
     problem, resources = schedule.problem, schedule.problem.resources
     for first, second in combinations(schedule.jobs, 2):
         together = min(first.end_s, second.end_s) - max(first.start_s, second.start_s)
@@ -113,6 +126,7 @@ def _exclude(
 
 
 def _claim_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
+    """A makespan that is not the last end, or a bound above it."""
     last = max((entry.end_s for entry in schedule.jobs), default=0.0)
     if not abs(last - schedule.makespan_s) <= slack:
         yield f"the makespan is claimed as {schedule.makespan_s}, but the last op ends at {last}"

@@ -136,10 +136,10 @@ class SchedulingProblem:
     @property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """For each job its direct predecessors, ascending and without repeats."""
-        found: list[set[int]] = [set() for _ in self.jobs]
+        direct: list[set[int]] = [set() for _ in self.jobs]
         for before, after in self.edges:
-            found[after].add(before)
-        return tuple(tuple(sorted(group)) for group in found)
+            direct[after].add(before)
+        return tuple(tuple(sorted(group)) for group in direct)
 
     def key(self) -> str:
         """A digest of everything that the optimum depends on; names and energies do not count."""

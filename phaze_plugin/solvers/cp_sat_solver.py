@@ -10,15 +10,26 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phaze.solvers.linear_problem import FloatArray, LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.tolerances import WHOLE_COEFFICIENT, WHOLE_NUMBER
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = ["CpSatSolver", "cp_sat"]
 
 _LARGEST = 2**40
+"""The largest bound of a variable, and scaled coefficient: sums of their products must stay within CP-SAT's 64 bits."""
+
+_LARGEST_ROW_BOUND = 2**60
+"""Bounds of rows beyond this count as infinite: CP-SAT has no infinity, and takes numbers of at most 63 bits."""
+
 _SCALES = 10.0 ** np.arange(10)
+"""The powers of ten that may make a row integral: coefficients that people write have at most nine decimals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +58,21 @@ class CpSatSolver:
         reason = self.refusal(problem)
         if reason is not None:
             return LinearResult(status=SolveStatus.REFUSED, report=SolveReport(solver=self.name, message=reason))
-        from ortools.sat.python import cp_model
-
-        model = cp_model.CpModel()
-        bounds = zip(np.ceil(problem.lower), np.floor(problem.upper), strict=True)
-        x = [model.new_int_var(int(low), int(high), "") for low, high in bounds]
-        for row, scale in enumerate(_row_scales(problem)):
-            span = slice(problem.row_starts[row], problem.row_starts[row + 1])
-            weights = np.round(problem.row_values[span] * scale).astype(np.int64).tolist()
-            terms = cp_model.LinearExpr.weighted_sum([x[j] for j in problem.row_columns[span]], weights)
-            low, high = _integral_bounds(problem.row_lower[row] * scale, problem.row_upper[row] * scale)
-            model.add_linear_constraint(terms, low, high)
-        model.minimize(cp_model.LinearExpr.weighted_sum(x, problem.objective.tolist()))
-        if problem.start is not None:
-            for variable, value in zip(x, np.round(problem.start), strict=True):
-                model.add_hint(variable, int(value))
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = limits.seed + 1  # 1 is the library's own default
-        solver.parameters.relative_gap_limit = limits.relative_gap
-        solver.parameters.presolve_inclusion_work_limit = 0  # can prove a wrong optimum: google/or-tools issue 5293
-        if limits.work is not None:
-            solver.parameters.max_deterministic_time = limits.work
-        if limits.wall_s is not None:
-            solver.parameters.max_time_in_seconds = limits.wall_s
+        model, variables = _model(problem)
+        solver = _configured_solver(limits)
         status = _STATUSES[solver.status_name(solver.solve(model))]
         work = float(solver.response_proto.deterministic_time)
         report = SolveReport(solver=self.name, work=work, work_unit="deterministic s")
-        if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
-            solution = np.array([solver.value(variable) for variable in x], np.float64)
-            return LinearResult(
-                status=status,
-                report=report,
-                solution=solution,
-                objective=problem.objective_at(solution),
-                bound=solver.best_objective_bound + problem.offset,
-            )
-        return LinearResult(status=status, report=report)
+        if status not in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
+            return LinearResult(status=status, report=report)
+        solution = np.array([solver.value(variable) for variable in variables], np.float64)
+        return LinearResult(
+            status=status,
+            report=report,
+            solution=solution,
+            objective=problem.objective_at(solution),
+            bound=solver.best_objective_bound + problem.offset,
+        )
 
 
 _STATUSES = {
@@ -95,21 +84,58 @@ _STATUSES = {
 }
 
 
+def _model(problem: LinearProblem) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """The problem as a CP-SAT model, and its variables in order."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    bounds = zip(np.ceil(problem.lower), np.floor(problem.upper), strict=True)
+    variables = [model.new_int_var(int(low), int(high), "") for low, high in bounds]
+    for row, scale in enumerate(_row_scales(problem)):
+        span = slice(problem.row_starts[row], problem.row_starts[row + 1])
+        weights = np.round(problem.row_values[span] * scale).astype(np.int64).tolist()
+        terms = cp_model.LinearExpr.weighted_sum([variables[j] for j in problem.row_columns[span]], weights)
+        low, high = _integral_bounds(problem.row_lower[row] * scale, problem.row_upper[row] * scale)
+        model.add_linear_constraint(terms, low, high)
+    model.minimize(cp_model.LinearExpr.weighted_sum(variables, problem.objective.tolist()))
+    if problem.start is not None:
+        for variable, value in zip(variables, np.round(problem.start), strict=True):
+            model.add_hint(variable, int(value))
+    return model, variables
+
+
+def _configured_solver(limits: WorkLimits) -> cp_model.CpSolver:
+    """CP-SAT with the limits, on one worker, so that the same input gives the same answer."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = limits.seed + 1  # 1 is the library's own default
+    solver.parameters.relative_gap_limit = limits.relative_gap
+    solver.parameters.presolve_inclusion_work_limit = 0  # can prove a wrong optimum: google/or-tools issue 5293
+    if limits.work is not None:
+        solver.parameters.max_deterministic_time = limits.work
+    if limits.wall_s is not None:
+        solver.parameters.max_time_in_seconds = limits.wall_s
+    return solver
+
+
 def _row_scales(problem: LinearProblem) -> FloatArray:
     """For each row the smallest power of ten that makes its coefficients integral, or NaN."""
     scaled = problem.row_values[None, :] * _SCALES[:, None]
-    whole = np.abs(scaled - np.round(scaled)) <= 1e-12 * np.abs(scaled)
-    whole &= np.abs(scaled) <= _LARGEST
-    broken = np.stack([np.bincount(problem.row_of_entry, weights=~line, minlength=problem.row_count) for line in whole])
+    is_whole = np.abs(scaled - np.round(scaled)) <= WHOLE_COEFFICIENT * np.abs(scaled)
+    is_whole &= np.abs(scaled) <= _LARGEST
+    broken = np.stack(
+        [np.bincount(problem.row_of_entry, weights=~line, minlength=problem.row_count) for line in is_whole]
+    )
     fits = broken == 0
     return np.where(fits.any(axis=0), _SCALES[fits.argmax(axis=0)], math.nan)
 
 
 def _integral_bounds(lower: float, upper: float) -> tuple[int, int]:
     """The integers between two bounds, forgiving the last digits of a scaled float."""
-    slack = 1e-9
-    low = -(2**60) if lower < -(2.0**60) else math.ceil(lower - slack * max(1.0, abs(lower)))
-    high = 2**60 if upper > 2.0**60 else math.floor(upper + slack * max(1.0, abs(upper)))
+    low = -_LARGEST_ROW_BOUND if lower < -_LARGEST_ROW_BOUND else math.ceil(lower - WHOLE_NUMBER * max(1.0, abs(lower)))
+    high = _LARGEST_ROW_BOUND if upper > _LARGEST_ROW_BOUND else math.floor(upper + WHOLE_NUMBER * max(1.0, abs(upper)))
     return low, high
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phaze.solvers.linear_problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.solvers.linear_problem import BoolArray, LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+
+if TYPE_CHECKING:
+    import gurobipy
 
 __all__ = ["GurobiSolver", "gurobi"]
 
@@ -53,7 +56,8 @@ class GurobiSolver:
             return LinearResult(status=SolveStatus.REFUSED, report=report)
 
 
-def _environment() -> Any:
+def _environment() -> gurobipy.Env:
+    """A Gurobi environment that prints nothing."""
     import gurobipy
 
     environment = gurobipy.Env(empty=True)
@@ -75,12 +79,14 @@ def _licence_trouble(size: int) -> str | None:
     return None
 
 
-def _is_range(problem: LinearProblem) -> Any:
-    both = np.isfinite(problem.row_lower) & np.isfinite(problem.row_upper)
-    return both & (problem.row_lower != problem.row_upper)
+def _is_range(problem: LinearProblem) -> BoolArray:
+    """Rows with two different finite bounds: Gurobi takes them as two rows."""
+    has_both = np.isfinite(problem.row_lower) & np.isfinite(problem.row_upper)
+    is_range: BoolArray = has_both & (problem.row_lower != problem.row_upper)
+    return is_range
 
 
-def _solve_model(problem: LinearProblem, limits: WorkLimits, model: Any) -> LinearResult:
+def _solve_model(problem: LinearProblem, limits: WorkLimits, model: gurobipy.Model) -> LinearResult:
     x = _fill_model(problem, model)
     model.Params.Threads = 1
     model.Params.Seed = limits.seed
@@ -103,7 +109,8 @@ def _solve_model(problem: LinearProblem, limits: WorkLimits, model: Any) -> Line
     return LinearResult(status=status, report=report, solution=solution, objective=objective, bound=_bound(model))
 
 
-def _fill_model(problem: LinearProblem, model: Any) -> list[Any]:
+def _fill_model(problem: LinearProblem, model: gurobipy.Model) -> list[gurobipy.Var]:
+    """Add the problem to an empty model; its variables in order."""
     import gurobipy
 
     kinds = np.where(problem.is_integer, "I", "C").tolist()
@@ -127,7 +134,7 @@ def _fill_model(problem: LinearProblem, model: Any) -> list[Any]:
     return x
 
 
-def _status(model: Any) -> SolveStatus:
+def _status(model: gurobipy.Model) -> SolveStatus:
     from gurobipy import GRB
 
     statuses = {
@@ -140,7 +147,7 @@ def _status(model: Any) -> SolveStatus:
     return SolveStatus.FEASIBLE if model.SolCount else SolveStatus.LIMIT
 
 
-def _bound(model: Any) -> float:
+def _bound(model: gurobipy.Model) -> float:
     """The proven bound; a linear program that ran to its end proves its own value."""
     if model.IsMIP:
         return float(model.ObjBound)

@@ -10,16 +10,31 @@ import datetime
 import importlib.util
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phaze.solvers.linear_problem import LinearProblem, LinearResult, SolveReport, SolveStatus, WorkLimits
+from phaze.solvers.linear_problem import (
+    FloatArray,
+    IntArray,
+    LinearProblem,
+    LinearResult,
+    SolveReport,
+    SolveStatus,
+    WorkLimits,
+)
+
+if TYPE_CHECKING:
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
 
 __all__ = ["NODES_PER_WORK", "MathOptSolver", "highs", "scip"]
 
 NODES_PER_WORK = 1000
-"""Branch-and-bound nodes that count as one unit of `WorkLimits.work`."""
+"""Branch-and-bound nodes that count as one unit of `WorkLimits.work`: these solvers have no finer deterministic clock.
+
+On problems of a few hundred variables a thousand nodes take seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,8 @@ class MathOptSolver:
             reason = kinds.INFEASIBLE if reason == kinds.INFEASIBLE else kinds.UNBOUNDED
         return self._result(problem, answer, reason)
 
-    def _run(self, problem: LinearProblem, limits: WorkLimits) -> Any:
+    def _run(self, problem: LinearProblem, limits: WorkLimits) -> mathopt.SolveResult:
+        """One run of the solver, whatever its status."""
         from ortools.math_opt.python import mathopt
 
         model = mathopt.Model.from_model_proto(_to_proto(problem))
@@ -71,7 +87,10 @@ class MathOptSolver:
             hints.solution_hints = [mathopt.SolutionHint(variable_values=values)]
         return mathopt.solve(model, mathopt.SolverType[self.solver_type], params=parameters, model_params=hints)
 
-    def _result(self, problem: LinearProblem, answer: Any, reason: Any) -> LinearResult:
+    def _result(
+        self, problem: LinearProblem, answer: mathopt.SolveResult, reason: mathopt.TerminationReason
+    ) -> LinearResult:
+        """A run's answer in our words."""
         nodes = answer.solve_stats.node_count
         report = SolveReport(solver=self.name, work=float(nodes), work_unit="nodes", message=answer.termination.detail)
         status = _STATUSES.get(reason.name, SolveStatus.LIMIT)
@@ -94,7 +113,8 @@ _STATUSES = {
 }
 
 
-def _to_proto(problem: LinearProblem) -> Any:
+def _to_proto(problem: LinearProblem) -> model_pb2.ModelProto:
+    """The problem as MathOpt's protocol buffer."""
     from ortools.math_opt import model_pb2
 
     proto = model_pb2.ModelProto(name=problem.name)
@@ -117,7 +137,7 @@ def _to_proto(problem: LinearProblem) -> Any:
     return proto
 
 
-def _entries(problem: LinearProblem) -> tuple[Any, Any, Any]:
+def _entries(problem: LinearProblem) -> tuple[IntArray, IntArray, FloatArray]:
     """Coefficients sorted by row and column, repeated columns of a row added up, as MathOpt demands."""
     keys = problem.row_of_entry * max(problem.variable_count, 1) + problem.row_columns
     unique, inverse = np.unique(keys, return_inverse=True)

@@ -47,14 +47,15 @@ def test_batch_gives_the_bound_of_each_accelerator() -> None:
     bounds = lower_bounds(template, latency_s=latency, spread_s=spread, tensor_cores=tensor, vector_cores=vector)
     for row in range(30):
         jobs = tuple(
-            Job(job.name, job.resource, latency[row, at], spread[row, at]) for at, job in enumerate(template.jobs)
+            Job(job.name, job.resource, latency[row, number], spread[row, number])
+            for number, job in enumerate(template.jobs)
         )
-        one = SchedulingProblem(
+        problem = SchedulingProblem(
             jobs=jobs, edges=template.edges, tensor_cores=int(tensor[row]), vector_cores=int(vector[row])
         )
-        best = schedule_layer(one, gap=0.0).makespan_s
+        best = schedule_layer(problem, gap=0.0).makespan_s
         assert bounds[row] <= best * (1 + 1e-9)
-        assert bounds[row] >= 0.9 * lower_bound(reduce_problem(one))
+        assert bounds[row] >= 0.9 * lower_bound(reduce_problem(problem))
 
 
 def test_accelerators_that_cannot_run_an_op_get_infinity() -> None:

@@ -93,8 +93,8 @@ def test_valid_schedule_passes() -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_schedule_is_rejected(name: str) -> None:
     change, message = BROKEN[name]
-    found = list(breaches(change(GOOD)))
-    assert any(message in text for text in found), found
+    texts = list(breaches(change(GOOD)))
+    assert any(message in text for text in texts), texts
     with pytest.raises(ScheduleError, match="the by hand schedule breaks its problem"):
         verify_schedule(change(GOOD))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,20 @@ import pytest
 from oracles.scheduling_instances import read_instances
 from scheduling import brute_force, layer_like_problem, linked_problem, random_problem
 
-from phaze.hooks import PluginManager
+from phaze.hooks import Origin, PluginManager, hookimpl
 from phaze.schedule import Schedule, ScheduleCache, ScheduleStatus, SchedulingProblem, breaches, schedule_layer
 from phaze.schedule.core_timeline import Placed, makespan
 from phaze.schedule.exact import search_exact
 from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem
-from phaze.solvers import SolverChain, choose_solver
+from phaze.solvers import (
+    AUTOMATIC_SOLVERS,
+    LinearProblem,
+    LinearResult,
+    LinearSolver,
+    SolverChain,
+    WorkLimits,
+    choose_solver,
+)
 
 ORACLE = read_instances(Path(__file__).parents[1] / "data" / "schedule.json")
 PLUGINS = PluginManager.load()
@@ -45,7 +54,7 @@ def test_reference_optima_are_found(method: str, solver: str | None) -> None:
 def one_by_one(reduced: ReducedProblem) -> tuple[Placed, ...]:
     """The worst schedule there is: a search that starts from it gets no help."""
     ends = np.concatenate([[0.0], np.cumsum(reduced.latency_s)])
-    return tuple(Placed(at, ends[at], ends[at + 1], False, 0) for at in range(reduced.count))
+    return tuple(Placed(job, ends[job], ends[job + 1], False, 0) for job in range(reduced.count))
 
 
 def check_against_brute_force(problem: SchedulingProblem) -> None:
@@ -58,9 +67,9 @@ def check_against_brute_force(problem: SchedulingProblem) -> None:
     reduced = reduce_problem(problem)
     worst = one_by_one(reduced)
     if worst:
-        found = search_exact(reduced, worst, gap=0.0, work=10**8)
-        assert is_same(makespan(found.placed), best), (problem.name, makespan(found.placed), best)
-        assert is_same(found.bound_s, best), (problem.name, found.bound_s, best)
+        outcome = search_exact(reduced, worst, gap=0.0, work=10**8)
+        assert is_same(makespan(outcome.placed), best), (problem.name, makespan(outcome.placed), best)
+        assert is_same(outcome.bound_s, best), (problem.name, outcome.bound_s, best)
         for work in (1, 5, 20, 60):
             cut = search_exact(reduced, worst, gap=0.0, work=work)
             assert cut.bound_s <= best * (1 + 1e-9), (problem.name, work, cut.bound_s, best)
@@ -183,3 +192,54 @@ def test_milp_over_the_licence_falls_back_and_says_so() -> None:
     answer = schedule_layer(problem, method="milp", solver=chain("gurobi"), work=0.01)
     if "on gurobi" not in answer.method:
         assert "fell back from gurobi" in answer.report
+
+
+class PluginOfHighs:
+    """A plugin whose solver is HiGHS under another name, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.name = "counted"
+
+    def is_importable(self) -> bool:
+        return True
+
+    def refusal(self, problem: LinearProblem) -> str | None:
+        return None
+
+    def solve(self, problem: LinearProblem, limits: WorkLimits) -> LinearResult:
+        self.asked += 1
+        result = AUTOMATIC_SOLVERS.solvers[0].solve(problem, limits)
+        return replace(result, report=replace(result.report, solver=self.name))
+
+    @hookimpl
+    def phaze_solvers(self) -> list[LinearSolver]:
+        return [self]
+
+
+def test_a_solver_of_a_plugin_schedules_when_it_is_named() -> None:
+    plugins, plugin = PluginManager(), PluginOfHighs()
+    plugins.register(plugin, Origin(plugin="counted"))
+    named = choose_solver("counted", plugins)
+    for seed in range(20):
+        problem = random_problem(seed, 7)
+        exact, by_solver = schedule_layer(problem, gap=0.0), schedule_layer(problem, gap=0.0, solver=named)
+        assert by_solver.method in ("list", "milp on counted")
+        assert is_same(by_solver.makespan_s, exact.makespan_s)
+    assert plugin.asked > 0
+
+
+@pytest.mark.parametrize("solver", ["highs", "scip", "gurobi"])
+def test_a_named_solver_and_the_exact_method_agree_within_the_gap(solver: str) -> None:
+    for seed in range(30):
+        problem = layer_like_problem(seed, 3 + seed % 6)
+        exact, by_solver = schedule_layer(problem), schedule_layer(problem, solver=chain(solver))
+        assert by_solver.method in ("list", f"milp on {solver}")
+        assert max(exact.bound_s, by_solver.bound_s) <= min(exact.makespan_s, by_solver.makespan_s) * (1 + 1e-6)
+        assert by_solver.gap <= 0.01 + 1e-9
+
+
+@pytest.mark.parametrize("method", ["list", "exact", "cp-sat"])
+def test_a_solver_with_a_method_that_uses_none_is_refused(method: str) -> None:
+    with pytest.raises(ValueError, match="only auto and milp use a linear solver"):
+        schedule_layer(random_problem(1, 4), method=method, solver=chain("highs"))
