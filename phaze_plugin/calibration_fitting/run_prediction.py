@@ -29,7 +29,8 @@ from phaze.place.simulation.event_simulation import Program, StageTimes, compile
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement_assembly import stage_times
 from phaze.planner.strategy_search import graph_at
-from phaze.profile.layer_passes import layer_outputs, layer_parameter_bytes, peak_working_bytes, placement_graph
+from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes
+from phaze.profile.layer_passes import placement_graph
 from phaze.profile.layer_profile import Bounded
 from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slice_model
 from phaze.question import Question, QuestionOptions, ask

@@ -44,7 +44,7 @@ from phaze.place.model.placement_problem import ProfileKey
 from phaze.planner.strategy_search import graph_at, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
-from phaze.profile.model_profiles import layer_variants, profile_options, repeated_layers, schedule_slices, slice_model
+from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, repeated_layers, slice_model
 from phaze.question import Question
 from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
@@ -132,7 +132,7 @@ def sweep_cell(
     """
     sharded = slice_model(model_question, graph_at(model_question, micro_batch_size), tp)
     options = replace(profile_options(model_question), gap=0.99, work=1)
-    slices = schedule_slices(sharded, options)
+    slices = profile_model(sharded, options)
     problem = placement_problem(model_question, slices).choosing(schedule=tuple(schedules))
     variants = layer_variants(sharded)
     counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}

@@ -31,7 +31,7 @@ from phaze.planner.plan_building import strategy_of
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate
 from phaze.profile.layer_passes import ProfileOptions, priced_pass
-from phaze.profile.model_profiles import layer_variants, profile_options, schedule_slices
+from phaze.profile.model_profiles import layer_variants, profile_model, profile_options
 from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer
 from phaze.shard import Axis, ShardedLayer, ShardedModel, slice_layer
@@ -115,7 +115,7 @@ def schedule_rows(task: ScheduleTask) -> list[list[float]]:
         if task.cell.is_paper:
             profiles = _paper_profiles(task.cell, accelerator, task.options)[1]
         else:
-            profiles = dict(schedule_slices(_moved(task.cell.sharded, accelerator), task.options).profiles)
+            profiles = dict(profile_model(_moved(task.cell.sharded, accelerator), task.options).profiles)
         found.append([_bound_of(profiles, task.cell.tp, key, name) for key, name in task.cell.numbers])
     return found
 
@@ -158,7 +158,7 @@ def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
     model_question = replace(
         task.model_question, cluster=replace(task.model_question.cluster, accelerator=task.accelerator)
     )
-    slices = schedule_slices(_moved(cell.sharded, task.accelerator), schedule_options(model_question))
+    slices = profile_model(_moved(cell.sharded, task.accelerator), schedule_options(model_question))
     problem = replace(cell.problem, profiles=slices.profiles, cluster=model_question.cluster)
     result = find_placement(
         problem,

@@ -24,7 +24,7 @@ from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.planner.plan_building import MEMORY_ITEMS, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
-from phaze.profile.model_profiles import profile_options, schedule_slices, slice_model
+from phaze.profile.model_profiles import profile_model, profile_options, slice_model
 from phaze.question import Question
 from phaze.report.plan_text import seconds_text
 
@@ -273,7 +273,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     slices = answer.candidate.slices
     is_split = any(slices.sharded.is_sequence_split) or None  # free where nothing was split
     model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster)
-    problem = placement_problem(question, schedule_slices(model, profile_options(question, slices.modes)), faster)
+    problem = placement_problem(question, profile_model(model, profile_options(question, slices.modes)), faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 

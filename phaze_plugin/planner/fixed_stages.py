@@ -24,7 +24,7 @@ from phaze.place import (
 from phaze.place.memory.remedies import explain_infeasibility
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, graph_at, nearest_tp, placement_problem
-from phaze.profile.model_profiles import Slices, profile_options, profiled_modes, schedule_slices, slice_model
+from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slice_model
 from phaze.question import Question
 
 __all__ = ["fixed_parallelism", "price_fixed_stages"]
@@ -37,7 +37,7 @@ class _PricedStages:
     is_over: bool
     placement: Placement
     bound_s: float
-    slices: Slices
+    slices: ModelProfiles
     prepared: PreparedProblem
 
 
@@ -55,7 +55,7 @@ def price_fixed_stages(question: Question, watch: Watch) -> Answer:
         except ShardError as error:
             refused[tp] = str(error)
             continue
-        slices = schedule_slices(model, profile_options(question, profiled_modes(question)))
+        slices = profile_model(model, profile_options(question, profiled_modes(question)))
         try:
             priced += _priced_ways(question, slices)
         except PlacementError as error:  # none of the ways to fill it in runs
@@ -82,7 +82,7 @@ def price_fixed_stages(question: Question, watch: Watch) -> Answer:
     )
 
 
-def _priced_ways(question: Question, slices: Slices) -> list[_PricedStages]:
+def _priced_ways(question: Question, slices: ModelProfiles) -> list[_PricedStages]:
     """Every way to fill in the strategy on some slices; raises PlacementError where none of them runs."""
     problem, cut = placement_problem(question, slices), _cut(slices.graph, question)
     prepared = PreparedProblem.of(problem)

@@ -26,7 +26,7 @@ from phaze.plan.plan import (
 )
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate, step_flops
-from phaze.profile.model_profiles import Slices
+from phaze.profile.model_profiles import ModelProfiles
 from phaze.question import Question, content_hash, tokens_per_sample
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
@@ -173,7 +173,7 @@ def _layouts(answer: Answer) -> Layouts:
     return Layouts(parameters=parameters, boundaries=boundaries)
 
 
-def _boundary_layout(slices: Slices, model: ShardedModel, boundary: Boundary) -> Layout | None:
+def _boundary_layout(slices: ModelProfiles, model: ShardedModel, boundary: Boundary) -> Layout | None:
     """The layout in which a tensor leaves its layer; equal layers share one answer, which names its own tensors."""
     outputs = slices.graph.layers[boundary.producer].outputs
     task = model.layers[boundary.producer].problem

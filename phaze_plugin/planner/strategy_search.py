@@ -34,11 +34,11 @@ from phaze.place.simulation.placement_assembly import assemble
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import (
-    Slices,
+    ModelProfiles,
     least_step_s,
+    profile_model,
     profile_options,
     profiled_modes,
-    schedule_slices,
     slice_model,
 )
 from phaze.question import Question
@@ -64,7 +64,7 @@ _POLISH = SearchEffort(nodes=60, nodes_per_strategy=30, strategies=20)
 class Candidate:
     """One microbatch size and tp that was placed: its slices, its placement problem and the result."""
 
-    slices: Slices
+    slices: ModelProfiles
     problem: PlacementProblem
     result: PlacementResult
 
@@ -133,7 +133,7 @@ class _Search:
                 self.pruned.append(Pruned(size, tp, least_s))
                 return
         self.watch.report(f"microbatch {size}: scheduling layers sliced {tp} ways")
-        slices = schedule_slices(model, self.options)
+        slices = profile_model(model, self.options)
         self.watch.report(f"microbatch {size}: placing layers sliced {tp} ways")
         problem = narrowed_problem(question, slices)
         result = find_placement(problem, top=1, cutoff_s=best_s, gap=question.gap / 2)
@@ -212,7 +212,7 @@ def graph_at(question: Question, size: int) -> Graph:
     return cast_graph(question.graph.with_micro_batch(size), question.recipe)
 
 
-def placement_problem(question: Question, slices: Slices, cluster: Cluster | None = None) -> PlacementProblem:
+def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluster | None = None) -> PlacementProblem:
     """The placement problem of some slices, on the request's cluster or another one."""
     return PlacementProblem(
         graph=slices.placement,
@@ -227,7 +227,7 @@ def placement_problem(question: Question, slices: Slices, cluster: Cluster | Non
     )
 
 
-def narrowed_problem(question: Question, slices: Slices) -> PlacementProblem:
+def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProblem:
     """The placement problem of some slices within what the question allows.
 
     A strategy that fixes tp fixes it for every stage, and one that fixes dp, tp or pp may leave devices idle.

@@ -1,10 +1,11 @@
-"""From the ops of a layer and their prices to scheduling problems, one per accelerator.
+"""The jobs of a layer: its ops and their prices as a scheduling problem, one for each accelerator.
 
-Each group of ops (one op, or a matrix op with its fused epilogue) becomes one op of the problem: its kind and its two
-latencies come from the cost model, views hold nothing and take no time, collectives are links (on a stack that hides
-none of them they hold all cores). One group precedes another if it makes a tensor that the other reads. The memory
-floor counts every group's traffic with the whole buffer at its service, which is the least it can be, over the
-bandwidth; what the host needs to launch all groups is a floor as well.
+Each group of ops (one op, or a matrix op with its fused epilogue) becomes one job. The job's resource and its two
+latencies come from the cost model. Views hold nothing and take no time. Collectives hold the link; on a software stack
+that hides none of them they hold all cores instead (`_on_one_core`). A group precedes another if it makes a tensor that
+the other reads (`group_edges`). No pass takes less than its off-chip traffic over the bandwidth, where the traffic of
+each group is counted as if it had the whole buffer, nor less than the host needs to launch all groups
+(`_launch_floor_s`).
 """
 
 from __future__ import annotations
@@ -98,16 +99,16 @@ def price_pass(
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
     links = {
-        at: _seconds(group.head, link_s) + calibration.op_overhead_s
-        for at, group in enumerate(groups)
+        index: _seconds(group.head, link_s) + calibration.op_overhead_s
+        for index, group in enumerate(groups)
         if _is_link(group.head)
     }
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices)
-    placed = [at for at in range(len(groups)) if at not in links]
+    placed = [index for index in range(len(groups)) if index not in links]
     resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
-    for at, kind in zip(placed, estimate.kinds, strict=True):
-        resources[at] = Resource(kind.value)
+    for index, kind in zip(placed, estimate.kinds, strict=True):
+        resources[index] = Resource(kind.value)
     bandwidth = chips.hbm_bandwidth_bytes_per_s * calibration.memory
     moved_s = np.minimum(estimate.core_bytes, estimate.spread_bytes).sum(axis=0) / bandwidth
     return PricedPass(
@@ -129,8 +130,8 @@ def price_pass(
 
 def group_edges(groups: Sequence[OpGroup]) -> tuple[tuple[int, int], ...]:
     """Which group makes what another reads."""
-    maker = {tensor: at for at, group in enumerate(groups) for op in group.ops for tensor in op.outputs}
-    edges = {(maker[tensor], at) for at, group in enumerate(groups) for tensor in group.reads if tensor in maker}
+    maker = {tensor: index for index, group in enumerate(groups) for op in group.ops for tensor in op.outputs}
+    edges = {(maker[tensor], index) for index, group in enumerate(groups) for tensor in group.reads if tensor in maker}
     return tuple(sorted((before, after) for before, after in edges if before != after))
 
 
@@ -162,8 +163,8 @@ def _columns(
     """[accelerator, op] from [priced op, accelerator] and the seconds of links."""
     columns = np.zeros((values.shape[1], count))
     columns[:, list(placed)] = values.T
-    for at, seconds in links.items():
-        columns[:, at] = seconds
+    for index, seconds in links.items():
+        columns[:, index] = seconds
     return columns
 
 
@@ -174,15 +175,15 @@ def _on_one_core(
     if calibration.stack.hides_links:
         return links
     cores = np.maximum(chips.tensor_cores, chips.vector_cores).astype(np.float64)
-    return {at: 2 * cores * seconds for at, seconds in links.items()}
+    return {index: 2 * cores * seconds for index, seconds in links.items()}
 
 
 def _spread(estimate: Estimate, placed: Sequence[int], alone: Mapping[int, float], count: int) -> FloatArray:
     """Spread times; infinite for ops that hold no core, all cores for links beside which nothing runs."""
     spread = np.full((estimate.spread_s.shape[1], count), np.inf)
-    for at, seconds in alone.items():
-        spread[:, at] = seconds
-    for row, (at, kind) in enumerate(zip(placed, estimate.kinds, strict=True)):
+    for index, seconds in alone.items():
+        spread[:, index] = seconds
+    for row, (index, kind) in enumerate(zip(placed, estimate.kinds, strict=True)):
         if kind is not CoreKind.NONE:
-            spread[:, at] = estimate.spread_s[row]
+            spread[:, index] = estimate.spread_s[row]
     return spread

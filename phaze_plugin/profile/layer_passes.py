@@ -1,9 +1,9 @@
-"""From a sharded layer to what placement reads: its slice is priced and scheduled, its bytes are counted.
+"""The `LayerProfile` of a sharded layer: its forward, backward and recompute passes are priced and scheduled.
 
-Forward, backward and what is computed again are scheduled as passes of their own, collectives as links. The part of
-backward that makes gradients of inputs is what leads to a gradient that leaves the layer; the rest makes gradients of
-parameters, and its time is what the whole backward takes longer than that part. Bounds follow: the two parts' bounds
-add up to no more than the whole's.
+Each pass is scheduled on its own, with collectives as jobs on the link. Backward is divided in two
+(`_backward_parts`). The first part are the ops that lead to a gradient which leaves the layer (`leading_to_inputs`);
+its time is that of their own schedule. The second part makes the gradients of parameters; its time is what the whole
+backward takes longer than the first part. The bounds of the two parts add up to no more than the bound of the whole.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from phaze.ir import (
     OpKind,
     Phase,
     RecomputeMode,
-    Role,
     kept_tensors,
     recomputed_ops,
 )
 from phaze.ir.layers import single_layer
 from phaze.profile.layer_jobs import PricedPass, price_pass
+from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes, total_bytes
 from phaze.profile.layer_profile import (
-    BoundaryTensor,
     Bounded,
     Flow,
     LayerProfile,
@@ -37,7 +36,7 @@ from phaze.profile.layer_profile import (
     PlacementLayer,
 )
 from phaze.schedule import Compatibility, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
-from phaze.shard import WHOLE, ShardedLayer, slice_layer
+from phaze.shard import ShardedLayer, slice_layer
 from phaze.solvers import SolverChain
 
 if TYPE_CHECKING:
@@ -47,11 +46,8 @@ __all__ = [
     "LayerReport",
     "PassReport",
     "ProfileOptions",
-    "layer_outputs",
-    "layer_parameter_bytes",
     "leading_to_inputs",
     "least_pass_seconds",
-    "peak_working_bytes",
     "placement_graph",
     "priced_pass",
     "profile_and_report",
@@ -129,7 +125,7 @@ def profile_and_report(
     )
     to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
     tied = sharded.problem.graph.layer_graph.tied_parameters
-    found = {}
+    profiles = {}
     for mode in modes:
         ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
         again = _schedule(sharded, local, ops, options)
@@ -139,15 +135,15 @@ def profile_and_report(
             backward_weight_s=to_weights,
             recompute_s=_timed(again),
             parameter_bytes=layer_parameter_bytes(local),
-            stashed_bytes=_bytes(local, kept_tensors(local, layer, mode)),
+            stashed_bytes=total_bytes(local, kept_tensors(local, layer, mode)),
             peak_working_bytes=peak_working_bytes(local, layer, mode, is_trimmed=options.trims_recompute),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.problem.axis.tp > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
-        found[mode] = (profile, LayerReport(*reports))
-    return found
+        profiles[mode] = (profile, LayerReport(*reports))
+    return profiles
 
 
 def _accumulation_s(sharded: ShardedLayer, local: Graph, options: ProfileOptions) -> float:
@@ -178,7 +174,7 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
         for entry, job in zip(schedule.jobs, schedule.problem.jobs, strict=True)
         if job.resource is not Resource.LINK and local.op(job.name).kind is OpKind.COLLECTIVE
     )
-    sent_j = sum(sharded.problem.axis.joules(Collective(op.function), _link_bytes(op)) for op in links)
+    sent_j = sum(sharded.problem.axis.joules(Collective(op.function), float(op.collective_bytes)) for op in links)
     return PassReport(
         time_s=schedule.time_s,
         bound_s=schedule.time_bound_s,
@@ -218,11 +214,11 @@ def _bounded(value: float, bound: float) -> Bounded:
 
 
 def least_pass_seconds(sharded: ShardedLayer, options: ProfileOptions) -> float:
-    """A bound under the forward and backward of one microbatch, without a schedule."""
+    """A lower bound on the forward and backward of one microbatch, without a schedule."""
     local = slice_layer(sharded)
     layer = single_layer(local)
     passes = [priced_pass(sharded, local, ops, options) for ops in (layer.forward, layer.backward) if ops]
-    return float(sum(one.lower_bounds(is_tight=False)[0] for one in passes))
+    return float(sum(layer_pass.lower_bounds(is_tight=False)[0] for layer_pass in passes))
 
 
 def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
@@ -244,7 +240,7 @@ def priced_pass(
     axis = sharded.problem.axis
 
     def link_s(op: Op) -> float:
-        return axis.seconds(Collective(op.function), _link_bytes(op))
+        return axis.seconds(Collective(op.function), float(op.collective_bytes))
 
     return price_pass(
         local,
@@ -257,10 +253,6 @@ def priced_pass(
         prices=options.prices,
         compatibility=compatibility,
     )
-
-
-def _link_bytes(op: Op) -> float:
-    return float(op.collective_bytes)
 
 
 def _backward_parts(whole: Schedule | None, first: Schedule | None) -> tuple[Bounded, Bounded]:
@@ -280,70 +272,3 @@ def leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:
         if wanted.intersection(op.outputs):
             wanted.update(op.inputs)
     return tuple(op for op in layer.backward if wanted.intersection(op.outputs))
-
-
-def layer_parameter_bytes(local: Graph) -> dict[str, float]:
-    """Bytes of parameters by type."""
-    sizes: dict[str, float] = {}
-    for tensor in local.parameters:
-        sizes[tensor.dtype.value] = sizes.get(tensor.dtype.value, 0.0) + tensor.size_bytes
-    return sizes
-
-
-def _bytes(local: Graph, names: Sequence[str]) -> float:
-    return float(sum(local.tensors[name].size_bytes for name in names))
-
-
-def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> float:
-    """The most that lives beside parameters, their gradients and what is kept: in forward, or in backward.
-
-    In backward, what is kept or made again is there until it was read for the last time; what other layers keep too
-    (what enters this one) stays.
-    """
-    kept = set(kept_tensors(local, layer, mode))
-    gradients = {gradient for _, gradient in local.gradients}
-    forward = _peak_alive_bytes(local, layer.forward, kept | gradients)
-    own = {name for op in layer.forward for name in op.outputs if name in kept}
-    read = {name for op in layer.forward for name in op.inputs}
-    entering = [
-        name
-        for op in layer.backward
-        for name in op.inputs
-        if local.tensors[name].role is Role.OTHER and name not in read
-    ]
-    again = (*recomputed_ops(local, layer, mode, is_trimmed=is_trimmed), *layer.backward)
-    backward = _peak_alive_bytes(local, again, (kept - own) | gradients, (*own, *entering))
-    return max(forward, backward - _bytes(local, tuple(own)), 0.0)
-
-
-def _peak_alive_bytes(local: Graph, ops: Sequence[Op], stays: set[str], start: Sequence[str] = ()) -> float:
-    """The most bytes alive at once when ops run in order and ``start`` is there before them.
-
-    Views take no room, nor does what stays.
-    """
-    last_use = {local.storage(name): at for at, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
-    alive = {name: local.tensors[name].size_bytes for name in start}
-    now = peak = sum(alive.values())
-    for at, op in enumerate(ops):
-        if op.kind is not OpKind.VIEW:
-            for name in op.outputs:
-                if name not in stays and name not in alive:
-                    alive[name] = local.tensors[name].size_bytes
-                    now += alive[name]
-        peak = max(peak, now)
-        for name in [name for name in alive if last_use.get(name, -1) <= at]:
-            now -= alive.pop(name)
-    return float(peak)
-
-
-def layer_outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
-    """What leaves a layer, as it lies on one device."""
-    task = sharded.problem
-    found = []
-    for name in task.layer.outputs:
-        tensor, layout = task.graph.tensors[name], task.layouts.get(name, WHOLE)
-        elements = 1
-        for size in layout.local_shape(tensor.shape):
-            elements *= size
-        found.append(BoundaryTensor(float(elements * tensor.dtype.size_bytes), str(layout)))
-    return tuple(found)

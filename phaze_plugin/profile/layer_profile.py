@@ -1,9 +1,9 @@
-"""What placement knows about layers: their graph, and what one microbatch of each costs at each tensor width.
+"""`LayerProfile`, what one microbatch of a layer costs under one tp and recompute mode, and the graph of the layers.
 
-Seconds come as a value with a proven lower bound, for one accelerator or for many (a leading accelerator axis). Sizes
-are those of one device. A layer's stash holds its inputs and what its own ops keep for backward, but not its outputs:
-those are their readers' inputs. A tensor that several layers read, or that is read further on than by the next layer,
-is one flow with all its readers.
+These are the values that placement reads. Seconds come as a value with a proven lower bound, for one accelerator or
+for many (a leading accelerator axis). Sizes are those of one device. A layer's stash holds its inputs and what its own
+ops keep for backward, but not its outputs, because those are the inputs of the layers that read them. A tensor that
+several layers read, or that a later layer than the next one reads, is one `Flow` with all its readers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerProfile:
-    """One microbatch of one distinct layer at one tensor width and recompute mode, on one device of the stage.
+    """One microbatch of one distinct layer under one tp and recompute mode, on one device of the stage.
 
     Attributes:
         forward_s: forward, with the collectives of tensor parallelism.

@@ -1,10 +1,10 @@
-"""A model at one microbatch size and one tensor width, sliced, priced and scheduled: what placement chooses from.
+"""The profiles of a whole model at one microbatch size and one tp: sliced, priced and scheduled, each layer once.
 
-Equal layers may be sliced differently (the first block reads a whole tensor, the others one that is split along the
-sequence), so layers share profiles only where they are equal and sliced alike.
+Equal layers may be sliced differently: the first block reads a whole tensor, the others one that is split along the
+sequence. Layers therefore share a profile only where they are equal and sliced alike (`layer_keys`).
 
-Before anything is scheduled, lower bounds of the passes tell the least that any plan of these slices takes: all
-microbatches of all layers, each on as many devices as it is sliced for, on all devices without a pause.
+Before anything is scheduled, `least_step_s` bounds the time of every plan of these slices from below: all microbatches
+of all layers, each on as many devices as it is sliced for, on all devices of the cluster without a pause.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from phaze.shard import (
 from phaze.solvers import AUTOMATIC_SOLVERS
 
 __all__ = [
-    "Slices",
+    "ModelProfiles",
     "layer_keys",
     "layer_variants",
     "least_step_s",
+    "profile_model",
     "profile_options",
     "profiled_modes",
     "recomputed_keys",
     "repeated_layers",
-    "schedule_slices",
     "slice_model",
 ]
 
 _WORK = 400_000
-"""Moves that the schedule of one pass may look at: a second or two."""
+"""How many extensions the schedule of one pass may look at: a second or two, after which it keeps the gap it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slices:
-    """The profiles of all layers at one microbatch size and tensor width.
+class ModelProfiles:
+    """The profiles of all layers at one microbatch size and tp.
 
     Attributes:
         graph: in the types of the precision recipe, at this microbatch.
@@ -155,32 +155,32 @@ def _runnable(question: Question, graph: Graph, tp: int, asked: bool | None) -> 
     if wanted is SequenceParallel.ON:
         raise ShardError(
             f"a sequence of {odd[0]} cannot be split evenly {tp} ways, as target {question.target} does it; leave "
-            "sequence_parallel out, or train on lengths that the width divides."
+            "sequence_parallel out, or train on lengths that tp divides."
         )
     return SequenceParallel.OFF
 
 
 def least_step_s(question: Question, model: ShardedModel, options: ProfileOptions) -> float:
-    """What no plan of these slices beats."""
+    """Seconds that no plan of these slices beats, found without scheduling."""
     once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
     batches = question.global_batch_size // model.graph.micro_batch_size
     devices = model.axis.cluster.device_count // model.axis.tp
     return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
 
 
-def schedule_slices(model: ShardedModel, options: ProfileOptions) -> Slices:
+def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles:
     """Price and schedule every distinct layer once."""
     profiles: dict[ProfileKey, LayerProfile] = {}
     reports: dict[ProfileKey, LayerReport] = {}
     repeated = repeated_layers(model)
     for key, layer in layer_variants(model).items():
         modes = options.modes if layer.problem.layer.key in repeated else (RecomputeMode.NONE,)
-        found = profile_and_report(layer, modes, options)
+        by_mode = profile_and_report(layer, modes, options)
         for mode in options.modes:
-            profile, report = found.get(mode, found[RecomputeMode.NONE])
+            profile, report = by_mode.get(mode, by_mode[RecomputeMode.NONE])
             profiles[key, model.axis.tp, mode] = profile
             reports[key, model.axis.tp, mode] = report
-    return Slices(
+    return ModelProfiles(
         graph=model.graph,
         sharded=model,
         placement=placement_graph(model.graph, layer_keys(model)),
@@ -196,22 +196,22 @@ def repeated_layers(model: ShardedModel) -> frozenset[str]:
 
 
 def recomputed_keys(graph: Graph, calibration: Calibration) -> frozenset[str]:
-    """The same of a graph under a calibration."""
+    """Keys of the layers of a graph that the software stack of a calibration may recompute."""
     counts = Counter(layer.key for layer in graph.layers)
     often = frozenset(key for key, count in counts.items() if count > 1)
     return frozenset(counts) if calibration.stack.recomputes_ends or not often else often
 
 
 def layer_keys(model: ShardedModel) -> list[str]:
-    """A key per layer: that of its content, and which of its slices it got."""
-    found: dict[str, dict[int, int]] = {}
+    """A key for each layer: the key of its content, and the number of the slicing that it got."""
+    slicings: dict[str, dict[int, int]] = {}
     keys = []
     for layer, sharded in zip(model.graph.layers, model.layers, strict=True):
-        numbers = found.setdefault(layer.key, {})
+        numbers = slicings.setdefault(layer.key, {})
         keys.append(f"{layer.key}#{numbers.setdefault(id(sharded), len(numbers))}")
     return keys
 
 
 def layer_variants(model: ShardedModel) -> dict[str, ShardedLayer]:
-    """One layer of each key."""
+    """One sharded layer for each key of `layer_keys`."""
     return dict(zip(layer_keys(model), model.layers, strict=True))

@@ -1,0 +1,82 @@
+"""How many bytes one layer holds on one device: its parameters, its working set at the fullest, and what leaves it.
+
+What a layer keeps between forward and backward is decided in `phaze.ir` (`kept_tensors`); here the bytes that live on
+top of that while the layer runs are counted, tensor by tensor, until each is read for the last time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from phaze.ir import Graph, Layer, Op, OpKind, RecomputeMode, Role, kept_tensors, recomputed_ops
+from phaze.profile.layer_profile import BoundaryTensor
+from phaze.shard import WHOLE, ShardedLayer
+
+__all__ = ["layer_outputs", "layer_parameter_bytes", "peak_working_bytes", "total_bytes"]
+
+
+def layer_parameter_bytes(local: Graph) -> dict[str, float]:
+    """The bytes of a layer's parameters, by element type."""
+    sizes: dict[str, float] = {}
+    for tensor in local.parameters:
+        sizes[tensor.dtype.value] = sizes.get(tensor.dtype.value, 0.0) + tensor.size_bytes
+    return sizes
+
+
+def total_bytes(local: Graph, names: Iterable[str]) -> float:
+    """The bytes of some tensors together."""
+    return float(sum(local.tensors[name].size_bytes for name in names))
+
+
+def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> float:
+    """The most bytes that live beside the parameters, their gradients and the kept tensors, in forward or in backward.
+
+    In backward, a tensor that this layer kept or computed again is freed once it was read for the last time. Tensors
+    that entered the layer stay, because the layer that made them keeps them too.
+    """
+    kept = set(kept_tensors(local, layer, mode))
+    gradients = {gradient for _, gradient in local.gradients}
+    forward = _peak_alive_bytes(local, layer.forward, kept | gradients)
+    made_and_kept = {name for op in layer.forward for name in op.outputs if name in kept}
+    read = {name for op in layer.forward for name in op.inputs}
+    entering = [
+        name
+        for op in layer.backward
+        for name in op.inputs
+        if local.tensors[name].role is Role.OTHER and name not in read
+    ]
+    again = (*recomputed_ops(local, layer, mode, is_trimmed=is_trimmed), *layer.backward)
+    backward = _peak_alive_bytes(local, again, (kept - made_and_kept) | gradients, (*made_and_kept, *entering))
+    return max(forward, backward - total_bytes(local, made_and_kept), 0.0)
+
+
+def _peak_alive_bytes(local: Graph, ops: Sequence[Op], stays: set[str], start: Sequence[str] = ()) -> float:
+    """The most bytes alive at once when ops run in order and the tensors of `start` are there before them.
+
+    Views take no room, and tensors of `stays` are not counted.
+    """
+    last_use = {local.storage(name): step for step, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
+    alive = {name: local.tensors[name].size_bytes for name in start}
+    now = peak = sum(alive.values())
+    for step, op in enumerate(ops):
+        if op.kind is not OpKind.VIEW:
+            for name in op.outputs:
+                if name not in stays and name not in alive:
+                    alive[name] = local.tensors[name].size_bytes
+                    now += alive[name]
+        peak = max(peak, now)
+        for name in [name for name in alive if last_use.get(name, -1) <= step]:
+            now -= alive.pop(name)
+    return float(peak)
+
+
+def layer_outputs(sharded: ShardedLayer) -> tuple[BoundaryTensor, ...]:
+    """The tensors that leave a layer, as they lie on one device."""
+    problem = sharded.problem
+    outputs = []
+    for name in problem.layer.outputs:
+        tensor, layout = problem.graph.tensors[name], problem.layouts.get(name, WHOLE)
+        elements = math.prod(layout.local_shape(tensor.shape))
+        outputs.append(BoundaryTensor(float(elements * tensor.dtype.size_bytes), str(layout)))
+    return tuple(outputs)
