@@ -117,6 +117,7 @@ class _BackwardWalk:
             self.gradient_of[tensor_id] = self._sum(op, tensor_id, self.gradient_of.get(tensor_id), gradient)
 
     def _sum(self, op: Op, tensor_id: str, known: str | None, gradient: str) -> str:
+        """What is known of a tensor's gradient plus the part that an op adds to it."""
         if known is None:
             return gradient
         rule = self.builder.shared(_sum_rule(op.rule, op.rule.operands[op.inputs.index(tensor_id)]))
@@ -183,9 +184,9 @@ def split_tied_gradients(graph: Graph) -> Graph:
         leaves = _leaves(graph, gradient, dropped) if parameter in tied else [gradient]
         by_layer: dict[int, list[str]] = {}
         for leaf in leaves:
-            by_layer.setdefault(_layer(graph, leaf), []).append(leaf)
+            by_layer.setdefault(_layer_of_tensor(graph, leaf), []).append(leaf)
         for layer in sorted(by_layer):
-            builder.gradients.append((parameter, _sum(graph, builder, parameter, by_layer[layer])))
+            builder.gradients.append((parameter, _summed(graph, builder, parameter, by_layer[layer])))
     builder.ops = [op for op in builder.ops if op.id not in dropped]
     for op_id in dropped:
         for tensor_id in graph.op(op_id).outputs:
@@ -203,19 +204,23 @@ def _leaves(graph: Graph, gradient: str, dropped: set[str]) -> list[str]:
 
 
 def _is_sum(op: Op) -> bool:
+    """Whether a framework added two gradients here: a backward addition that belongs to no forward op."""
     return op.kind is OpKind.ELEMENTWISE and op.function == "add" and op.phase is Phase.BACKWARD and not op.gradient_of
 
 
 def _is_read(graph: Graph, tensor_id: str) -> bool:
+    """Whether anything but a further sum of two terms reads a tensor."""
     return any(tensor_id in op.inputs and not (_is_sum(op) and len(op.inputs) == 2) for op in graph.ops)
 
 
-def _layer(graph: Graph, tensor_id: str) -> int:
+def _layer_of_tensor(graph: Graph, tensor_id: str) -> int:
+    """The layer that makes a tensor; arguments count as the first layer's."""
     op = graph.producer(tensor_id)
     return graph.layer_graph.layer_of[op.id] if op is not None else 0
 
 
-def _sum(graph: Graph, builder: GraphBuilder, parameter: str, terms: list[str]) -> str:
+def _summed(graph: Graph, builder: GraphBuilder, parameter: str, terms: list[str]) -> str:
+    """The sum of a parameter's gradients inside one layer."""
     total = terms[0]
     for term in terms[1:]:
         shape = graph.tensors[term].shape

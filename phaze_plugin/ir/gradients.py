@@ -1,4 +1,4 @@
-"""The gradient of one op, from its rule.
+"""The gradient of each kind of op: the backward ops that it becomes, and what they read, from its rule.
 
 Products (contraction, convolution): the gradient of an operand is the product of the other operand with the incoming
 gradient; its rule is the forward rule with that operand and the result exchanged. Elementwise: the incoming gradient
@@ -106,6 +106,7 @@ def gradients_of(request: GradientRequest) -> Answers:
 
 
 def _product(request: GradientRequest) -> Answers:
+    """The gradient of an operand is the incoming gradient times the other operand."""
     answers: list[str | None] = [None, None]
     suffix = {OpKind.CONVOLUTION: ("_input", "_weight")}.get(request.op.kind, ("", ""))
     for index in (0, 1):
@@ -151,6 +152,7 @@ def _unnamed(request: GradientRequest) -> Answers:
 
 
 def _passing(request: GradientRequest) -> Answers:
+    """The incoming gradient itself, summed over what was broadcast."""
     return [_summed_to(request, index, request.first) if want else None for index, want in enumerate(request.wanted)]
 
 
@@ -288,6 +290,7 @@ def _expanded(request: GradientRequest, gradient: str) -> str:
 
 
 def _view(request: GradientRequest) -> Answers:
+    """The view back; a copy where parts are put together again, a sum where elements were repeated."""
     rule = request.op.rule
     operand = request.operand(0)
     if len(rule.results) > 1:

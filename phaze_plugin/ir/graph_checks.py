@@ -54,6 +54,7 @@ def check_graph(graph: Graph) -> dict[str, Op]:
 
 
 def _check_tensors(graph: Graph) -> None:
+    """Checks 1 and 2: tensors stand under their own ids and have sizes that can be counted with."""
     if not _is_size(graph.micro_batch_size) or graph.micro_batch_size < 1:
         raise GraphError(f"micro_batch_size is {shown(graph.micro_batch_size)}; expected an integer of at least 1.")
     for key, tensor in graph.tensors.items():
@@ -80,6 +81,7 @@ def _is_size(value: object) -> bool:
 
 
 def _find_producers(graph: Graph) -> dict[str, Op]:
+    """The op that makes each tensor; check 1: ids are unique, and ops refer to tensors that exist."""
     producers: dict[str, Op] = {}
     seen: set[str] = set()
     for op in graph.ops:
@@ -97,6 +99,7 @@ def _find_producers(graph: Graph) -> dict[str, Op]:
 
 
 def _check_arguments(graph: Graph, producers: dict[str, Op]) -> None:
+    """Check 3: a tensor is either an argument with a role or made by an op."""
     for tensor in graph.tensors.values():
         if tensor.role is None and tensor.id not in producers:
             raise GraphError(f"tensor {tensor.id!r} dangles: no op makes it and it has no role as an argument.")
@@ -107,6 +110,7 @@ def _check_arguments(graph: Graph, producers: dict[str, Op]) -> None:
 
 
 def _check_order(graph: Graph, producers: dict[str, Op]) -> None:
+    """Check 4: every op reads only what stands before it."""
     ready: set[str] = set()
     for op in graph.ops:
         ready.update(op.outputs)
@@ -123,6 +127,7 @@ def _check_order(graph: Graph, producers: dict[str, Op]) -> None:
 
 
 def _raise_order(graph: Graph, producers: dict[str, Op], op: Op, late: str) -> None:
+    """Raise GraphError for ops out of order, with the cycle as a path where there is one."""
     digraph = nx.DiGraph(
         (producers[tensor_id].id, reader.id)
         for reader in graph.ops
@@ -139,6 +144,7 @@ def _raise_order(graph: Graph, producers: dict[str, Op], op: Op, late: str) -> N
 
 
 def _check_shapes(graph: Graph, op: Op) -> None:
+    """Check 5: operands and results match the rule in number and shape."""
     rule = op.rule
     _check_side(graph, op, "operand", op.inputs, rule.operands)
     _check_side(graph, op, "result", op.outputs, rule.results)
@@ -159,6 +165,7 @@ def _check_side(graph: Graph, op: Op, side: str, tensor_ids: tuple[str, ...], si
 
 
 def _check_batch(graph: Graph, op: Op) -> None:
+    """Check 6: batch factors are multiples of the microbatch."""
     for factor in op.rule.factors:
         if factor.is_batch and factor.size % graph.micro_batch_size:
             raise GraphError(
@@ -167,6 +174,7 @@ def _check_batch(graph: Graph, op: Op) -> None:
 
 
 def _check_parameters(graph: Graph, op: Op) -> None:
+    """Check 6: no parameter grows with the microbatch."""
     for tensor_id, dims in zip(op.inputs, op.rule.operands, strict=True):
         if graph.tensors[tensor_id].role is not Role.PARAMETER:
             continue
@@ -179,6 +187,7 @@ def _check_parameters(graph: Graph, op: Op) -> None:
 
 
 def _check_phases(graph: Graph, producers: dict[str, Op]) -> None:
+    """Check 7: forward reads nothing that backward or the update made."""
     phases = {op.phase for op in graph.ops}
     if phases & {Phase.BACKWARD, Phase.RECOMPUTE} and Phase.FORWARD not in phases:
         raise GraphError(f"graph {graph.name!r} has {len(graph.ops)} ops but none of them is a forward op.")
@@ -194,6 +203,7 @@ def _check_phases(graph: Graph, producers: dict[str, Op]) -> None:
 
 
 def _check_results(graph: Graph) -> None:
+    """Check 8: outputs, gradients and `gradient_of` name what exists and fit it."""
     for tensor_id in graph.outputs:
         if tensor_id not in graph.tensors:
             raise GraphError(f"output {tensor_id!r} does not exist.")
@@ -253,6 +263,7 @@ def check_rule(op: Op) -> None:
 
 
 def _function_complaint(op: Op) -> str:
+    """What is wrong with a rule for its op's function; empty where nothing is."""
     rule = op.rule
     if op.kind not in _NOT_LOOPED and rule.work > LARGEST_WORK:
         return f"runs more than {LARGEST_WORK} times, which is more than can be counted"
@@ -268,6 +279,7 @@ def _function_complaint(op: Op) -> str:
 
 
 def _concatenation(rule: Rule) -> str:
+    """What is wrong with a concatenation: its parts must fill the joined dimension."""
     covered = [[dim for dim in dims if dim.size is not None] for dims in rule.operands]
     if any(len(dims) != 1 or len(dims[0].factors) != 1 for dims in covered):
         return "must cover one dimension of each operand in part"

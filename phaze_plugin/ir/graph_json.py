@@ -120,6 +120,7 @@ def graph_from_json(text: str) -> Graph:
 
 
 def _graph_from_document(document: Mapping[str, object]) -> Graph:
+    """The graph of a document whose format and version are right."""
     _refuse_unknown(document, _GRAPH_FIELDS, "")
     rules = [_parse_rule(text, index) for index, text in enumerate(_strings(document, "rules"))]
     tensors: dict[str, Tensor] = {}

@@ -22,9 +22,10 @@ import networkx as nx
 
 from phaze.ir.graph import Graph
 from phaze.ir.op import Op, Phase
+from phaze.ir.rule import Rule
 from phaze.ir.tensor import Role
 
-__all__ = ["PIECE", "cut_at_waists", "group_by_module"]
+__all__ = ["PIECE", "cut_at_waists", "group_by_module", "rule_text"]
 
 PIECE = " #"
 """Stands between a piece's name and its number, which tells apart pieces of one name."""
@@ -66,15 +67,22 @@ def _pattern(container: str) -> str:
 def _containers_of_alike_children(forward: Sequence[Op]) -> set[str]:
     """Patterns of containers with two children whose ops have the same functions and rules."""
     work: dict[tuple[str, str], list[str]] = {}
-    texts: dict[int, str] = {}
+    rule_texts: dict[int, str] = {}
     for op in forward:
-        text = texts.setdefault(id(op.rule), str(op.rule))
+        text = rule_text(op.rule, rule_texts)
         for pair in _numbered(op.module):
             work.setdefault(pair, []).append(f"{op.function} {text}")
     counts = Counter(
         (container, hashlib.sha256("\n".join(lines).encode()).digest()) for (container, _), lines in work.items()
     )
     return {_pattern(container) for (container, _), count in counts.items() if count > 1}
+
+
+def rule_text(rule: Rule, rule_texts: dict[int, str]) -> str:
+    """The text of a rule, written once for each object: ops share rules, and texts are long."""
+    if id(rule) not in rule_texts:
+        rule_texts[id(rule)] = str(rule)
+    return rule_texts[id(rule)]
 
 
 def _group_leftovers(graph: Graph, leftovers: Sequence[Op], blocks: Mapping[str, str]) -> dict[str, str]:

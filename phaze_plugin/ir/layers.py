@@ -14,7 +14,7 @@ from functools import cached_property
 import networkx as nx
 
 from phaze.ir.graph import Graph
-from phaze.ir.layer_grouping import PIECE, cut_at_waists, group_by_module
+from phaze.ir.layer_grouping import PIECE, cut_at_waists, group_by_module, rule_text
 from phaze.ir.op import Op, Phase
 from phaze.ir.tensor import Role
 
@@ -117,11 +117,12 @@ def split_layers(graph: Graph) -> LayerGraph:
         groups = cut_at_waists(graph, forward)
     order = {group: index for index, group in enumerate(dict.fromkeys(_in_topological_order(graph, forward, groups)))}
     layer_of = {op.id: order[groups[op.id]] for op in forward}
-    _backward_layers(graph, layer_of)
+    _add_backward_layers(graph, layer_of)
     return _assemble(graph, layer_of, [group.partition(PIECE)[0] for group in order])
 
 
 def _feeds(graph: Graph, forward: Iterable[Op], groups: Mapping[str, str]) -> nx.DiGraph[str]:
+    """Which group reads from which."""
     digraph: nx.DiGraph[str] = nx.DiGraph()
     for op in forward:
         digraph.add_node(groups[op.id])
@@ -137,11 +138,12 @@ def _is_acyclic(graph: Graph, forward: Iterable[Op], groups: Mapping[str, str]) 
 
 
 def _in_topological_order(graph: Graph, forward: tuple[Op, ...], groups: Mapping[str, str]) -> list[str]:
+    """Groups in an order in which none waits for a later one, by first appearance where that leaves a choice."""
     first = {group: index for index, group in reversed(list(enumerate(groups[op.id] for op in forward)))}
     return list(nx.lexicographical_topological_sort(_feeds(graph, forward, groups), key=first.__getitem__))
 
 
-def _backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
+def _add_backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
     """Add the layer of every backward op: its forward op's, its module's, or that of what it reads."""
     by_module = {op.module: layer_of[op.id] for op in graph.ops if op.id in layer_of and op.module}
     users: dict[str, set[int]] = {}
@@ -183,6 +185,7 @@ def _backward_layer(
 
 
 def _assemble(graph: Graph, layer_of: Mapping[str, int], names: list[str]) -> LayerGraph:
+    """The layers with what enters and leaves each of them."""
     members: list[list[Op]] = [[] for _ in names]
     for op in graph.ops:
         if op.id in layer_of:
@@ -198,9 +201,9 @@ def _assemble(graph: Graph, layer_of: Mapping[str, int], names: list[str]) -> La
         producer = graph.producer(tensor_id)
         if producer is not None and producer.id in layer_of and tensor_id not in leaving[layer_of[producer.id]]:
             leaving[layer_of[producer.id]].append(tensor_id)
-    texts: dict[int, str] = {}
+    rule_texts: dict[int, str] = {}
     layers = tuple(
-        _make_layer(graph, index, name, ops, tuple(entering[index]), tuple(leaving[index]), texts)
+        _make_layer(graph, index, name, ops, tuple(entering[index]), tuple(leaving[index]), rule_texts)
         for index, (name, ops) in enumerate(zip(names, members, strict=True))
     )
     return LayerGraph(layers, boundaries, layer_of)
@@ -213,7 +216,7 @@ def _make_layer(
     ops: list[Op],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
-    texts: dict[int, str],
+    rule_texts: dict[int, str],
 ) -> Layer:
     used = dict.fromkeys(tensor_id for op in ops for tensor_id in op.inputs)
     return Layer(
@@ -224,11 +227,12 @@ def _make_layer(
         parameters=tuple(name for name in used if graph.tensors[name].role is Role.PARAMETER),
         inputs=inputs,
         outputs=outputs,
-        key=canonical_key(graph, ops, outputs, texts),
+        key=canonical_key(graph, ops, outputs, rule_texts),
     )
 
 
 def _boundaries(graph: Graph, layer_of: Mapping[str, int]) -> tuple[Boundary, ...]:
+    """The forward tensors that are read by another layer than makes them."""
     consumers: dict[str, set[int]] = {}
     for op in graph.ops_of(Phase.FORWARD):
         for tensor_id in op.inputs:
@@ -243,8 +247,8 @@ def _boundaries(graph: Graph, layer_of: Mapping[str, int]) -> tuple[Boundary, ..
     return tuple(boundaries)
 
 
-def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], texts: dict[int, str]) -> str:
-    """Hash a layer's ops with tensors numbered by first appearance; `texts` keeps the text of rules seen before.
+def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], rule_texts: dict[int, str]) -> str:
+    """Hash a layer's ops with tensors numbered by first appearance; `rule_texts` keeps the text of rules seen before.
 
     Tensors from outside enter by role, shape and type; those that leave are marked, since they must be kept.
     """
@@ -252,7 +256,7 @@ def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], texts
     made = {tensor_id for op in ops for tensor_id in op.outputs}
     lines = []
     for op in ops:
-        rule = texts.setdefault(id(op.rule), str(op.rule))
+        rule = rule_text(op.rule, rule_texts)
         inputs = [_number(graph, tensor_id, numbers, made) for tensor_id in op.inputs]
         results = [_number(graph, tensor_id, numbers, made) for tensor_id in op.outputs]
         moved = f" {op.collective_bytes}" if op.collective_bytes else ""

@@ -47,6 +47,7 @@ def refine_factors(graph: Graph, batch_size: int | None = None) -> Graph:
 
 
 def _find_cuts(graph: Graph) -> dict[str, TensorCuts]:
+    """The cuts of every tensor, passed to and fro over the ops until nothing changes."""
     cuts: dict[str, TensorCuts] = {tensor.id: ((),) * len(tensor.shape) for tensor in graph.tensors.values()}
     known: dict[object, tuple[TensorCuts, ...]] = {}
     for sweep in range(MOST_SWEEPS):
@@ -137,6 +138,7 @@ class _Names:
 
 
 def _split(rule: Rule, inside: Mapping[str, Cuts], batch_size: int | None) -> Rule:
+    """The rule with each factor taken apart at its cuts, and the parts made of the batch marked."""
     names = _Names({"b": 0, "d": 0})
     parts: dict[str, tuple[str, ...]] = {}
     factors: list[Factor] = []
