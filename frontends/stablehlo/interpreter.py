@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.constant_folding import fold
 from phaze.frontends.stablehlo.module import Function, Module, Operation, Region, TensorType
-from phaze.frontends.stablehlo.name_scopes import join_scopes
+from phaze.frontends.stablehlo.name_scopes import Scope, Trip
 from phaze.frontends.stablehlo.op_rules import OP_RULES
 from phaze.frontends.stablehlo.symbols import (
     Call,
@@ -96,7 +96,7 @@ def run_main(module: Module, names: Sequence[str], stacked: Collection[int] = ()
     function = module.main
     interpreter = Interpreter(module, names)
     arguments = tuple(interpreter.argument(index, function, stacked) for index in range(len(function.arguments)))
-    results = interpreter.run(function.body, arguments, "")
+    results = interpreter.run(function.body, arguments, Scope())
     return SymbolicRun(
         recorder=interpreter.recorder,
         function=function,
@@ -118,7 +118,7 @@ class Interpreter:
         self.sliced: set[int] = set()
         self._operation_count = 0
         self._depth = 0
-        self._trips: list[tuple[int, int]] = []
+        self._trips: list[Trip] = []
         self._argument_of: dict[str, int] = {}
 
     def argument(self, index: int, function: Function, stacked: Collection[int]) -> Value:
@@ -141,7 +141,7 @@ class Interpreter:
         self._argument_of[tensor_id] = index
         return Tensor(tensor_id, shape, dtype)
 
-    def run(self, region: Region, arguments: Sequence[Value], scope: str, outer: Environment | None = None) -> Values:
+    def run(self, region: Region, arguments: Sequence[Value], scope: Scope, outer: Environment | None = None) -> Values:
         """Run a region and give what it returns. The values of the surrounding region are seen from inside."""
         if self._depth >= MOST_NESTED:
             raise ImportModelError(f"the module nests calls and regions more than {MOST_NESTED} deep.")
@@ -159,7 +159,7 @@ class Interpreter:
             self._depth -= 1
         return ()
 
-    def _run_operation(self, operation: Operation, environment: Environment, scope: str) -> None:
+    def _run_operation(self, operation: Operation, environment: Environment, scope: Scope) -> None:
         """Run one operation, and remember the symbols of its results."""
         self._operation_count += 1
         if self._operation_count > MOST_OPERATIONS:
@@ -170,7 +170,7 @@ class Interpreter:
         for kind in operation.types:
             _check_type(kind, f"a result of {operation.name}")
         values = tuple(_value(environment, number) for number in operation.operands)
-        operation_scope = join_scopes(scope, operation.scope)
+        operation_scope = scope.inside(operation.scope)
         control_flow = CONTROL_FLOW.get(operation.short_name)
         results = (
             self._apply(operation, values, operation_scope)
@@ -181,7 +181,7 @@ class Interpreter:
             raise ImportModelError(f"{operation.name} gives {len(operation.results)} results, not {len(results)}.")
         environment.update(zip(operation.results, results, strict=True))
 
-    def _apply(self, operation: Operation, values: Values, scope: str) -> Values:
+    def _apply(self, operation: Operation, values: Values, scope: Scope) -> Values:
         """Fold an operation on constants, record one by its rule, or record an opaque op."""
         if all(is_constant(value) for value in values) or any(0 in kind.shape for kind in operation.types):
             return fold(self.recorder, operation, values)
@@ -211,15 +211,15 @@ class Interpreter:
             self._note_stack_access(source, start.value, is_read=name == "dynamic_slice")
 
     def _note_stack_access(self, source: Stack, slot: int, *, is_read: bool) -> None:
-        number, trip = self._trips[-1]
-        loop = self.loops[number]
-        loop.slots_used.setdefault(trip, set()).add(slot)
+        trip = self._trips[-1]
+        loop = self.loops[trip.loop]
+        loop.slots_used.setdefault(trip.number, set()).add(slot)
         if not is_read:
             return
         first = source.slots[0]
         if isinstance(first, Tensor) and first.id in self._argument_of:
             loop.reads_arguments = True
-        if source.loop is not None and source.loop != number and loop.follows is None:
+        if source.loop is not None and source.loop != trip.loop and loop.follows is None:
             loop.follows = source.loop
 
     def new_loop(self) -> int:
@@ -227,16 +227,16 @@ class Interpreter:
         self.loops.append(Loop())
         return len(self.loops) - 1
 
-    def run_trip(self, number: int, trip: int, body: Region, values: Values, scope: str, outer: Environment) -> Values:
+    def run_trip(self, trip: Trip, body: Region, values: Values, scope: Scope, outer: Environment) -> Values:
         """One trip of a loop. Stacks that it writes are marked as the loop's own."""
-        self._trips.append((number, trip))
+        self._trips.append(trip)
         slots_before = [value.slots if isinstance(value, Stack) else None for value in values]
         try:
-            results = self.run(body, values, join_scopes(scope, f"trip[{number}:{trip}]/"), outer)
+            results = self.run(body, values, scope.at_trip(trip), outer)
         finally:
             self._trips.pop()
         return tuple(
-            Stack(value.slots, value.shape, value.dtype, number)
+            Stack(value.slots, value.shape, value.dtype, trip.loop)
             if isinstance(value, Stack) and value.slots != (slots_before[i] if i < len(slots_before) else None)
             else value
             for i, value in enumerate(results)
@@ -271,7 +271,7 @@ def _check_type(kind: TensorType, what: str) -> None:
         raise ImportModelError(f"{what} has the shape {list(kind.shape)}, which is too large.")
 
 
-def _call(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _call(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A call: the function is run as if it stood here."""
     callee = (
         op.attributes.get("callee") or op.attributes.get("decomposition") or op.attributes.get("called_computations")
@@ -283,14 +283,14 @@ def _call(interpreter: Interpreter, op: Operation, values: Values, scope: str, e
     return interpreter.run(function.body, values, scope)
 
 
-def _fusion(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _fusion(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A group of operations that a compiler made: run like a call."""
     if not op.regions:
         return _call(interpreter, op, values, scope, environment)
     return interpreter.run(op.regions[0], values, scope, environment)
 
 
-def _while(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _while(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A loop: run trip by trip while its condition is a known number."""
     condition, body = op.regions
     number = interpreter.new_loop()
@@ -306,11 +306,11 @@ def _while(interpreter: Interpreter, op: Operation, values: Values, scope: str, 
             return values
         if trip == MOST_TRIPS:
             raise ImportModelError(f"a loop of the module runs more than {MOST_TRIPS:,} trips; import a shorter one.")
-        values = interpreter.run_trip(number, trip, body, values, scope, environment)
+        values = interpreter.run_trip(Trip(number, trip), body, values, scope, environment)
         trip += 1
 
 
-def _case(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _case(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A branch: the side that is taken, where that is known, else the one with the most operations."""
     index = values[0]
     if isinstance(index, Constant) and index.value is not None:
@@ -338,16 +338,16 @@ def _region_size(module: Module, region: Region, depth: int) -> int:
     return total
 
 
-def _tuple(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _tuple(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     raise ImportModelError("the module packs values into tuples; convert it to StableHLO without tuples.")
 
 
-def _token(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _token(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """Tokens order side effects and hold no elements."""
     return tuple(interpreter.recorder.constant("token", (), DType.BOOL) for _ in op.results)
 
 
-def _manual(interpreter: Interpreter, op: Operation, values: Values, scope: str, environment: Environment) -> Values:
+def _manual(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A part that runs per device (shard_map): its inside has the shapes of one device."""
     recorder = interpreter.recorder
     recorder.note("a part that runs per device (shard_map) is counted at the shapes of one device")
@@ -357,7 +357,7 @@ def _manual(interpreter: Interpreter, op: Operation, values: Values, scope: str,
     return tuple(_resized(recorder, value, kind, scope) for value, kind in zip(results, op.types, strict=True))
 
 
-def _resized(recorder: Recorder, value: Value, kind: TensorType, scope: str) -> Value:
+def _resized(recorder: Recorder, value: Value, kind: TensorType, scope: Scope) -> Value:
     """The part of a tensor that one device has, or the whole that it is a part of."""
     if value.shape == kind.shape:
         return value
@@ -369,7 +369,7 @@ def _resized(recorder: Recorder, value: Value, kind: TensorType, scope: str) -> 
     return Tensor(result, kind.shape, value.dtype)
 
 
-CONTROL_FLOW: Mapping[str, Callable[[Interpreter, Operation, Values, str, Environment], Values]] = {
+CONTROL_FLOW: Mapping[str, Callable[[Interpreter, Operation, Values, Scope, Environment], Values]] = {
     "call": _call,
     "composite": _call,
     "fusion": _fusion,

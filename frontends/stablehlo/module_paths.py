@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from phaze.frontends.stablehlo.dataflow import Dataflow
 from phaze.frontends.stablehlo.interpreter import Loop
-from phaze.frontends.stablehlo.name_scopes import path_keys, scope_words, split_number
+from phaze.frontends.stablehlo.name_scopes import Scope, path_keys, scope_words, split_number
 from phaze.frontends.stablehlo.symbols import CONSTANT_PREFIX
 from phaze.ir import Graph, Op, OpKind, Phase, Tensor
 from phaze.ir.layers import canonical_key
@@ -39,13 +39,13 @@ OUTSIDE = ""
 class OpFacts:
     """What is known of all ops and tensors before modules are.
 
-    `scopes`, `repeats` and `phases` are by op: its location, the earlier op that it computes again, its phase.
+    `scopes`, `repeats` and `phases` are by op: where it stands, the earlier op that it computes again, its phase.
     `parameters` has the path of every parameter; `gradients` pairs parameters with their gradients.
     """
 
     dataflow: Dataflow
     tensors: Mapping[str, Tensor]
-    scopes: Mapping[str, str]
+    scopes: Mapping[str, Scope]
     repeats: Mapping[str, str]
     phases: Mapping[str, Phase]
     loops: Sequence[Loop]
@@ -138,18 +138,17 @@ def _made_of_parameters(facts: OpFacts, forward: Sequence[Op]) -> dict[str, Path
 def _scope_path(facts: OpFacts, op: Op) -> Path:
     """The words of an op's scope; a trip of a scan over stacked parameters is a numbered child of `scan`."""
     words: list[str] = []
-    for word in scope_words(facts.scopes.get(op.id, "")):
+    for word in scope_words(facts.scopes.get(op.id, Scope())):
         if isinstance(word, str):
             words.append(word)
             continue
-        number, trip = word
-        loop = facts.loops[number]
-        owner = number  # backward's scan counts as the forward's, whose stacks it reads
+        loop = facts.loops[word.loop]
+        owner = word.loop  # backward's scan counts as the forward's, whose stacks it reads
         if loop.follows is not None and facts.loops[loop.follows].reads_arguments:
             owner = loop.follows
         if facts.loops[owner].reads_arguments:
-            slots = loop.slots_used.get(trip, set())
-            words += [f"scan{owner or ''}", str(next(iter(slots)) if len(slots) == 1 else trip)]
+            slots = loop.slots_used.get(word.number, set())
+            words += [f"scan{owner or ''}", str(next(iter(slots)) if len(slots) == 1 else word.number)]
     return tuple(words)
 
 

@@ -2,15 +2,16 @@
 
 Transformations wrap a part of the path (`jvp(...)`, `transpose(jvp(...))`, `vmap(...)`); functions and control flow
 (`jit(f)`, `while/body`, `checkpoint`) are no modules; the last word is the operation's own. A number at the end of a
-word is a child's: `layer_0` is `layer.0`. A trip of a loop is written `trip[loop:trip]`.
+word is a child's: `layer_0` is `layer.0`. Where a loop is run trip by trip, a `Scope` has its trips between the words.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-__all__ = ["join_scopes", "path_keys", "scope_words", "split_number"]
+__all__ = ["Scope", "Trip", "path_keys", "scope_words", "split_number"]
 
 _WRAPPED = re.compile(r"^(\w+)\((.*)\)$")
 """A part of a scope inside a transformation, such as `jvp(layer_0)`."""
@@ -26,30 +27,57 @@ _CONTROL_FLOW = frozenset(
 )
 _MODULE = re.compile(r"^[A-Za-z_]\w*$")
 _NUMBERED = re.compile(r"^(.*[A-Za-z])_(\d+)$")
-_TRIP = re.compile(r"^trip\[(\d+):(\d+)\]$")
 
 
-def join_scopes(outer: str, inner: str) -> str:
-    """The scope of an operation inside a called function: the caller's without its own operation, then the inner one.
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One trip of a loop that the interpreter ran, by the number of the loop and that of the trip."""
 
-    A scope that starts at the root again (`jit(...)`) is whole by itself, but for the trips of loops that it is in.
+    loop: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where an operation stands.
+
+    `location` is the name that JAX gave its location; `outer` has the locations of the calls that it is inside of,
+    each without its own operation, with the trips of loops between them.
     """
-    base = outer.rpartition("/")[0]
-    if not base:
-        return inner
-    if inner.startswith("jit("):
-        trips = "/".join(word for word in base.split("/") if _TRIP.match(word))
-        return f"{trips}/{inner}" if trips else inner
-    return f"{base}/{inner}"
+
+    outer: tuple[str | Trip, ...] = ()
+    location: str = ""
+
+    def inside(self, location: str) -> Scope:
+        """The scope of an operation inside of what this operation calls.
+
+        A location that starts at the root again (`jit(...)`) is whole by itself, but for the trips that it is in.
+        """
+        outer = self._enclosing
+        if location.startswith("jit("):
+            outer = tuple(part for part in outer if isinstance(part, Trip))
+        return Scope(outer, location)
+
+    def at_trip(self, trip: Trip) -> Scope:
+        """The scope of the body of this operation, a loop, at one trip."""
+        return Scope((*self._enclosing, trip))
+
+    @property
+    def _enclosing(self) -> tuple[str | Trip, ...]:
+        """All that an operation is inside of: everything but its own name."""
+        parent = self.location.rpartition("/")[0]
+        return (*self.outer, parent) if parent else self.outer
 
 
-def scope_words(scope: str) -> Iterator[str | tuple[int, int]]:
-    """The words of the module path that a scope tells, and (loop, trip) for trips; the operation's name is left out."""
-    for part in _split(scope)[:-1]:
-        trip = _TRIP.match(part)
-        if trip:
-            yield int(trip[1]), int(trip[2])
-            continue
+def scope_words(scope: Scope) -> Iterator[str | Trip]:
+    """The words of the module path that a scope tells, and the trips; the operation's own name is left out."""
+    for outer in scope.outer:
+        if isinstance(outer, Trip):
+            yield outer
+        else:
+            for part in _split(outer):
+                yield from _words(part)
+    for part in _split(scope.location)[:-1]:
         yield from _words(part)
 
 

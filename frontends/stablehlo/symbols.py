@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.module import Attribute as ModuleAttribute
 from phaze.frontends.stablehlo.module import Operation
+from phaze.frontends.stablehlo.name_scopes import Scope
 from phaze.ir import Attribute, Dim, DType, Factor, FactorKind, GraphBuilder, Op, OpKind, Role, Rule
 from phaze.ir.graph_checks import check_rule
 from phaze.ir.shape_rules import broadcast_rule, reshape_rule
@@ -137,13 +138,13 @@ def tensors_of(values: Sequence[Value]) -> Iterator[Tensor]:
 class Recorder:
     """A graph under construction, and what is known about its ops.
 
-    `scopes` has the location of every op, `repeats` the earlier op that an op computes again, `notes` what a reader
+    `scopes` says where every op stands, `repeats` the earlier op that an op computes again, `notes` what a reader
     should know, with the number of times that it was said.
     """
 
     def __init__(self, name: str) -> None:
         self.builder = GraphBuilder(name)
-        self.scopes: dict[str, str] = {}
+        self.scopes: dict[str, Scope] = {}
         self.repeats: dict[str, str] = {}
         self.notes: dict[str, int] = {}
         self._results_by_key: dict[object, tuple[str, ...]] = {}
@@ -172,7 +173,7 @@ class Recorder:
         """A number that was not given before."""
         return next(self._unique)
 
-    def id(self, value: Value, scope: str) -> str:
+    def id(self, value: Value, scope: Scope) -> str:
         """The id of a tensor with this value, which is made where there is none yet."""
         if isinstance(value, Tensor):
             return value.id
@@ -189,7 +190,7 @@ class Recorder:
         rule = Rule((dims,) * len(slots), ((Dim(("c",)), *dims),), (count, *factors))
         return self.emit(OpKind.COPY, "stack", rule, slots, (value.dtype,), scope, "concatenate")[0]
 
-    def tensor(self, value: Value, scope: str) -> Tensor:
+    def tensor(self, value: Value, scope: Scope) -> Tensor:
         """The tensor with this value, which is made where there is none yet."""
         return Tensor(self.id(value, scope), value.shape, value.dtype)
 
@@ -200,7 +201,7 @@ class Recorder:
             self._constant_arguments[value.number] = self.builder.argument(name, value.shape, Role.OTHER, value.dtype)
         return self._constant_arguments[value.number]
 
-    def reshape(self, value: Value, shape: Shape, scope: str, origin: str = "reshape") -> Value:
+    def reshape(self, value: Value, shape: Shape, scope: Scope, origin: str = "reshape") -> Value:
         """The same elements in another shape; a view back gives what it was a view of."""
         if value.shape == shape:
             return value
@@ -235,7 +236,7 @@ class Recorder:
         rule: Rule,
         inputs: Sequence[str],
         dtypes: Sequence[DType],
-        scope: str,
+        scope: Scope,
         origin: str,
         *,
         attributes: Mapping[str, Attribute] | None = None,
@@ -280,7 +281,7 @@ class Recorder:
             if rule.shape(dims) != self.builder.tensors[tensor_id].shape:
                 raise Unsupported
 
-    def _keep_if_valid(self, results: tuple[str, ...], scope: str) -> None:
+    def _keep_if_valid(self, results: tuple[str, ...], scope: Scope) -> None:
         """Check the op that was just added against its kind; where it does not fit, take it back."""
         op = self.builder.ops[-1]
         try:
@@ -313,7 +314,7 @@ class Call:
     operation: Operation
     values: Values
     recorder: Recorder
-    scope: str
+    scope: Scope
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from phaze.frontends.stablehlo.dataflow import Dataflow, live_ops, sorted_by_dep
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main, slot_name
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.module_paths import OpFacts, find_module_paths, parameter_path, repeated_blocks
-from phaze.frontends.stablehlo.name_scopes import path_keys
+from phaze.frontends.stablehlo.name_scopes import Scope, path_keys
 from phaze.frontends.stablehlo.op_rules.collectives import EMPTY_MESH
 from phaze.frontends.stablehlo.saved_for_backward import minimize_saved_bytes
 from phaze.frontends.stablehlo.symbols import CONSTANT_PREFIX, Constant, Stack, Tensor, Value, tensors_of
@@ -148,7 +148,7 @@ def _gradients(run: SymbolicRun, roles: ModuleRoles) -> list[tuple[str, str]]:
         for part, part_gradient in matched:
             is_zero = isinstance(part_gradient, Constant) and part_gradient.value == 0
             if isinstance(part, Tensor) and not is_zero:
-                pairs.append((part.id, run.recorder.id(part_gradient, "")))
+                pairs.append((part.id, run.recorder.id(part_gradient, Scope())))
     return pairs
 
 
@@ -156,7 +156,7 @@ def _slots(run: SymbolicRun, value: Value) -> list[Value]:
     """The slices of a whole tensor along its first dimension, as views."""
     if isinstance(value, Constant):
         return [value] * value.shape[0]
-    source = run.recorder.id(value, "")
+    source = run.recorder.id(value, Scope())
     dims = tuple(Dim((f"d{index}",)) for index in range(len(value.shape)))
     factors = tuple(
         Factor(f"d{i}", size, FactorKind.FREE if i else FactorKind.WHOLE) for i, size in enumerate(value.shape)
@@ -166,7 +166,7 @@ def _slots(run: SymbolicRun, value: Value) -> list[Value]:
     for index in range(value.shape[0]):
         attributes = {"index": index}
         (slot,) = run.recorder.emit(
-            OpKind.VIEW, "select", rule, (source,), (value.dtype,), "", "slice", attributes=attributes
+            OpKind.VIEW, "select", rule, (source,), (value.dtype,), Scope(), "slice", attributes=attributes
         )
         slots.append(Tensor(slot, value.shape[1:], value.dtype))
     return slots
