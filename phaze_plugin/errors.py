@@ -128,4 +128,4 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     starting = [candidate for candidate in by_folded if folded and candidate.startswith(folded)]
     near = starting[:3] or difflib.get_close_matches(folded, by_folded, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, folded, candidate).ratio() for candidate in near]
-    return [by_folded[one] for one, ratio in zip(near, likeness, strict=True) if ratio > max(likeness) - 0.1]
+    return [by_folded[folded] for folded, ratio in zip(near, likeness, strict=True) if ratio > max(likeness) - 0.1]

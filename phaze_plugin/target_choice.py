@@ -71,7 +71,7 @@ def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, grap
 
 
 def _is_cut(builders: Sequence[StageBuilder], model: object, graph: object) -> bool:
-    return any(builder.accepts(one) for builder in builders for one in (model, graph) if one is not None)
+    return any(builder.accepts(form) for builder in builders for form in (model, graph) if form is not None)
 
 
 def _frontend_of(model: object, plugins: PluginManager) -> str | None:

@@ -86,13 +86,13 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
             f"{other.name} ran on another chip than {runs[0].name}; a calibration belongs to one chip: write the runs "
             "of each into a file of its own."
         )
-    own = calibration_of(chips[0])
-    if own.is_ideal:
-        own = Calibration(
+    calibration = calibration_of(chips[0])
+    if calibration.is_ideal:
+        calibration = Calibration(
             matrix=0.7, memory=0.7, link=0.7, network=0.7, overhead_s=1e-5, overlap=0.5, stack=LIBRARY_STACK
         )
-    stacks = {"eager": EAGER_STACK, "library": LIBRARY_STACK, "perfect": PERFECT_STACK, None: own.stack}
-    return replace(own, name=name, stack=stacks[stack])
+    stacks = {"eager": EAGER_STACK, "library": LIBRARY_STACK, "perfect": PERFECT_STACK, None: calibration.stack}
+    return replace(calibration, name=name, stack=stacks[stack])
 
 
 def _terms(text: str | None, predict: Predict, start: Calibration, runs: int) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -116,7 +116,11 @@ def _with_reserve(fit: Fit, prepared: Sequence[PreparedRun]) -> Fit:
     from dataclasses import replace
     from statistics import median
 
-    shares = [one.run.memory_bytes / one.needed_bytes - 1 for one in prepared if one.run.memory_bytes]
+    shares = [
+        prediction.run.memory_bytes / prediction.needed_bytes - 1
+        for prediction in prepared
+        if prediction.run.memory_bytes
+    ]
     if not shares:
         return fit
     return replace(fit, calibration=replace(fit.calibration, reserve=round(max(0.0, median(shares)), 4)))
@@ -132,23 +136,23 @@ def _show_fit(
 ) -> None:
     from phaze.json_records import to_document
 
-    runs = [one.run for one in prepared]
+    runs = [prediction.run for prediction in prepared]
     memory = [
-        (one.run.name, one.run.memory_bytes, one.needed_bytes * (1 + fit.calibration.reserve))
-        for one in prepared
-        if one.run.memory_bytes
+        (prediction.run.name, prediction.run.memory_bytes, prediction.needed_bytes * (1 + fit.calibration.reserve))
+        for prediction in prepared
+        if prediction.run.memory_bytes
     ]
     notes = [f"{term}: the runs say nothing about it; it keeps its start" for term in fit.unseen]
-    notes += [f"{one} and {other}: the runs cannot separate them" for one, other in fit.inseparable]
+    notes += [f"{first} and {second}: the runs cannot separate them" for first, second in fit.inseparable]
     notes += [f"{term} keeps {getattr(start, term):.4g}: {reason}" for term, reason in left.items()]
     document = {
         "calibration": to_document(fit.calibration),
         "terms": list(fit.terms),
         "runs": [
-            {"name": one.name, "seconds": one.seconds, "error": error}
-            for one, error in zip(runs, fit.errors, strict=True)
+            {"name": run.name, "seconds": run.seconds, "error": error}
+            for run, error in zip(runs, fit.errors, strict=True)
         ],
-        "memory": [{"name": name, "bytes": held, "error": found / held - 1} for name, held, found in memory],
+        "memory": [{"name": name, "bytes": held, "error": predicted / held - 1} for name, held, predicted in memory],
         "mean_error": fit.mean_error,
         "start_errors": fit.start_errors,
         "unseen": list(fit.unseen),
@@ -162,8 +166,8 @@ def _fit_tables(
     start: Calibration, fit: Fit, runs: Sequence[Run], memory: Sequence[tuple[str, float, float]]
 ) -> list[Any]:
     rows = [
-        (one.name, f"{one.seconds:.4g} s", f"{one.seconds * (1 + error):.4g} s", f"{error:+.1%}")
-        for one, error in zip(runs, fit.errors, strict=True)
+        (run.name, f"{run.seconds:.4g} s", f"{run.seconds * (1 + error):.4g} s", f"{error:+.1%}")
+        for run, error in zip(runs, fit.errors, strict=True)
     ]
     terms = [
         (
@@ -183,8 +187,8 @@ def _fit_tables(
     ]
     if memory:
         sizes = [
-            (name, f"{held / 2**30:.1f} GiB", f"{found / 2**30:.1f} GiB", f"{found / held - 1:+.1%}")
-            for name, held, found in memory
+            (name, f"{held / 2**30:.1f} GiB", f"{predicted / 2**30:.1f} GiB", f"{predicted / held - 1:+.1%}")
+            for name, held, predicted in memory
         ]
         title = f"memory, {fit.calibration.reserve:.1%} of it held in reserve"
         tables.append(plain_table(("run", ">measured", ">predicted", ">error"), sizes, title=title))
@@ -219,7 +223,7 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
     plugins = installed_plugins()
     start = _start([traced], arguments.stack or "eager", "traced", plugins)
     prepared = prepare_run(traced, start.stack, plugins)
-    found = fit_trace(
+    fit = fit_trace(
         trace,
         prepared.passes(),
         start,
@@ -228,17 +232,17 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
     )
     rows = [
         (kind, f"{measured:.4g} s", f"{predicted:.4g} s", f"{predicted / measured - 1:+.1%}" if measured else "")
-        for kind, (measured, predicted) in found.residuals.items()
+        for kind, (measured, predicted) in fit.residuals.items()
     ]
-    calibration = found.calibration
+    calibration = fit.calibration
     terms = ("matrix", "vector", "memory", "overhead_s")
     document = {
         "calibration": to_document(calibration),
         "terms": list(terms),
-        "residuals": {kind: list(pair) for kind, pair in found.residuals.items()},
+        "residuals": {kind: list(pair) for kind, pair in fit.residuals.items()},
         "steps": trace.steps,
         "kernels": trace.kernels,
-        "unseen": list(found.unseen),
+        "unseen": list(fit.unseen),
     }
     texts: list[Any] = [
         plain_table(("class", ">traced", ">predicted", ">residual"), rows, title=f"{trace.kernels} kernels a step"),
@@ -246,7 +250,7 @@ def _from_trace(arguments: Namespace, console: Console) -> int:
     ]
     texts += [
         f"warning: {term}: the device hardly waits, so the trace does not show it; it keeps its start"
-        for term in found.unseen
+        for term in fit.unseen
     ]
     full = [term for term in ("matrix", "memory") if getattr(calibration, term) >= 1.0]
     texts += [

@@ -31,13 +31,13 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.hardware import find_accelerator, presets
     from phaze.installed import installed_plugins
 
-    manager = installed_plugins()
+    plugins = installed_plugins()
     if arguments.name is not None:
-        found = [find_accelerator(arguments.name, manager)]
+        accelerators = [find_accelerator(arguments.name, plugins)]
     else:
-        found = [offer.value for offer in manager.accelerators()]
+        accelerators = [offer.value for offer in plugins.accelerators()]
     known = {preset.accelerator: preset for preset in presets()}
-    chips = [(chip, known.get(chip)) for chip in found]
+    chips = [(chip, known.get(chip)) for chip in accelerators]
     document = {"chips": [_document(chip, preset) for chip, preset in chips]}
     lines = _one(*chips[0]) if arguments.name is not None else _all(chips)
     show(console, arguments, document, *lines)

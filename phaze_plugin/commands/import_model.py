@@ -65,7 +65,7 @@ def _options(arguments: Namespace) -> dict[str, Any]:
     for role in ("parameters", "batch"):
         given = getattr(arguments, role)
         if given is not None:
-            options[role] = [int(one) if one.isdigit() else one for one in given]
+            options[role] = [int(name) if name.isdigit() else name for name in given]
     return options
 
 

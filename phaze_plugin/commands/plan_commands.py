@@ -73,14 +73,14 @@ def _configure_evaluate(parser: ArgumentParser) -> None:
 
 def strategy(text: str) -> dict[str, object]:
     """An argument's type: keys and values; `+` joins the values of stages."""
-    found: dict[str, object] = {}
+    strategy_keys: dict[str, object] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
             raise ArgumentTypeError(f"{part!r} is not of the form KEY=VALUE")
-        values = [_value(one) for one in value.split("+")]
-        found[key.strip()] = values[0] if len(values) == 1 and key.strip() != "stages" else values
-    return found
+        values = [_value(part_of_value) for part_of_value in value.split("+")]
+        strategy_keys[key.strip()] = values[0] if len(values) == 1 and key.strip() != "stages" else values
+    return strategy_keys
 
 
 def _value(text: str) -> object:
@@ -95,7 +95,7 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
 
     model, inputs = find_model(arguments.model)
     with shown_progress() as progress:
-        found = phaze.evaluate(
+        evaluation = phaze.evaluate(
             model,
             inputs,
             strategy=arguments.strategy,
@@ -105,16 +105,16 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
             **question_options(arguments),
         )
     if arguments.out is not None:
-        found.plan.save(arguments.out)
+        evaluation.plan.save(arguments.out)
     document = {
-        "plan": json.loads(found.plan.to_json()),
-        "best": None if found.best is None else json.loads(found.best.to_json()),
-        "slower_than_best": found.slower_than_best,
-        "change": found.change,
+        "plan": json.loads(evaluation.plan.to_json()),
+        "best": None if evaluation.best is None else json.loads(evaluation.best.to_json()),
+        "slower_than_best": evaluation.slower_than_best,
+        "change": evaluation.change,
     }
     saved = [] if arguments.out is None else ["", f"saved to {arguments.out}"]
-    show(console, arguments, document, str(found), *saved)
-    return ExitCode.FINE if found.is_feasible else ExitCode.ERROR
+    show(console, arguments, document, str(evaluation), *saved)
+    return ExitCode.FINE if evaluation.is_feasible else ExitCode.ERROR
 
 
 evaluate_strategy = Command(

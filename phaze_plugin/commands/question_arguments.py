@@ -62,10 +62,10 @@ def add_question_arguments(parser: ArgumentParser) -> None:
 
 def numbers(text: str) -> tuple[int, ...]:
     """An argument's type: whole numbers with commas between."""
-    found = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(","))
-    if not all(found):
+    values = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(","))
+    if not all(values):
         raise ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1,2,4")
-    return found
+    return values
 
 
 def question_options(arguments: Namespace) -> QuestionOptions:
@@ -95,8 +95,8 @@ def find_model(text: str) -> tuple[object, object]:
     module = _load(where)
     if not hasattr(module, name):
         raise ImportModelError(f"{where} has no attribute {name!r}; it has {', '.join(_public(module)) or 'none'}.")
-    found = getattr(module, name)
-    return found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    attribute = getattr(module, name)
+    return attribute if isinstance(attribute, tuple) and len(attribute) == 2 else (attribute, None)
 
 
 def _load(where: str) -> object:

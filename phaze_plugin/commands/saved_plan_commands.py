@@ -151,10 +151,10 @@ def _search_findings(arguments: Namespace) -> list[Finding]:
     from phaze.explore.executors import open_workers
     from phaze.verify.search_checks import check_search
 
-    found = [find_model(text) for text in arguments.model]
-    inputs = found[0][1] if len(found) == 1 else [one for _, one in found]
+    models_and_inputs = [find_model(text) for text in arguments.model]
+    inputs = models_and_inputs[0][1] if len(models_and_inputs) == 1 else [example for _, example in models_and_inputs]
     with open_workers(arguments.executor) as workers:
-        return check_search(arguments.plan, [model for model, _ in found], inputs, workers=workers)
+        return check_search(arguments.plan, [model for model, _ in models_and_inputs], inputs, workers=workers)
 
 
 verify_plan = Command(

@@ -73,10 +73,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def words(text: str) -> tuple[str, ...]:
     """An argument's type: names with commas between."""
-    found = tuple(part.strip() for part in text.split(","))
-    if not all(found):
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
         raise ArgumentTypeError(f"{text!r} is not a list of names such as 1f1b,zero-bubble")
-    return found
+    return names
 
 
 def run(arguments: Namespace, console: Console) -> int:
@@ -85,12 +85,13 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.json_records import write_whole
 
     _check_files(arguments)
-    found = [find_model(text) for text in arguments.models]
+    models_and_inputs = [find_model(text) for text in arguments.models]
+    inputs = [example for _, example in models_and_inputs]
     optional = {} if arguments.schedule is None else {"schedule": arguments.schedule}
     with goes_on(arguments.journal), _shown_progress() as progress:
         result = phaze.search(
-            [model for model, _ in found],
-            found[0][1] if len(found) == 1 else [inputs for _, inputs in found],
+            [model for model, _ in models_and_inputs],
+            inputs[0] if len(inputs) == 1 else inputs,
             devices=arguments.devices,
             space=arguments.space,
             hbm_gib=arguments.hbm,
@@ -142,9 +143,9 @@ def _check_files(arguments: Namespace) -> None:
         path = getattr(arguments, option)
         if path is None:
             continue
-        other = named.setdefault(Path(path).resolve(), option)
-        if other != option:
-            raise QuestionError(f"--{other} and --{option} both name {path}; give each a file of its own.")
+        earlier = named.setdefault(Path(path).resolve(), option)
+        if earlier != option:
+            raise QuestionError(f"--{earlier} and --{option} both name {path}; give each a file of its own.")
         if option != "journal":
             check_writable(path)
 

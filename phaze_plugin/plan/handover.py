@@ -42,7 +42,7 @@ def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) ->
     exported = target.export(plan, model)
     if isinstance(exported, str):
         return {f"{name}.txt": exported}
-    if isinstance(exported, Mapping) and all(isinstance(one, str) for pair in exported.items() for one in pair):
+    if isinstance(exported, Mapping) and all(isinstance(text, str) for pair in exported.items() for text in pair):
         return {str(file_name): str(text) for file_name, text in exported.items()}
     raise PlanError(
         f"target {name!r} gave {type(exported).__name__} where texts by file name were expected; its plugin must "
@@ -53,31 +53,33 @@ def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) ->
 def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     """What a plan has that a target does not run, in words; empty where the target runs all of it."""
     chosen, recipe = plan.strategy, plan.question.precision
-    found = []
+    reasons = []
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
-        found.append(f"ZeRO stage {chosen.zero}{needs}")
+        reasons.append(f"ZeRO stage {chosen.zero}{needs}")
     unknown = sorted(set(chosen.recompute) - capabilities.recompute_modes)
     if unknown:
-        found.append(f"recompute mode {unknown[0]}")
+        reasons.append(f"recompute mode {unknown[0]}")
     if len(plan.stages) > 1:
         schedule = PipelineSchedule(chosen.schedule)
         if schedule not in capabilities.schedules:
-            found.append(f"a pipeline with schedule {schedule.value}")
+            reasons.append(f"a pipeline with schedule {schedule.value}")
         elif (schedule, chosen.zero) in capabilities.excluded_pairs:
-            found.append(f"schedule {schedule.value} together with ZeRO stage {chosen.zero}")
+            reasons.append(f"schedule {schedule.value} together with ZeRO stage {chosen.zero}")
     if len({stage.tp for stage in plan.stages}) > 1 and not capabilities.allows_mixed_tp:
-        found.append("stages of different tensor widths")
+        reasons.append("stages of different tp")
     used = {device for stage in plan.stages for device in stage.devices}
     if len(used) < plan.cluster.device_count and not capabilities.allows_idle_devices:
-        found.append(f"{plan.cluster.device_count - len(used)} idle devices")
+        reasons.append(f"{plan.cluster.device_count - len(used)} idle devices")
     uneven = plan.question.global_batch_size % (chosen.dp * chosen.micro_batch_size) > 0
     if uneven and not capabilities.allows_uneven_micro_batches:
-        found.append("a batch that the pipelines do not divide")
-    strided = sorted(name for name, splits in plan.layouts.parameters.items() if any(one.outer > 1 for one in splits))
+        reasons.append("a batch that dp does not divide")
+    strided = sorted(
+        name for name, splits in plan.layouts.parameters.items() if any(split.outer > 1 for split in splits)
+    )
     if strided and not capabilities.allows_strided_parameters:
-        found.append(f"parameters that are split inside a dimension ({strided[0]})")
-    return found
+        reasons.append(f"parameters that are split inside a dimension ({strided[0]})")
+    return reasons
 
 
 def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:
@@ -92,7 +94,9 @@ def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:
             f"target {name!r} needs {', '.join(missing)}, which cannot be imported; install it with the extra of its "
             f"name: pip install 'phaze-plugin[{missing[0]}]'."
         )
-    found = obstacles(plan, target.capabilities)
-    if found:
-        raise PlanError(f"target {name!r} cannot run this plan: it has {', '.join(found)}. Plan with target={name!r}.")
+    reasons = obstacles(plan, target.capabilities)
+    if reasons:
+        raise PlanError(
+            f"target {name!r} cannot run this plan: it has {', '.join(reasons)}. Plan with target={name!r}."
+        )
     return target

@@ -98,11 +98,11 @@ def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
 def _best_seen(kind: _Kind, runner_up: RunnerUp, searched: Sequence[RunnerUp]) -> RunnerUp:
     """The best plan of a kind among all that were found: a plan may be of several kinds."""
     best = runner_up
-    for other in searched:
-        if other.strategy is None or other.step_time_s is None or not kind.has(other.strategy):
+    for runner in searched:
+        if runner.strategy is None or runner.step_time_s is None or not kind.has(runner.strategy):
             continue
-        if best.step_time_s is None or other.step_time_s < best.step_time_s:
-            best = replace(other, kind=kind.name)
+        if best.step_time_s is None or runner.step_time_s < best.step_time_s:
+            best = replace(runner, kind=kind.name)
     return best
 
 
@@ -133,13 +133,13 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
         yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: problem.choosing(zero=(0,)))
     else:
         yield _Kind("ZeRO", lambda plan: plan.zero > 0, _with_zero)
-    other, name = RecomputeMode.FULL, "full recompute"
+    mode, name = RecomputeMode.FULL, "full recompute"
     if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
-        other, name = RecomputeMode.NONE, "no recompute"
+        mode, name = RecomputeMode.NONE, "no recompute"
     yield _Kind(
         name,
-        lambda plan: set(plan.recompute) == {other.value},
-        lambda problem: problem.choosing(recompute=(other,)),
+        lambda plan: set(plan.recompute) == {mode.value},
+        lambda problem: problem.choosing(recompute=(mode,)),
     )
 
 

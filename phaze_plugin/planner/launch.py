@@ -49,13 +49,13 @@ def plan_together(world: World, ask: Callable[[], Question], answer: Callable[[Q
     _raise_together(error, reports := _gather(world, report))
     _check_equal(reports)
     assert question is not None
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if world.rank() == 0:
         try:
-            found = {"plan": json.loads(_answered(question, answer).to_json())}
+            outcome = {"plan": json.loads(_answered(question, answer).to_json())}
         except Exception as failure:
-            error, found = failure, {"error": f"{type(failure).__name__}: {failure}"}
-    _raise_together(error, answers := _gather(world, found))
+            error, outcome = failure, {"error": f"{type(failure).__name__}: {failure}"}
+    _raise_together(error, answers := _gather(world, outcome))
     return plan_from_document(answers[0]["plan"], "the plan of rank 0")
 
 

@@ -174,12 +174,13 @@ def explanation(plan: Plan) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _runner_up_text(plan: Plan, other: RunnerUp) -> str:
-    if other.step_time_s is None or other.strategy is None:
-        return f"{other.kind}: {other.reason}"
-    slower = other.step_time_s / plan.step_time_s - 1
-    reason = f"; {other.reason}" if other.reason else ""
-    return f"{other.kind}: {seconds_text(other.step_time_s)} ({slower:+.2%}): {strategy_text(other.strategy)}{reason}"
+def _runner_up_text(plan: Plan, runner_up: RunnerUp) -> str:
+    if runner_up.step_time_s is None or runner_up.strategy is None:
+        return f"{runner_up.kind}: {runner_up.reason}"
+    slower = runner_up.step_time_s / plan.step_time_s - 1
+    reason = f"; {runner_up.reason}" if runner_up.reason else ""
+    time_text = f"{seconds_text(runner_up.step_time_s)} ({slower:+.2%})"
+    return f"{runner_up.kind}: {time_text}: {strategy_text(runner_up.strategy)}{reason}"
 
 
 def _change_text(plan: Plan, text: str, step_time_s: float | None) -> str:
