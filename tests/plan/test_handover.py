@@ -137,7 +137,7 @@ def test_obstacles_name_everything_that_a_target_does_not_run() -> None:
         "ZeRO stage 2",
         "recompute mode products",
         "schedule zero-bubble",
-        "different tensor widths",
+        "different tp",
         "4 idle devices",
         "do not divide",
         "attention.weight",
