@@ -100,6 +100,11 @@ class Target(Protocol):
 class RunnableTarget(Target, Protocol):
     """A target that arranges a live model: `plan.apply` calls it."""
 
+    @property
+    def options(self) -> Sequence[str]:
+        """Names of the options that `apply` understands; others are refused before it is called."""
+        ...
+
     def apply(
         self,
         plan: Plan,
@@ -112,8 +117,7 @@ class RunnableTarget(Target, Protocol):
     ) -> object:
         """The model, arranged as the plan says, on this mesh or (None) on one of its own.
 
-        `plugins` know the stage builders. Raises PlanError where model or mesh are not those of the plan, or for
-        options that the target does not know.
+        `plugins` know the stage builders. Raises PlanError where model or mesh are not those of the plan.
         """
         ...
 

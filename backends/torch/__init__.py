@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.torch.fsdp_export import FsdpTarget
 from phaze.capabilities import Capabilities
-from phaze.errors import PlanError, shown
+from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleStages", "TorchTarget", "phaze_stage_builders", "phaze_targets"]
 
-_OPTIONS = ("inputs", "optimizer")
-"""What `TorchTarget.apply` understands."""
 _NUMBERED = re.compile(r"\w\.\d+$")
 """The path of an element of a module list."""
 
@@ -45,6 +43,7 @@ class TorchTarget:
 
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
+    options: tuple[str, ...] = ("inputs", "optimizer")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -77,13 +76,10 @@ class TorchTarget:
     ) -> AppliedModule:
         """The module arranged on a mesh; plugins' stage builders may cut it into stages.
 
-        Raises PlanError for a model or mesh that is not the plan's, and for options other than those above.
+        Raises PlanError for a model or mesh that is not the plan's.
         """
         from phaze.backends.torch.applied_module import apply_to_module
 
-        for name in options:
-            if name not in _OPTIONS:
-                raise PlanError(f"apply has no option {shown(name)} for torch; expected some of {', '.join(_OPTIONS)}.")
         return apply_to_module(
             plan,
             model,

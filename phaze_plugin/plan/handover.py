@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from phaze.capabilities import Capabilities
-from phaze.errors import PlanError
+from phaze.errors import PlanError, shown
 from phaze.interfaces import RunnableTarget, Target
 from phaze.parallelism import PipelineSchedule
 
@@ -33,6 +33,12 @@ def apply_plan(
             f"target {target.name!r} writes files and arranges no live model; use plan.export({target.name!r}), or "
             "plan with target='auto'."
         )
+    for option in options:
+        if option not in target.options:
+            known = ", ".join(target.options) or "none"
+            raise PlanError(
+                f"apply has no option {shown(option)} for target {target.name!r}; expected some of {known}."
+            )
     return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=options)
 
 

@@ -105,7 +105,10 @@ def test_what_cannot_be_arranged_says_what_can() -> None:
         ({}, "pass inputs= as optimize took them"),
         ({"inputs": {"params": 1}}, "inputs is a dict; expected a tuple"),
         ({"inputs": inputs, "loss_fn": loss}, "which needs no loss_fn"),
-        ({"inputs": inputs, "batch": 1}, "no option 'batch' for JAX; expected some of inputs, optimizer, takes_mean"),
+        (
+            {"inputs": inputs, "batch": 1},
+            "no option 'batch' for target 'jax'; expected some of inputs, optimizer, takes_mean",
+        ),
         ({"inputs": inputs, "optimizer": "adam"}, "expected an object with init and update"),
     ):
         with pytest.raises(PlanError, match=message):

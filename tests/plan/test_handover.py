@@ -36,6 +36,7 @@ class Arranger(Writer):
     """A target that arranges live models."""
 
     name: str = "arranger"
+    options: tuple[str, ...] = ("speed",)
 
     def export(self, plan: Plan, model: object) -> object:
         raise PlanError("target 'arranger' writes no file; use plan.apply(model).")
@@ -82,8 +83,8 @@ def planned_for(target: str | None) -> Plan:
 def test_apply_hands_everything_to_the_plans_target() -> None:
     plan = planned_for("arranger")
     plugins = manager_with(Arranger())
-    applied = apply_plan(plan, plugins, "model", "mesh", "loss", {"option": 1})
-    assert applied == (plan, "model", "mesh", "loss", plugins, {"option": 1})
+    applied = apply_plan(plan, plugins, "model", "mesh", "loss", {"speed": 1})
+    assert applied == (plan, "model", "mesh", "loss", plugins, {"speed": 1})
 
 
 def test_a_plan_for_analysis_is_not_applied() -> None:
@@ -139,7 +140,7 @@ def test_obstacles_name_everything_that_a_target_does_not_run() -> None:
         "schedule zero-bubble",
         "different tp",
         "4 idle devices",
-        "do not divide",
+        "dp does not divide",
         "attention.weight",
     ):
         assert any(words in one for one in found), words
@@ -158,3 +159,8 @@ def test_pipelines_are_left_out_for_models_that_nothing_cuts() -> None:
     assert target.notes == (
         "one pipeline stage only: nothing cuts float into stages for target writer (known: cutter)",
     )
+
+
+def test_an_option_that_the_target_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="apply has no option 'colour' for target 'arranger'; expected some of speed"):
+        apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"colour": 1})
