@@ -74,7 +74,7 @@ CORES = (
 MANY_OPS = 30
 SHARDED_MODELS = ("gpt3-175b", "llama2-7b", "mixtral-8x7b")
 SHARDED_CLUSTERS = ("a100-80gb:8", "tpuv4:8", "tpuv4-paper:8@paper")
-WIDTHS = (2, 4, 8)
+TP_DEGREES = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Row:
     model: str
     layer: str
     phase: str
-    where: str  # the accelerator's cores, or the cluster and the tensor-parallel width
+    where: str  # the accelerator's cores, or the cluster and the tensor-parallel degree
     problem: SchedulingProblem
 
     def __str__(self) -> str:
@@ -112,14 +112,14 @@ def rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
 
 
 def sharded_rows(micro_batch: int, *, is_fused: bool) -> Iterator[Row]:
-    """The largest layer of each model, sliced for each width of each cluster."""
+    """The largest layer of each model, sliced for each tensor-parallel degree on each cluster."""
     for model in SHARDED_MODELS:
         graph = phaze.import_graph(model).with_micro_batch(micro_batch)
         block = max(graph.distinct_layers, key=lambda layer: len(layer.backward))
-        for cluster, width in product(SHARDED_CLUSTERS, WIDTHS):
-            axis = Axis(parse_cluster(cluster), width)
+        for cluster, tp in product(SHARDED_CLUSTERS, TP_DEGREES):
+            axis = Axis(parse_cluster(cluster), tp)
             local = slice_layer(shard_layer(ShardingProblem(graph=graph, layer=block, axis=axis)))
-            where = f"{cluster.partition(':')[0]}/{width}"
+            where = f"{cluster.partition(':')[0]}/{tp}"
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 ops = [op for op in local.ops if op.phase is phase]
                 problem = sliced_problem(local, ops, axis, block.name, is_fused=is_fused)
