@@ -91,6 +91,7 @@ class JaxTarget:
             plan,
             model,
             mesh,
+            plugins=plugins,
             inputs=options.get("inputs"),
             optimizer=options.get("optimizer"),
             takes_mean=bool(options.get("takes_mean")),

@@ -22,8 +22,9 @@ from phaze.backends.jax.traced_loss import TracedLoss, first_layers, read_variab
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
 from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
 from phaze.errors import PlanError, shown
+from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
-from phaze.model_import import import_graph
+from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, SplitDim
 from phaze.profile.model_profiles import recomputed_keys
 from phaze.verify.saved_plan import model_differences
@@ -91,7 +92,14 @@ class CompiledProgram:
 
 
 def apply_plan_to(
-    plan: Plan, model: object, mesh: object, *, inputs: object, optimizer: object, takes_mean: bool
+    plan: Plan,
+    model: object,
+    mesh: object,
+    *,
+    plugins: PluginManager,
+    inputs: object,
+    optimizer: object,
+    takes_mean: bool,
 ) -> AppliedPlan:
     """Check that plan, model and mesh belong together, and arrange the model.
 
@@ -99,13 +107,14 @@ def apply_plan_to(
         plan: made for this model.
         model: a loss function of (parameters, *batch), or a linen or nnx module that returns its loss.
         mesh: a `jax.sharding.Mesh` of the plan's sizes, or None for one of the first devices.
+        plugins: whose frontends import the model, to compare it with the planned one.
         inputs: the arguments that `optimize` took, arrays or shapes.
         optimizer: an object with `init` and `update`, such as optax's; None for Adam or plain gradient descent, as the
             plan's precision says.
         takes_mean: whether the mean of the microbatches' losses is wanted where the loss is no mean over samples.
     """
     loss_function = read_loss_function(model, inputs)
-    graph = import_graph(model, inputs)
+    graph = import_with_plugins(plugins, model, inputs, frontend=None, options={})
     mismatches = model_differences(plan, graph)
     if mismatches:
         listed = "\n  ".join(mismatches)

@@ -123,7 +123,9 @@ def with_fused_views(equations: Sequence[Equation], viewed: Mapping[core.Var, Fu
     views = dict(viewed)
     rewritten: list[Equation] = []
     for equation in equations:
-        operand_views = tuple(None if isinstance(v, core.Literal) else views.get(v) for v in equation.invars)
+        operand_views = tuple(
+            None if isinstance(variable, core.Literal) else views.get(variable) for variable in equation.invars
+        )
         if not views or all(view is None for view in operand_views):
             rewritten.append(equation)
             continue

@@ -82,7 +82,9 @@ class _PairedTraces:
 
 def check_mean_over_samples(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchShare]) -> None:
     """Raise PlanError unless the loss, traced at some number of samples and at twice as many, is a mean over them."""
-    constants = [{v: _constant(value) for v, value in trace.constants.items()} for trace in (small, large)]
+    constants = [
+        {variable: _constant(value) for variable, value in trace.constants.items()} for trace in (small, large)
+    ]
     traces = _PairedTraces(equations=(small.equations, large.equations), outside=(constants[0], constants[1]))
     rows = [variable for variable, share in zip(small.batch, shares, strict=True) if share is BatchShare.ROWS]
     dependences: dict[core.Var, Dependence] = dict.fromkeys(rows, _PER_SAMPLE)
@@ -130,11 +132,14 @@ def _results(
     name = primitive_name(small)
     if name == "scan":
         return _results_of_scan(traces, small, large, inputs)
-    called = [next((e.params[key] for key in _INNER_TRACES if key in e.params), None) for e in (small, large)]
+    called = [
+        next((equation.params[key] for key in _INNER_TRACES if key in equation.params), None)
+        for equation in (small, large)
+    ]
     if all(hasattr(trace, "eqns") for trace in called):
         return _results_of_call(traces, small, large, called, inputs)
     kinds = {dependence for dependence in inputs if dependence is not None}
-    grows = [_grows(a, b) for a, b in zip(small.outvars, large.outvars, strict=True)]
+    grows = [_grows(*results) for results in zip(small.outvars, large.outvars, strict=True)]
     if _PER_SAMPLE not in kinds:
         return [_growth_behind_sums(traces, small, large, inputs, any(grows))] * len(grows)
     if len(kinds) > 1:
@@ -196,7 +201,9 @@ def _called_traces(
         pairs = zip(jaxpr.invars[:constant_count], equation.invars[:constant_count], strict=True)
         operands = {inner: _value_outside(traces, size, outer) for inner, outer in pairs}
         constants = getattr(called[size], "consts", ())
-        outside.append(operands | {v: _constant(value) for v, value in zip(jaxpr.constvars, constants, strict=False)})
+        outside.append(
+            operands | {variable: _constant(value) for variable, value in zip(jaxpr.constvars, constants, strict=False)}
+        )
     inner_traces = _PairedTraces(equations=(jaxprs[0].eqns, jaxprs[1].eqns), outside=(outside[0], outside[1]))
     return inner_traces, jaxprs[0].invars
 

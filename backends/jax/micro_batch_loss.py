@@ -65,7 +65,7 @@ class ArrangedLoss:
         """The same, with those split vectors found that meet nothing split, and are therefore gathered."""
         if self.tp == 1:
             return self
-        scan, numbers = self.trace.scan, {v: number for number, v in enumerate(self.trace.parameters)}
+        scan, numbers = self.trace.scan, {variable: number for number, variable in enumerate(self.trace.parameters)}
         outside = vectors_to_gather(self.trace.equations, self.split_variables(), self.tp)
         gathered = {numbers[variable] for variable in outside}
         if scan is not None:
@@ -165,7 +165,7 @@ def loss_of_micro_batch(
         return _loss_without_scan(arranged, parameters, batch)
     constants, carried = before_layers(arranged, scan, parameters, batch)
     stacked = [parameters[scan.stacked[place]] for place in sorted(scan.stacked)]
-    other_scanned = [v for place, v in enumerate(scan.scanned) if place not in scan.stacked]
+    other_scanned = [variable for place, variable in enumerate(scan.scanned) if place not in scan.stacked]
     known, read = arranged.trace.known_values(batch), _parameter_reader(arranged, parameters)
     other_slices = evaluate(arranged.trace.equations, other_scanned, known, read)
     carried, collected = run_layers(arranged, scan, constants, carried, stacked, other_slices)
@@ -226,12 +226,12 @@ def run_layers(
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         stored_weights, values_of_others = slices
         pairs = zip(places, stored_weights, strict=True)
-        read_weights = [arranged.read_parameter(scan.stacked[place], w, is_layer=True) for place, w in pairs]
+        read_weights = [arranged.read_parameter(scan.stacked[place], weight, is_layer=True) for place, weight in pairs]
         known = dict(zip(body.constvars, scan.body.consts, strict=True))
         entering = [arranged.at_boundary(value) for value in carried]
         known |= dict(zip(body.invars[:first], [*constants, *entering], strict=True))
         known |= dict(zip([*weights, *others], [*read_weights, *values_of_others], strict=True))
-        results = evaluate(equations, body.outvars, known, _unknown)
+        results = evaluate(equations, body.outvars, known)
         return [arranged.at_boundary(value) for value in results[:count]], results[count:]
 
     run = keep_only_what_mode_allows(layer, arranged.recompute, gathers=arranged.gathers_parameters)
@@ -253,10 +253,6 @@ def _equations_of_layer(arranged: ArrangedLoss, scan: LayerScan) -> list[Equatio
     split_dims, fused_views = arranged.split_variables_of_layer(scan), arranged.fused_variables_of_layer(scan)
     shapes = [variable.aval.shape for variable in scan.carried]
     return arranged.with_parallel_products(equations, split_dims, fused_views, shapes)
-
-
-def _unknown(variable: core.Var) -> jax.Array:
-    raise AssertionError(f"a layer reads {variable}, which is none of its operands")
 
 
 def after_layers(
@@ -301,7 +297,9 @@ def _loss_without_scan(
         function = _segment_function(arranged, equations, segment)
         run = keep_only_what_mode_allows(function, mode, gathers=arranged.gathers_parameters)
         results = run(list(parameters), [values[variable] for variable in segment.entering])
-        values |= {v: arranged.at_boundary(result) for v, result in zip(segment.leaving, results, strict=True)}
+        values |= {
+            variable: arranged.at_boundary(result) for variable, result in zip(segment.leaving, results, strict=True)
+        }
     return values[trace.loss]
 
 

@@ -63,13 +63,9 @@ class _RecomputedGroup:
         """The values that leave the group."""
 
         def run_group(*values: jax.Array) -> list[jax.Array]:
-            return evaluate(self.equations, self.outvars, dict(zip(self.invars, values, strict=True)), _unknown)
+            return evaluate(self.equations, self.outvars, dict(zip(self.invars, values, strict=True)))
 
         return list(jax.checkpoint(run_group, policy=jax.checkpoint_policies.nothing_saveable)(*operands))
-
-
-def _unknown(variable: core.Var) -> jax.Array:
-    raise AssertionError(f"a group reads {variable}, which is none of its operands")
 
 
 def with_recomputed_attention(
@@ -93,9 +89,11 @@ def _recomputed_group(
 ) -> _RecomputedGroup:
     made = dict.fromkeys(variable for equation in members for variable in equation.outvars)
     other_groups = [group for group in groups if group is not members]
-    read_by_others = {v for group in other_groups for equation in group for v in read_variables(equation)}
-    entering = dict.fromkeys(v for equation in members for v in read_variables(equation) if v not in made)
-    leaving = tuple(v for v in made if v in read or v in read_by_others)
+    read_by_others = {variable for group in other_groups for equation in group for variable in read_variables(equation)}
+    entering = dict.fromkeys(
+        variable for equation in members for variable in read_variables(equation) if variable not in made
+    )
+    leaving = tuple(variable for variable in made if variable in read or variable in read_by_others)
     return _RecomputedGroup(equations=tuple(members), invars=tuple(entering), outvars=leaving)
 
 
@@ -106,10 +104,10 @@ def _attention(equations: Sequence[Equation], parameters: Sequence[core.Var]) ->
     parameter_products: set[int] = set()
     for equation in equations:
         inputs = read_variables(equation)
-        if inputs and all(v in weights for v in inputs):
+        if inputs and all(variable in weights for variable in inputs):
             weights.update(equation.outvars)
         elif primitive_name(equation) == "dot_general":
-            (parameter_products if any(v in weights for v in inputs) else products).add(id(equation))
+            (parameter_products if any(variable in weights for variable in inputs) else products).add(id(equation))
     behind_products: set[core.Var] = set()
     following = set()
     for equation in equations:

@@ -233,7 +233,7 @@ def with_tensor_parallel_products(
 
 def _fused_product(equation: Equation, fused_views: Mapping[core.Var, FusedView]) -> _SplitProduct | None:
     """The equation as a product with a fused parameter whose split dimension is one of the result."""
-    product = _split_product(equation, {v: view.dim for v, view in fused_views.items()}, 1)
+    product = _split_product(equation, {variable: view.dim for variable, view in fused_views.items()}, 1)
     if product is None or product.result_dim is None or product.activation_dim is not None:
         return None
     return replace(product, parts=fused_views[product.weight_variable].parts)
@@ -247,21 +247,21 @@ def vectors_to_gather(equations: Sequence[Equation], split_dims: Mapping[core.Va
     """
     cut, to_gather = dict(split_dims), set[core.Var]()
     # Each variable that is made of a split vector alone, with that vector.
-    vectors = {v: v for v in split_dims if len(v.aval.shape) == 1}
+    vectors = {variable: variable for variable in split_dims if len(variable.aval.shape) == 1}
     split_activations: set[core.Var] = set()
     for equation in equations:
         _follow_split(equation, cut)
         product = _split_product(equation, cut, tp)
         inputs = read_variables(equation)
-        read_vectors = {vectors[v] for v in inputs if v in vectors}
-        other_inputs = [v for v in inputs if v not in vectors]
+        read_vectors = {vectors[variable] for variable in inputs if variable in vectors}
+        other_inputs = [variable for variable in inputs if variable not in vectors]
         if product is not None:
             is_split = product.result_dim is not None
         elif read_vectors and not other_inputs:
-            vectors |= {v: next(iter(read_vectors)) for v in equation.outvars}
+            vectors |= {variable: next(iter(read_vectors)) for variable in equation.outvars}
             continue
         else:
-            is_split = any(v in split_activations for v in other_inputs)
+            is_split = any(variable in split_activations for variable in other_inputs)
         if is_split:
             split_activations.update(equation.outvars)
         else:
@@ -315,7 +315,8 @@ def _dims_split_with(equation: core.JaxprEqn, weight: int, weight_dim: int) -> t
         place = batched[weight].index(weight_dim)
         return batched[activation][place], place
     ranks = [len(variable.aval.shape) for variable in equation.invars]
-    free_dims = [d for d in range(ranks[weight]) if d not in contracted[weight] and d not in batched[weight]]
+    taken_dims = {*contracted[weight], *batched[weight]}
+    free_dims = [dim for dim in range(ranks[weight]) if dim not in taken_dims]
     free_activation_dims = ranks[activation] - len(contracted[activation]) - len(batched[activation])
     # A dot's result has the batched dimensions first, then the free ones of its first and of its second operand.
     return None, len(batched[0]) + (free_activation_dims if weight == 1 else 0) + free_dims.index(weight_dim)

@@ -167,15 +167,17 @@ def _layer_scan(jaxpr: core.Jaxpr, parameters: Sequence[core.Var]) -> LayerScan 
         if primitive_name(equation) == "scan":
             scanned = enumerate(_scanned_operands(equation))
             # A literal has no hash, so that it must not be looked up.
-            variables = {place: v for place, v in scanned if not isinstance(v, core.Literal)}
-            stacked = {place: numbers[v] for place, v in variables.items() if v in numbers}
+            variables = {place: variable for place, variable in scanned if not isinstance(variable, core.Literal)}
+            stacked = {place: numbers[variable] for place, variable in variables.items() if variable in numbers}
             if stacked:
                 scans.append((equation, stacked))
     if len(scans) != 1:
         return None
     ((scan, stacked),) = scans
     is_any_scanned_twice = len(set(stacked.values())) < len(stacked)
-    read_elsewhere = {v for equation in jaxpr.eqns if equation is not scan for v in read_variables(equation)}
+    read_elsewhere = {
+        variable for equation in jaxpr.eqns if equation is not scan for variable in read_variables(equation)
+    }
     if is_any_scanned_twice or any(parameters[number] in read_elsewhere for number in stacked.values()):
         return None
     closed = scan.params["jaxpr"]
@@ -225,17 +227,21 @@ def run_equation(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.
     return list(results) if primitive.multiple_results else [results]
 
 
+def _refuse_to_read(variable: core.Var) -> jax.Array:
+    raise AssertionError(f"equations read {variable}, which is neither known nor made by one of them")
+
+
 def evaluate(
     equations: Sequence[Equation],
     wanted: Sequence[core.Var],
     known: Mapping[core.Var, jax.Array],
-    read: Callable[[core.Var], jax.Array],
+    read: Callable[[core.Var], jax.Array] = _refuse_to_read,
     lay_out: Callable[[Equation, jax.Array], jax.Array] = lambda _, result: result,
 ) -> list[jax.Array]:
     """The values of the wanted variables, for which only the needed equations are run.
 
-    `read` gives the value of a variable that is neither known nor made by an equation. `lay_out` may constrain how
-    a result of an equation lies on the devices.
+    `read` gives the value of a variable that is neither known nor made by an equation; by default there must be none.
+    `lay_out` may constrain how a result of an equation lies on the devices.
     """
     values = dict(known)
 
@@ -249,7 +255,9 @@ def evaluate(
     for equation in needed_equations(equations, wanted, known):
         operands = [value(variable) for variable in equation.invars]
         results = run_equation(equation, operands)
-        values |= {v: lay_out(equation, result) for v, result in zip(equation.outvars, results, strict=True)}
+        values |= {
+            variable: lay_out(equation, result) for variable, result in zip(equation.outvars, results, strict=True)
+        }
     return [value(variable) for variable in wanted]
 
 
@@ -309,11 +317,11 @@ def cut_into_layers(trace: TracedLoss, parameter_layers: Sequence[int | None]) -
     used = needed_equations(trace.equations, [trace.loss], {})
     for equation in used:
         inputs = read_variables(equation)
-        activation_layers = [layers[v] for v in inputs if v in layers]
-        read_layers = [layer for v in inputs if (layer := weight_layers.get(v)) is not None]
+        activation_layers = [layers[variable] for variable in inputs if variable in layers]
+        read_layers = [layer for variable in inputs if (layer := weight_layers.get(variable)) is not None]
         if activation_layers:
             layers |= dict.fromkeys(equation.outvars, max(activation_layers + read_layers))
-        elif read_layers or any(v in weight_layers for v in inputs):
+        elif read_layers or any(variable in weight_layers for variable in inputs):
             weight_layers |= dict.fromkeys(equation.outvars, max(read_layers, default=None))
     return _segments(trace, used, _with_deferred_equations(trace, used, layers, set(weight_layers)))
 
@@ -345,8 +353,12 @@ class _Deferral:
     def _may_be_deferred(self, equation: Equation) -> bool:
         """Whether only later layers read it, and it reads at most one tensor that would not cross to them anyway."""
         layer, readers = self.layers[equation.outvars[0]], self.readers_of(equation)
-        newly_crossing = {v for v in read_variables(equation) if v in self.layers and self._newly_crosses(v, layer)}
-        other_readers = [reader for v in newly_crossing for reader in self.readers[v]]
+        newly_crossing = {
+            variable
+            for variable in read_variables(equation)
+            if variable in self.layers and self._newly_crosses(variable, layer)
+        }
+        other_readers = [reader for variable in newly_crossing for reader in self.readers[variable]]
         return (
             bool(readers)
             and len(newly_crossing) < 2
@@ -355,7 +367,7 @@ class _Deferral:
 
     def readers_of(self, equation: Equation) -> list[Equation]:
         """The equations that read what this one makes."""
-        return [reader for v in equation.outvars for reader in self.readers.get(v, ())]
+        return [reader for variable in equation.outvars for reader in self.readers.get(variable, ())]
 
     def _newly_crosses(self, variable: core.Var, layer: int) -> bool:
         """Whether a variable would have to be handed to a later layer only because its reader is deferred."""
@@ -376,15 +388,15 @@ def _with_deferred_equations(
     """The layers with equations moved to the first layer that reads them, where no more crosses to it than before."""
     readers: dict[core.Var, list[Equation]] = {}
     for equation in used:
-        for variable in {v for v in read_variables(equation) if v in layers}:
+        for variable in {variable for variable in read_variables(equation) if variable in layers}:
             readers.setdefault(variable, []).append(equation)
     active = [equation for equation in used if equation.outvars[0] in layers]
     deferral = _Deferral(
         batch=frozenset(trace.batch),
         layers=layers,
         readers=readers,
-        makers={v: equation for equation in active for v in equation.outvars},
-        deferred={id(e): e for e in active if all(v not in weights for v in read_variables(e))},
+        makers={variable: equation for equation in active for variable in equation.outvars},
+        deferred={id(equation): equation for equation in active if weights.isdisjoint(read_variables(equation))},
     )
     deferral.settle()
     moved = dict(layers)
@@ -405,11 +417,13 @@ def _segments(trace: TracedLoss, used: Sequence[Equation], layers: dict[core.Var
         if layer is None:
             continue
         made.setdefault(layer, {}).update(dict.fromkeys(equation.outvars))
-        read.setdefault(layer, {}).update(dict.fromkeys(v for v in read_variables(equation) if v in layers))
+        read.setdefault(layer, {}).update(
+            dict.fromkeys(variable for variable in read_variables(equation) if variable in layers)
+        )
     segments = []
     for layer in sorted(made):
-        read_elsewhere = {v for reader in read if reader != layer for v in read[reader]} | {trace.loss}
-        entering = tuple(v for v in read[layer] if v not in made[layer] or v in batch)
-        leaving = tuple(v for v in made[layer] if v in read_elsewhere)
+        read_elsewhere = {variable for reader in read if reader != layer for variable in read[reader]} | {trace.loss}
+        entering = tuple(variable for variable in read[layer] if variable not in made[layer] or variable in batch)
+        leaving = tuple(variable for variable in made[layer] if variable in read_elsewhere)
         segments.append(LayerSegment(layer=layer, entering=entering, leaving=leaving))
     return segments

@@ -89,7 +89,8 @@ def _local_gradients(
     micro_batches = divide_batch(batch, step.batch_shares, step.micro_batch_size, step.dp, step.batch_dtypes)
     compute = _pipelined_gradients if step.pp > 1 else _accumulated_gradients
     loss, gradients = compute(step, parameters, micro_batches)
-    reduced = [_reduced(step, storage, g) for storage, g in zip(step.storages, gradients, strict=True)]
+    pairs = zip(step.storages, gradients, strict=True)
+    reduced = [_reduced(step, storage, gradient) for storage, gradient in pairs]
     scale = 1 / step.dp
     return jax.lax.psum(loss, "dp") * scale, [gradient * jnp.asarray(scale, gradient.dtype) for gradient in reduced]
 
@@ -130,11 +131,13 @@ def _accumulated_gradients(
     def add(sums: LossAndGradients, number: jax.Array) -> tuple[LossAndGradients, None]:
         loss_sum, gradient_sums = sums
         loss, gradients = of_micro_batch(number)
-        return (loss_sum + loss, [total + g for total, g in zip(gradient_sums, gradients, strict=True)]), None
+        pairs = zip(gradient_sums, gradients, strict=True)
+        return (loss_sum + loss, [gradient_sum + gradient for gradient_sum, gradient in pairs]), None
 
     shapes = jax.eval_shape(lambda: of_micro_batch(0))
     no_loss, zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    no_gradients = [_split_like_parameter(step, storage, z) for storage, z in zip(step.storages, zeros, strict=True)]
+    pairs = zip(step.storages, zeros, strict=True)
+    no_gradients = [_split_like_parameter(step, storage, zero) for storage, zero in pairs]
     (loss, gradients), _ = jax.lax.scan(add, (no_loss, no_gradients), jnp.arange(micro_batches.count))
     return loss / micro_batches.count, [gradient / micro_batches.count for gradient in gradients]
 
