@@ -175,13 +175,12 @@ def _shape_with_rows(spec: jax.ShapeDtypeStruct, share: BatchShare, rows: int) -
 def _arranged_loss(plan: Plan, loss_function: LossFunction, graph: Graph, trace: TracedLoss) -> ArrangedLoss:
     strategy = plan.strategy
     keys = recomputed_keys(graph, plan.question.calibration)
-    modes = {RecomputeMode(mode) for mode in strategy.recompute}
     arranged = ArrangedLoss(
         trace=trace,
         storages=_storages(plan, loss_function, trace),
         parameter_layers=first_layers(loss_function.names, graph),
         # All stages run one program, so that the strongest of their modes holds for all.
-        recompute=next(mode for mode in reversed(RecomputeMode) if mode in modes),
+        recompute=next(mode for mode in reversed(RecomputeMode) if mode in strategy.recompute),
         recomputed_layers=frozenset(layer.index for layer in graph.layers if layer.key in keys),
         last_layer=len(graph.layers) - 1,
         gathers_parameters=strategy.zero == 3 and strategy.dp > 1,
