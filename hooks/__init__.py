@@ -1,4 +1,4 @@
-"""Plugin seams: pluggy specifications and the one manager.
+"""The doors for plugins: the hooks that they implement, and the manager that finds and asks them.
 
 A plugin is a module (or object) named by an entry point in group `phaze`; it implements any of the hooks in
 `phaze.hooks.spec` with the `hookimpl` marker:

@@ -1,14 +1,10 @@
-"""What the core itself brings, through the door that every plugin uses."""
+"""The plugin of the core itself: its accelerators and solvers come in through the door that every plugin uses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from phaze.hardware import Accelerator, presets
 from phaze.hooks.spec import hookimpl
-
-if TYPE_CHECKING:
-    from phaze.hardware import Accelerator
-    from phaze.solvers import LinearSolver
+from phaze.solvers import BUILT_IN_SOLVERS, LinearSolver
 
 __all__ = ["phaze_accelerators", "phaze_solvers"]
 
@@ -16,14 +12,10 @@ __all__ = ["phaze_accelerators", "phaze_solvers"]
 @hookimpl
 def phaze_accelerators() -> dict[str, Accelerator]:
     """The presets of real chips."""
-    from phaze.hardware import presets
-
     return {preset.accelerator.name: preset.accelerator for preset in presets()}
 
 
 @hookimpl
 def phaze_solvers() -> tuple[LinearSolver, ...]:
     """HiGHS, SCIP, CP-SAT and Gurobi."""
-    from phaze.solvers import BUILT_IN_SOLVERS
-
     return BUILT_IN_SOLVERS

@@ -1,9 +1,9 @@
-"""The one manager: finds plugins, asks them, and keeps one that fails from taking the others down.
+"""The plugin manager: finds installed plugins, asks them what they add, and keeps a failing one from stopping others.
 
-Plugins are found through the entry-point group `phaze`; the built-in frontends, backends, solvers and accelerators come
+Plugins are found through the entry-point group `phaze`. The built-in frontends, targets, solvers and accelerators come
 in through the same door. Other plugins are asked before the built-in ones, in the order of their names; pluggy's
-`tryfirst` and `trylast` are respected. A plugin that raises or answers with the wrong type is recorded in `failures`
-with its name and warned about (`PluginWarning`).
+`tryfirst` and `trylast` are respected. A plugin that raises, or that answers with the wrong type, is passed over: it is
+recorded in `failures` with its name, and a `PluginWarning` says so.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TypeGuard, TypeVar, cast
 
 import pluggy
 
 from phaze.errors import PhazeError, PluginError, PluginWarning, UnknownNameError
+from phaze.hardware import Accelerator
 from phaze.hooks import spec
 from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
-
-if TYPE_CHECKING:
-    from phaze.hardware import Accelerator
-    from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
-    from phaze.solvers import LinearSolver
+from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
+from phaze.solvers import LinearSolver
 
 __all__ = ["BUILT_IN_DISTRIBUTION", "PluginManager"]
 
 BUILT_IN_DISTRIBUTION = "phaze-plugin"
+"""The distribution that this package is installed as; plugins of other distributions are asked before its own."""
+
+Value = TypeVar("Value")
 
 
 class PluginManager:
@@ -39,17 +40,18 @@ class PluginManager:
         self._pluggy.add_hookspecs(spec)
         self._origins: dict[str, Origin] = {}
         self._failures: dict[tuple[Origin, str], PluginFailure] = {}
-        self._registries: dict[str, Registry[Any]] = {}
+        self._registries: dict[str, Registry[object]] = {}
 
     @classmethod
     def load(cls) -> PluginManager:
         """A manager with every installed plugin; one that cannot be loaded is recorded in `failures`."""
         manager = cls()
-        found = importlib.metadata.entry_points(group=spec.PROJECT_NAME)
-        for entry_point in sorted(found, key=_order_of_registration, reverse=True):
+        entry_points = importlib.metadata.entry_points(group=spec.PROJECT_NAME)
+        for entry_point in sorted(entry_points, key=_order_of_registration, reverse=True):
             origin = _origin_of(entry_point)
             try:
                 plugin = entry_point.load()
+            # A plugin is foreign code: whatever it raises, even an attempt to exit, must not end the program.
             except (Exception, SystemExit) as error:
                 manager.report_failure(origin, "loading", error)
                 continue
@@ -58,15 +60,14 @@ class PluginManager:
 
     def register(self, plugin: object, origin: Origin) -> None:
         """Add a plugin; the last one added is asked first. One that pluggy refuses is recorded in `failures`."""
-        name = f"{origin.distribution or ''}:{origin.plugin}"
         origin = _with_file(origin, plugin)
         try:
             self._check_hook_names(plugin)
-            self._register(plugin, name)
+            self._register_with_pluggy(plugin, _registered_name(origin))
         except PhazeError as error:
             self.report_failure(origin, "registering", error)
             return
-        self._origins[name] = origin
+        self._origins[_registered_name(origin)] = origin
         self._registries.clear()
 
     @property
@@ -80,80 +81,72 @@ class PluginManager:
         return tuple(self._failures.values())
 
     def hooks_of(self, origin: Origin) -> tuple[str, ...]:
-        """The hooks that a registered plugin implements."""
-        plugin = self._pluggy.get_plugin(f"{origin.distribution or ''}:{origin.plugin}")
+        """The names of the hooks that a registered plugin implements, sorted."""
+        plugin = self._pluggy.get_plugin(_registered_name(origin))
         callers = self._pluggy.get_hookcallers(plugin) if plugin is not None else None
         return tuple(sorted(caller.name for caller in callers or ()))
 
     def frontends(self) -> Registry[Frontend]:
-        """All frontends."""
-        from phaze.interfaces import Frontend
-
-        return self._collect("phaze_frontends", "frontend", _instance_of(Frontend))
+        """All frontends: what turns models into graphs."""
+        return self._collect("phaze_frontends", "frontend", _is_frontend)
 
     def named_models(self) -> Registry[ModelFactory]:
-        """All models known by name."""
-        return self._collect("phaze_named_models", "model", callable)
+        """All models that are known by name."""
+        return self._collect("phaze_named_models", "model", _is_model_factory)
 
     def accelerators(self) -> Registry[Accelerator]:
         """All accelerators, each called by the name that it is offered under."""
-        from phaze.hardware import Accelerator
-
-        offered = self._collect("phaze_accelerators", "accelerator", _instance_of(Accelerator))
+        offered = self._collect("phaze_accelerators", "accelerator", _is_accelerator)
         renamed = (Offer(offer.name, replace(offer.value, name=offer.name), offer.origin) for offer in offered)
-        return Registry(offered.what, tuple(renamed))
+        return Registry(offered.kind, tuple(renamed))
 
     def op_prices(self) -> Registry[OpPricer]:
-        """All prices of op kinds that plugins brought."""
-        return self._collect("phaze_op_prices", "op price", callable)
+        """All prices of ops that plugins brought."""
+        return self._collect("phaze_op_prices", "op price", _is_op_pricer)
 
     def solvers(self) -> Registry[LinearSolver]:
-        """All solvers."""
-        from phaze.solvers import LinearSolver
-
-        return self._collect("phaze_solvers", "solver", _instance_of(LinearSolver))
+        """All solvers of linear problems."""
+        return self._collect("phaze_solvers", "solver", _is_solver)
 
     def targets(self) -> Registry[Target]:
         """All targets that a plan can be written for."""
-        from phaze.interfaces import Target
-
-        return self._collect("phaze_targets", "target", _instance_of(Target))
+        return self._collect("phaze_targets", "target", _is_target)
 
     def stage_builders(self) -> Registry[StageBuilder]:
-        """All ways to cut models into stages."""
-        from phaze.interfaces import StageBuilder
-
-        return self._collect("phaze_stage_builders", "stage builder", _instance_of(StageBuilder))
+        """All ways to cut models into pipeline stages."""
+        return self._collect("phaze_stage_builders", "stage builder", _is_stage_builder)
 
     def worlds(self) -> Registry[World]:
-        """All ways to see other processes and devices."""
-        from phaze.interfaces import World
+        """All ways to see the other processes of a launch, and the devices."""
+        return self._collect("phaze_worlds", "world", _is_world)
 
-        return self._collect("phaze_worlds", "world", _instance_of(World))
-
-    def report_failure(self, origin: Origin, doing: str, error: BaseException) -> None:
-        """Record that a plugin failed, and warn once."""
-        if (origin, doing) in self._failures:
+    def report_failure(self, origin: Origin, activity: str, error: BaseException) -> None:
+        """Record that a plugin failed in an activity, and warn about it the first time."""
+        if (origin, activity) in self._failures:
             return
-        failure = PluginFailure(origin, doing, f"{type(error).__name__}: {error}")
-        self._failures[origin, doing] = failure
+        failure = PluginFailure(origin, activity, f"{type(error).__name__}: {error}")
+        self._failures[origin, activity] = failure
         warnings.warn(str(failure), PluginWarning, stacklevel=2)
 
-    def _collect(self, hook: str, what: str, is_valid: Callable[[object], bool]) -> Registry[Any]:
+    def _collect(self, hook: str, kind: str, is_valid: Callable[[object], TypeGuard[Value]]) -> Registry[Value]:
+        """What all plugins answer to a hook; each is asked once, until another plugin is registered."""
         if hook not in self._registries:
-            offers: list[Offer[Any]] = []
+            offers: list[Offer[Value]] = []
+            # pluggy lists the implementation that it would call last first. It would also stop at the first one that
+            # raises, so each is called from here.
             for implementation in reversed(getattr(self._pluggy.hook, hook).get_hookimpls()):
                 origin = self._origins.get(implementation.plugin_name)
                 if origin is None:  # refused at registration; pluggy may have kept some of its hooks
                     continue
                 try:
-                    offers += _offers(implementation.function(), origin, what, is_valid)
+                    offers += _offers(implementation.function(), origin, kind, is_valid)
                 except Exception as error:
                     self.report_failure(origin, hook, error)
-            self._registries[hook] = Registry(what, tuple(offers))
-        return self._registries[hook]
+            self._registries[hook] = Registry(kind, tuple(offers))
+        # Every hook has one `is_valid`, so what is stored under the hook is of its type.
+        return cast("Registry[Value]", self._registries[hook])
 
-    def _register(self, plugin: object, name: str) -> None:
+    def _register_with_pluggy(self, plugin: object, name: str) -> None:
         try:
             self._pluggy.register(plugin, name=name)
         except pluggy.PluginValidationError as error:
@@ -164,33 +157,67 @@ class PluginManager:
             raise PluginError(f"it is already registered, or another one is under the name {name!r}") from error
 
     def _check_hook_names(self, plugin: object) -> None:
-        """A misspelt hook would never be called: refuse the plugin instead."""
-        known = [name for name in vars(spec) if name.startswith("phaze_")]
+        """Refuse a plugin that implements a hook which does not exist: a misspelt hook would never be called."""
+        known_hooks = [name for name in vars(spec) if name.startswith("phaze_")]
         for name in dir(plugin):
             options = self._pluggy.parse_hookimpl_opts(plugin, name)
-            hook = (options.get("specname") or name) if options is not None else known[0]
-            if hook not in known:
-                raise UnknownNameError("hook", hook, known)
+            if options is None:  # not marked with `hookimpl`
+                continue
+            hook = options.get("specname") or name
+            if hook not in known_hooks:
+                raise UnknownNameError("hook", hook, known_hooks)
 
 
-def _offers(answer: object, origin: Origin, what: str, is_valid: Callable[[object], bool]) -> list[Offer[Any]]:
+def _offers(
+    answer: object, origin: Origin, kind: str, is_valid: Callable[[object], TypeGuard[Value]]
+) -> list[Offer[Value]]:
     """A hook's answer as offers; raises PluginError if it holds anything but named things of the right type."""
     if isinstance(answer, Mapping):
-        named = list(answer.items())
+        named_values = list(answer.items())
     elif isinstance(answer, Iterable) and not isinstance(answer, str | bytes):
-        named = [(getattr(value, "name", None), value) for value in answer]
+        named_values = [(getattr(value, "name", None), value) for value in answer]
     else:
         raise PluginError(f"it answered {answer!r}; expected a mapping from names, or an iterable of named things")
-    for name, value in named:
+    offers = []
+    for name, value in named_values:
         if not isinstance(name, str) or not name:
-            raise PluginError(f"its {what} has the name {name!r}; expected a non-empty text")
+            raise PluginError(f"its {kind} has the name {name!r}; expected a non-empty text")
         if not is_valid(value):
-            raise PluginError(f"its {what} {name!r} is of type {type(value).__name__}, not what {what}s must be")
-    return [Offer(name, value, origin) for name, value in named]
+            raise PluginError(f"its {kind} {name!r} is of type {type(value).__name__}, not what {kind}s must be")
+        offers.append(Offer(name, value, origin))
+    return offers
 
 
-def _instance_of(expected: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, expected)
+def _is_frontend(value: object) -> TypeGuard[Frontend]:
+    return isinstance(value, Frontend)
+
+
+def _is_model_factory(value: object) -> TypeGuard[ModelFactory]:
+    return callable(value)
+
+
+def _is_accelerator(value: object) -> TypeGuard[Accelerator]:
+    return isinstance(value, Accelerator)
+
+
+def _is_op_pricer(value: object) -> TypeGuard[OpPricer]:
+    return callable(value)
+
+
+def _is_solver(value: object) -> TypeGuard[LinearSolver]:
+    return isinstance(value, LinearSolver)
+
+
+def _is_target(value: object) -> TypeGuard[Target]:
+    return isinstance(value, Target)
+
+
+def _is_stage_builder(value: object) -> TypeGuard[StageBuilder]:
+    return isinstance(value, StageBuilder)
+
+
+def _is_world(value: object) -> TypeGuard[World]:
+    return isinstance(value, World)
 
 
 def _order_of_registration(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
@@ -206,11 +233,12 @@ def _origin_of(entry_point: importlib.metadata.EntryPoint) -> Origin:
     return Origin(plugin=entry_point.name, distribution=distribution.name, version=distribution.version)
 
 
+def _registered_name(origin: Origin) -> str:
+    """The name that pluggy knows a plugin by: two distributions may call their plugins alike."""
+    return f"{origin.distribution or ''}:{origin.plugin}"
+
+
 def _with_file(origin: Origin, plugin: object) -> Origin:
+    """The origin with the file that the plugin was loaded from, where the file was not known yet."""
     module = plugin if inspect.ismodule(plugin) else inspect.getmodule(type(plugin))
-    return Origin(
-        plugin=origin.plugin,
-        distribution=origin.distribution,
-        version=origin.version,
-        file=origin.file or getattr(module, "__file__", None),
-    )
+    return replace(origin, file=origin.file or getattr(module, "__file__", None))

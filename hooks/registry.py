@@ -1,8 +1,8 @@
-"""What plugins offered under which names, and what went wrong on the way."""
+"""What plugins added, by name, with where it came from; and the failures of plugins that were passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,19 +30,25 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin raised, or answered with the wrong type, and was passed over."""
+    """A plugin raised, or answered with the wrong type, and was passed over.
+
+    Attributes:
+        origin: where the plugin came from.
+        activity: what it was doing: `loading`, `registering`, or the hook or frontend that was asked.
+        reason: the error's type and message.
+    """
 
     origin: Origin
-    doing: str
+    activity: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.origin} failed in {self.doing} and was passed over: {self.reason}"
+        return f"{self.origin} failed in {self.activity} and was passed over: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(Generic[Value]):
-    """One thing that a plugin added."""
+    """One thing that a plugin added, under the name that users call it by."""
 
     name: str
     value: Value
@@ -51,12 +57,12 @@ class Offer(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Registry(Generic[Value]):
-    """All offers of one kind, in the order in which they are asked; `what` is the kind in a message's words.
+    """All offers of one kind (`kind` is the word for it in messages), in the order in which they are asked.
 
-    A name offered twice stays ambiguous until one of the plugins goes: asking for it raises, other names work.
+    Where two plugins offer the same name, asking for that name raises until one of them is removed; other names work.
     """
 
-    what: str
+    kind: str
     offers: tuple[Offer[Value], ...]
 
     def __iter__(self) -> Iterator[Offer[Value]]:
@@ -69,31 +75,29 @@ class Registry(Generic[Value]):
 
     @property
     def clashes(self) -> tuple[PluginError, ...]:
-        """One error for every name offered more than once; it names the parties."""
-        return tuple(error for name in self.names if isinstance(error := self._find(name), PluginError))
+        """One error for every name that is offered more than once; its message names the plugins."""
+        groups = [[offer for offer in self.offers if offer.name == name] for name in self.names]
+        return tuple(self._clash(offers) for offers in groups if len(offers) > 1)
 
     def offer(self, name: str) -> Offer[Value]:
-        """The one offer of this name; raises UnknownNameError, or PluginError where plugins clash over it."""
-        found = self._find(name)
-        if isinstance(found, PluginError):
-            raise found
-        return found
+        """The one offer of this name; raises UnknownNameError, or PluginError where several plugins offer it."""
+        offers = [offer for offer in self.offers if offer.name == name]
+        if not offers:
+            raise UnknownNameError(self.kind, name, self.names)
+        if len(offers) > 1:
+            raise self._clash(offers)
+        return offers[0]
 
     def get(self, name: str) -> Value:
         """What was offered under this name; raises as `offer` does."""
         return self.offer(name).value
 
     def to_mapping(self) -> dict[str, Value]:
-        """Every offered value by its name; raises PluginError where plugins clash over one."""
+        """Every offered value by its name; raises PluginError where several plugins offer one name."""
         return {name: self.get(name) for name in self.names}
 
-    def _find(self, name: str) -> Offer[Value] | PluginError:
-        found = [offer for offer in self.offers if offer.name == name]
-        if not found:
-            raise UnknownNameError(self.what, name, self.names)
-        if len(found) == 1:
-            return found[0]
-        parties = " and ".join(str(offer.origin) for offer in found)
+    def _clash(self, offers: Sequence[Offer[object]]) -> PluginError:
+        origins = " and ".join(str(offer.origin) for offer in offers)
         return PluginError(
-            f"the {self.what} name {name!r} is claimed by {parties}; rename it or uninstall one of them."
+            f"the {self.kind} name {offers[0].name!r} is claimed by {origins}; rename it or uninstall one of them."
         )

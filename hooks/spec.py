@@ -1,20 +1,18 @@
-"""What a plugin may implement. Every hook takes nothing and returns what the plugin adds.
+"""The hooks that a plugin may implement: each takes nothing and returns what the plugin adds.
 
-Things that carry a `name` come as an iterable, others as a mapping from names. A hook is called at most once per
-manager and only when somebody asks for its kind of thing, so it may import the core; it must not import a framework.
+Things that carry a `name` come as an iterable, others as a mapping from names. A manager calls a hook once, and only
+when somebody asks for what it adds. A hook may import the core; it must not import a framework.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import pluggy
 
-if TYPE_CHECKING:
-    from phaze.hardware import Accelerator
-    from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
-    from phaze.solvers import LinearSolver
+from phaze.hardware import Accelerator
+from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
+from phaze.solvers import LinearSolver
 
 __all__ = ["PROJECT_NAME", "hookimpl"]
 
@@ -22,7 +20,9 @@ PROJECT_NAME = "phaze"
 """The name of the pluggy project and of the entry-point group."""
 
 hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+"""Marks a function of this module as a hook."""
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+"""Marks a plugin's function as its answer to the hook of the same name."""
 
 
 @hookspec
@@ -37,7 +37,7 @@ def phaze_named_models() -> Mapping[str, ModelFactory]:  # type: ignore[empty-bo
 
 @hookspec
 def phaze_accelerators() -> Mapping[str, Accelerator]:  # type: ignore[empty-body]
-    """Add accelerators by name."""
+    """Add accelerators by the name that clusters call them (`NAME:64`)."""
 
 
 @hookspec
@@ -47,12 +47,12 @@ def phaze_op_prices() -> Mapping[str, OpPricer]:  # type: ignore[empty-body]
 
 @hookspec
 def phaze_solvers() -> Iterable[LinearSolver]:  # type: ignore[empty-body]
-    """Add solvers for linear problems."""
+    """Add solvers for linear problems, which users choose by name as `solver=` or `--solver`."""
 
 
 @hookspec
 def phaze_targets() -> Iterable[Target]:  # type: ignore[empty-body]
-    """Add targets that a plan can be written for, each with its Capabilities."""
+    """Add targets that a plan can be written for; each states in its Capabilities what it runs."""
 
 
 @hookspec
