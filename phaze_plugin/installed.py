@@ -1,4 +1,4 @@
-"""What is installed here: plugins, which are loaded in this one place, and libraries, found without importing them."""
+"""Where the core loads the installed plugins, and which libraries are there, found out without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is divided over devices: one strategy (`Parallelism`), and the strategies that may be chosen (`Choices`).
+"""`Parallelism`, one strategy; `Choices`, what may be chosen; and how a user's ``strategy=`` is checked and read.
 
 The fields are spelled as users type them in ``strategy=``, and every table, plan and target uses the same words. Ranks
 are ordered with tp innermost, then cp, then the ZeRO shard group, then its copies, then pp.

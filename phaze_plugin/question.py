@@ -1,4 +1,4 @@
-"""What is asked of the planner: a model, a cluster, a batch, and what may be chosen; every argument is checked by name.
+"""`Question`: every argument of optimize, evaluate and search checked and settled, with defaults for what is not given.
 
 `Question` is built once, by `phaze.optimize`, `phaze.evaluate`, `phaze.search` or the command line, and passed on; no
 later room looks anything up again.

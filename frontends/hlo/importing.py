@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phaze.errors import FormatError, ImportModelError
 from phaze.frontends.hlo.dumps import Form, find_dumps, find_form
-from phaze.frontends.hlo.parser import Parser, shared_parser
+from phaze.frontends.hlo.parser_client import Parser, shared_parser
 from phaze.frontends.stablehlo.argument_roles import infer_roles, read_selectors
 from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.module import Module

@@ -19,7 +19,7 @@ from jaxlib import _hlo
 from jaxlib.mlir import ir
 
 from phaze.frontends.hlo.dumps import Form
-from phaze.frontends.hlo.parser import READY
+from phaze.frontends.hlo.parser_client import READY
 from phaze.frontends.stablehlo.mlir_reader import read_module
 
 __all__ = ["main", "unwrapped"]

@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
 
 if TYPE_CHECKING:
+    from phaze.doctor_facts import Diagnosis
     from phaze.hooks import Origin
-    from phaze.installation import Diagnosis
 
 __all__ = ["doctor"]
 
@@ -28,7 +28,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Show the diagnosis; problems with plugins are shown, and are not an error of this command."""
-    from phaze.installation import diagnose
+    from phaze.doctor_facts import diagnose
 
     diagnosis = diagnose()
     show(console, arguments, dataclasses.asdict(diagnosis), *_for_people(diagnosis))

@@ -1,4 +1,4 @@
-"""The rooms joined for one cluster: optimize, evaluate, compare, verify."""
+"""The planner: one question about one model and cluster answered with a plan, and explained."""
 
 from phaze.planner.progress import Progress
 from phaze.profile.layer_passes import ProfileOptions, placement_graph, profile_layer

@@ -1,4 +1,4 @@
-"""The explanation of a plan: what binds, the best plans of other kinds, what other hardware would bring, remedies.
+"""The explanation of a plan: what binds, runners-up of other kinds, and what more memory, links or devices would bring.
 
 Every figure comes from the same search on the same slices with one thing changed (`_short_search`). That search is cut
 short: the step time that it reports is reached, but a longer search might find a slightly better one. The four most

@@ -81,11 +81,11 @@ def _layer_bytes(local: Graph, mode: RecomputeMode, tp: int, is_trimmed: bool, l
     """Forward, backward and what is computed again of one layer's slice and one microbatch."""
     ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
     links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
-    return sum(_weighed(op, tp) for op in links if float(str(op.attribute("bytes"))) >= least_bytes)
+    return sum(_weighed(op, tp) for op in links if float(op.collective_bytes) >= least_bytes)
 
 
 def _weighed(op: Op, tp: int) -> float:
-    size = float(str(op.attribute("bytes")))
+    size = float(op.collective_bytes)
     match Collective(op.function):
         case Collective.ALL_REDUCE:
             return 2 * size

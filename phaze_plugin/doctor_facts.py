@@ -1,4 +1,4 @@
-"""What is installed, what works, and where it came from: the facts behind `phaze doctor`.
+"""The facts behind `phaze doctor`: libraries, solvers that were tried, frontends, targets, plugins and their problems.
 
 Whether a solver works is found out by solving: a problem of one variable, and one of more than the 2,000 variables that
 a size-limited licence allows. Whether a library is installed is found out without importing it.

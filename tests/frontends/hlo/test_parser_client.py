@@ -14,7 +14,7 @@ from phaze.cli import main
 from phaze.errors import FormatError, ImportModelError, PhazeError
 from phaze.frontends.hlo.dumps import Form, find_form
 from phaze.frontends.hlo.importing import ModuleBytes, import_bytes
-from phaze.frontends.hlo.parser import Parser
+from phaze.frontends.hlo.parser_client import Parser
 
 LIMIT_S = 20.0
 _FORMS = {
