@@ -85,7 +85,7 @@ def test_ratios_of_several_models_are_told_and_their_mean_is_the_value(objective
 
 def test_the_proof_names_what_was_chosen_from() -> None:
     found = answer(micro_batch_size=(1, 2), schedule=("1f1b",)).certificate.scope
-    assert found.startswith("for 1f1b pipelines, microbatches of 1, 2, tensor widths 1, all other degrees")
+    assert found.startswith("for 1f1b pipelines, microbatches of 1, 2, tp 1, all other degrees")
     assert answer(schedule=()).certificate.scope.startswith("for one stage, microbatches")
 
 
@@ -117,9 +117,9 @@ def test_a_model_that_fits_nowhere_names_itself_and_the_memory() -> None:
         answer(hbm_gib=(2**-13,))
 
 
-def test_a_model_that_no_width_can_slice_says_why_and_which_width_does() -> None:
+def test_a_model_that_no_tp_can_slice_says_why_and_which_tp_does() -> None:
     with pytest.raises(
-        PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest width .* is 2"
+        PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest tp .* is 2"
     ):
         phaze.search(small_graph(), space=some_points(2), **{**QUESTION, "tp": (3,)})
 
