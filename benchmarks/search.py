@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from typing import Any
 from oracles.sampled_search import sample_designs
 
 import phaze
-from phaze.explore.best_first_search import Engine
-from phaze.explore.design_search import answer
+from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.search_question import SearchQuestion, ask_search
@@ -86,8 +86,8 @@ def _run(arguments: argparse.Namespace) -> None:
     context = multiprocessing.get_context("spawn")
     started_s, busy = time.monotonic(), _processor_s()
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        engine = _engine(arguments, Workers(executor=pool))
-        result = answer(engine, started_s)
+        best_first = _prepared_search(arguments, Workers(executor=pool))
+        result = run_search(best_first, started_s)
     row |= _searched(result)
     row |= {
         "processor_s": _processor_s() - busy,
@@ -96,9 +96,9 @@ def _run(arguments: argparse.Namespace) -> None:
     }
     print(f"{result}\n{_ratio_text(row)}\n{_returned_text(row)}", flush=True)
     _keep(row, arguments.out)
-    counts = [int(one) for one in arguments.samples.split(",") if one]
+    counts = [int(count) for count in arguments.samples.split(",") if count]
     if counts:
-        _sample(row, engine.question, counts, arguments.out)
+        _sample(row, best_first.question, counts, arguments.out)
     proof = result.certificate
     print(
         f"best {proof.value:.6g} samples/s, largest bound left {proof.bound:.6g}, gap {100 * proof.gap:.3f} %, "
@@ -111,11 +111,11 @@ def _sample(row: dict[str, Any], question: SearchQuestion, counts: Sequence[int]
     started_s = time.monotonic()
     row["sampled"] = {}
     enough = row["found"] * (1 - REACHED)
-    for one in sample_designs(question, counts, enough_samples_per_s=enough):
-        part, row["sampled_s"] = one.samples_per_s / row["found"], time.monotonic() - started_s
-        row["sampled"][str(one.evaluations)] = part
-        told = f"{one.samples_per_s:,.5g} samples/s ({100 * part:.1f} %) after {one.evaluations:,} evaluations"
-        print(f"TPE       {told}, {one.name}, {row['sampled_s']:.0f} s", flush=True)
+    for best in sample_designs(question, counts, enough_samples_per_s=enough):
+        part, row["sampled_s"] = best.samples_per_s / row["found"], time.monotonic() - started_s
+        row["sampled"][str(best.evaluations)] = part
+        told = f"{best.samples_per_s:,.5g} samples/s ({100 * part:.1f} %) after {best.evaluations:,} evaluations"
+        print(f"TPE       {told}, {best.name}, {row['sampled_s']:.0f} s", flush=True)
         _keep(row, out)
 
 
@@ -125,12 +125,12 @@ def _keep(row: dict[str, Any], out: str | None) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def _engine(arguments: argparse.Namespace, workers: Workers) -> Engine:
+def _prepared_search(arguments: argparse.Namespace, workers: Workers) -> BestFirstSearch:
     asked = _question(arguments.network, "paper", (32, 64, 80), arguments.gap)
     asked["schedule"] = arguments.schedules.split(",")
     question = ask_search(arguments.model, None, asked, PluginManager.load())
-    journal = Journal.open(arguments.journal, question.header()) if arguments.journal else Journal()
-    return Engine(question=question, workers=workers, journal=journal)
+    journal = Journal.open(arguments.journal, question.journal_header()) if arguments.journal else Journal()
+    return BestFirstSearch(question=question, workers=workers, journal=journal)
 
 
 def _question(network: str, space: object, hbm_gib: Sequence[float], gap: float) -> dict[str, Any]:
@@ -160,15 +160,17 @@ def _baselines(model: str, network: str) -> dict[str, Any]:
     ).plan
     chip = find_accelerator(BASELINE)
     question = _question(network, AcceleratorArray.of([chip]), (chip.hbm_bytes / 2**30,), 0.01)
-    own = answer(
-        Engine(question=ask_search(model, None, question, PluginManager.load()), workers=Workers(), journal=Journal()),
+    placed = run_search(
+        BestFirstSearch(
+            question=ask_search(model, None, question, PluginManager.load()), workers=Workers(), journal=Journal()
+        ),
         time.monotonic(),
     )
     return {
         "expert": BATCH / expert.step_time_s,
         "is_expert_fitting": expert.is_feasible,
-        "placed": own.best.value,
-        "placed_plan": _plan_text(own.best.models[0].strategy),
+        "placed": placed.best.value,
+        "placed_plan": _plan_text(placed.best.models[0].strategy),
     }
 
 
@@ -188,7 +190,7 @@ def _searched(result: phaze.SearchResult) -> dict[str, Any]:
     }
 
 
-def _plan_text(strategy: Any) -> str:
+def _plan_text(strategy: Mapping[str, object]) -> str:
     return (
         f"dp {strategy['dp']} tp {strategy['tp']} pp {strategy['pp']}, microbatch {strategy['micro_batch_size']}, "
         f"ZeRO-{strategy['zero']}, {strategy['schedule']}"
@@ -225,8 +227,8 @@ def _processor_s() -> float:
 
 def _peak_gib(processes: int) -> float:
     """This process and all workers, as if all had their largest size at once."""
-    own, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return (own + processes * child) / 2**20
+    parent, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return (parent + processes * child) / 2**20
 
 
 def _print_table(paths: Sequence[str]) -> None:
@@ -235,10 +237,10 @@ def _print_table(paths: Sequence[str]) -> None:
     print("| model | network | samples/s | / experts | / own placement | accelerator | plan | gap | ", end="")
     print("scheduled/placed | seconds (processor) | TPE, part of it |")
     print("|" + "---|" * 11)
-    for row in sorted(latest.values(), key=lambda one: (one["network"], list(EXPERTS).index(one["model"]))):
+    for row in sorted(latest.values(), key=lambda row: (row["network"], list(EXPERTS).index(row["model"]))):
         sampled = ", ".join(f"{count}: {100 * part:.1f} %" for count, part in row.get("sampled", {}).items())
         mark = "" if row["is_expert_fitting"] else " (does not fit)"
-        cells = [
+        columns = [
             row["model"],
             row["network"],
             f"{row['found']:,.5g}",
@@ -251,7 +253,7 @@ def _print_table(paths: Sequence[str]) -> None:
             f"{row['seconds']:.0f} ({row['processor_s']:.0f})",
             sampled or "-",
         ]
-        print("| " + " | ".join(cells) + " |")
+        print("| " + " | ".join(columns) + " |")
 
 
 if __name__ == "__main__":

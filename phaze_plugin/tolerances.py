@@ -11,10 +11,12 @@ from __future__ import annotations
 __all__ = [
     "BOUND_MARGIN",
     "CLAIM_MARGIN",
+    "CLOSING_MARGIN",
     "EQUAL_CLAIMS",
     "EQUAL_CLAIMS_ABSOLUTE",
     "EQUAL_COPIES",
     "EQUAL_COPIES_ABSOLUTE",
+    "EQUAL_DESIGNS",
     "EQUAL_RESULTS",
     "EQUAL_SEARCH_TIMES",
     "EQUAL_STATES",
@@ -52,6 +54,11 @@ SHORTER_SCHEDULE = 1e-10
 """A schedule of a layer counts as better than the best so far if it is shorter by more than this share. It keeps the
 search from spending a pass on a gain of rounding."""
 
+EQUAL_DESIGNS = 3e-6
+"""Two accelerators of a search whose values differ by no more than this share tie: the smaller area wins, then the
+order of the space. A smaller share would let rounding in schedules and placements decide, a larger one would hide real
+gains."""
+
 NEARLY_EQUAL_RATES = 1e-6
 """Accelerators whose estimated rate is within this share of the highest are equally promising starts of a search; the
 smallest of them is taken. It only chooses where to begin."""
@@ -88,6 +95,10 @@ they add and take away the same layers many times, which rounds more than one su
 CLAIM_MARGIN = 1e-9
 """Bounds that a search keeps in a table, or that come with a value, may exceed what they bound by this share, or are
 lowered by it."""
+
+CLOSING_MARGIN = 1e-12
+"""A box of accelerators whose upper bound exceeds what closes it by no more than this share is closed: cutoffs are
+found by bisection, so that a bound which reaches its cutoff lies just there."""
 
 MEMORY_MARGIN = 1e-9
 """Where choices are discarded for their memory before it is summed exactly, the limit is raised by this share (and a

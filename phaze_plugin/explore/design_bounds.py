@@ -1,43 +1,48 @@
-"""Bounds under the step time on every accelerator of a space, in one vectorised sweep.
+"""Lower bounds on step times over a whole space of accelerators, in one vectorised sweep per model, microbatch and tp.
 
-A model at one microbatch size and one tensor width is a *cell*. Its layers are sliced once, on a reference accelerator,
-and these slices serve for every accelerator: what is bounded is what is evaluated. A certificate therefore speaks about
-these slices (at width 1 there is only one way to slice).
+A *slicing* is a model at one microbatch size and one tp. Its layers are sliced once, on a reference accelerator, and
+these slices serve for every accelerator, so that what is bounded is what is evaluated. A certificate therefore speaks
+about these slices (at tp 1 there is only one way to slice).
 
-For each distinct layer the sweep gives what no schedule of a pass beats (`phaze.schedule.lower_bounds`: work per kind
-of core, chains, off-chip bytes over bandwidth), on all accelerators at once. They make the *row* of an accelerator:
+For each distinct layer, the sweep computes what no schedule of a pass beats (`phaze.schedule.lower_bounds`: work per
+kind of core, chains, off-chip bytes over bandwidth), on all accelerators at once (`_bound_layer`). These are the
+columns of `SlicingBounds.pass_s`, which has a row for each accelerator:
 
     forward      bound of the forward pass
     to_inputs    bound of the part of backward that makes gradients of inputs
-    to_weights   bound of the whole backward, less what that part takes at most (its ops one after another, each spread
-                 over all cores: always a schedule)
-    again        bound of what is computed again, per recompute mode
+    to_weights   bound of the whole backward, less the longest that the first part can take (its ops one after another,
+                 each spread over all cores: always a schedule)
+    a mode       bound of what is computed again, for each recompute mode
 
 The time of a placement is the longest path through passes whose order is fixed, and memory depends on bytes only. So
-the step time never falls when a number of the row rises, when the update takes longer, or when memory shrinks, and
-for any set of accelerators
+the step time never falls when a number of the row rises, when the update takes longer, or when memory shrinks. For any
+set of accelerators, therefore,
 
-    step time of each  >=  step time of the *corner*: the least of every number over the set, an update on the most of
-                           every field over the set, the largest memory
+    step time of each  >=  step time of their *best case*: the least of every column over the set, an update on an
+                           accelerator with the most of every field over the set (`best_case_accelerator`), and the
+                           largest memory
 
-which one run of the placement program bounds from below (`phaze.place.bound_placement`). A corner of one accelerator is
-its own row. The sweep's own bound, without placement, is `least_s`: all microbatches of all layers on all devices
-without a pause.
+and one run of the placement program bounds the best case from below (`phaze.place.bound_placement`, on the problem that
+`Slicing.problem_with` makes). The best case of a single accelerator is its own row. A quicker bound, without placement,
+is `SlicingBounds.step_s`: all microbatches of all layers on all devices without a pause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phaze.errors import ShardError
+from phaze.explore.executors import Workers
+from phaze.explore.search_question import SearchQuestion
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.parallelism import PipelineSchedule
 from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import ProfileKey
@@ -45,32 +50,69 @@ from phaze.planner.strategy_search import graph_at, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
 from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, repeated_layers, slice_model
-from phaze.question import Question
 from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
+from phaze.tolerances import CLAIM_MARGIN, PASS_BOUND_MARGIN
 
-__all__ = ["Cell", "FloatArray", "IntArray", "Rows", "corner_accelerator", "sweep_cell"]
+__all__ = [
+    "FORWARD",
+    "TO_INPUTS",
+    "TO_WEIGHTS",
+    "FloatArray",
+    "IntArray",
+    "PassColumn",
+    "RefusedSlicing",
+    "Slicing",
+    "SlicingBounds",
+    "SweepTask",
+    "SweptSlicing",
+    "best_case_accelerator",
+    "run_sweeps",
+    "sweep_slicing",
+    "sweep_tasks",
+]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_AT_ONCE = 1 << 15
-_PASSES = ("forward", "to_inputs", "to_weights")
+_ACCELERATORS_AT_ONCE = 1 << 15
+"""How many accelerators are priced in one call: the paper's 29,360 go at once, larger spaces in parts of some hundred
+megabytes."""
+
+_SIZES_ONLY_GAP = 0.99
+_SIZES_ONLY_WORK = 1
+"""The gap and the search nodes with which layers are scheduled on the reference accelerator, where only the sizes of
+their profiles are wanted: the first schedule that is found will do."""
+
+FORWARD, TO_INPUTS, TO_WEIGHTS = "forward", "to_inputs", "to_weights"
+"""Names of the passes of a layer that are not recompute modes."""
+
+
+class PassColumn(NamedTuple):
+    """What a column of `SlicingBounds.pass_s` is about: a distinct layer, and a pass of it or a recompute mode."""
+
+    layer_key: str
+    pass_name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cell:
-    """One microbatch size and tensor width of a model: its slices, and its placement problem but for the seconds.
+class Slicing:
+    """A model at one microbatch size and one tp: its slices, and its placement problem but for the seconds.
 
-    `problem` holds the sizes of every profile; its seconds are those of the reference accelerator and serve for
-    nothing. `numbers` says what the numbers of a row are: a distinct layer's key, and a pass or a recompute mode.
-    `network` knows the prices of its links, whatever the accelerator.
+    Attributes:
+        model: the model's position in the question.
+        sharded: the sliced model.
+        problem: the placement problem. It holds the sizes of every profile; its seconds are those of the reference
+            accelerator and serve for nothing.
+        columns: what the columns of `SlicingBounds.pass_s` are about.
+        is_paper: whether the search counts as the paper does.
+        network: prices of links, which do not depend on the accelerator.
     """
 
     model: int
     sharded: ShardedModel
     problem: PlacementProblem
-    numbers: tuple[tuple[str, str], ...]
+    columns: tuple[PassColumn, ...]
     is_paper: bool
     network: Network
 
@@ -86,126 +128,220 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As records name it."""
-        return f"{self.model}:b{self.micro_batch_size}t{self.tp}"
+        """The name by which a journal's tasks call it."""
+        return _slicing_name(self.model, self.micro_batch_size, self.tp)
 
-    def problem_at(self, row: FloatArray, accelerator: Accelerator) -> PlacementProblem:
-        """The placement problem whose layers take exactly the seconds of a row."""
-        seconds = dict(zip(self.numbers, row.tolist(), strict=True))
+    def problem_with(self, pass_s: FloatArray, accelerator: Accelerator) -> PlacementProblem:
+        """The placement problem on an accelerator whose passes take exactly these seconds, one for each column."""
+        seconds = dict(zip(self.columns, pass_s.tolist(), strict=True))
         profiles: dict[ProfileKey, LayerProfile] = {}
         for (key, tp, mode), profile in self.problem.profiles.items():
-            forward, inputs, weights = (Bounded.exact(seconds[key, name]) for name in _PASSES)
             profiles[key, tp, mode] = replace(
                 profile,
-                forward_s=forward,
-                backward_input_s=inputs,
-                backward_weight_s=weights,
-                recompute_s=Bounded.exact(seconds[key, mode.value]),
+                forward_s=Bounded.exact(seconds[PassColumn(key, FORWARD)]),
+                backward_input_s=Bounded.exact(seconds[PassColumn(key, TO_INPUTS)]),
+                backward_weight_s=Bounded.exact(seconds[PassColumn(key, TO_WEIGHTS)]),
+                recompute_s=Bounded.exact(seconds[PassColumn(key, mode.value)]),
             )
         cluster = replace(self.problem.cluster, accelerator=accelerator)
         return replace(self.problem, profiles=profiles, cluster=cluster)
 
 
+def _slicing_name(model: int, micro_batch_size: int, tp: int) -> str:
+    return f"{model}:b{micro_batch_size}t{tp}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """A cell on every accelerator: rows, and bounds under the seconds and the dynamic joules of a step."""
+class SlicingBounds:
+    """Lower bounds of a slicing on every accelerator of the space.
 
-    seconds: FloatArray  # [accelerator, number]
-    least_s: FloatArray  # [accelerator]
-    least_j: FloatArray  # [accelerator]
-
-
-def sweep_cell(
-    model_question: Question,
-    model: int,
-    micro_batch_size: int,
-    tp: int,
-    points: AcceleratorArray,
-    schedules: Sequence[PipelineSchedule],
-    *,
-    is_paper: bool = False,
-    is_tight: bool = True,
-) -> tuple[Cell, Rows]:
-    """Slice a model and bound its passes on all accelerators; raises ShardError where the width is impossible.
-
-    Without `is_tight` only work and the longest path bound a pass: quicker, and enough for cells that are far off.
+    Attributes:
+        pass_s: seconds of each pass, by accelerator and column; rows rise when their layers are scheduled.
+        step_s: seconds of a step, by accelerator.
+        step_j: dynamic joules of a step, by accelerator.
     """
-    sharded = slice_model(model_question, graph_at(model_question, micro_batch_size), tp)
-    options = replace(profile_options(model_question), gap=0.99, work=1)
-    slices = profile_model(sharded, options)
-    problem = placement_problem(model_question, slices).choosing(schedule=tuple(schedules))
-    variants = layer_variants(sharded)
-    counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}
-    repeated = repeated_layers(sharded)
-    numbers: list[tuple[str, str]] = []
-    columns: list[FloatArray] = []
-    busy_s, busy_j = np.zeros(len(points)), np.zeros(len(points))
-    for key, layer in variants.items():
-        bounding = _Bounding(layer, slice_layer(layer), points, options, is_paper, is_tight)
-        found = _bound_layer(bounding, layer.problem.layer.key in repeated)
-        numbers += [(key, name) for name in found.seconds]
-        columns += list(found.seconds.values())
-        devices = tp if problem.profiles[key, tp, RecomputeMode.NONE].is_tensor_parallel else 1
-        busy_s += counts[key] * devices * found.through_s
-        busy_j += counts[key] * devices * found.energy_j
-    batches = problem.micro_batches
-    cell = Cell(
-        model=model,
-        sharded=sharded,
-        problem=problem,
-        numbers=tuple(numbers),
-        is_paper=is_paper,
-        network=Network(problem.cluster, problem.calibration),
-    )
-    rows = Rows(
-        seconds=np.stack(columns, axis=1),
-        least_s=batches * busy_s / model_question.cluster.device_count * (1 - 1e-9),
-        least_j=batches * busy_j * (1 - 1e-9),
-    )
-    return cell, rows
+
+    pass_s: FloatArray
+    step_s: FloatArray
+    step_j: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _LayerBounds:
-    """By the names of a row's numbers; forward and backward together; and the least dynamic energy of both."""
+class SweptSlicing:
+    """A slicing with its bounds on every accelerator."""
 
-    seconds: Mapping[str, FloatArray]
+    slicing: Slicing
+    bounds: SlicingBounds
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedSlicing:
+    """A microbatch size and a tp at which a model cannot be sliced, and why."""
+
+    model: int
+    micro_batch_size: int
+    tp: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SweepTask:
+    """One slicing to sweep over the space.
+
+    Attributes:
+        question: the search's question with the one model only, so that no other is sent to the worker.
+        model: the model's position in the whole question.
+        micro_batch_size: sequences in a microbatch.
+        tp: devices that share a layer.
+        is_tight: whether chains of ops and cores together bound a pass, or work and the longest path only, which is
+            quicker and enough for slicings that are far from the best.
+    """
+
+    question: SearchQuestion
+    model: int
+    micro_batch_size: int
+    tp: int
+    is_tight: bool = False
+
+    @property
+    def slicing_name(self) -> str:
+        """As `Slicing.name`."""
+        return _slicing_name(self.model, self.micro_batch_size, self.tp)
+
+
+def sweep_tasks(question: SearchQuestion) -> list[SweepTask]:
+    """A task for each slicing, large tp first because they take longest."""
+    return [
+        SweepTask(
+            question=replace(question, names=(question.names[model],), questions=(model_question,)),
+            model=model,
+            micro_batch_size=size,
+            tp=tp,
+        )
+        for model, model_question in enumerate(question.questions)
+        for tp in sorted(model_question.tp_degrees, reverse=True)
+        for size in model_question.micro_batch_sizes
+    ]
+
+
+def run_sweeps(
+    tasks: Sequence[SweepTask], workers: Workers, report: Callable[[str], object] = lambda doing: None
+) -> tuple[list[SweptSlicing], list[RefusedSlicing]]:
+    """The slicings with their bounds over the whole space, and those that are impossible."""
+
+    def done(index: int, _: SweptSlicing | RefusedSlicing) -> None:
+        task = tasks[index]
+        report(f"sweep {task.question.names[0]}, microbatch {task.micro_batch_size}, tp {task.tp}")
+
+    results = workers.run(_sweep_or_refuse, tasks, done)
+    swept = [result for result in results if isinstance(result, SweptSlicing)]
+    return swept, [result for result in results if isinstance(result, RefusedSlicing)]
+
+
+def _sweep_or_refuse(task: SweepTask) -> SweptSlicing | RefusedSlicing:
+    try:
+        return sweep_slicing(task)
+    except ShardError as error:
+        return RefusedSlicing(task.model, task.micro_batch_size, task.tp, str(error))
+
+
+def sweep_slicing(task: SweepTask) -> SweptSlicing:
+    """Slice a model and bound its passes on all accelerators; raises ShardError where the tp is impossible."""
+    question, points, tp = task.question, task.question.points, task.tp
+    (model_question,) = question.questions
+    sharded = slice_model(model_question, graph_at(model_question, task.micro_batch_size), tp)
+    options = replace(profile_options(model_question), gap=_SIZES_ONLY_GAP, work=_SIZES_ONLY_WORK)
+    slices = profile_model(sharded, options)
+    problem = placement_problem(model_question, slices).choosing(schedule=question.schedules)
+    variants, repeated = layer_variants(sharded), repeated_layers(sharded)
+    counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}
+    columns: list[PassColumn] = []
+    column_s: list[FloatArray] = []
+    busy_s, busy_j = np.zeros(len(points)), np.zeros(len(points))
+    for key, layer in variants.items():
+        bounder = _PassBounder(
+            layer=layer,
+            local=slice_layer(layer),
+            points=points,
+            options=options,
+            is_paper=question.is_paper,
+            is_tight=task.is_tight,
+        )
+        layer_bounds = _bound_layer(bounder, layer.problem.layer.key in repeated)
+        columns += [PassColumn(key, name) for name in layer_bounds.pass_s]
+        column_s += list(layer_bounds.pass_s.values())
+        devices = tp if problem.profiles[key, tp, RecomputeMode.NONE].is_tensor_parallel else 1
+        busy_s += counts[key] * devices * layer_bounds.through_s
+        busy_j += counts[key] * devices * layer_bounds.energy_j
+    slicing = Slicing(
+        model=task.model,
+        sharded=sharded,
+        problem=problem,
+        columns=tuple(columns),
+        is_paper=question.is_paper,
+        network=Network(problem.cluster, problem.calibration),
+    )
+    bounds = SlicingBounds(
+        pass_s=np.stack(column_s, axis=1),
+        step_s=problem.micro_batches * busy_s / model_question.cluster.device_count * (1 - CLAIM_MARGIN),
+        step_j=problem.micro_batches * busy_j * (1 - CLAIM_MARGIN),
+    )
+    return SweptSlicing(slicing, bounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _LayerBounds:
+    """Lower bounds of one layer on every accelerator.
+
+    Attributes:
+        pass_s: seconds of each pass, by the pass's name or the recompute mode.
+        through_s: seconds of forward and backward together.
+        energy_j: dynamic joules of both.
+    """
+
+    pass_s: Mapping[str, FloatArray]
     through_s: FloatArray
     energy_j: FloatArray
 
 
-def _bound_layer(bounded: _Bounding, is_recomputed: bool) -> _LayerBounds:
-    local = bounded.local
+def _bound_layer(bounder: _PassBounder, is_recomputed: bool) -> _LayerBounds:
+    local = bounder.local
     whole = single_layer(local)
-    forward, backward = bounded.of(whole.forward), bounded.of(whole.backward)
-    first = bounded.of(leading_to_inputs(local, whole))
+    forward, backward = bounder.bounds_of(whole.forward), bounder.bounds_of(whole.backward)
+    first = bounder.bounds_of(leading_to_inputs(local, whole))
     inputs_s = np.minimum(first.least_s, backward.least_s)
     weights_s = np.maximum(0.0, backward.least_s - np.maximum(first.most_s, inputs_s))
-    if bounded.is_paper:  # the paper's program reads the whole backward only
-        inputs_s, weights_s = backward.least_s, np.zeros(len(bounded.points))
-    again = {
-        mode.value: bounded.of(recomputed_ops(local, whole, mode) if is_recomputed else ()).least_s
+    if bounder.is_paper:  # the paper's program reads the whole backward only
+        inputs_s, weights_s = backward.least_s, np.zeros(len(bounder.points))
+    recompute_s = {
+        mode.value: bounder.bounds_of(recomputed_ops(local, whole, mode) if is_recomputed else ()).least_s
         for mode in SEARCHED_MODES
     }
     return _LayerBounds(
-        {"forward": forward.least_s, "to_inputs": inputs_s, "to_weights": weights_s, **again},
-        forward.least_s + backward.least_s,
-        forward.least_j + backward.least_j,
+        pass_s={FORWARD: forward.least_s, TO_INPUTS: inputs_s, TO_WEIGHTS: weights_s, **recompute_s},
+        through_s=forward.least_s + backward.least_s,
+        energy_j=forward.least_j + backward.least_j,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PassBounds:
-    """A pass on every accelerator: no schedule is shorter, some schedule is no longer, and none draws less."""
+    """Bounds of one pass on every accelerator.
+
+    Attributes:
+        least_s: no schedule is shorter.
+        most_s: some schedule is no longer.
+        least_j: no schedule draws less dynamic energy.
+    """
 
     least_s: FloatArray
     most_s: FloatArray
     least_j: FloatArray
 
 
-@dataclass(slots=True, eq=False)
-class _Bounding:
-    """Bounds the passes of one layer; passes of the same ops once."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PassBounder:
+    """Bounds the passes of one layer; passes that consist of the same ops are bounded once."""
 
     layer: ShardedLayer
     local: Graph
@@ -213,41 +349,45 @@ class _Bounding:
     options: ProfileOptions
     is_paper: bool
     is_tight: bool
-    _found: dict[tuple[str, ...], _PassBounds] | None = None
+    _known: dict[tuple[str, ...], _PassBounds] = field(default_factory=dict)
 
-    def of(self, ops: Sequence[Op]) -> _PassBounds:
-        """The bounds of a pass."""
-        self._found = {} if self._found is None else self._found
+    def bounds_of(self, ops: Sequence[Op]) -> _PassBounds:
+        """The bounds of the pass that consists of these ops."""
         key = tuple(op.id for op in ops)
-        if key not in self._found:
-            self._found[key] = self._bounds(ops)
-        return self._found[key]
+        if key not in self._known:
+            self._known[key] = self._compute(ops)
+        return self._known[key]
 
-    def _bounds(self, ops: Sequence[Op]) -> _PassBounds:
+    def _compute(self, ops: Sequence[Op]) -> _PassBounds:
         if not ops:
             nothing = np.zeros(len(self.points))
             return _PassBounds(nothing, nothing, nothing)
         parts = [_pass_bounds(priced, self.is_tight) for priced in self._priced(ops)]
-        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in _PassBounds.__slots__)
-        return _PassBounds(*joined)
+        return _PassBounds(
+            np.concatenate([part.least_s for part in parts]),
+            np.concatenate([part.most_s for part in parts]),
+            np.concatenate([part.least_j for part in parts]),
+        )
 
     def _priced(self, ops: Sequence[Op]) -> Iterator[PricedPass]:
         compatibility = Compatibility.PAPER if self.is_paper else Compatibility.PHAZE
-        for start in range(0, len(self.points), _AT_ONCE):
-            part = self.points.take(np.arange(start, min(start + _AT_ONCE, len(self.points))))
+        for start in range(0, len(self.points), _ACCELERATORS_AT_ONCE):
+            part = self.points.take(np.arange(start, min(start + _ACCELERATORS_AT_ONCE, len(self.points))))
             yield priced_pass(self.layer, self.local, ops, self.options, part, compatibility)
 
 
 def _pass_bounds(priced: PricedPass, is_tight: bool) -> _PassBounds:
-    shortest = np.minimum(priced.latency_s, priced.spread_s).sum(axis=1)
-    floor = 0.0 if priced.compatibility is Compatibility.PAPER else priced.memory_s
-    least_j = np.minimum(priced.energy_j, priced.spread_energy_j).sum(axis=1)
-    return _PassBounds(priced.lower_bounds(is_tight=is_tight) * (1 - 1e-12), np.maximum(shortest, floor), least_j)
+    one_after_another_s = np.minimum(priced.latency_s, priced.spread_s).sum(axis=1)
+    memory_s = 0.0 if priced.compatibility is Compatibility.PAPER else priced.memory_s
+    return _PassBounds(
+        priced.lower_bounds(is_tight=is_tight) * (1 - PASS_BOUND_MARGIN),
+        np.maximum(one_after_another_s, memory_s),
+        np.minimum(priced.energy_j, priced.spread_energy_j).sum(axis=1),
+    )
 
 
-def corner_accelerator(points: AcceleratorArray, chosen: IntArray) -> Accelerator:
-    """The most of every field over some accelerators; the cost model's laws make its update the quickest."""
+def best_case_accelerator(points: AcceleratorArray, chosen: IntArray) -> Accelerator:
+    """An accelerator with the most of every field over some points; the cost model's laws make its update quickest."""
     fields = {name: getattr(points, name)[chosen].max().item() for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
-    quickest = points.take(chosen[:1])
-    quickest = replace(quickest, rates=points.rates[chosen].max(axis=0, keepdims=True))
-    return replace(quickest.at(0), name="corner", **fields)
+    first = replace(points.take(chosen[:1]), rates=points.rates[chosen].max(axis=0, keepdims=True))
+    return replace(first.at(0), name="best case", **fields)

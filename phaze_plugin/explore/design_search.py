@@ -1,23 +1,24 @@
-"""The search's front door: one call from models and a space to the accelerator to build, with proof."""
+"""`phaze.search`: one call from models and a space to the accelerator to build, its plans and a certificate.
+
+`run_search` runs the best-first search, then settles what it leaves open about the best design: the least memory that
+costs nothing, the plans as the planner tells them, and what is proven about everything else.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
-
-import numpy as np
+from typing import TYPE_CHECKING, Unpack
 
 from phaze.errors import QuestionError, shown
-from phaze.explore.best_first_search import Engine
-from phaze.explore.design_boxes import Box
+from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.executors import open_workers
 from phaze.explore.journal import Journal
-from phaze.explore.objectives import TIE, front_of
+from phaze.explore.objectives import pareto_front
 from phaze.explore.search_question import SearchOptions, SearchQuestion, ask_search
 from phaze.explore.search_result import (
     Certificate,
@@ -29,18 +30,19 @@ from phaze.explore.search_result import (
     SearchProgress,
     SearchResult,
 )
-from phaze.explore.search_state import Evaluated, Knowledge
-from phaze.explore.worker_tasks import Outcome
+from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.worker_tasks import Evaluation
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.installed import installed_plugins
 from phaze.plan.plan import Plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import TimeLimitError, Watch
+from phaze.tolerances import EQUAL_DESIGNS
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["search"]
+__all__ = ["proven_bound", "run_search", "search"]
 
 _GIB = 2**30
 
@@ -58,13 +60,15 @@ def search(
 ) -> SearchResult:
     """The best accelerator of a space for one model or several, each with its best plan, and a proof.
 
-    Every accelerator of `space` is tried with every memory of `hbm_gib` on `devices` of it, joined by `network`. What
-    is made large is the `objective`: "throughput", "throughput-per-area" or "throughput-per-energy"; several models
-    count by their ratios to tpuv4-paper, averaged (with `weights`) or the worst of them (`combine`). With `front` the
-    whole front of throughput, area and energy is found. `compatibility="paper"` counts as the paper does.
+    Every accelerator of `space` is tried with every memory of `hbm_gib` on `devices` of it, joined by `network`. The
+    `objective` says what is made large: "throughput", "throughput-per-area" or "throughput-per-energy". Several models
+    count by their ratios to tpuv4-paper; the ratios are averaged with `weights`, or the worst of them counts
+    (`combine`). With `front`, the whole front of throughput, area and energy is found. `compatibility="paper"` counts
+    as the paper does. `SearchOptions` explains every option. Nothing is drawn at random: the same question has the same
+    answer.
 
     `executor` is a concurrent.futures.Executor, "processes:4", "serial" or "dask://host:port"; the answer does not
-    depend on it. A `journal` file lets a killed search go on. `time_limit_s` and Ctrl-C end it with the best so far.
+    depend on it. A `journal` file lets a killed search resume. `time_limit_s` and Ctrl-C end it with the best so far.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
     """
@@ -76,18 +80,18 @@ def search(
     started_s = time.monotonic()
     with ExitStack() as stack:
         workers = stack.enter_context(open_workers(executor))
-        kept = Journal() if journal is None else Journal.open(journal, question.header())
+        kept = Journal() if journal is None else Journal.open(journal, question.journal_header())
         stack.callback(kept.close)
-        engine = Engine(question=question, workers=workers, journal=kept)
-        engine.report = _Reporter(engine, progress, time_limit_s, started_s).report
-        return answer(engine, started_s)
+        best_first = BestFirstSearch(question=question, workers=workers, journal=kept)
+        best_first.report = _ProgressReporter(best_first, progress, time_limit_s, started_s).report
+        return run_search(best_first, started_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Reporter:
-    """Tells the listener where a search stands, and ends it when its time is over."""
+class _ProgressReporter:
+    """Tells a listener where a search stands, and ends the search when its time is over."""
 
-    engine: Engine
+    best_first: BestFirstSearch
     listener: Callable[[SearchProgress], object] | None
     time_limit_s: float | None
     started_s: float
@@ -101,171 +105,186 @@ class _Reporter:
             raise TimeLimitError
 
     def _progress(self, doing: str, elapsed_s: float) -> SearchProgress:
-        know, points = self.engine.knowledge, len(self.engine.question.points)
-        is_started = know is not None and (know.closed or self.engine.left)
-        left = self.engine.left if is_started else points
+        state, points = self.best_first.state_so_far, len(self.best_first.question.points)
+        open_points = sum(len(box) for box in self.best_first.boxes_left)
+        is_started = state is not None and (bool(state.closed) or open_points > 0)
+        left = open_points if is_started else points
         done = points - left
+        best = None if state is None else state.best
         return SearchProgress(
             doing=doing,
             points=points,
             left=left,
-            evaluated=0 if know is None else len(know.evaluated),
-            best=None if know is None or know.best is None else know.best.value,
-            bound=None if know is None or know.best is None or not is_started else proven_bound(self.engine),
+            evaluated=0 if state is None else len(state.evaluated),
+            best=None if best is None else best.value,
+            bound=None if best is None or not is_started else proven_bound(self.best_first),
             elapsed_s=elapsed_s,
             remaining_s=elapsed_s * left / done if done else None,
         )
 
 
-def proven_bound(engine: Engine) -> float:
-    """What no accelerator's value exceeds."""
-    know = engine.know
-    assert know.best is not None
-    found = [know.best.value, *(most for _, most in know.closed), *(one.most for one in know.evaluated.values())]
-    still_open = (*engine.opening, *(box for _, _, box in engine.open_boxes))
-    return max(*found, *(know.most(box) for box in still_open), 0.0)
-
-
-def answer(engine: Engine, started_s: float) -> SearchResult:
-    """Search, then settle memory and plans of what was found."""
-    know = engine.run()
-    assert know.best is not None
-    best, question = know.best, engine.question
-    outcomes = {question.hbm_bytes[-1]: best.outcomes, **_with_less_memory(engine, best)}
-    values = {size: _value(know, best.point, found) for size, found in outcomes.items()}
-    chosen = min(size for size, value in values.items() if value is not None and value >= best.value * (1 - TIE))
-    design = _design(engine, best.point, outcomes[chosen], chosen)
-    listed = [one for one in know.evaluated.values() if one.facts is not None]
-    if best.point not in know.evaluated:
-        listed.append(best)
-    listed.sort(key=lambda one: one.point)
-    kept = [] if question.is_paper else front_of([know.goal.coordinates(one.facts) for one in listed if one.facts])
-    plans = {} if question.is_paper else _plans(question, design)
-    return SearchResult(
-        question=engine.question.header()["question"],  # type: ignore[arg-type]
-        objective=question.metric.value if len(question.questions) == 1 else "ratio",
-        best=design,
-        memories=tuple(MemoryRow(hbm_gib=size / _GIB, value=values[size]) for size in sorted(values)),
-        front=tuple(_front_design(engine, listed[at]) for at in kept),
-        is_front_proven=question.wants_front and not engine.is_interrupted,
-        certificate=_certificate(engine),
-        plans=plans,
-        refused=dict(engine.refused),
-        seconds=time.monotonic() - started_s,
-        explored=_explored(engine),
+def proven_bound(best_first: BestFirstSearch) -> float:
+    """The largest bound that is left: no accelerator's value exceeds it."""
+    state = best_first.state
+    assert state.best is not None
+    return max(
+        state.best.value,
+        *(upper_bound for _, upper_bound in state.closed),
+        *(design.upper_bound for design in state.evaluated.values()),
+        *(state.upper_bound(box) for box in best_first.boxes_left),
+        0.0,
     )
 
 
-def _with_less_memory(engine: Engine, best: Evaluated) -> dict[int, tuple[Outcome, ...]]:
-    """By size: the same plans where they fit, else others. Not looked at are others where energy counts, as plans of
-    less memory may draw less, and what an interruption leaves out.
+def run_search(best_first: BestFirstSearch, started_s: float) -> SearchResult:
+    """Search, then settle memory and plans of the best design."""
+    state = best_first.run()
+    assert state.best is not None
+    best, question = state.best, best_first.question
+    evaluations = {question.hbm_bytes[-1]: best.evaluations, **_with_less_memory(best_first, best)}
+    values = {size: _value(state, best.point, by_model) for size, by_model in evaluations.items()}
+    least = best.value * (1 - EQUAL_DESIGNS)
+    hbm_bytes = min(size for size, value in values.items() if value is not None and value >= least)
+    return SearchResult(
+        question=question.asked(),
+        objective=question.metric.value if len(question.questions) == 1 else "ratio",
+        best=_design(state, best.point, evaluations[hbm_bytes], hbm_bytes),
+        memories=tuple(MemoryRow(hbm_gib=size / _GIB, value=values[size]) for size in sorted(values)),
+        front=() if question.is_paper else tuple(_front(state)),
+        is_front_proven=question.wants_front and not best_first.is_interrupted,
+        certificate=_certificate(best_first),
+        plans={} if question.is_paper else _plans(question, best.point, evaluations[hbm_bytes], hbm_bytes),
+        refused={
+            f"{question.names[refused.model]}, microbatch {refused.micro_batch_size}, tp {refused.tp}": refused.reason
+            for refused in state.refused
+        },
+        seconds=time.monotonic() - started_s,
+        explored=_explored(best_first),
+    )
+
+
+def _with_less_memory(best_first: BestFirstSearch, best: EvaluatedDesign) -> dict[int, tuple[Evaluation, ...]]:
+    """The best design with each smaller memory: the same plans where they fit, else the best that do.
+
+    Where energy counts, other plans are not looked for, because plans for less memory may draw less. An interruption
+    leaves out the sizes that are not done.
     """
-    found: dict[int, tuple[Outcome, ...]] = {}
-    if engine.is_interrupted:
-        return found
+    question, evaluations = best_first.question, dict[int, tuple[Evaluation, ...]]()
+    if best_first.is_interrupted:
+        return evaluations
     with suppress(TimeLimitError, KeyboardInterrupt):
-        for size in engine.question.hbm_bytes[:-1]:
-            if not engine.question.is_paper and _fits(engine, best, size):
-                found[size] = best.outcomes
-            elif not engine.question.counts_energy:
-                found[size] = tuple(engine.evaluate_at(best.point, size))
-    return found
+        for size in question.hbm_bytes[:-1]:
+            if not question.is_paper and _fits(best_first.state, best, size):
+                evaluations[size] = best.evaluations
+            elif not question.counts_energy:
+                evaluations[size] = tuple(best_first.tasks.evaluate_with_memory(best.point, size))
+    return evaluations
 
 
-def _fits(engine: Engine, found: Evaluated, hbm_bytes: int) -> bool:
-    """Whether the very plans of an accelerator fit into less memory."""
-    problem = engine.know.cells[0].cell.problem
+def _fits(state: SearchState, design: EvaluatedDesign, hbm_bytes: int) -> bool:
+    """Whether the very plans of a design fit into some memory."""
+    problem = state.slicings[0].slicing.problem
     cluster = replace(problem.cluster, accelerator=replace(problem.cluster.accelerator, hbm_bytes=hbm_bytes))
     usable_bytes = replace(problem, cluster=cluster).usable_bytes
-    return all(outcome.needed_bytes <= usable_bytes for outcome in found.outcomes)
+    return all(evaluation.needed_bytes <= usable_bytes for evaluation in design.evaluations)
 
 
-def _value(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> float | None:
-    found = _judged(know, point, outcomes)
-    return None if found.facts is None else found.value
+def _value(state: SearchState, point: int, evaluations: Sequence[Evaluation]) -> float | None:
+    """The value of a design; None where some model does not fit."""
+    judged = state.judge_alone(point, evaluations)
+    return None if judged.costs is None else judged.value
 
 
-def _judged(know: Knowledge, point: int, outcomes: Sequence[Outcome]) -> Evaluated:
-    return know.judge(Box(name="", points=np.array([point]), bounds_s=np.full(len(know.cells), 1e-12)), outcomes)
-
-
-def _design(engine: Engine, point: int, outcomes: Sequence[Outcome], hbm_bytes: int) -> Design:
-    question, know = engine.question, engine.know
+def _design(state: SearchState, point: int, evaluations: Sequence[Evaluation], hbm_bytes: int) -> Design:
+    """A design as results tell it."""
+    question, objective = state.question, state.objective
     chip = replace(question.points.at(point), hbm_bytes=hbm_bytes)
-    judged = _judged(know, point, outcomes)
-    rows = []
-    for model, (name, model_question, outcome) in enumerate(
-        zip(question.names, question.questions, outcomes, strict=True)
-    ):
-        assert outcome.time_s is not None
-        assert judged.facts is not None
-        samples = model_question.global_batch_size
-        rows.append(
-            ModelRow(
-                model=name,
-                samples_per_s=samples / outcome.time_s,
-                step_time_s=outcome.time_s,
-                bound_s=outcome.time_s if outcome.bound_s is None else min(outcome.bound_s, outcome.time_s),
-                joules_per_sample=None if outcome.energy_j is None else outcome.energy_j / samples,
-                strategy=outcome.strategy,
-                needed_bytes=outcome.needed_bytes,
-                ratio=know.goal.of_model(judged.facts, model) / know.goal.bases[model] if know.goal.bases else None,
-            )
-        )
+    judged = state.judge_alone(point, evaluations)
+    assert judged.costs is not None
+    ratios: list[float | None] = [None] * len(evaluations)
+    if objective.reference_values:
+        ratios = [
+            objective.of_model(judged.costs, model) / reference
+            for model, reference in enumerate(objective.reference_values)
+        ]
     return Design(
         name=chip.name,
         hbm_gib=hbm_bytes / _GIB,
-        area_mm2=float(know.areas_mm2[point]),
+        area_mm2=float(state.areas_mm2[point]),
         value=judged.value,
         fields={name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)},
-        models=tuple(rows),
+        models=tuple(
+            _model_row(name, model_question.global_batch_size, evaluation, ratio)
+            for name, model_question, evaluation, ratio in zip(
+                question.names, question.questions, evaluations, ratios, strict=True
+            )
+        ),
     )
 
 
-def _front_design(engine: Engine, found: Evaluated) -> Design:
-    """An accelerator of the front with the least memory in which its plans fit."""
-    fitting = [size for size in engine.question.hbm_bytes if _fits(engine, found, size)]
-    return _design(engine, found.point, found.outcomes, (fitting or [engine.question.hbm_bytes[-1]])[0])
+def _model_row(name: str, samples: int, evaluation: Evaluation, ratio: float | None) -> ModelRow:
+    time_s = evaluation.time_s
+    assert time_s is not None
+    return ModelRow(
+        model=name,
+        samples_per_s=samples / time_s,
+        step_time_s=time_s,
+        bound_s=time_s if evaluation.bound_s is None else min(evaluation.bound_s, time_s),
+        joules_per_sample=None if evaluation.energy_j is None else evaluation.energy_j / samples,
+        strategy=evaluation.strategy(),
+        needed_bytes=evaluation.needed_bytes,
+        ratio=ratio,
+    )
 
 
-def _plans(question: SearchQuestion, design: Design) -> dict[str, Plan]:
-    """The plans that were found, as the planner tells them: each is priced again, and `phaze verify` takes it."""
-    found = {}
-    for row, model_question in zip(design.models, question.questions, strict=True):
-        fields: dict[str, Any] = dict(design.fields)
-        chip = replace(model_question.cluster.accelerator, name=design.name, **fields)
-        strategy = dict(row.strategy)
-        settled = replace(
+def _front(state: SearchState) -> Iterator[Design]:
+    """The designs of the front, each with the least memory in which its plans fit."""
+    assert state.best is not None
+    designs = {state.best.point: state.best, **state.evaluated}
+    fitting = [(designs[point], costs) for point in sorted(designs) if (costs := designs[point].costs) is not None]
+    for index in pareto_front([state.objective.coordinates(costs) for _, costs in fitting]):
+        design, _ = fitting[index]
+        sizes = [size for size in state.question.hbm_bytes if _fits(state, design, size)]
+        yield _design(state, design.point, design.evaluations, (sizes or [state.question.hbm_bytes[-1]])[0])
+
+
+def _plans(question: SearchQuestion, point: int, evaluations: Sequence[Evaluation], hbm_bytes: int) -> dict[str, Plan]:
+    """The plans of a design by model: each is priced again by the planner, and `phaze verify` takes it."""
+    chip = replace(question.points.at(point), hbm_bytes=hbm_bytes)
+    plans = {}
+    for name, model_question, evaluation in zip(question.names, question.questions, evaluations, strict=True):
+        on_chip = replace(
             model_question,
             cluster=replace(model_question.cluster, accelerator=chip),
             gap=model_question.gap / 2,  # as it was scheduled in the search
         )
-        found[row.model] = plan_for(settled.with_strategy(strategy), Watch())
-    return found
+        plans[name] = plan_for(on_chip.with_strategy(evaluation.strategy()), Watch())
+    return plans
 
 
-def _certificate(engine: Engine) -> Certificate:
-    know, question = engine.know, engine.question
-    assert know.best is not None
-    bound = proven_bound(engine)
-    looked = [*know.evaluated.values(), *(one for one in engine.tried.values() if one.point not in know.evaluated)]
-    scheduled = {one.point for one in looked if any(outcome.scheduled for outcome in one.outcomes)}
-    placed = {one.point for one in looked if any(outcome.placed for outcome in one.outcomes)}
+def _certificate(best_first: BestFirstSearch) -> Certificate:
+    state, question = best_first.state, best_first.question
+    assert state.best is not None
+    bound = proven_bound(best_first)
+    designs = {**state.tried, **state.evaluated}.values()
+    scheduled = {design.point for design in designs if any(plan.scheduled for plan in design.evaluations)}
+    placed = {design.point for design in designs if any(plan.placed for plan in design.evaluations)}
     return Certificate(
-        value=know.best.value,
+        value=state.best.value,
         bound=bound,
-        gap=bound / know.best.value - 1,
+        gap=bound / state.best.value - 1,
         points=len(question.points) * (1 if question.counts_energy else len(question.hbm_bytes)),
-        scheduled=len(scheduled | engine.scheduled),
+        scheduled=len(scheduled | state.scheduled),
         placed=len(placed),
-        bounds=know.bounds,
-        is_finished=not engine.is_interrupted,
+        bounds=state.bound_count,
+        is_finished=not best_first.is_interrupted,
         scope=_scope(question),
-        pruned=tuple(PrunedBox(name=box.name, points=len(box), bound=most) for box, most in know.closed),
+        pruned=tuple(PrunedBox(name=box.name, points=len(box), bound=upper_bound) for box, upper_bound in state.closed),
     )
 
 
 def _scope(question: SearchQuestion) -> str:
+    """What the certificate speaks about: the choices among which nothing better was left."""
     if question.is_paper:
         return "as the paper counts: its schedules, placements and memory; slices as on tpuv4-paper"
     kinds = (
@@ -273,37 +292,33 @@ def _scope(question: SearchQuestion) -> str:
     )
     first = question.questions[0]
     energy = "; energy is that of the fastest plans with the largest memory" if question.counts_energy else ""
-    sizes, widths = (", ".join(map(str, some)) for some in (first.micro_batch_sizes, first.tp_degrees))
+    sizes, degrees = (", ".join(map(str, counts)) for counts in (first.micro_batch_sizes, first.tp_degrees))
     return (
-        f"for {kinds}, microbatches of {sizes}, tp {widths}, all other degrees, ZeRO stages and recompute "
-        f"modes; slices as on tpuv4-paper{energy}"
+        f"for {kinds}, microbatches of {sizes}, tp {degrees}, all other degrees, ZeRO stages and recompute modes; "
+        f"slices as on tpuv4-paper{energy}"
     )
 
 
-def _explored(engine: Engine) -> tuple[Explored, ...]:
-    know, question = engine.know, engine.question
-    found: dict[int, tuple[str, float, float | None, str]] = {}
-    for state, boxes in (
-        ("pruned", know.closed),
-        ("open", [(box, -negative) for negative, _, box in engine.open_boxes]),
-    ):
-        for box, most in boxes:
-            for point in box.points.tolist():
-                found[point] = (state, most, None, box.name)
-    for point, one in know.evaluated.items():
-        found[point] = ("evaluated", one.most, one.value or None, "")
-    best = know.best
-    assert best is not None
-    _, most, _, name = found[best.point]
-    found[best.point] = ("evaluated", most, best.value, name)
-    return tuple(
-        Explored(
-            name=name,
-            area_mm2=float(know.areas_mm2[point]),
-            state=found[point][0],
-            bound=found[point][1],
-            value=found[point][2],
-            box=found[point][3],
+def _explored(best_first: BestFirstSearch) -> tuple[Explored, ...]:
+    """Every accelerator of the space, in its order, and how it was dealt with."""
+    state, names = best_first.state, best_first.question.points.names
+    still_open = [(box, -negative_bound) for negative_bound, _, box in best_first.open_boxes]
+    explored: dict[int, Explored] = {}
+
+    def add(point: int, status: str, bound: float, value: float | None = None, box: str = "") -> None:
+        area_mm2 = float(state.areas_mm2[point])
+        explored[point] = Explored(
+            name=names[point], area_mm2=area_mm2, state=status, bound=bound, value=value, box=box
         )
-        for point, name in enumerate(question.points.names)
-    )
+
+    for status, boxes in (("pruned", state.closed), ("open", still_open)):
+        for box, upper_bound in boxes:
+            for point in box.points.tolist():
+                add(point, status, upper_bound, box=box.name)
+    for point, design in state.evaluated.items():
+        add(point, "evaluated", design.upper_bound, design.value or None)
+    best = state.best
+    assert best is not None
+    # The best may have been tried only, and its box closed since: its bound is then that of the box.
+    explored[best.point] = replace(explored[best.point], state="evaluated", value=best.value)
+    return tuple(explored[point] for point in range(len(names)))

@@ -1,12 +1,12 @@
-"""What a search is for: one number that grows with what is wanted, or the front of three.
+"""What a search makes large: throughput, throughput per area or per energy, over one model or several; Pareto fronts.
 
-    throughput        samples per second
-    per-area          samples per second and mm2
-    per-energy        samples per joule, at each accelerator's fastest plan
+    throughput               samples per second
+    throughput-per-area      samples per second and mm2 of one accelerator
+    throughput-per-energy    samples per joule, at each accelerator's fastest plan
 
-Several models count as ratios to the reference accelerator's own best plan, averaged with weights or the worst of them.
-Everything is written for *facts* that may be bounds: with the least seconds, joules and area of a set of accelerators,
-the value is an upper bound for each of them.
+Several models count by their ratios to what the reference accelerator's own best plan reaches; the ratios are averaged
+with weights, or the worst of them counts. An objective is a function of `DesignCosts` (seconds, joules, area), which
+may be exact or lower bounds: with the least costs over a set of accelerators, the value is an upper bound for each.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phaze.explore.design_bounds import FloatArray
-
-__all__ = ["TIE", "Facts", "Goal", "Metric", "front_of", "least_cutoff_s"]
-
-TIE = 3e-6
-"""Values that differ by less than this part are equal: then the smaller area wins, then the order of the space."""
+__all__ = ["DesignCosts", "Metric", "Objective", "least_sufficient_s", "pareto_front"]
 
 _BISECTIONS = 60
+"""Halvings of an interval of seconds: 60 of them use up the digits of a double, so that more would change nothing."""
+
+_WIDEST_RAISE = 1e4
+"""How many times the known bound is tried, at most, as a cutoff. A bound that would have to rise farther than this is
+treated as one that never suffices."""
 
 
 class Metric(StrEnum):
@@ -36,93 +37,109 @@ class Metric(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Facts:
-    """About one accelerator, or the least over several: seconds and dynamic joules of a step by model and cell.
+class DesignCosts:
+    """What one accelerator costs, or the least that any accelerator of a set costs.
 
-    Where a model was evaluated it has one cell, with the whole energy of its plan and no static power on top.
+    Attributes:
+        seconds: seconds of a step, for each model an array over its slicings.
+        joules: dynamic joules of a step, likewise. A model that was evaluated has a single entry, which is the whole
+            energy of its plan; `static_w` is then 0.
+        static_w: leakage power of all devices together.
+        area_mm2: area of one accelerator.
     """
 
-    seconds: tuple[FloatArray, ...]
-    joules: tuple[FloatArray, ...]
+    seconds: tuple[NDArray[np.float64], ...]
+    joules: tuple[NDArray[np.float64], ...]
     static_w: float
     area_mm2: float
 
     def time_s(self, model: int) -> float:
-        """The least seconds of a model over its cells."""
+        """The least seconds of a model over its slicings; infinite where it has none."""
         return float(self.seconds[model].min(initial=np.inf))
 
     def energy_j(self, model: int) -> float:
-        """The least joules of a model over its cells."""
+        """The least joules of a model over its slicings; infinite where it has none."""
         return float((self.joules[model] + self.static_w * self.seconds[model]).min(initial=np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Goal:
-    """A metric, samples per step by model, and how models are joined.
+class Objective:
+    """The number that a search makes large.
 
-    `bases` are the metric's on the reference accelerator by model, `base_rates` the throughputs; empty for one model.
+    Attributes:
+        metric: what counts for one model.
+        samples: sequences in a step, by model.
+        weights: weights of the models in an average.
+        takes_worst: whether the worst ratio counts instead of the average.
+        reference_values: the metric on the reference accelerator, by model; empty for a single model.
+        reference_rates: the throughput on the reference accelerator, by model; empty for a single model.
     """
 
     metric: Metric
     samples: tuple[int, ...]
     weights: tuple[float, ...]
     takes_worst: bool = False
-    bases: tuple[float, ...] = ()
-    base_rates: tuple[float, ...] = ()
+    reference_values: tuple[float, ...] = ()
+    reference_rates: tuple[float, ...] = ()
 
-    def of_model(self, facts: Facts, model: int) -> float:
+    def of_model(self, costs: DesignCosts, model: int) -> float:
         """The metric of one model."""
         samples = self.samples[model]
         if self.metric is Metric.PER_ENERGY:
-            return samples / facts.energy_j(model)
-        rate = samples / facts.time_s(model)
-        return rate / facts.area_mm2 if self.metric is Metric.PER_AREA else rate
+            return samples / costs.energy_j(model)
+        rate = samples / costs.time_s(model)
+        return rate / costs.area_mm2 if self.metric is Metric.PER_AREA else rate
 
-    def value(self, facts: Facts) -> float:
-        """What is made large; 0 where some model fits in no way."""
-        found = [self.of_model(facts, model) for model in range(len(self.samples))]
-        if not self.bases:
-            return found[0]
-        if min(found) == 0.0:
+    def value(self, costs: DesignCosts) -> float:
+        """The value of a design, or an upper bound from lower bounds; 0 where some model fits in no way."""
+        values = [self.of_model(costs, model) for model in range(len(self.samples))]
+        if not self.reference_values:
+            return values[0]
+        if min(values) == 0.0:
             return 0.0
-        ratios = [one / base for one, base in zip(found, self.bases, strict=True)]
+        ratios = [value / reference for value, reference in zip(values, self.reference_values, strict=True)]
         if self.takes_worst:
             return min(ratios)
         return sum(weight * ratio for weight, ratio in zip(self.weights, ratios, strict=True)) / sum(self.weights)
 
-    def coordinates(self, facts: Facts) -> tuple[float, float, float]:
-        """Throughput (or the mean ratio), area, and joules per sample (the mean over models)."""
-        rates = Goal(
+    def coordinates(self, costs: DesignCosts) -> tuple[float, float, float]:
+        """The three axes of a front: throughput (or the joined ratio), area, and mean joules per sample."""
+        throughput = Objective(
             metric=Metric.THROUGHPUT,
             samples=self.samples,
             weights=self.weights,
             takes_worst=self.takes_worst,
-            bases=self.base_rates,
+            reference_values=self.reference_rates,
         )
-        each = [facts.energy_j(model) / samples for model, samples in enumerate(self.samples)]
-        return rates.value(facts), facts.area_mm2, sum(each) / len(each)
+        joules_per_sample = [costs.energy_j(model) / samples for model, samples in enumerate(self.samples)]
+        return throughput.value(costs), costs.area_mm2, sum(joules_per_sample) / len(joules_per_sample)
 
 
-def front_of(coordinates: Sequence[tuple[float, float, float]]) -> list[int]:
-    """Which points no other one beats or equals earlier: more throughput, less area, less energy; in their order."""
-    rounded = [tuple(float(f"{value:.9g}") for value in (-rate, area, energy)) for rate, area, energy in coordinates]
-    found = []
-    for index, mine in enumerate(rounded):
-        if not any(
-            all(theirs <= own for theirs, own in zip(other, mine, strict=True)) and (other != mine or at < index)
-            for at, other in enumerate(rounded)
-            if at != index
-        ):
-            found.append(index)
-    return found
+def pareto_front(coordinates: Sequence[tuple[float, float, float]]) -> list[int]:
+    """The positions of points that no other point beats in throughput, area and energy, in their order.
 
-
-def least_cutoff_s(is_enough: Callable[[float], bool], known_s: float) -> float:
-    """The least seconds (of those tried) from which on a bound suffices; infinite if none does.
-
-    `is_enough(seconds)` is false, then true.
+    Of points that are equal to nine digits, the first is kept.
     """
-    low, high = known_s, known_s * 1e4
+    costs = [tuple(float(f"{value:.9g}") for value in (-rate, area, energy)) for rate, area, energy in coordinates]
+
+    def beats(rival: int, index: int) -> bool:
+        is_as_good = all(theirs <= mine for theirs, mine in zip(costs[rival], costs[index], strict=True))
+        return is_as_good and (costs[rival] != costs[index] or rival < index)
+
+    return [
+        index
+        for index in range(len(costs))
+        if not any(beats(rival, index) for rival in range(len(costs)) if rival != index)
+    ]
+
+
+def least_sufficient_s(is_enough: Callable[[float], bool], known_s: float) -> float:
+    """The least seconds, found by bisection from a known bound upward, that a bound must reach to be enough.
+
+    `is_enough(seconds)` is false up to some number of seconds and true from there on. The result is infinite if no
+    number of seconds that is tried is enough.
+    """
+    low, high = known_s, known_s * _WIDEST_RAISE
     if not is_enough(high):
         return float("inf")
     for _ in range(_BISECTIONS):

@@ -1,11 +1,11 @@
-"""What is asked of a search; every argument checked by name."""
+"""What is asked of a search over accelerators; every argument of `phaze.search` is checked here by its name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy as np
 
@@ -29,25 +29,48 @@ __all__ = [
     "SearchOptions",
     "SearchQuestion",
     "ask_search",
-    "question_of",
+    "question_from_header",
 ]
 
 REFERENCE = "tpuv4-paper"
-"""Slices are chosen on it, and several models are compared by their ratios to it."""
+"""The reference accelerator: slices are chosen on it, and several models count by their ratios to it."""
 
 PROVABLE_SCHEDULES = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
 """Pipelines whose bounds are tight. Interleaved and gpipe ones may be asked for; their bounds leave a larger gap."""
 
 COMBINATIONS = ("average", "worst")
+"""How the ratios of several models may be joined."""
+
+DEFAULT_GLOBAL_BATCH_SIZE = 4096
+"""Sequences in one step unless others are given, as in the paper's experiments."""
+
+DEFAULT_HBM_GIB = (32, 64, 80)
+"""Memories that are tried unless others are given: the paper's."""
+
+DEFAULT_GAP = 0.01
+"""How far from the proven optimum an answer may stay unless told: one percent ends most searches in minutes."""
+
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchQuestion:
-    """A question that can be answered.
+    """Everything that is asked of a search, checked and settled.
 
-    `requests` are those of the models on the reference accelerator with the largest memory; `points` have that memory,
-    too. `names` are the models', told apart where they are equal.
+    Attributes:
+        names: the models' names, with numbers where two are equal.
+        questions: what is asked of each model, on the reference accelerator with the largest memory.
+        points: the space, every accelerator with the largest memory.
+        hbm_bytes: the memories to try, ascending.
+        schedules: pipeline schedules to choose from.
+        is_paper: whether everything is counted as the paper does.
+        metric: what is made large.
+        weights: weights of the models in an average.
+        takes_worst: whether the worst ratio counts instead of the average.
+        wants_front: whether the whole front of throughput, area and energy is wanted.
+        gap: how far from the proven optimum the answer may stay.
+        network: how the devices are joined.
+        sequence_length: tokens in a sequence, where it is not the models' own.
     """
 
     names: tuple[str, ...]
@@ -61,7 +84,6 @@ class SearchQuestion:
     takes_worst: bool
     wants_front: bool
     gap: float
-    seed: int
     network: str
     sequence_length: int | None = None
 
@@ -75,33 +97,38 @@ class SearchQuestion:
         """Whether less memory may be better than more: the fastest plan that fits into it may draw less."""
         return self.wants_front or self.metric is Metric.PER_ENERGY
 
-    def header(self) -> dict[str, object]:
-        """What a journal keeps of the question; two questions with equal headers have equal answers."""
+    def asked(self) -> dict[str, object]:
+        """The question but for models and space, spelled as the options of `phaze.search`."""
         first = self.questions[0]
         return {
+            "devices": self.device_count,
+            "network": self.network,
+            "hbm_gib": [size / _GIB for size in self.hbm_bytes],
+            "micro_batch_size": list(first.micro_batch_sizes),
+            "tp": list(first.tp_degrees),
+            "global_batch_size": first.global_batch_size,
+            "precision": to_document(first.recipe),
+            "calibration": to_document(first.calibration),
+            "sequence_length": self.sequence_length,
+            "compatibility": "paper" if self.is_paper else None,
+            "schedule": [kind.value for kind in self.schedules],
+            "objective": self.metric.value,
+            "weights": list(self.weights),
+            "combine": COMBINATIONS[self.takes_worst],
+            "front": self.wants_front,
+            "gap": self.gap,
+        }
+
+    def journal_header(self) -> dict[str, object]:
+        """What the first line of a journal says; two questions with equal headers have equal answers."""
+        return {
             "phaze": phaze.__version__,
-            "models": {name: one.graph_hash for name, one in zip(self.names, self.questions, strict=True)},
-            "space": to_description(self.points),
-            "prices": sorted(first.prices or ()),
-            "question": {
-                "devices": self.device_count,
-                "network": self.network,
-                "hbm_gib": [size / _GIB for size in self.hbm_bytes],
-                "micro_batch_size": list(first.micro_batch_sizes),
-                "tp": list(first.tp_degrees),
-                "global_batch_size": first.global_batch_size,
-                "precision": to_document(first.recipe),
-                "calibration": to_document(first.calibration),
-                "sequence_length": self.sequence_length,
-                "compatibility": "paper" if self.is_paper else None,
-                "schedule": [kind.value for kind in self.schedules],
-                "objective": self.metric.value,
-                "weights": list(self.weights),
-                "combine": COMBINATIONS[self.takes_worst],
-                "front": self.wants_front,
-                "gap": self.gap,
-                "seed": self.seed,
+            "models": {
+                name: model_question.graph_hash for name, model_question in zip(self.names, self.questions, strict=True)
             },
+            "space": to_description(self.points),
+            "prices": sorted(self.questions[0].prices or ()),
+            "question": self.asked(),
         }
 
 
@@ -127,7 +154,6 @@ class SearchOptions(TypedDict, total=False):
         front: whether the whole front of throughput, area and energy is wanted.
         calibration: how far the accelerators stay behind their ideal.
         gap: how far from the proven optimum the answer may stay.
-        seed: draws the lines of a journal that `phaze verify` schedules again.
     """
 
     devices: int
@@ -148,7 +174,6 @@ class SearchOptions(TypedDict, total=False):
     front: bool
     calibration: Calibration | None
     gap: float
-    seed: int
 
 
 def ask_search(models: object, inputs: object, options: SearchOptions, plugins: PluginManager) -> SearchQuestion:
@@ -159,28 +184,26 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
         raise TypeError(f"{wrong}; expected some of {', '.join(SearchOptions.__annotations__)}.")
     compatibility, objective = options.get("compatibility"), options.get("objective", "throughput")
     combine, front = options.get("combine", "average"), bool(options.get("front", False))
-    devices, seed = options["devices"], options.get("seed", 0)
+    devices = options["devices"]
     if compatibility not in (None, "paper"):
         raise QuestionError(f"compatibility is {shown(compatibility)}; expected None or 'paper'.")
     if objective not in list(Metric):
         raise QuestionError(f"objective is {shown(objective)}; expected one of {', '.join(Metric)}.")
     if combine not in COMBINATIONS:
         raise QuestionError(f"combine is {shown(combine)}; expected one of {', '.join(COMBINATIONS)}.")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise QuestionError(f"seed is {shown(seed)}; expected a whole number.")
     is_paper = compatibility == "paper"
     if is_paper and (front or objective == Metric.PER_ENERGY):
         raise QuestionError("the paper's counting has no energy; leave compatibility out, or ask for throughput.")
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise QuestionError(f"devices is {shown(devices)}; expected a whole number of at least 1.")
     network = options.get("network", "paper")
-    sizes = _memory_sizes(options.get("hbm_gib", (32, 64, 80)))
+    sizes = _memory_sizes(options.get("hbm_gib", DEFAULT_HBM_GIB))
     points = _points(options.get("space", "paper"), sizes[-1])
     cluster = parse_cluster(f"{REFERENCE}:{devices}@{network}", plugins)
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, hbm_bytes=sizes[-1]))
     questions = _model_questions(models, inputs, options, cluster, plugins)
     return SearchQuestion(
-        names=_told_apart([question.graph.name for question in questions]),
+        names=_distinct_names([question.graph.name for question in questions]),
         questions=questions,
         points=points,
         hbm_bytes=sizes,
@@ -191,7 +214,6 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
         takes_worst=combine == "worst",
         wants_front=front,
         gap=questions[0].gap,
-        seed=seed,
         network=network,
         sequence_length=options.get("sequence_length"),
     )
@@ -206,7 +228,7 @@ def _model_questions(
         raise QuestionError("models is empty; expected at least one model.")
     shared: QuestionOptions = {
         "cluster": cluster,
-        "global_batch_size": options.get("global_batch_size", 4096),
+        "global_batch_size": options.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE),
         "optimizer": options.get("optimizer", "adamw"),
         "precision": options.get("precision", "bf16"),
         "micro_batch_size": options.get("micro_batch_size", DEFAULT_MICRO_BATCH_SIZES),
@@ -214,34 +236,44 @@ def _model_questions(
         "sequence_length": options.get("sequence_length"),
         "target": None,
         "calibration": options.get("calibration") or IDEAL,
-        "gap": options.get("gap", 0.01),
+        "gap": options.get("gap", DEFAULT_GAP),
     }
     return tuple(
         ask(model, example, shared, plugins) for model, example in zip(given, _inputs(inputs, len(given)), strict=True)
     )
 
 
-def question_of(
-    header: Mapping[str, Any], models: object, inputs: object = None, *, plugins: PluginManager
+def question_from_header(
+    header: Mapping[str, object], models: object, inputs: object = None, *, plugins: PluginManager
 ) -> SearchQuestion:
     """The question of a journal's first line, asked of models again.
 
     Raises FormatError if the line is damaged, and QuestionError where it is about more models, or fewer.
     """
+    names, options, space = (_header_part(header, key) for key in ("models", "question", "space"))
+    count = len(models) if isinstance(models, list | tuple) else 1
+    if count != len(names):
+        raise QuestionError(
+            f"the search was for {len(names)} models ({', '.join(names)}) and {count} given; give each of them, in "
+            "this order (on the command line with a --model of its own)."
+        )
     try:
-        names, count = list(header["models"]), len(models) if isinstance(models, list | tuple) else 1
-        if count != len(names):
-            raise QuestionError(
-                f"the search was for {len(names)} models ({', '.join(names)}) and {count} given; give each of them, in "
-                "this order (on the command line with a --model of its own)."
-            )
-        asked = dict(header["question"])
-        asked["precision"] = from_document(PrecisionRecipe, asked["precision"], "question.precision")
-        asked["calibration"] = from_document(Calibration, asked["calibration"], "question.calibration")
-        asked["space"] = from_points(header["space"])
+        asked = {
+            **options,
+            "precision": from_document(PrecisionRecipe, options["precision"], "question.precision"),
+            "calibration": from_document(Calibration, options["calibration"], "question.calibration"),
+            "space": from_points(space),
+        }
         return ask_search(models, inputs, cast(SearchOptions, asked), plugins)
     except (KeyError, TypeError) as error:
         raise FormatError(f"the journal's first line lacks a part of its question: {error}.") from error
+
+
+def _header_part(header: Mapping[str, object], key: str) -> Mapping[str, object]:
+    part = header.get(key)
+    if not isinstance(part, Mapping):
+        raise FormatError(f"the journal's first line lacks a part of its question: {key!r}.")
+    return part
 
 
 def _memory_sizes(hbm_gib: object) -> tuple[int, ...]:
@@ -294,23 +326,25 @@ def _inputs(inputs: object, count: int) -> list[object]:
 def _schedules(schedules: object) -> tuple[PipelineSchedule, ...]:
     if isinstance(schedules, str) or not isinstance(schedules, Iterable):
         raise QuestionError(f"schedule is {shown(schedules)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
-    found = list(schedules)
-    for one in found:
-        if one not in list(PIPELINE_SCHEDULES):
-            raise QuestionError(f"schedule has {shown(one)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
-    return tuple(kind for kind in PIPELINE_SCHEDULES if kind in found)
+    wanted = list(schedules)
+    for name in wanted:
+        if name not in list(PIPELINE_SCHEDULES):
+            raise QuestionError(f"schedule has {shown(name)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
+    return tuple(kind for kind in PIPELINE_SCHEDULES if kind in wanted)
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * count
-    found = tuple(float(one) for one in weights)
-    if len(found) != count or not all(0 < one < math.inf for one in found):
+    numbers = tuple(float(weight) for weight in weights)
+    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
         raise QuestionError(f"weights is {shown(weights)}; expected a positive number for each of the {count} models.")
-    return found
+    return numbers
 
 
-def _told_apart(names: Sequence[str]) -> tuple[str, ...]:
+def _distinct_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The models' names, with #1, #2 and so on behind those that occur several times."""
     return tuple(
-        name if names.count(name) == 1 else f"{name}#{names[: at + 1].count(name)}" for at, name in enumerate(names)
+        name if names.count(name) == 1 else f"{name}#{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
     )

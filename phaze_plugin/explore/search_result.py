@@ -16,7 +16,8 @@ from phaze.report.plan_text import seconds_text
 __all__ = ["Certificate", "Design", "Explored", "MemoryRow", "ModelRow", "PrunedBox", "SearchProgress", "SearchResult"]
 
 FORMAT = "phaze-search"
-VERSION = 1
+VERSION = 2
+"""Version 2 spells the keys of the question as `phaze.search` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

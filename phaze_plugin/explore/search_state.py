@@ -1,164 +1,224 @@
-"""What a search knows: evaluated accelerators, the best of them, boxes, and what follows for everything else."""
+"""What a search knows so far: evaluated designs, the best of them, closed boxes, and when a box may be closed.
+
+A box is closed when the upper bound on its value (`SearchState.upper_bound`) exceeds the best value by no more than the
+gap; in a search for the front, when an evaluated design is as good in throughput, area and energy, up to the gap
+(`SearchState.is_closed`). From this follow the cutoffs of tasks: how high a bound must be to close a box
+(`closing_time_s`), and how fast a design must be to become the best (`useful_time_s`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from phaze.explore.design_bounds import FloatArray
-from phaze.explore.design_boxes import Box, Swept
-from phaze.explore.objectives import TIE, Facts, Goal, least_cutoff_s
+from phaze.explore.design_bounds import FloatArray, RefusedSlicing, SweptSlicing
+from phaze.explore.design_boxes import DesignBox
+from phaze.explore.objectives import DesignCosts, Objective, least_sufficient_s
 from phaze.explore.search_question import SearchQuestion
-from phaze.explore.worker_tasks import Outcome
+from phaze.explore.worker_tasks import Evaluation
 from phaze.hardware.area_energy import areas_mm2, energy_model
+from phaze.tolerances import CLAIM_MARGIN, CLOSING_MARGIN, EQUAL_DESIGNS, EQUAL_RESULTS, NO_SECONDS
 
-__all__ = ["Evaluated", "Knowledge"]
+__all__ = ["EvaluatedDesign", "SearchState"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluated:
-    """One accelerator with an outcome per model.
+class EvaluatedDesign:
+    """One accelerator with an evaluation for each model.
 
-    `facts` is None where some model has no plan that is faster than its cutoff; `value` is then 0. `most` is an upper
-    bound on its value, whatever its schedules and placement leave unproven.
+    Attributes:
+        point: the accelerator's position in the space.
+        evaluations: the best plan of each model.
+        costs: what the plans take; None where some model has no plan that is faster than its cutoff.
+        value: the objective's value; 0 without costs.
+        upper_bound: no plans of this accelerator have a higher value, whatever schedules and placement leave unproven.
     """
 
     point: int
-    outcomes: tuple[Outcome, ...]
-    facts: Facts | None
+    evaluations: tuple[Evaluation, ...]
+    costs: DesignCosts | None
     value: float
-    most: float
+    upper_bound: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Knowledge:
-    """Everything that was found so far, and the questions that the engine asks about it."""
+class SearchState:
+    """Everything that a search has found, and the questions that it asks about it.
+
+    Attributes:
+        question: what is searched.
+        objective: what is made large.
+        slicings: the slicings of all models with their bounds.
+        refused: slicings that are impossible.
+        areas_mm2: area of each accelerator of the space.
+        static_w: leakage power of all devices together, for each accelerator of the space.
+        evaluated: evaluated designs by their position in the space.
+        tried: designs that were evaluated on a few slicings only, to have something to beat.
+        scheduled: positions of accelerators whose layers were scheduled to bound them.
+        best: the best design so far.
+        closed: closed boxes, each with the upper bound on its value.
+        bound_count: bounds that were computed by placement.
+    """
 
     question: SearchQuestion
-    goal: Goal
-    cells: list[Swept]
+    objective: Objective
+    slicings: list[SweptSlicing]
+    refused: Sequence[RefusedSlicing]
     areas_mm2: FloatArray
-    static_w: FloatArray  # of all devices together, by accelerator
-    evaluated: dict[int, Evaluated] = field(default_factory=dict)
-    best: Evaluated | None = None
-    closed: list[tuple[Box, float]] = field(default_factory=list)
-    bounds: int = 0
+    static_w: FloatArray
+    evaluated: dict[int, EvaluatedDesign] = field(default_factory=dict)
+    tried: dict[int, EvaluatedDesign] = field(default_factory=dict)
+    scheduled: set[int] = field(default_factory=set)
+    best: EvaluatedDesign | None = None
+    closed: list[tuple[DesignBox, float]] = field(default_factory=list)
+    bound_count: int = 0
 
     @classmethod
-    def of(cls, question: SearchQuestion, goal: Goal, cells: list[Swept]) -> Knowledge:
-        """Nothing known but the rows."""
-        power = energy_model().static_power_w(question.points) * question.device_count
+    def after_sweep(
+        cls,
+        question: SearchQuestion,
+        objective: Objective,
+        slicings: list[SweptSlicing],
+        refused: Sequence[RefusedSlicing],
+    ) -> SearchState:
+        """The state in which nothing is known but the sweep's bounds."""
+        power_w = energy_model().static_power_w(question.points) * question.device_count
         return cls(
-            question=question, goal=goal, cells=cells, areas_mm2=areas_mm2(question.points), static_w=np.asarray(power)
+            question=question,
+            objective=objective,
+            slicings=slicings,
+            refused=refused,
+            areas_mm2=areas_mm2(question.points),
+            static_w=np.asarray(power_w),
         )
 
-    def cells_of(self, model: int) -> list[int]:
-        """Positions of a model's cells."""
-        return [at for at, swept in enumerate(self.cells) if swept.cell.model == model]
+    def slicings_of(self, model: int) -> list[int]:
+        """Positions of a model's slicings."""
+        return [index for index, swept in enumerate(self.slicings) if swept.slicing.model == model]
 
-    def facts(self, box: Box, seconds: FloatArray | None = None) -> Facts:
-        """The least of everything over a box; `seconds` by cell, instead of the box's own."""
-        bounds = box.bounds_s if seconds is None else seconds
-        joules = np.array([swept.rows.least_j[box.points].min() for swept in self.cells])
-        models = [self.cells_of(model) for model in range(len(self.question.questions))]
-        return Facts(
-            seconds=tuple(bounds[cells] for cells in models),
-            joules=tuple(joules[cells] for cells in models),
+    def least_costs(self, box: DesignBox, bounds_s: FloatArray | None = None) -> DesignCosts:
+        """The least of every cost over a box; `bounds_s`, by slicing, replaces the box's own bounds on step times."""
+        seconds = box.bounds_s if bounds_s is None else bounds_s
+        joules = np.array([swept.bounds.step_j[box.points].min() for swept in self.slicings])
+        by_model = [self.slicings_of(model) for model in range(len(self.question.questions))]
+        return DesignCosts(
+            seconds=tuple(seconds[slicings] for slicings in by_model),
+            joules=tuple(joules[slicings] for slicings in by_model),
             static_w=float(self.static_w[box.points].min()),
             area_mm2=float(self.areas_mm2[box.points].min()),
         )
 
-    def most(self, box: Box) -> float:
-        """An upper bound on the value of each accelerator of a box."""
-        return self.goal.value(self.facts(box))
+    def upper_bound(self, box: DesignBox) -> float:
+        """No accelerator of the box has a higher value."""
+        return self.objective.value(self.least_costs(box))
 
     @property
-    def target(self) -> float:
-        """A box with no more than this is closed; ties with the best are looked at if the optimum is asked for."""
+    def closing_value(self) -> float:
+        """A box whose upper bound is no higher than this is closed.
+
+        Where the optimum is asked for (gap 0), boxes that may tie with the best are still looked at.
+        """
         if self.best is None:
             return 0.0
-        gap = self.question.gap * (1 - 1e-9)  # so that what is proven in the end is not a last digit above it
-        return self.best.value * (1 + gap if gap else 1 - TIE)
+        gap = self.question.gap * (1 - EQUAL_RESULTS)  # so that what is proven in the end is not a last digit above it
+        return self.best.value * (1 + gap if gap else 1 - EQUAL_DESIGNS)
 
-    def is_closed(self, facts: Facts) -> bool:
-        """Whether nothing in a box needs to be looked at."""
+    def is_closed(self, box: DesignBox, bounds_s: FloatArray | None = None) -> bool:
+        """Whether nothing in a box needs to be looked at; `bounds_s` as for `least_costs`."""
+        costs = self.least_costs(box, bounds_s)
         if self.question.wants_front:
-            return self._is_beaten(facts)
-        return self.best is not None and self.goal.value(facts) <= self.target * (1 + 1e-12)
+            return self._is_beaten(costs)
+        return self.best is not None and self.objective.value(costs) <= self.closing_value * (1 + CLOSING_MARGIN)
 
-    def _is_beaten(self, facts: Facts) -> bool:
-        """Whether some evaluated accelerator is as good in all three, up to the gap."""
+    def _is_beaten(self, costs: DesignCosts) -> bool:
+        """Whether some evaluated design is as good in throughput, area and energy, up to the gap."""
         slack = 1 + self.question.gap
-        rate, area, energy = self.goal.coordinates(facts)
+        rate, area, energy = self.objective.coordinates(costs)
         if rate == 0.0:
             return True
-        for one in self.evaluated.values():
-            if one.facts is not None:
-                theirs = self.goal.coordinates(one.facts)
-                if theirs[0] * slack >= rate and theirs[1] <= area and theirs[2] <= energy * slack:
+        for design in self.evaluated.values():
+            if design.costs is not None:
+                design_rate, design_area, design_energy = self.objective.coordinates(design.costs)
+                if design_rate * slack >= rate and design_area <= area and design_energy <= energy * slack:
                     return True
         return False
 
-    def closing_s(self, box: Box, model: int) -> float:
-        """From which seconds of a model on a box would be closed; infinite if other models leave it open."""
-        own = self.cells_of(model)
+    def closing_time_s(self, box: DesignBox, model: int) -> float:
+        """From which step time of one model on a box would be closed; infinite if other models keep it open."""
+        return self._least_time_s(box, model, lambda bounds_s: self.is_closed(box, bounds_s))
 
-        def is_enough(seconds: float) -> bool:
-            raised = box.bounds_s.copy()
-            raised[own] = np.maximum(raised[own], seconds)
-            return self.is_closed(self.facts(box, raised))
-
-        return least_cutoff_s(is_enough, max(float(box.bounds_s[own].min()), 1e-12))
-
-    def useful_s(self, box: Box, model: int) -> float:
-        """From which seconds of a model on an accelerator cannot become the best."""
+    def useful_time_s(self, box: DesignBox, model: int) -> float:
+        """From which step time of one model on a design cannot become the best."""
         if self.question.wants_front or self.best is None:
             return math.inf
-        own, best = self.cells_of(model), self.best.value * (1 if self.question.gap else 1 - TIE)
+        best = self.best.value * (1 if self.question.gap else 1 - EQUAL_DESIGNS)
+        return self._least_time_s(
+            box, model, lambda bounds_s: self.objective.value(self.least_costs(box, bounds_s)) <= best
+        )
+
+    def _least_time_s(self, box: DesignBox, model: int, suffices: Callable[[FloatArray], bool]) -> float:
+        """The least step time of a model for which the box's bounds, raised to it, suffice."""
+        slicings = self.slicings_of(model)
 
         def is_enough(seconds: float) -> bool:
-            raised = box.bounds_s.copy()
-            raised[own] = np.maximum(raised[own], seconds)
-            return self.goal.value(self.facts(box, raised)) <= best
+            raised_s = box.bounds_s.copy()
+            raised_s[slicings] = np.maximum(raised_s[slicings], seconds)
+            return suffices(raised_s)
 
-        return least_cutoff_s(is_enough, max(float(box.bounds_s[own].min()), 1e-12))
+        return least_sufficient_s(is_enough, max(float(box.bounds_s[slicings].min()), NO_SECONDS))
 
-    def judge(self, box: Box, outcomes: Sequence[Outcome]) -> Evaluated:
-        """An evaluated accelerator, given as a box of its own."""
+    def judge(self, box: DesignBox, evaluations: Sequence[Evaluation]) -> EvaluatedDesign:
+        """The value of an accelerator, given as a box of its own, from the evaluations of all models."""
         point = int(box.points[0])
-        raised = box.bounds_s.copy()
-        for model, outcome in enumerate(outcomes):
-            own = self.cells_of(model)
-            raised[own] = np.maximum(raised[own], math.inf if outcome.bound_s is None else outcome.bound_s)
-        facts = None
-        if all(outcome.time_s is not None for outcome in outcomes):
-            facts = Facts(
-                seconds=tuple(np.array([outcome.time_s]) for outcome in outcomes),
-                joules=tuple(np.array([outcome.energy_j or 0.0]) for outcome in outcomes),
+        raised_s = box.bounds_s.copy()
+        for model, evaluation in enumerate(evaluations):
+            slicings = self.slicings_of(model)
+            bound_s = math.inf if evaluation.bound_s is None else evaluation.bound_s
+            raised_s[slicings] = np.maximum(raised_s[slicings], bound_s)
+        costs = None
+        if all(evaluation.time_s is not None for evaluation in evaluations):
+            costs = DesignCosts(
+                seconds=tuple(np.array([evaluation.time_s]) for evaluation in evaluations),
+                joules=tuple(np.array([evaluation.energy_j or 0.0]) for evaluation in evaluations),
                 static_w=0.0,
                 area_mm2=float(self.areas_mm2[point]),
             )
-        value = 0.0 if facts is None else self.goal.value(facts)
-        most = self.goal.value(self.facts(box, raised))
-        if facts is not None and all(_is_fastest(outcome) for outcome in outcomes):
-            most = value  # and their energy is that of these very plans
-        return Evaluated(point=point, outcomes=tuple(outcomes), facts=facts, value=value, most=max(value, most))
+        value = 0.0 if costs is None else self.objective.value(costs)
+        upper_bound = self.objective.value(self.least_costs(box, raised_s))
+        if costs is not None and all(_is_fastest(evaluation) for evaluation in evaluations):
+            upper_bound = value  # and the energy that counts is that of these very plans
+        return EvaluatedDesign(
+            point=point,
+            evaluations=tuple(evaluations),
+            costs=costs,
+            value=value,
+            upper_bound=max(value, upper_bound),
+        )
 
-    def keep(self, found: Evaluated) -> None:
-        """Remember an accelerator; the best is the one with the most value, then least area, then first in order."""
-        if found.facts is None:
+    def judge_alone(self, point: int, evaluations: Sequence[Evaluation]) -> EvaluatedDesign:
+        """As `judge`, for an accelerator of which nothing else is known."""
+        return self.judge(self.unbounded_box(point), evaluations)
+
+    def unbounded_box(self, point: int) -> DesignBox:
+        """A box of one accelerator with bounds that say nothing."""
+        return DesignBox(name="", points=np.array([point]), bounds_s=np.full(len(self.slicings), NO_SECONDS))
+
+    def keep_if_best(self, design: EvaluatedDesign) -> None:
+        """Make a design the best if it has the most value, then the least area, then the first place in the space."""
+        if design.costs is None:
             return
         best = self.best
-        if best is None or found.value > best.value * (1 + TIE):
-            self.best = found
-        elif found.value >= best.value * (1 - TIE):
-            mine, theirs = ((self.areas_mm2[one.point], one.point) for one in (found, best))
-            self.best = found if mine < theirs else best
+        if best is None or design.value > best.value * (1 + EQUAL_DESIGNS):
+            self.best = design
+        elif design.value >= best.value * (1 - EQUAL_DESIGNS):
+            self.best = min(best, design, key=lambda tied: (self.areas_mm2[tied.point], tied.point))
 
 
-def _is_fastest(outcome: Outcome) -> bool:
+def _is_fastest(evaluation: Evaluation) -> bool:
     """Whether no plan is faster than the one that was found."""
-    return outcome.time_s is not None and (outcome.bound_s is None or outcome.bound_s >= outcome.time_s * (1 - 1e-9))
+    if evaluation.time_s is None:
+        return False
+    return evaluation.bound_s is None or evaluation.bound_s >= evaluation.time_s * (1 - CLAIM_MARGIN)

@@ -1,25 +1,25 @@
-"""What workers do: bound a corner, or evaluate an accelerator. Functions of values to values, so that any process can.
+"""What workers compute: bounds of a box's best case, schedules of layers, and the best plan of a model on a design.
 
-An evaluation is the planner's own: the slices are scheduled on the accelerator, placed, and simulated. Cells come with
-the bound that is known under each; one that cannot beat the best so far is not scheduled.
+Every task is a function of values to values, so that any process can run it. An evaluation is the planner's own: the
+slices are scheduled on the accelerator, placed, and simulated. Slicings come with the bound that is known of each, and
+one that cannot beat the best so far is not scheduled.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from phaze.explore.design_bounds import Cell
+from phaze.explore.design_bounds import FORWARD, TO_INPUTS, TO_WEIGHTS, PassColumn, Slicing
 from phaze.hardware import Accelerator
 from phaze.ir import SEARCHED_MODES, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.json_records import to_document
-from phaze.parallelism import Parallelism, read_strategy
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import (
     Bounded,
     LayerProfile,
-    Placement,
     PlacementProblem,
     SearchEffort,
     bound_placement,
@@ -35,22 +35,29 @@ from phaze.profile.model_profiles import layer_variants, profile_model, profile_
 from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer
 from phaze.shard import Axis, ShardedLayer, ShardedModel, slice_layer
+from phaze.tolerances import PASS_BOUND_MARGIN
 
 __all__ = [
     "BoundTask",
     "EvaluateTask",
-    "Outcome",
+    "Evaluation",
     "ScheduleTask",
-    "bound_corner",
-    "evaluate_point",
+    "bound_step_time",
+    "evaluate_design",
     "schedule_options",
-    "schedule_rows",
+    "schedule_pass_bounds",
 ]
+
+_SCHEDULES_SHARE_OF_GAP = 0.5
+"""The part of the search's gap that schedules and placement may each leave unproven, so that both keep within it."""
+
+_PAPER_BACKWARD = "backward"
+"""The name of the whole backward pass, which the paper's program does not cut in two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoundTask:
-    """Which seconds no placement of a problem beats; more than the cutoff is of no interest."""
+    """A placement problem whose step time is to be bounded; bounds above the cutoff are of no interest."""
 
     problem: PlacementProblem
     cutoff_s: float
@@ -59,204 +66,230 @@ class BoundTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluateTask:
-    """The best plan of one model on one accelerator, if it takes less than the cutoff.
+    """One model on one accelerator, whose best plan is wanted if it takes less than the cutoff.
 
-    `cells` come with the bound that is known under each. `likely` is the strategy of an `Outcome` elsewhere that may
-    well be the best here, too: if so, it is found sooner.
+    Attributes:
+        model_question: what is asked of the model.
+        accelerator: the accelerator with its memory.
+        slicings: the slicings to choose from, each after the bound on its step time that is known.
+        cutoff_s: plans that take longer are of no interest.
+        likely: the parallelism of another accelerator's best plan. If it is the best here, too, it is found sooner.
     """
 
     model_question: Question
     accelerator: Accelerator
-    cells: tuple[tuple[float, Cell], ...]
+    slicings: tuple[tuple[float, Slicing], ...]
     cutoff_s: float
-    likely: Mapping[str, object] = field(default_factory=dict)
+    likely: Parallelism | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleTask:
-    """A cell on a few accelerators, to be scheduled and not placed."""
+    """The layers of a slicing, to be scheduled on a few accelerators and not placed."""
 
-    cell: Cell
+    slicing: Slicing
     accelerators: tuple[Accelerator, ...]
     options: ProfileOptions
     cutoff_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What an evaluation found; times are None where no plan takes less than the cutoff.
+class Evaluation:
+    """The best plan of a model on an accelerator, as far as an evaluation looked for it.
 
-    `bound_s` is under every plan of every cell that was given, at most the cutoff (None: nothing fits). `strategy` has
-    the keys that `phaze.evaluate` takes, `needed_bytes` is the fullest device's. `scheduled` and `placed` count cells.
+    Attributes:
+        time_s: seconds of a step; None where no plan takes less than the cutoff.
+        bound_s: no plan of any slicing that was given takes less; at most the cutoff. None where nothing fits.
+        energy_j: joules of a step; None where energy is not counted.
+        parallelism: the plan's strategy; None without a plan.
+        stages: how many layers each stage of the plan has.
+        needed_bytes: memory of the fullest device.
+        scheduled: slicings whose layers were scheduled.
+        placed: slicings that were placed.
     """
 
     time_s: float | None
     bound_s: float | None
     energy_j: float | None = None
-    strategy: Mapping[str, object] = field(default_factory=dict)
+    parallelism: Parallelism | None = None
+    stages: tuple[int, ...] = ()
     needed_bytes: float = 0.0
     scheduled: int = 0
     placed: int = 0
 
+    def strategy(self) -> dict[str, object]:
+        """The plan's strategy with its cuts, in the form that `phaze.evaluate` takes.
 
-def bound_corner(task: BoundTask) -> float:
-    """At most the cutoff; infinite if nothing fits."""
+        Whether sequences are split is left out: slices were free to split them between some layers and not others.
+        """
+        document: dict[str, object] = to_document(self.parallelism)
+        del document["sequence_parallel"]
+        return {**document, "stages": list(self.stages)}
+
+
+def bound_step_time(task: BoundTask) -> float:
+    """A lower bound on the step time of every placement, at most the cutoff; infinite if nothing fits."""
     if task.is_paper:
-        found = place_as_paper(task.problem)
-        return math.inf if found is None else min(found.time_s, task.cutoff_s)
+        placement = place_as_paper(task.problem)
+        return math.inf if placement is None else min(placement.time_s, task.cutoff_s)
     effort = None if math.isinf(task.cutoff_s) else SearchEffort()
     return bound_placement(task.problem, cutoff_s=task.cutoff_s, effort=effort)
 
 
-def schedule_rows(task: ScheduleTask) -> list[list[float]]:
-    """A row an accelerator, from the proven bounds of the schedules that an evaluation would use."""
-    found = []
+def schedule_pass_bounds(task: ScheduleTask) -> list[list[float]]:
+    """The proven bounds of the schedules that an evaluation would use: a row by accelerator, a number by column."""
+    rows = []
     for accelerator in task.accelerators:
-        if task.cell.is_paper:
-            profiles = _paper_profiles(task.cell, accelerator, task.options)[1]
+        if task.slicing.is_paper:
+            profiles = _paper_profiles(task.slicing, accelerator, task.options)[1]
         else:
-            profiles = dict(profile_model(_moved(task.cell.sharded, accelerator), task.options).profiles)
-        found.append([_bound_of(profiles, task.cell.tp, key, name) for key, name in task.cell.numbers])
-    return found
+            profiles = dict(profile_model(_on_accelerator(task.slicing.sharded, accelerator), task.options).profiles)
+        rows.append([_column_bound_s(profiles, task.slicing.tp, column) for column in task.slicing.columns])
+    return rows
 
 
-def _bound_of(profiles: Mapping[ProfileKey, LayerProfile], tp: int, key: str, name: str) -> float:
-    """One number of a row."""
-    mode = RecomputeMode(name) if name in list(RecomputeMode) else RecomputeMode.NONE
-    profile = profiles[key, tp, mode]
-    parts = {
-        "forward": profile.forward_s,
-        "to_inputs": profile.backward_input_s,
-        "to_weights": profile.backward_weight_s,
-    }
-    return float(parts.get(name, profile.recompute_s).bound[0]) * (1 - 1e-12)
+def _column_bound_s(profiles: Mapping[ProfileKey, LayerProfile], tp: int, column: PassColumn) -> float:
+    """The bound of one pass of one layer, as its schedule proves it."""
+    is_mode = column.pass_name in list(RecomputeMode)
+    mode = RecomputeMode(column.pass_name) if is_mode else RecomputeMode.NONE
+    profile = profiles[column.layer_key, tp, mode]
+    passes = {FORWARD: profile.forward_s, TO_INPUTS: profile.backward_input_s, TO_WEIGHTS: profile.backward_weight_s}
+    return float(passes.get(column.pass_name, profile.recompute_s).bound[0]) * (1 - PASS_BOUND_MARGIN)
 
 
 def schedule_options(model_question: Question) -> ProfileOptions:
-    """How passes are scheduled: to half of the gap, which leaves the other half to placement."""
-    return profile_options(replace(model_question, gap=model_question.gap / 2))
+    """How layers are scheduled: to their share of the gap."""
+    return profile_options(replace(model_question, gap=model_question.gap * _SCHEDULES_SHARE_OF_GAP))
 
 
-def evaluate_point(task: EvaluateTask) -> Outcome:
-    """Schedule and place the cells, the lowest bound first."""
-    best = Outcome(time_s=None, bound_s=None)
+def evaluate_design(task: EvaluateTask) -> Evaluation:
+    """Schedule and place the slicings, the one with the lowest bound first."""
+    best = Evaluation(time_s=None, bound_s=None)
     bound_s, cutoff_s, scheduled, placed = math.inf, task.cutoff_s, 0, 0
-    for least_s, cell in sorted(task.cells, key=lambda pair: (pair[0], pair[1].name)):
-        if least_s >= cutoff_s * (1 - task.model_question.gap / 2):
-            bound_s = min(bound_s, least_s)
+    for known_s, slicing in sorted(task.slicings, key=lambda pair: (pair[0], pair[1].name)):
+        if known_s >= cutoff_s * (1 - task.model_question.gap * _SCHEDULES_SHARE_OF_GAP):
+            bound_s = min(bound_s, known_s)
             continue
         scheduled += 1
-        found = _paper_outcome(task, cell) if cell.is_paper else _outcome(task, cell, cutoff_s)
-        placed += found.placed
-        bound_s = min(bound_s, max(least_s, math.inf if found.bound_s is None else found.bound_s))
-        if found.time_s is not None and found.time_s < cutoff_s:
-            best, cutoff_s = found, found.time_s
+        evaluation = _evaluate_as_paper(task, slicing) if slicing.is_paper else _evaluate(task, slicing, cutoff_s)
+        placed += evaluation.placed
+        bound_s = min(bound_s, max(known_s, math.inf if evaluation.bound_s is None else evaluation.bound_s))
+        if evaluation.time_s is not None and evaluation.time_s < cutoff_s:
+            best, cutoff_s = evaluation, evaluation.time_s
     return replace(best, bound_s=None if math.isinf(bound_s) else bound_s, scheduled=scheduled, placed=placed)
 
 
-def _outcome(task: EvaluateTask, cell: Cell, cutoff_s: float) -> Outcome:
-    model_question = replace(
-        task.model_question, cluster=replace(task.model_question.cluster, accelerator=task.accelerator)
-    )
-    slices = profile_model(_moved(cell.sharded, task.accelerator), schedule_options(model_question))
-    problem = replace(cell.problem, profiles=slices.profiles, cluster=model_question.cluster)
+def _evaluate(task: EvaluateTask, slicing: Slicing, cutoff_s: float) -> Evaluation:
+    cluster = replace(task.model_question.cluster, accelerator=task.accelerator)
+    model_question = replace(task.model_question, cluster=cluster)
+    slices = profile_model(_on_accelerator(slicing.sharded, task.accelerator), schedule_options(model_question))
+    problem = replace(slicing.problem, profiles=slices.profiles, cluster=cluster)
     result = find_placement(
         problem,
         top=1,
         cutoff_s=cutoff_s,
-        gap=task.model_question.gap / 2,
-        network=cell.network,
-        likely=_degrees(task.likely, cell),
+        gap=task.model_question.gap * _SCHEDULES_SHARE_OF_GAP,
+        network=slicing.network,
+        likely=_likely_here(task.likely, slicing),
     )
     bound_s = None if math.isinf(result.bound_s) else result.bound_s
     if result.best is None:
-        return Outcome(time_s=None, bound_s=bound_s, placed=1)
+        return Evaluation(time_s=None, bound_s=bound_s, placed=1)
     candidate = Candidate(slices=slices, problem=problem, result=result)
     answer = Answer(placement=result.best, candidate=candidate, candidates=(candidate,), bound_s=result.bound_s)
-    return Outcome(
+    return Evaluation(
         time_s=result.best.time_s,
         bound_s=bound_s,
         energy_j=step_energy(model_question, answer, 1.0)["total_j"],
-        strategy=_strategy(candidate, result.best),
+        parallelism=strategy_of(candidate, result.best),
+        stages=tuple(len(stage.layers) for stage in result.best.stages),
         needed_bytes=max(memory.total_bytes for memory in result.best.memory),
         placed=1,
     )
 
 
-def _strategy(candidate: Candidate, placement: Placement) -> dict[str, object]:
-    """What was chosen; slices were free to split sequences between some layers and not between others."""
-    strategy = to_document(strategy_of(candidate, placement))
-    del strategy["sequence_parallel"]
-    return {**strategy, "stages": [len(stage.layers) for stage in placement.stages]}
-
-
-def _degrees(strategy: Mapping[str, object], cell: Cell) -> Parallelism | None:
-    """Those of a strategy that is one of the cell's."""
-    if (strategy.get("micro_batch_size"), strategy.get("tp")) != (cell.micro_batch_size, cell.tp):
+def _likely_here(likely: Parallelism | None, slicing: Slicing) -> Parallelism | None:
+    """The degrees of a parallelism that has the slicing's microbatch size and tp; what the placement decides, only."""
+    if likely is None or (likely.micro_batch_size, likely.tp) != (slicing.micro_batch_size, slicing.tp):
         return None
-    fixed = read_strategy(strategy)
-    names = ("dp", "tp", "pp", "chunks", "zero", "schedule")
-    return Parallelism(**{name: fixed[name] for name in names})  # type: ignore[arg-type]
+    return Parallelism(
+        dp=likely.dp,
+        tp=likely.tp,
+        pp=likely.pp,
+        chunks=likely.chunks,
+        zero=likely.zero,
+        schedule=likely.schedule,
+    )
 
 
-def _moved(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
+def _on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
     """The same slices on another accelerator; equal layers stay one object."""
     axis = Axis(replace(model.axis.cluster, accelerator=accelerator), model.axis.tp, model.axis.calibration)
-    once: dict[int, ShardedLayer] = {}
+    moved: dict[int, ShardedLayer] = {}
     for layer in model.layers:
-        once.setdefault(id(layer), replace(layer, problem=replace(layer.problem, axis=axis)))
-    return replace(model, axis=axis, layers=tuple(once[id(layer)] for layer in model.layers))
+        moved.setdefault(id(layer), replace(layer, problem=replace(layer.problem, axis=axis)))
+    return replace(model, axis=axis, layers=tuple(moved[id(layer)] for layer in model.layers))
 
 
-def _paper_outcome(task: EvaluateTask, cell: Cell) -> Outcome:
-    """As the paper counts: its schedules, its placement; bounds are those of the schedules' bounds."""
-    values, bounds = _paper_profiles(cell, task.accelerator, schedule_options(task.model_question))
-    cluster = replace(cell.problem.cluster, accelerator=task.accelerator)
-    problem = replace(cell.problem, profiles=values, cluster=cluster)
-    found = place_as_paper(problem)
-    if found is None:
-        return Outcome(time_s=None, bound_s=None, placed=1)
-    least = place_as_paper(replace(problem, profiles=bounds))
-    assert least is not None
-    strategy = {
-        "dp": found.dp,
-        "tp": found.tp,
-        "pp": len(found.stages),
-        "micro_batch_size": cell.micro_batch_size,
-        "recompute": found.recompute,
-        "stages": [len(layers) for layers in found.stages],
-    }
-    return Outcome(time_s=found.time_s, bound_s=min(least.time_s, found.time_s), strategy=strategy, placed=1)
+def _evaluate_as_paper(task: EvaluateTask, slicing: Slicing) -> Evaluation:
+    """As the paper counts: its schedules and its placement; the bound is the placement of the schedules' bounds."""
+    exact, bounds = _paper_profiles(slicing, task.accelerator, schedule_options(task.model_question))
+    cluster = replace(slicing.problem.cluster, accelerator=task.accelerator)
+    problem = replace(slicing.problem, profiles=exact, cluster=cluster)
+    placement = place_as_paper(problem)
+    if placement is None:
+        return Evaluation(time_s=None, bound_s=None, placed=1)
+    bounding = place_as_paper(replace(problem, profiles=bounds))
+    assert bounding is not None
+    pp = len(placement.stages)
+    repeated = RecomputeMode.FULL if placement.recompute else RecomputeMode.NONE
+    parallelism = Parallelism(
+        dp=placement.dp,
+        tp=placement.tp,
+        pp=pp,
+        schedule=PipelineSchedule.ONE_F_ONE_B if pp > 1 else PipelineSchedule.NONE,
+        micro_batch_size=slicing.micro_batch_size,
+        recompute=(*(repeated,) * (pp - 1), RecomputeMode.NONE),  # the paper's last stage never computes again
+    )
+    return Evaluation(
+        time_s=placement.time_s,
+        bound_s=min(bounding.time_s, placement.time_s),
+        parallelism=parallelism,
+        stages=tuple(len(layers) for layers in placement.stages),
+        placed=1,
+    )
 
 
 def _paper_profiles(
-    cell: Cell, accelerator: Accelerator, options: ProfileOptions
+    slicing: Slicing, accelerator: Accelerator, options: ProfileOptions
 ) -> tuple[dict[ProfileKey, LayerProfile], dict[ProfileKey, LayerProfile]]:
     """Profiles with the seconds of schedules, and with their bounds."""
-    times: dict[tuple[str, str], tuple[float, float]] = {}
-    for key, layer in layer_variants(_moved(cell.sharded, accelerator)).items():
+    exact_s: dict[PassColumn, float] = {}
+    bounds_s: dict[PassColumn, float] = {}
+    for key, layer in layer_variants(_on_accelerator(slicing.sharded, accelerator)).items():
         local = slice_layer(layer)
         whole = single_layer(local)
-        passes = {"forward": whole.forward, "backward": whole.backward}
+        passes = {FORWARD: whole.forward, _PAPER_BACKWARD: whole.backward}
         passes |= {mode.value: recomputed_ops(local, whole, mode) for mode in SEARCHED_MODES}
         for name, ops in passes.items():
-            times[key, name] = (0.0, 0.0)
+            column = PassColumn(key, name)
+            exact_s[column] = bounds_s[column] = 0.0
             if ops:
                 priced = priced_pass(layer, local, ops, options, compatibility=Compatibility.PAPER)
                 schedule = schedule_layer(priced.problem(), gap=options.gap, work=options.work, cache=options.cache)
-                times[key, name] = (schedule.time_s, schedule.time_bound_s)
-    found: list[dict[ProfileKey, LayerProfile]] = []
-    for side in (0, 1):
-        found.append(
-            {
-                (key, tp, mode): replace(
-                    profile,
-                    forward_s=Bounded.exact(times[key, "forward"][side]),
-                    backward_input_s=Bounded.exact(times[key, "backward"][side]),
-                    backward_weight_s=Bounded.exact(0.0),
-                    recompute_s=Bounded.exact(times[key, mode.value][side]),
-                )
-                for (key, tp, mode), profile in cell.problem.profiles.items()
-            }
+                exact_s[column], bounds_s[column] = schedule.time_s, schedule.time_bound_s
+    return _profiles_of_passes(slicing, exact_s), _profiles_of_passes(slicing, bounds_s)
+
+
+def _profiles_of_passes(slicing: Slicing, seconds: Mapping[PassColumn, float]) -> dict[ProfileKey, LayerProfile]:
+    """The slicing's profiles, with passes that take the given seconds."""
+    return {
+        (key, tp, mode): replace(
+            profile,
+            forward_s=Bounded.exact(seconds[PassColumn(key, FORWARD)]),
+            backward_input_s=Bounded.exact(seconds[PassColumn(key, _PAPER_BACKWARD)]),
+            backward_weight_s=Bounded.exact(0.0),
+            recompute_s=Bounded.exact(seconds[PassColumn(key, mode.value)]),
         )
-    return found[0], found[1]
+        for (key, tp, mode), profile in slicing.problem.profiles.items()
+    }

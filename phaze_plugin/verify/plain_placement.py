@@ -1,142 +1,174 @@
-"""Placement written a second time, for checking: plainly, slowly, layer by layer, without tables, bounds or numpy.
+"""Placement written a second time, for verification: plainly, layer by layer, without tables, bounds or numpy.
 
-`phaze.place` finds a placement with prefix sums over all stages and simulates many candidates at once; here one given
-placement is added up and simulated one pass after the other. Only prices of single collectives and of the update are
-shared with it. The rules are those of `phaze.place.model.stage_costs`, `memory`, `orders` and `simulate`.
+`phaze.place` finds a placement with prefix sums over all stages and simulates many candidates at once. Here one given
+placement is added up and simulated one pass after the other. Only values, and the prices of single collectives and of
+the update, are shared with that code. The rules, and where they stand:
+
+    order of a device's passes                 `plain_order`
+    microbatches that a stage holds            `plain_in_flight`
+    seconds of a step                          `plain_simulation`
+    seconds of a stage's passes                `PlainCosts.stage`
+    reductions of gradients, ties, the update  `PlainCosts._add_what_follows`, `PlainCosts._add_reduction`
+    memory of a stage                          `PlainCosts._add_memory`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import LayerProfile, PlacementProblem
 
 __all__ = ["PlainCosts", "PlainStage", "plain_in_flight", "plain_order", "plain_simulation"]
 
+_UPDATED_PARAMETERS = 1 << 30
+"""Parameters of the update that is priced to know the seconds of one: so many that fixed costs do not show."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PlainStage:
-    """One stage's seconds and bytes."""
+    """One stage: seconds of its passes and of what follows them, and bytes on each of its devices.
 
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-    exposed: float = 0.0
-    reduction: float = 0.0
-    tie: float = 0.0
-    finish: float = 0.0
-    stash: float = 0.0
+    Attributes:
+        forward_s: a forward pass, with the transfer that it waits for.
+        backward_s: a backward pass; in zero-bubble schedules the part that makes gradients of inputs.
+        weight_s: the part of a backward pass that makes gradients of weights, in zero-bubble schedules.
+        exposed_s: reductions of gradients that no backward pass hides.
+        reduction_s: all reductions of gradients.
+        tie_s: exchanges with stages that hold the same parameters.
+        finish_s: the update, and the gathers of updated parameters.
+        stash_bytes: what a microbatch keeps from its forward pass to its last backward pass.
+        devices: devices that share the stage.
+        held_bytes: parameters, gradients and optimizer states, by these names.
+        working_bytes: the most that a layer needs beside stashes.
+        buffer_bytes: buffers of transfers and collectives.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    exposed_s: float = 0.0
+    reduction_s: float = 0.0
+    tie_s: float = 0.0
+    finish_s: float = 0.0
+    stash_bytes: float = 0.0
     devices: int = 1
-    held: dict[str, float] = field(default_factory=dict)
-    working: float = 0.0
-    buffers: float = 0.0
+    held_bytes: dict[str, float] = field(default_factory=dict)
+    working_bytes: float = 0.0
+    buffer_bytes: float = 0.0
 
     @property
-    def scratch(self) -> float:
-        """What chunks of one device share."""
-        return self.working + self.buffers
+    def scratch_bytes(self) -> float:
+        """What chunks of one device share, as one of them runs at a time."""
+        return self.working_bytes + self.buffer_bytes
 
 
 PlainPass = tuple[str, int, int]
 """Kind (F, B or W), chunk, microbatch."""
 
 
-def plain_order(schedule: str, devices: int, batches: int, chunks: int, device: int) -> list[PlainPass]:
-    """Passes of one device, one after the other."""
+def plain_order(schedule: str, pp: int, micro_batches: int, chunks: int, device: int) -> list[PlainPass]:
+    """Passes of one device of a pipeline, one after the other."""
     if schedule == "gpipe":
-        return [("F", 0, batch) for batch in range(batches)] + [("B", 0, batch) for batch in range(batches)]
+        batches = range(micro_batches)
+        return [("F", 0, batch) for batch in batches] + [("B", 0, batch) for batch in batches]
     forwards: list[PlainPass] = []
     backwards: list[PlainPass] = []
-    group = devices if chunks > 1 else batches
-    for start in range(0, batches, group):
+    group = pp if chunks > 1 else micro_batches
+    for start in range(0, micro_batches, group):
         for chunk in range(chunks):
-            for batch in range(start, min(start + group, batches)):
+            for batch in range(start, min(start + group, micro_batches)):
                 forwards.append(("F", chunk, batch))
                 backwards.append(("B", chunks - 1 - chunk, batch))
-    ahead = devices - 1 - device
-    first = min(2 * ahead + (chunks - 1) * devices if chunks > 1 else ahead, len(forwards))
+    ahead = pp - 1 - device
+    first = min(2 * ahead + (chunks - 1) * pp if chunks > 1 else ahead, len(forwards))
     passes = forwards[:first]
     for turn, forward in enumerate(forwards[first:]):
         passes += [forward, backwards[turn]]
     passes += backwards[len(forwards) - first :]
-    return passes if schedule != "zero-bubble" else _with_weights(passes, batches, device)
+    return passes if schedule != "zero-bubble" else _with_weight_passes(passes, micro_batches, device)
 
 
-def _with_weights(passes: Sequence[PlainPass], batches: int, device: int) -> list[PlainPass]:
-    """A device delays each W by as many backwards as devices come before it."""
-    found: list[PlainPass] = []
+def _with_weight_passes(passes: Sequence[PlainPass], micro_batches: int, device: int) -> list[PlainPass]:
+    """The passes with a W for every microbatch, which comes as many backwards late as devices come before."""
+    order: list[PlainPass] = []
     for kind, chunk, batch in passes:
-        found.append((kind, chunk, batch))
+        order.append((kind, chunk, batch))
         if kind == "B" and batch >= device:
-            found.append(("W", 0, batch - device))
-    done = sum(kind == "W" for kind, _, _ in found)
-    return found + [("W", 0, batch) for batch in range(done, batches)]
+            order.append(("W", 0, batch - device))
+    done = sum(kind == "W" for kind, _, _ in order)
+    return order + [("W", 0, batch) for batch in range(done, micro_batches)]
 
 
-def plain_in_flight(schedule: str, devices: int, batches: int, chunks: int, device: int, chunk: int) -> int:
-    """The most microbatches whose forward ran and whose last backward pass did not."""
+def plain_in_flight(schedule: str, pp: int, micro_batches: int, chunks: int, device: int, chunk: int) -> int:
+    """The most microbatches whose forward pass ran on a chunk and whose last backward pass did not."""
     last = "W" if schedule == "zero-bubble" else "B"
     held = most = 0
-    for kind, of, _ in plain_order(schedule, devices, batches, chunks, device):
-        held += (kind == "F" and of == chunk) - (kind == last and of == chunk)
-        most = max(most, held)
+    for kind, pass_chunk, _ in plain_order(schedule, pp, micro_batches, chunks, device):
+        if pass_chunk == chunk:
+            held += (kind == "F") - (kind == last)
+            most = max(most, held)
     return most
 
 
-def plain_simulation(schedule: str, devices: int, batches: int, stages: Sequence[PlainStage]) -> float:
-    """Seconds per batch: every device waits for what its next pass needs."""
-    chunks = len(stages) // devices
-    end = _pass_ends(schedule, devices, batches, stages)
+def plain_simulation(schedule: str, pp: int, micro_batches: int, stages: Sequence[PlainStage]) -> float:
+    """Seconds of a step in which every device waits for what its next pass needs."""
+    chunks = len(stages) // pp
+    on_device = [[stages[chunk * pp + device] for chunk in range(chunks)] for device in range(pp)]
+    ends_s = _pass_ends_s(schedule, pp, micro_batches, stages)
     last = "W" if schedule == "zero-bubble" else "B"
-    reduced = []
-    for device in range(devices):
-        network = -math.inf
+    reduced_s = []
+    for device in range(pp):
+        network_s = -math.inf
         for chunk in range(chunks - 1, -1, -1):
-            stage = stages[chunk * devices + device]
-            finished = max(end[last, chunk * devices + device, batch] for batch in range(batches))
-            network = max(finished + stage.exposed, network + stage.reduction)
-        reduced.append(network)
-    tie = [sum(stages[chunk * devices + device].tie for chunk in range(chunks)) for device in range(devices)]
-    meeting = max((reduced[device] for device in range(devices) if tie[device] > 0), default=0.0)
-    ends = []
-    for device in range(devices):
-        settled = meeting + tie[device] if tie[device] > 0 else reduced[device]
-        ends.append(settled + sum(stages[chunk * devices + device].finish for chunk in range(chunks)))
-    return max(ends)
+            stage = on_device[device][chunk]
+            finished_s = max(ends_s[last, chunk * pp + device, batch] for batch in range(micro_batches))
+            network_s = max(finished_s + stage.exposed_s, network_s + stage.reduction_s)
+        reduced_s.append(network_s)
+    ties_s = [sum(stage.tie_s for stage in on_device[device]) for device in range(pp)]
+    # Devices that exchange tied parameters wait for the last of them.
+    meeting_s = max((reduced_s[device] for device in range(pp) if ties_s[device] > 0), default=0.0)
+    device_ends_s = []
+    for device in range(pp):
+        settled_s = meeting_s + ties_s[device] if ties_s[device] > 0 else reduced_s[device]
+        device_ends_s.append(settled_s + sum(stage.finish_s for stage in on_device[device]))
+    return max(device_ends_s)
 
 
-def _pass_ends(
-    schedule: str, devices: int, batches: int, stages: Sequence[PlainStage]
+def _pass_ends_s(
+    schedule: str, pp: int, micro_batches: int, stages: Sequence[PlainStage]
 ) -> dict[tuple[str, int, int], float]:
     """When each (kind, stage, microbatch) ends."""
-    chunks = len(stages) // devices
-    left = [plain_order(schedule, devices, batches, chunks, device)[::-1] for device in range(devices)]
-    clock = [0.0] * devices
-    end: dict[tuple[str, int, int], float] = {}
-    while any(left):
-        for device in range(devices):
-            while left[device]:
-                kind, chunk, batch = left[device][-1]
-                stage = chunk * devices + device
-                needs = _needs(kind, stage, batch, len(stages))
-                if needs is not None and needs not in end:
+    chunks = len(stages) // pp
+    waiting = [plain_order(schedule, pp, micro_batches, chunks, device)[::-1] for device in range(pp)]
+    clock_s = [0.0] * pp
+    ends_s: dict[tuple[str, int, int], float] = {}
+    while any(waiting):
+        for device in range(pp):
+            while waiting[device]:
+                kind, chunk, batch = waiting[device][-1]
+                stage = chunk * pp + device
+                needed = _needed_pass(kind, stage, batch, len(stages))
+                if needed is not None and needed not in ends_s:
                     break
                 times = stages[stage]
-                takes = {"F": times.forward, "B": times.backward, "W": times.weight}[kind]
-                clock[device] = max(clock[device], end[needs] if needs else 0.0) + takes
-                end[kind, stage, batch] = clock[device]
-                left[device].pop()
-    return end
+                takes_s = {"F": times.forward_s, "B": times.backward_s, "W": times.weight_s}[kind]
+                clock_s[device] = max(clock_s[device], ends_s[needed] if needed else 0.0) + takes_s
+                ends_s[kind, stage, batch] = clock_s[device]
+                waiting[device].pop()
+    return ends_s
 
 
-def _needs(kind: str, stage: int, batch: int, stages: int) -> tuple[str, int, int] | None:
+def _needed_pass(kind: str, stage: int, batch: int, stages: int) -> tuple[str, int, int] | None:
+    """The pass whose result a pass needs, as (kind, stage, microbatch)."""
     if kind == "F":
         return ("F", stage - 1, batch) if stage else None
     if kind == "B":
@@ -144,67 +176,88 @@ def _needs(kind: str, stage: int, batch: int, stages: int) -> tuple[str, int, in
     return ("B", stage, batch)
 
 
+class _Tie(NamedTuple):
+    """Parameters that several layers share, as a stage with some of these layers sees them.
+
+    Attributes:
+        held: parameters that the stage holds of it.
+        repeated: parameters of all these layers of the stage together.
+        layers_here: how many of the layers are in the stage.
+        layers: how many layers share the parameters.
+    """
+
+    held: float
+    repeated: float
+    layers_here: int
+    layers: int
+
+
 @dataclass(slots=True)
 class PlainCosts:
-    """Stage costs of one choice of width, pipelines, ZeRO stage and depth, layer by layer."""
+    """Seconds and bytes of stages under one parallelism, added up layer by layer.
+
+    With `allows_mixed_tp`, a stage none of whose layers is split takes one device instead of tp.
+    """
 
     problem: PlacementProblem
-    tp: int
-    dp: int
-    zero: int
-    devices: int
-    split: bool
-    mixed: bool
+    parallelism: Parallelism
+    allows_mixed_tp: bool
     energy: EnergyModel = field(default_factory=energy_model)
-    known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    known_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def stage(self, before: set[int], layers: set[int], mode: RecomputeMode) -> PlainStage:
-        """One stage, given what comes before it."""
-        recipe, at = self.problem.recipe, self.problem.accelerator
+        """One stage with some layers and a recompute mode, given the layers that come before it."""
+        recipe, zero = self.problem.recipe, self.parallelism.zero
         order = sorted(layers)
         profiles = {layer: self._profile(layer, mode) for layer in order}
-        sliced = any(profile.is_tensor_parallel for profile in profiles.values())
-        devices = self.tp if sliced or not self.mixed else 1
-        cut_in, cut_out = self._cut(before), self._cut(before | layers)
-        receive, returned = self._transfer(before), self._transfer(before | layers)
-        total = {
-            name: math.fsum(float(getattr(profile, name).value[at]) for profile in profiles.values())
-            for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
-        }
-        gather = scatter = 0.0
+        is_split = any(profile.is_tensor_parallel for profile in profiles.values())
+        devices = self.parallelism.tp if is_split or not self.allows_mixed_tp else 1
+        received_s, returned_s = self._transfer_s(before), self._transfer_s(before | layers)
+        gather_s = scatter_s = 0.0
         for profile in profiles.values():
-            if self.zero == 3:
-                gather += self._price(Collective.ALL_GATHER, profile.parameters * recipe.parameter_bytes, devices)
-            if self.zero >= 2:
+            if zero == 3:
+                size = profile.parameters * recipe.parameter_bytes
+                gather_s += self._over_copies_s(Collective.ALL_GATHER, size, devices)
+            if zero >= 2:
                 size = profile.parameters * dtype_bytes(recipe.reduction_dtype)
-                scatter += self._price(Collective.REDUCE_SCATTER, size, devices)
-        start = max(returned, total["recompute_s"])
+                scatter_s += self._over_copies_s(Collective.REDUCE_SCATTER, size, devices)
+        together_s = self.problem.calibration.together_s
+        inputs_s, weights_s = self._sum_s(profiles, "backward_input_s"), self._sum_s(profiles, "backward_weight_s")
+        start_s = max(returned_s, self._sum_s(profiles, "recompute_s"))
         result = PlainStage(devices=devices)
-        together = self.problem.calibration.together_s
-        result.forward = receive + together(total["forward_s"], gather)
-        both = total["backward_input_s"] + total["backward_weight_s"]
-        result.backward = start + together(both, gather + scatter)
-        if self.split:
-            result.backward = start + together(total["backward_input_s"], gather)
-            result.weight = together(total["backward_weight_s"], scatter)
-        self._after(result, order, profiles, devices)
-        self._memory(result, before, order, profiles, cut_in + cut_out)
+        result.forward_s = received_s + together_s(self._sum_s(profiles, "forward_s"), gather_s)
+        result.backward_s = start_s + together_s(inputs_s + weights_s, gather_s + scatter_s)
+        if self._splits_backward:
+            result.backward_s = start_s + together_s(inputs_s, gather_s)
+            result.weight_s = together_s(weights_s, scatter_s)
+        self._add_what_follows(result, profiles)
+        self._add_memory(result, before, profiles, self._cut_bytes(before) + self._cut_bytes(before | layers))
         return result
 
-    def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
-        return self.problem.profile(layer, self.tp, mode or self.problem.choices.recompute[0])
+    @property
+    def _splits_backward(self) -> bool:
+        return self.parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
 
-    def _price(self, collective: Collective, size: float, stride: int) -> float:
-        """Over the copies of a stage."""
-        if self.dp == 1 or size <= 0:
+    @property
+    def _used_devices(self) -> int:
+        return self.parallelism.dp * self.parallelism.tp * self.parallelism.pp
+
+    def _sum_s(self, profiles: Mapping[int, LayerProfile], name: str) -> float:
+        """The seconds of one pass over all layers of a stage."""
+        accelerator = self.problem.accelerator
+        return math.fsum(float(getattr(profile, name).value[accelerator]) for profile in profiles.values())
+
+    def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
+        return self.problem.profile(layer, self.parallelism.tp, mode or self.problem.choices.recompute[0])
+
+    def _over_copies_s(self, collective: Collective, size: float, stride: int) -> float:
+        """Seconds of a collective over the dp copies of a stage."""
+        if self.parallelism.dp == 1 or size <= 0:
             return 0.0
         key = (collective, size, stride)
-        if key not in self.known:
-            cluster = self.problem.cluster
-            used = self.dp * self.tp * self.devices
-            part = Cluster(cluster.accelerator, used, self._levels(used))
-            self.known[key] = self._seconds(collective, size, part, self.dp, stride)
-        return self.known[key]
+        if key not in self.known_s:
+            self.known_s[key] = self._seconds(collective, size, self._used_cluster(), self.parallelism.dp, stride)
+        return self.known_s[key]
 
     def _seconds(
         self, collective: Collective, size: float, part: Cluster, members: int, stride: int = 1, is_inner: bool = True
@@ -214,43 +267,45 @@ class PlainCosts:
         price = price_collective(collective, size, part, members, stride, calibration=calibration, energy=self.energy)
         return float(price.seconds)
 
-    def _levels(self, used: int) -> tuple[InterconnectLevel, ...]:
-        levels = self.problem.cluster.levels
-        if math.prod(level.size for level in levels) >= used:
-            return levels
-        last = levels[-1]
-        return (*levels[:-1], InterconnectLevel(last.size * used, last.bandwidth_bytes_per_s, last.latency_s))
+    def _used_cluster(self) -> Cluster:
+        """The devices that are used; the outermost level is made larger if the cluster's levels hold fewer."""
+        cluster, used, levels = self.problem.cluster, self._used_devices, self.problem.cluster.levels
+        if math.prod(level.size for level in levels) < used:
+            last = levels[-1]
+            larger = InterconnectLevel(last.size * used, last.bandwidth_bytes_per_s, last.latency_s)
+            levels = (*levels[:-1], larger)
+        return Cluster(cluster.accelerator, used, levels)
 
-    def _between(self, collective: Collective, size: float, members: int) -> float:
-        """Between stages, on the links that reach farthest."""
-        if self.devices == 1 or size <= 0:
+    def _between_stages_s(self, collective: Collective, size: float, members: int) -> float:
+        """Seconds of a collective between stages, on the links that reach farthest."""
+        if self.parallelism.pp == 1 or size <= 0:
             return 0.0
         key = (collective, size, members, "between")
-        if key not in self.known:
-            cluster, stride = self.problem.cluster, self.dp * self.tp
-            used = stride * self.devices
+        if key not in self.known_s:
+            cluster, stride = self.problem.cluster, self.parallelism.dp * self.parallelism.tp
             far = cluster.levels[-1]
-            if used <= math.prod(level.size for level in cluster.levels):
-                far = Cluster(cluster.accelerator, used, cluster.levels).axis_levels(self.devices, stride)[-1]
+            if self._used_devices <= math.prod(level.size for level in cluster.levels):
+                used = Cluster(cluster.accelerator, self._used_devices, cluster.levels)
+                far = used.axis_levels(self.parallelism.pp, stride)[-1]
             level = InterconnectLevel(members, far.bandwidth_bytes_per_s, far.latency_s)
             part = Cluster(cluster.accelerator, members, (level,))
             is_inner = far.bandwidth_bytes_per_s == cluster.levels[0].bandwidth_bytes_per_s
-            self.known[key] = self._seconds(collective, size, part, members, is_inner=is_inner)
-        return self.known[key]
+            self.known_s[key] = self._seconds(collective, size, part, members, is_inner=is_inner)
+        return self.known_s[key]
 
-    def _transfer(self, placed: set[int]) -> float:
-        """Seconds of what crosses a cut: sent by every device, or in parts that are gathered behind."""
-        size, whole = self._cut(placed), self._cut(placed, only_whole=True)
-        alone = self._between(Collective.POINT_TO_POINT, size, 2)
-        if self.devices == 1 or self.tp == 1 or whole <= 0:
-            return alone
-        used = self.dp * self.tp * self.devices
-        part = Cluster(self.problem.cluster.accelerator, used, self._levels(used))
-        gather = self._seconds(Collective.ALL_GATHER, whole, part, self.tp)
-        return min(alone, self._between(Collective.POINT_TO_POINT, size - whole + whole / self.tp, 2) + gather)
+    def _transfer_s(self, placed: set[int]) -> float:
+        """Seconds of what crosses the cut after some layers: sent by every device, or in parts that are gathered."""
+        size, whole = self._cut_bytes(placed), self._cut_bytes(placed, only_whole=True)
+        sent_s = self._between_stages_s(Collective.POINT_TO_POINT, size, 2)
+        tp = self.parallelism.tp
+        if self.parallelism.pp == 1 or tp == 1 or whole <= 0:
+            return sent_s
+        gather_s = self._seconds(Collective.ALL_GATHER, whole, self._used_cluster(), tp)
+        parts_s = self._between_stages_s(Collective.POINT_TO_POINT, size - whole + whole / tp, 2)
+        return min(sent_s, parts_s + gather_s)
 
-    def _cut(self, placed: set[int], *, only_whole: bool = False) -> float:
-        """Bytes of tensors (or only of whole ones) made before a cut and read behind it."""
+    def _cut_bytes(self, placed: set[int], *, only_whole: bool = False) -> float:
+        """Bytes of tensors (or only of those that every device holds whole) made before a cut and read behind it."""
         total = 0.0
         for flow in self.problem.graph.flows:
             if flow.producer in placed and not set(flow.consumers) <= placed:
@@ -258,114 +313,117 @@ class PlainCosts:
                 total += tensor.size_bytes if tensor.is_whole or not only_whole else 0.0
         return total
 
-    def _ties(self, order: Sequence[int]) -> dict[str, tuple[float, float, int, int]]:
-        """Per tie with a layer here: parameters held, those of all layers here, layers here, layers in all."""
-        found = {}
+    def _ties(self, order: Sequence[int]) -> list[_Tie]:
+        """The ties that some layer of a stage has."""
+        ties = []
         for name, members in self.problem.graph.ties.items():
             sizes = [self._profile(layer).tied_parameters.get(name, 0.0) for layer in set(members) & set(order)]
             if sizes:
-                found[name] = (max(sizes), sum(sizes), len(sizes), len(set(members)))
-        return found
+                ties.append(_Tie(max(sizes), sum(sizes), len(sizes), len(set(members))))
+        return ties
 
-    def _after(self, result: PlainStage, order: Sequence[int], profiles: dict[int, LayerProfile], devices: int) -> None:
-        """Reductions, ties and the update."""
-        recipe, ties, spread = self.problem.recipe, self._ties(order), self._spread()
-        size = dtype_bytes(recipe.reduction_dtype)
-        if self.zero < 2:
-            self._reduction(result, order, profiles, devices)
-        result.tie += self._between(Collective.ALL_GATHER, spread * recipe.parameter_bytes, self.devices)
-        result.tie += self._between(Collective.REDUCE_SCATTER, spread * size, self.devices)
-        for parameters, _, here, members in ties.values():
-            if here < members and not spread:
-                result.tie += self._between(Collective.ALL_REDUCE, parameters * size, min(members, self.devices))
-        parameters = self._parameters(order)
-        result.finish = parameters * self._update_s() / (self.dp if self.zero >= 1 else 1)
-        if self.zero in (1, 2):
-            result.finish += self._price(Collective.ALL_GATHER, parameters * recipe.parameter_bytes, devices)
+    def _add_what_follows(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
+        """Add what follows the last backward pass: reductions, exchanges of tied parameters, and the update."""
+        recipe, order, spread = self.problem.recipe, list(profiles), self._spread_parameters()
+        pp, zero = self.parallelism.pp, self.parallelism.zero
+        gradient_bytes = dtype_bytes(recipe.reduction_dtype)
+        if zero < 2:
+            self._add_reduction(result, profiles)
+        result.tie_s += self._between_stages_s(Collective.ALL_GATHER, spread * recipe.parameter_bytes, pp)
+        result.tie_s += self._between_stages_s(Collective.REDUCE_SCATTER, spread * gradient_bytes, pp)
+        for tie in self._ties(order):
+            if tie.layers_here < tie.layers and not spread:
+                members = min(tie.layers, pp)
+                result.tie_s += self._between_stages_s(Collective.ALL_REDUCE, tie.held * gradient_bytes, members)
+        parameters = self._held_parameters(order)
+        result.finish_s = parameters * self._update_s() / (self.parallelism.dp if zero >= 1 else 1)
+        if zero in (1, 2):
+            size = parameters * recipe.parameter_bytes
+            result.finish_s += self._over_copies_s(Collective.ALL_GATHER, size, result.devices)
 
-    def _reduction(
-        self, result: PlainStage, order: Sequence[int], profiles: dict[int, LayerProfile], devices: int
-    ) -> None:
-        """Gradients layer by layer behind the last backward, the last layer first; tied ones at the end."""
-        at, size = self.problem.accelerator, dtype_bytes(self.problem.recipe.reduction_dtype)
-        kind = Collective.ALL_REDUCE if self.zero == 0 else Collective.REDUCE_SCATTER
-        free = ready = 0.0
-        for layer in reversed(order):
+    def _add_reduction(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
+        """Reduce gradients behind the last backward pass, the last layer first; those of tied parameters at the end."""
+        accelerator = self.problem.accelerator
+        gradient_bytes = dtype_bytes(self.problem.recipe.reduction_dtype)
+        kind = Collective.ALL_REDUCE if self.parallelism.zero == 0 else Collective.REDUCE_SCATTER
+        spread = self._spread_parameters()
+        network_free_s = ready_s = 0.0
+        for layer in reversed(list(profiles)):
             profile = profiles[layer]
-            ready += float(profile.backward_weight_s.value[at])
-            if not self.split:
-                ready += float(profile.backward_input_s.value[at])
-            own = self._untied(layer) if not (self._spread() and self.problem.spread_layers[layer]) else 0.0
-            takes = self._price(kind, own * size, devices)
-            result.reduction += takes
-            free = max(free, ready) + takes
-        result.exposed = free - ready if self.problem.overlaps_reduction else result.reduction
-        part = self.problem.calibration.overlap
-        result.exposed = part * result.exposed + (1 - part) * result.reduction
-        late = [parameters for parameters, _, _, _ in self._ties(order).values()]
-        for parameters in [self._spread() / self.devices] if self._spread() else late:
-            takes = self._price(kind, parameters * size, devices)
-            result.exposed += takes
-            result.reduction += takes
+            ready_s += float(profile.backward_weight_s.value[accelerator])
+            if not self._splits_backward:
+                ready_s += float(profile.backward_input_s.value[accelerator])
+            parameters = 0.0 if spread and self.problem.spread_layers[layer] else self._untied_parameters(layer)
+            takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
+            result.reduction_s += takes_s
+            network_free_s = max(network_free_s, ready_s) + takes_s
+        exposed_s = network_free_s - ready_s if self.problem.overlaps_reduction else result.reduction_s
+        overlap = self.problem.calibration.overlap
+        result.exposed_s = overlap * exposed_s + (1 - overlap) * result.reduction_s
+        tied = [tie.held for tie in self._ties(list(profiles))]
+        for parameters in [spread / self.parallelism.pp] if spread else tied:
+            takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
+            result.exposed_s += takes_s
+            result.reduction_s += takes_s
 
     def _update_s(self) -> float:
-        if ("update",) not in self.known:
-            works = [update_work(self.problem.recipe, 1 << 30, stack=self.problem.calibration.stack)]
-            calibration = self.problem.calibration
-            estimate = price_works(works, self.problem.cluster.accelerator, calibration=calibration, energy=self.energy)
-            self.known["update",] = float(estimate.spread_s[0, 0]) / (1 << 30)
-        return self.known["update",]
+        """Seconds of the update of one parameter."""
+        if ("update",) not in self.known_s:
+            calibration, chip = self.problem.calibration, self.problem.cluster.accelerator
+            works = [update_work(self.problem.recipe, _UPDATED_PARAMETERS, stack=calibration.stack)]
+            estimate = price_works(works, chip, calibration=calibration, energy=self.energy)
+            self.known_s["update",] = float(estimate.spread_s[0, 0]) / _UPDATED_PARAMETERS
+        return self.known_s["update",]
 
-    def _untied(self, layer: int) -> float:
+    def _untied_parameters(self, layer: int) -> float:
         profile = self._profile(layer)
         return profile.parameters - sum(profile.tied_parameters.values())
 
-    def _spread(self) -> float:
+    def _spread_parameters(self) -> float:
         """Parameters that all stages hold in equal parts: of layers unlike most, and tied ones, each once."""
         spread = self.problem.spread_layers
-        if self.devices == 1 or not spread.any():
+        if self.parallelism.pp == 1 or not spread.any():
             return 0.0
         layers = range(len(spread))
-        shared = sum(held for held, _, _, _ in self._ties(layers).values())
-        return sum(self._untied(layer) for layer in layers if spread[layer]) + shared
+        shared = sum(tie.held for tie in self._ties(layers))
+        return sum(self._untied_parameters(layer) for layer in layers if spread[layer]) + shared
 
-    def _parameters(self, order: Sequence[int]) -> float:
-        if spread := self._spread():
-            own = [layer for layer in order if not self.problem.spread_layers[layer]]
-            return sum(self._untied(layer) for layer in own) + spread / self.devices
-        repeats = sum(together - held for held, together, _, _ in self._ties(order).values())
+    def _held_parameters(self, order: Sequence[int]) -> float:
+        """Parameters of a stage: shared ones are counted once, spread ones by the stage's part."""
+        if spread := self._spread_parameters():
+            unspread = [layer for layer in order if not self.problem.spread_layers[layer]]
+            return sum(self._untied_parameters(layer) for layer in unspread) + spread / self.parallelism.pp
+        repeats = sum(tie.repeated - tie.held for tie in self._ties(order))
         return sum(self._profile(layer).parameters for layer in order) - repeats
 
-    def _memory(
-        self,
-        result: PlainStage,
-        before: set[int],
-        order: Sequence[int],
-        profiles: dict[int, LayerProfile],
-        received: float,
+    def _add_memory(
+        self, result: PlainStage, before: set[int], profiles: Mapping[int, LayerProfile], transferred_bytes: float
     ) -> None:
-        recipe, d = self.problem.recipe, self.dp
-        parameters = self._parameters(order)
-        frozen = sum(profile.frozen_bytes for profile in profiles.values())
-        result.held = {
-            "parameters": parameters * recipe.parameter_bytes / (d if self.zero == 3 else 1) + frozen,
-            "gradients": parameters * recipe.gradient_bytes / (d if self.zero >= 2 else 1),
-            "optimizer": parameters * recipe.optimizer_bytes / (d if self.zero >= 1 else 1),
+        """Add what each device of a stage holds, stashes and needs for a while."""
+        recipe, dp, zero = self.problem.recipe, self.parallelism.dp, self.parallelism.zero
+        parameters = self._held_parameters(list(profiles))
+        frozen_bytes = sum(profile.frozen_bytes for profile in profiles.values())
+        result.held_bytes = {
+            "parameters": parameters * recipe.parameter_bytes / (dp if zero == 3 else 1) + frozen_bytes,
+            "gradients": parameters * recipe.gradient_bytes / (dp if zero >= 2 else 1),
+            "optimizer": parameters * recipe.optimizer_bytes / (dp if zero >= 1 else 1),
         }
         largest = max(profile.parameters for profile in profiles.values())
-        stashed = peak = 0.0
-        for layer in order:
-            stashed += profiles[layer].stashed_bytes
-            peak = max(peak, stashed + profiles[layer].peak_working_bytes)
-        result.working = peak - stashed
-        result.buffers = received + self._spread() * (recipe.parameter_bytes + recipe.gradient_bytes)
-        if d > 1 and self.zero >= 2:
-            result.buffers += largest * recipe.reduction_bytes
-        if d > 1 and self.zero == 3:
-            result.buffers += 2 * largest * recipe.parameter_bytes
-        result.stash = stashed
-        placed = before | set(order)
+        stashed_bytes = peak_bytes = 0.0
+        for profile in profiles.values():
+            stashed_bytes += profile.stashed_bytes
+            peak_bytes = max(peak_bytes, stashed_bytes + profile.peak_working_bytes)
+        result.working_bytes = peak_bytes - stashed_bytes
+        spread_bytes = self._spread_parameters() * (recipe.parameter_bytes + recipe.gradient_bytes)
+        result.buffer_bytes = transferred_bytes + spread_bytes
+        if dp > 1 and zero >= 2:
+            result.buffer_bytes += largest * recipe.reduction_bytes
+        if dp > 1 and zero == 3:  # one layer's parameters are gathered while another's are used
+            result.buffer_bytes += 2 * largest * recipe.parameter_bytes
+        result.stash_bytes = stashed_bytes
+        placed = before | set(profiles)
         for flow in self.problem.graph.flows:
             readers = set(flow.consumers)
-            if flow.producer in before and not readers <= placed and not readers & set(order):
-                result.stash += self._profile(flow.producer).outputs[flow.output].size_bytes
+            # A tensor that only later stages read is relayed, and stashed on the way.
+            if flow.producer in before and not readers <= placed and not readers & set(profiles):
+                result.stash_bytes += self._profile(flow.producer).outputs[flow.output].size_bytes

@@ -1,10 +1,11 @@
-"""Checks of a plan by somebody who trusts none of its numbers.
+"""Verification of a plan by code that trusts none of its numbers: `check_plan` derives them again and compares.
 
-1. It belongs to the model, and was made by this version.
-2. Its strategy is added up and simulated a second time by the plain code of `plain.py`, from slices whose schedules
-   pass the schedule verifier: seconds and memory of every stage, whether they fit, the step and its parts.
-3. The question is asked again. Every number of the answer, the bound included, must be what the plan says. Of a plan
-   that was interrupted or priced for a user's strategy, only what follows from the strategy is asked again.
+1. The plan belongs to the model, and was made by this version (`_belonging_findings`).
+2. Its strategy is added up and simulated a second time by the plain code of `plain_placement`, from slices whose
+   schedules pass the schedule verifier: seconds and memory of every stage, whether they fit, the step and its parts
+   (`_step_findings`, `_memory_findings`).
+3. The question is asked again (`_asked_again_findings`). Every number of the answer, the bound included, must be what
+   the plan says. Of a plan that was interrupted, only what follows from its strategy is asked again.
 
 Prices of single ops and collectives, and the choice of slices, are shared with planning.
 """
@@ -27,6 +28,7 @@ from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question
+from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.saved_plan import differences, question_for
 
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "check_plan"]
 
-_TOLERANCE = 1e-6
-"""Sums in another order differ in the last digits."""
+_RUN = ("run",)
+"""Fields of a plan that say how it was made, and differ from run to run."""
+
+_EXPLANATION = ("runners_up", "changes", "provenance", "is_explained")
+"""Fields of a plan that its explanation adds."""
 
 _SEARCHED = (
     "run",
@@ -51,12 +56,12 @@ _SEARCHED = (
     "provenance",
     "is_explained",
 )
-"""What an interrupted search leaves different."""
+"""Fields of a plan that an interrupted search leaves different."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked: what the plan says, and what was found."""
+    """One thing that was checked: what the plan says, what was derived, and whether they agree."""
 
     what: str
     claimed: str
@@ -74,56 +79,65 @@ def check_plan(
 ) -> list[Finding]:
     """Everything that was checked, in order; a plan is good if every finding holds."""
     watch, plugins = watch or Watch(), plugins or installed_plugins()
-    findings = list(_belonging(plan, model, inputs, plugins))
+    findings = list(_belonging_findings(plan, model, inputs, plugins))
     if not all(finding.holds for finding in findings):
         return findings
     question = question_for(plan, model, inputs, plugins)
     watch.report("pricing the strategy a second time")
     answer = price_fixed_stages(question.with_strategy(_whole_strategy(plan)), watch)
-    findings += _plain_checks(plan, answer)
-    findings += _asked_again(plan, question, answer, watch)
+    findings += _plain_findings(plan, answer)
+    findings += _asked_again_findings(plan, question, answer, watch)
     return findings
 
 
-def _belonging(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Iterator[Finding]:
-    found = differences(plan, model, inputs, None, plugins)
-    yield Finding("the plan is for this model", plan.model.name, "; ".join(found) or "the same graph", not found)
+def _belonging_findings(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Iterator[Finding]:
+    differing = differences(plan, model, inputs, None, plugins)
+    is_same = not differing
+    yield Finding("the plan is for this model", plan.model.name, "; ".join(differing) or "the same graph", is_same)
     now = phaze.__version__
     yield Finding("it was made by this version", plan.hashes.version, now, plan.hashes.version == now)
 
 
-def _plain_checks(plan: Plan, answer: Answer) -> Iterator[Finding]:
+def _plain_findings(plan: Plan, answer: Answer) -> Iterator[Finding]:
     """Time and memory by the plain code."""
-    parallelism = plan.strategy
-    problem = answer.candidate.problem
-    name = "1f1b" if parallelism.schedule is PipelineSchedule.NONE else parallelism.schedule.value
-    mixed = problem.capabilities.allows_mixed_tp and parallelism.chunks == 1
-    costs = PlainCosts(
-        problem, parallelism.tp, parallelism.dp, parallelism.zero, parallelism.pp, name == "zero-bubble", mixed
-    )
-    stages = _plain_stages(costs, plan)
-    rounds = -(-problem.micro_batches // parallelism.dp)
-    step = plain_simulation(name, parallelism.pp, rounds, stages)
-    yield _number("step time, simulated plainly", plan.step_time_s, step)
+    problem, parallelism = answer.candidate.problem, plan.strategy
+    allows_mixed_tp = problem.capabilities.allows_mixed_tp and parallelism.chunks == 1
+    stages = _plain_stages(PlainCosts(problem, parallelism, allows_mixed_tp), plan)
+    # A single stage has no schedule; its passes run in the order of any of them.
+    is_single = parallelism.schedule is PipelineSchedule.NONE
+    schedule = PipelineSchedule.ONE_F_ONE_B.value if is_single else parallelism.schedule.value
+    micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    yield from _step_findings(plan, stages, plain_simulation(schedule, parallelism.pp, micro_batches, stages))
+    yield from _memory_findings(plan, stages, schedule, micro_batches, problem.usable_bytes)
+
+
+def _step_findings(plan: Plan, stages: Sequence[PlainStage], step_s: float) -> Iterator[Finding]:
+    """The step, its parts, its bound, and the passes of every stage."""
+    yield _number_finding("step time, simulated plainly", plan.step_time_s, step_s)
     parts = plan.step_time_parts
-    total = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.update_s
-    yield _number("its parts add up", plan.step_time_s, total)
-    yield Finding("the bound is not above it", f"{plan.bound_s}", f"{step}", plan.bound_s <= step * (1 + _TOLERANCE))
+    total_s = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.update_s
+    yield _number_finding("its parts add up", plan.step_time_s, total_s)
+    is_below = plan.bound_s <= step_s * (1 + EQUAL_CLAIMS)
+    yield Finding("the bound is not above it", f"{plan.bound_s}", f"{step_s}", is_below)
     for index, (claimed, stage) in enumerate(zip(plan.stages, stages, strict=True)):
-        yield _number(f"stage {index}: forward", claimed.forward_s, stage.forward)
-        yield _number(f"stage {index}: backward", claimed.backward_s, stage.backward + stage.weight)
-    is_fitting = True
-    for place in range(parallelism.pp):
-        chunks = [stages[chunk * parallelism.pp + place] for chunk in range(parallelism.chunks)]
-        flights = [
-            plain_in_flight(name, parallelism.pp, rounds, parallelism.chunks, place, chunk)
-            for chunk in range(parallelism.chunks)
-        ]
-        items = _plain_memory(chunks, flights)
-        is_fitting &= sum(items.values()) <= problem.usable_bytes
-        memory = next(stage.memory_bytes for stage in plan.stages if stage.place == place)
+        yield _number_finding(f"stage {index}: forward", claimed.forward_s, stage.forward_s)
+        yield _number_finding(f"stage {index}: backward", claimed.backward_s, stage.backward_s + stage.weight_s)
+
+
+def _memory_findings(
+    plan: Plan, stages: Sequence[PlainStage], schedule: str, micro_batches: int, usable_bytes: float
+) -> Iterator[Finding]:
+    """The memory of every place in the pipeline, and whether it fits."""
+    pp, chunk_count, is_fitting = plan.strategy.pp, plan.strategy.chunks, True
+    for place in range(pp):
+        items = _plain_memory(
+            [stages[chunk * pp + place] for chunk in range(chunk_count)],
+            [plain_in_flight(schedule, pp, micro_batches, chunk_count, place, chunk) for chunk in range(chunk_count)],
+        )
+        is_fitting &= sum(items.values()) <= usable_bytes
+        claimed = next(stage.memory_bytes for stage in plan.stages if stage.place == place)
         for item in MEMORY_ITEMS:
-            yield _number(f"place {place}: {item} bytes", memory.get(item, math.nan), items[item])
+            yield _number_finding(f"place {place}: {item} bytes", claimed.get(item, math.nan), items[item])
     yield Finding("feasibility", str(plan.is_feasible), str(is_fitting), plan.is_feasible == is_fitting)
 
 
@@ -143,60 +157,63 @@ def _whole_strategy(plan: Plan) -> dict[str, object]:
     return strategy
 
 
-def _plain_memory(chunks: Sequence[PlainStage], flights: Sequence[int]) -> dict[str, float]:
-    items = {name: sum(stage.held[name] for stage in chunks) for name in ("parameters", "gradients", "optimizer")}
-    largest = max(chunks, key=lambda stage: stage.scratch)
+def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dict[str, float]:
+    """Memory of one device by item, from its chunks and the microbatches that each of them holds."""
+    held = {name: sum(stage.held_bytes[name] for stage in chunks) for name in ("parameters", "gradients", "optimizer")}
+    largest = max(chunks, key=lambda stage: stage.scratch_bytes)
     return {
-        **items,
-        "activations": sum(count * stage.stash for stage, count in zip(chunks, flights, strict=True)),
-        "working": largest.working,
-        "buffers": largest.buffers,
+        **held,
+        "activations": sum(count * stage.stash_bytes for stage, count in zip(chunks, in_flight, strict=True)),
+        "working": largest.working_bytes,
+        "buffers": largest.buffer_bytes,
     }
 
 
-def _asked_again(plan: Plan, question: Question, answer: Answer, watch: Watch) -> Iterator[Finding]:
+def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch: Watch) -> Iterator[Finding]:
     """Every number of the plan against that of the question asked again."""
-    left_out: tuple[str, ...] = ("run",)
+    left_out: tuple[str, ...] = _RUN
     if plan.status is PlanStatus.INTERRUPTED:
         again, left_out = build_plan(question, answer), _SEARCHED
     else:
         again = plan_for(question.with_strategy(plan.question.strategy), watch)
         if not plan.is_explained:
-            left_out = ("run", "runners_up", "changes", "provenance", "is_explained")
-    claimed, found = (_leaves(one, left_out) for one in (plan, again))
-    wrong = [name for name in dict.fromkeys((*claimed, *found)) if not _is_equal(claimed.get(name), found.get(name))]
+            left_out = (*_RUN, *_EXPLANATION)
+    claimed, derived = _leaves(plan, left_out), _leaves(again, left_out)
+    wrong = [
+        path for path in dict.fromkeys((*claimed, *derived)) if not _is_equal(claimed.get(path), derived.get(path))
+    ]
     yield Finding("every number, asked again", f"{len(claimed)} values", f"{len(wrong)} differ", not wrong)
-    for name in wrong:
-        yield Finding(name, str(claimed.get(name)), str(found.get(name)), False)
+    for path in wrong:
+        yield Finding(path, str(claimed.get(path)), str(derived.get(path)), False)
 
 
 def _leaves(plan: Plan, left_out: Sequence[str]) -> dict[str, object]:
     """Every value of a plan's document by its path."""
-    found: dict[str, object] = {}
+    leaves: dict[str, object] = {}
 
-    def walk(where: str, value: object) -> None:
+    def walk(path: str, value: object) -> None:
         if isinstance(value, Mapping):
             for name, item in value.items():
-                walk(f"{where}.{name}" if where else str(name), item)
+                walk(f"{path}.{name}" if path else str(name), item)
         elif isinstance(value, list):
-            found[f"{where}.count"] = len(value)
+            leaves[f"{path}.count"] = len(value)
             for index, item in enumerate(value):
-                walk(f"{where}[{index}]", item)
+                walk(f"{path}[{index}]", item)
         else:
-            found[where] = value
+            leaves[path] = value
 
     walk("", {name: value for name, value in to_document(plan).items() if name not in left_out})
-    return found
+    return leaves
 
 
-def _is_equal(one: object, other: object) -> bool:
-    if isinstance(one, float) or isinstance(other, float):
-        if not isinstance(one, int | float) or not isinstance(other, int | float):
+def _is_equal(claimed: object, derived: object) -> bool:
+    if isinstance(claimed, float) or isinstance(derived, float):
+        if not isinstance(claimed, int | float) or not isinstance(derived, int | float):
             return False
-        return math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-15)
-    return one == other
+        return math.isclose(claimed, derived, rel_tol=EQUAL_COPIES, abs_tol=EQUAL_COPIES_ABSOLUTE)
+    return claimed == derived
 
 
-def _number(what: str, claimed: float, found: float) -> Finding:
-    holds = math.isclose(claimed, found, rel_tol=_TOLERANCE, abs_tol=1e-12)
-    return Finding(what, f"{claimed:.9g}", f"{found:.9g}", holds)
+def _number_finding(what: str, claimed: float, derived: float) -> Finding:
+    holds = math.isclose(claimed, derived, rel_tol=EQUAL_CLAIMS, abs_tol=EQUAL_CLAIMS_ABSOLUTE)
+    return Finding(what, f"{claimed:.9g}", f"{derived:.9g}", holds)

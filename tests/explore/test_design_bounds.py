@@ -13,16 +13,16 @@ import phaze
 from phaze.cost import Calibration
 from phaze.cost.calibration import LIBRARY_STACK
 from phaze.errors import ShardError
-from phaze.explore.design_bounds import Cell, FloatArray, Rows, corner_accelerator, sweep_cell
+from phaze.explore.design_bounds import FloatArray, SweepTask, SweptSlicing, best_case_accelerator, sweep_slicing
 from phaze.explore.search_question import SearchQuestion
 from phaze.explore.worker_tasks import (
     BoundTask,
     EvaluateTask,
     ScheduleTask,
-    bound_corner,
-    evaluate_point,
+    bound_step_time,
+    evaluate_design,
     schedule_options,
-    schedule_rows,
+    schedule_pass_bounds,
 )
 from phaze.hardware import AcceleratorArray
 from phaze.ir import Graph
@@ -72,33 +72,37 @@ def random_question(draw: random.Random) -> SearchQuestion:
     return small_question([random_model(draw)], random_points(draw), **changes)
 
 
-def bounded(cell: Cell, question: SearchQuestion, rows: FloatArray, chosen: list[int], cutoff_s: float) -> float:
+def bounded(
+    swept: SweptSlicing, question: SearchQuestion, pass_s: FloatArray, chosen: list[int], cutoff_s: float
+) -> float:
     """The bound of some accelerators together."""
     points = np.array(chosen)
-    problem = cell.problem_at(rows[points].min(axis=0), corner_accelerator(question.points, points))
-    return bound_corner(BoundTask(problem=problem, cutoff_s=cutoff_s, is_paper=cell.is_paper))
+    slicing = swept.slicing
+    problem = slicing.problem_with(pass_s[points].min(axis=0), best_case_accelerator(question.points, points))
+    return bound_step_time(BoundTask(problem=problem, cutoff_s=cutoff_s, is_paper=slicing.is_paper))
 
 
-def assert_bounds_hold(question: SearchQuestion, cell: Cell, rows: Rows, draw: random.Random) -> None:
+def assert_bounds_hold(question: SearchQuestion, swept: SweptSlicing, draw: random.Random) -> None:
+    slicing, bounds = swept.slicing, swept.bounds
     model_question, count = question.questions[0], len(question.points)
     chips = tuple(question.points.at(point) for point in range(count))
-    found = [
-        evaluate_point(
-            EvaluateTask(model_question=model_question, accelerator=chip, cells=((0.0, cell),), cutoff_s=math.inf)
+    evaluations = [
+        evaluate_design(
+            EvaluateTask(model_question=model_question, accelerator=chip, slicings=((0.0, slicing),), cutoff_s=math.inf)
         )
         for chip in chips
     ]
-    times = [math.inf if one.time_s is None else one.time_s for one in found]
+    times = [math.inf if evaluation.time_s is None else evaluation.time_s for evaluation in evaluations]
     options = schedule_options(model_question)
-    scheduled = np.array(schedule_rows(ScheduleTask(cell=cell, accelerators=chips, options=options)))
-    for point, (time_s, outcome) in enumerate(zip(times, found, strict=True)):
-        assert rows.least_s[point] <= time_s
-        assert outcome.energy_j is None or rows.least_j[point] <= outcome.energy_j
-        for table in (rows.seconds, np.maximum(rows.seconds, scheduled)):
+    scheduled = np.array(schedule_pass_bounds(ScheduleTask(slicing=slicing, accelerators=chips, options=options)))
+    for point, (time_s, evaluation) in enumerate(zip(times, evaluations, strict=True)):
+        assert bounds.step_s[point] <= time_s
+        assert evaluation.energy_j is None or bounds.step_j[point] <= evaluation.energy_j
+        for table in (bounds.pass_s, np.maximum(bounds.pass_s, scheduled)):
             for cutoff_s in (math.inf, time_s * 1.2):
-                assert bounded(cell, question, table, [point], cutoff_s) <= time_s * (1 + 1e-9)
+                assert bounded(swept, question, table, [point], cutoff_s) <= time_s * (1 + 1e-9)
     some = draw.sample(range(count), min(3, count))
-    assert bounded(cell, question, rows.seconds, some, math.inf) <= min(times[point] for point in some) * (1 + 1e-9)
+    assert bounded(swept, question, bounds.pass_s, some, math.inf) <= min(times[point] for point in some) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +115,12 @@ def test_no_bound_exceeds_an_evaluation(seed: int) -> None:
     (size,), (tp,) = model_question.micro_batch_sizes, model_question.tp_degrees
     for is_tight in (True, False):
         try:
-            cell, rows = sweep_cell(
-                model_question,
-                0,
-                size,
-                tp,
-                question.points,
-                question.schedules,
-                is_paper=question.is_paper,
-                is_tight=is_tight,
+            swept = sweep_slicing(
+                SweepTask(question=question, model=0, micro_batch_size=size, tp=tp, is_tight=is_tight)
             )
         except ShardError:
             return
-        assert_bounds_hold(question, cell, rows, draw)
+        assert_bounds_hold(question, swept, draw)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +137,11 @@ def test_an_accelerator_of_the_papers_space_keeps_the_step_time_that_it_had(name
     question = small_question(
         ["bert-large"], points, devices=1024, hbm_gib=(32,), micro_batch_size=(1,), global_batch_size=4096, gap=0.01
     )
-    cell, _ = sweep_cell(question.questions[0], 0, 1, 1, question.points, question.schedules, is_tight=False)
+    swept = sweep_slicing(SweepTask(question=question, model=0, micro_batch_size=1, tp=1))
     task = EvaluateTask(
-        model_question=question.questions[0], accelerator=question.points.at(0), cells=((0.0, cell),), cutoff_s=math.inf
+        model_question=question.questions[0],
+        accelerator=question.points.at(0),
+        slicings=((0.0, swept.slicing),),
+        cutoff_s=math.inf,
     )
-    assert evaluate_point(task).time_s == pytest.approx(time_s, rel=1e-9)
+    assert evaluate_design(task).time_s == pytest.approx(time_s, rel=1e-9)

@@ -3,48 +3,52 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from designs import searched, small_question, some_points, tiny_model
 from plans import small_graph
 
-from phaze.explore.best_first_search import Engine
-from phaze.explore.design_boxes import Box
-from phaze.explore.objectives import front_of
-from phaze.explore.search_state import Evaluated
-from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
+from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.objectives import pareto_front
+from phaze.explore.search_state import EvaluatedDesign
+from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
 
 
-def every_point(engine: Engine) -> list[Evaluated]:
+def every_point(best_first: BestFirstSearch) -> list[EvaluatedDesign]:
     """Each accelerator of the space, evaluated without a cutoff and without any bound."""
     found = []
-    for point in range(len(engine.question.points)):
-        alone = Box(name="", points=np.array([point]), bounds_s=np.full(len(engine.know.cells), 1e-12))
-        models = range(len(engine.question.names))
-        tasks = [engine._task(alone, model, engine.question.points.at(point), math.inf) for model in models]
-        outcomes = engine._evaluations([f"every/{point}/{model}" for model in models], tasks)
-        found.append(engine.know.judge(alone, outcomes))
+    for point in range(len(best_first.question.points)):
+        alone = best_first.state.unbounded_box(point)
+        models = range(len(best_first.question.names))
+        tasks = [
+            best_first.tasks.evaluate_task(alone, model, best_first.question.points.at(point), math.inf)
+            for model in models
+        ]
+        evaluations = best_first.tasks.evaluate([f"every/{point}/{model}" for model in models], tasks)
+        found.append(best_first.state.judge(alone, evaluations))
     return found
 
 
-def assert_exact(engine: Engine, every: list[Evaluated] | None = None) -> None:
+def assert_exact(best_first: BestFirstSearch, every: list[EvaluatedDesign] | None = None) -> None:
     """The best, its ties and every bound agree with the evaluations."""
-    every, know = every or every_point(engine), engine.know
-    assert know.best is not None
+    every, state = every or every_point(best_first), best_first.state
+    assert state.best is not None
     most = max(one.value for one in every)
     ties = [one.point for one in every if one.value >= most * (1 - 3e-6)]
-    assert know.best.value == pytest.approx(most, rel=3e-6)
-    assert know.best.point == min(ties, key=lambda point: (know.areas_mm2[point], point))
-    bounds = {int(point): bound for box, bound in know.closed for point in box.points}
-    bounds |= {point: one.most for point, one in know.evaluated.items()}
+    assert state.best.value == pytest.approx(most, rel=3e-6)
+    assert state.best.point == min(ties, key=lambda point: (state.areas_mm2[point], point))
+    bounds = {int(point): bound for box, bound in state.closed for point in box.points}
+    bounds |= {point: one.upper_bound for point, one in state.evaluated.items()}
     assert max(bounds.values()) <= most * (1 + 3e-6)
     assert sorted(bounds) == list(range(len(every)))
     for one in every:
         assert one.value <= bounds[one.point] * (1 + 1e-9)
-    if engine.question.wants_front:
-        mine = sorted(know.evaluated.values(), key=lambda one: one.point)
+    if best_first.question.wants_front:
+        mine = sorted(state.evaluated.values(), key=lambda one: one.point)
         fronts = [
-            [list_[at].point for at in front_of([know.goal.coordinates(one.facts) for one in list_ if one.facts])]
+            [
+                list_[at].point
+                for at in pareto_front([state.objective.coordinates(one.costs) for one in list_ if one.costs])
+            ]
             for list_ in (mine, every)
         ]
         assert fronts[0] == fronts[1]
@@ -70,12 +74,14 @@ def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) ->
     models = [tiny_model(), tiny_model(2, 1024)]
     question = small_question(models, some_points(5), micro_batch_size=(2,), combine=combine, weights=(1.0, 3.0))
     assert question.names == ("tiny#1", "tiny#2")
-    engine = searched(question)
-    assert_exact(engine)
-    best = engine.know.best
+    best_first = searched(question)
+    assert_exact(best_first)
+    best = best_first.state.best
     assert best is not None
-    times = [outcome.time_s or math.nan for outcome in best.outcomes]
-    one, other = (8 / time_s / base for time_s, base in zip(times, engine.know.goal.bases, strict=True))
+    times = [evaluation.time_s or math.nan for evaluation in best.evaluations]
+    one, other = (
+        8 / time_s / base for time_s, base in zip(times, best_first.state.objective.reference_values, strict=True)
+    )
     assert one != pytest.approx(other)
     assert best.value == pytest.approx(min(one, other) if combine == "worst" else (one + 3 * other) / 4)
 
@@ -84,31 +90,31 @@ def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) ->
 def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughputs(objective: str) -> None:
     models = [tiny_model(name="a"), tiny_model(2, 1024, name="b")]
     asked: dict[str, Any] = {"micro_batch_size": (2,), "hbm_gib": (1,), "front": True, "objective": objective}
-    engine = searched(small_question(models, some_points(3), **asked))
+    best_first = searched(small_question(models, some_points(3), **asked))
     alone = [searched(small_question([model], some_points(1), **asked)).question.questions[0] for model in models]
-    bases = []
+    reference_values = []
     for model, model_question in enumerate(alone):
-        cells = tuple((0.0, engine.know.cells[at].cell) for at in engine.know.cells_of(model))
+        slicings = tuple((0.0, best_first.state.slicings[at].slicing) for at in best_first.state.slicings_of(model))
         task = EvaluateTask(
             model_question=model_question,
             accelerator=model_question.cluster.accelerator,
-            cells=cells,
+            slicings=slicings,
             cutoff_s=math.inf,
         )
-        bases.append(8 / (evaluate_point(task).time_s or math.nan))
-    for one in engine.know.evaluated.values():
-        assert one.facts is not None
-        ratios = [8 / one.facts.time_s(model) / base for model, base in enumerate(bases)]
-        assert engine.know.goal.coordinates(one.facts)[0] == pytest.approx(sum(ratios) / 2)
+        reference_values.append(8 / (evaluate_design(task).time_s or math.nan))
+    for one in best_first.state.evaluated.values():
+        assert one.costs is not None
+        ratios = [8 / one.costs.time_s(model) / base for model, base in enumerate(reference_values)]
+        assert best_first.state.objective.coordinates(one.costs)[0] == pytest.approx(sum(ratios) / 2)
 
 
 def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
-    engine = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_size=(1, 2)))
-    bounds = {int(point): bound for box, bound in engine.know.closed for point in box.points}
-    bounds |= {point: one.most for point, one in engine.know.evaluated.items()}
-    for one in every_point(engine):
+    best_first = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_size=(1, 2)))
+    bounds = {int(point): bound for box, bound in best_first.state.closed for point in box.points}
+    bounds |= {point: one.upper_bound for point, one in best_first.state.evaluated.items()}
+    for one in every_point(best_first):
         assert one.value <= bounds[one.point] * (1 + 1e-9)
-        least_s = min(float(swept.rows.least_s[one.point]) for swept in engine.know.cells)
+        least_s = min(float(swept.bounds.step_s[one.point]) for swept in best_first.state.slicings)
         assert one.value <= 8 / least_s
 
 
@@ -120,9 +126,9 @@ def test_more_schedules_to_choose_from_never_give_a_slower_accelerator(seed: int
     values = []
     for kinds in (("1f1b", "zero-bubble"), ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")):
         asked: dict[str, Any] = {"schedule": kinds, "gap": gap, "global_batch_size": 16, "micro_batch_size": (1,)}
-        engine = searched(small_question([tiny_model(8)], some_points(6, seed=seed), **asked))
-        assert engine.know.best is not None
-        values.append(engine.know.best.value)
+        best_first = searched(small_question([tiny_model(8)], some_points(6, seed=seed), **asked))
+        assert best_first.state.best is not None
+        values.append(best_first.state.best.value)
     assert values[1] >= values[0] * (1 - 3e-6)
 
 
@@ -140,8 +146,8 @@ def test_sub_spaces_of_200_accelerators_are_exact_and_their_fronts_too(seed: int
 
 @pytest.mark.exhaustive
 def test_the_bound_is_at_least_the_evaluated_throughput_on_1000_accelerators() -> None:
-    engine = searched(small_question([small_graph()], some_points(1000, seed=7), gap=0.01))
-    bounds = {int(point): bound for box, bound in engine.know.closed for point in box.points}
-    bounds |= {point: one.most for point, one in engine.know.evaluated.items()}
-    for one in every_point(engine):
+    best_first = searched(small_question([small_graph()], some_points(1000, seed=7), gap=0.01))
+    bounds = {int(point): bound for box, bound in best_first.state.closed for point in box.points}
+    bounds |= {point: one.upper_bound for point, one in best_first.state.evaluated.items()}
+    for one in every_point(best_first):
         assert one.value <= bounds[one.point] * (1 + 1e-9)

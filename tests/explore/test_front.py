@@ -11,7 +11,7 @@ from plans import small_graph
 
 import phaze
 from phaze.errors import PlanError, QuestionError
-from phaze.explore.objectives import front_of
+from phaze.explore.objectives import pareto_front
 from phaze.explore.search_result import SearchProgress
 from phaze.verify.plan_checks import check_plan
 
@@ -118,9 +118,7 @@ def test_a_model_that_fits_nowhere_names_itself_and_the_memory() -> None:
 
 
 def test_a_model_that_no_tp_can_slice_says_why_and_which_tp_does() -> None:
-    with pytest.raises(
-        PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest tp .* is 2"
-    ):
+    with pytest.raises(PlanError, match=r"cannot be sliced as asked\. .* cannot be split 3 ways.* nearest tp .* is 2"):
         phaze.search(small_graph(), space=some_points(2), **{**QUESTION, "tp": (3,)})
 
 
@@ -151,5 +149,5 @@ def test_a_wrong_argument_is_named(change: dict[str, Any], told: str) -> None:
 
 def test_the_front_keeps_what_nothing_beats_and_the_first_of_equals() -> None:
     points = [(2.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.5, 2.0), (2.0, 1.0, 1.0), (2.0, 1.0, 0.5)]
-    assert front_of(points) == [2, 4]
-    assert front_of(points[:4]) == [0, 2]
+    assert pareto_front(points) == [2, 4]
+    assert pareto_front(points[:4]) == [0, 2]

@@ -7,25 +7,25 @@ from oracles.sampled_search import Sampled, _Beaten, _Evaluator, _Lattice, sampl
 from plans import small_graph
 
 import phaze
-from phaze.explore.best_first_search import Engine
+from phaze.explore.best_first_search import BestFirstSearch
 
 POINTS = phaze.space.grid(
     tensor_cores=(1, 4), tensor_rows=(32, 64), tensor_cols=(64,), vector_cores=(1, 2), buffer_mib=(8,)
 )
 
 
-def engine_of(**changes: object) -> Engine:
+def small_search(**changes: object) -> BestFirstSearch:
     return searched(small_question([tiny_model()], POINTS, micro_batch_size=(2,), **changes))
 
 
-def sampled(engine: Engine, *evaluations: int, seed: int = 0) -> list[Sampled]:
-    return list(sample_designs(engine.question, evaluations, seed=seed))
+def sampled(best_first: BestFirstSearch, *evaluations: int, seed: int = 0) -> list[Sampled]:
+    return list(sample_designs(best_first.question, evaluations, seed=seed))
 
 
 def test_sampling_never_beats_what_is_proven_and_reaches_it_when_it_saw_everything() -> None:
-    engine = engine_of(hbm_gib=(1,))
-    few, all_ = sampled(engine, 3, 8)
-    best = engine.know.best
+    best_first = small_search(hbm_gib=(1,))
+    few, all_ = sampled(best_first, 3, 8)
+    best = best_first.state.best
     assert best is not None
     assert (few.evaluations, all_.evaluations) == (3, 8)
     assert few.samples_per_s <= all_.samples_per_s <= best.value * (1 + 1e-9)
@@ -33,15 +33,15 @@ def test_sampling_never_beats_what_is_proven_and_reaches_it_when_it_saw_everythi
 
 
 def test_the_same_seed_samples_the_same_designs() -> None:
-    engine = engine_of()
-    assert sampled(engine, 4, seed=1) == sampled(engine, 4, seed=1)
+    best_first = small_search()
+    assert sampled(best_first, 4, seed=1) == sampled(best_first, 4, seed=1)
 
 
 def test_every_evaluation_is_of_a_point_not_seen_before_until_none_is_left() -> None:
-    engine = engine_of(hbm_gib=(1,))
-    assert [one.evaluations for one in sampled(engine, 5, 9)] == [5, 8]
+    best_first = small_search(hbm_gib=(1,))
+    assert [one.evaluations for one in sampled(best_first, 5, 9)] == [5, 8]
     seen = []
-    lattice = _Lattice(engine.question)
+    lattice = _Lattice(best_first.question)
     for _ in range(lattice.size):
         seen.append(lattice.take(dict.fromkeys(lattice.highest, 0))[1:])
     assert sorted(seen) == [(point, 2**30) for point in range(8)]
@@ -63,10 +63,10 @@ def test_a_proposal_outside_the_space_becomes_the_nearest_point_of_it() -> None:
 
 
 def test_sampling_ends_when_it_has_found_enough() -> None:
-    engine = engine_of(hbm_gib=(1,))
-    best = engine.know.best
+    best_first = small_search(hbm_gib=(1,))
+    best = best_first.state.best
     assert best is not None
-    (found,) = sample_designs(engine.question, [8], enough_samples_per_s=0.5 * best.value)
+    (found,) = sample_designs(best_first.question, [8], enough_samples_per_s=0.5 * best.value)
     assert found.evaluations < 8
     assert found.samples_per_s >= 0.5 * best.value
 

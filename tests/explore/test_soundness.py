@@ -13,12 +13,12 @@ from oracles.sampled_search import _Evaluator
 import phaze
 from phaze.cost import Calibration
 from phaze.errors import PlanError
-from phaze.explore.best_first_search import Engine
-from phaze.explore.design_search import answer
+from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.search_result import SearchProgress
-from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
+from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
 from phaze.ir import Graph, OpKind, Role
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.planner.progress import TimeLimitError
@@ -74,17 +74,17 @@ def test_the_bound_beside_the_best_plan_is_under_every_plan_of_its_accelerator(s
     }
     question = small_question([model], some_points(1, seed=seed), **asked)
     try:
-        engine = searched(question)
+        best_first = searched(question)
     except PlanError:  # it does not fit
         return
-    best = answer(engine, 0.0).best.models[0]
+    best = run_search(best_first, 0.0).best.models[0]
     task = EvaluateTask(
         model_question=replace(question.questions[0], gap=0.0),
         accelerator=question.points.at(0),
-        cells=tuple((0.0, swept.cell) for swept in engine.know.cells),
+        slicings=tuple((0.0, swept.slicing) for swept in best_first.state.slicings),
         cutoff_s=math.inf,
     )
-    fastest_s = evaluate_point(task).time_s
+    fastest_s = evaluate_design(task).time_s
     assert fastest_s is not None
     assert best.bound_s <= fastest_s * (1 + 1e-9)
 
@@ -144,9 +144,9 @@ def test_wherever_a_search_is_interrupted_its_bound_holds_and_every_accelerator_
             if len(reports) == last:
                 raise kind
 
-        engine = Engine(question=question, workers=Workers(), journal=Journal(), report=report)
+        best_first = BestFirstSearch(question=question, workers=Workers(), journal=Journal(), report=report)
         try:
-            return answer(engine, 0.0)
+            return run_search(best_first, 0.0)
         except (PlanError, KeyboardInterrupt):
             return None
 

@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import optuna
 
-from phaze.explore.bound_sweeps import sweep_all, sweeps_of
-from phaze.explore.design_bounds import FloatArray
-from phaze.explore.design_boxes import Swept
+from phaze.explore.design_bounds import FloatArray, SweptSlicing, run_sweeps, sweep_tasks
 from phaze.explore.executors import Workers
 from phaze.explore.search_question import SearchQuestion
-from phaze.explore.worker_tasks import EvaluateTask, evaluate_point
+from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
 from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
+from phaze.parallelism import Parallelism
 from phaze.place import is_beaten
 from phaze.place.model.stage_costs import update_s_per_parameter
 
@@ -105,18 +104,20 @@ class _Lattice:
 class _Evaluator:
     """The throughput of points of the space as far as they are among the best few, and the best of them."""
 
-    def __init__(self, question: SearchQuestion, cells: Sequence[Swept], few: int) -> None:
-        self._question, self._cells, self._few = question, cells, few
+    def __init__(self, question: SearchQuestion, slicings: Sequence[SweptSlicing], few: int) -> None:
+        self._question, self._slicings, self._few = question, slicings, few
         self._best_few: list[float] = []  # ascending
-        self._likely: dict[str, Mapping[str, object]] = {}  # by cell: the strategy that was best the last time
-        self._beaten: dict[str, _Beaten] = {swept.cell.name: _Beaten(len(swept.cell.numbers) + 2) for swept in cells}
+        self._likely: dict[str, Parallelism | None] = {}  # by slicing: what was best the last time
+        self._beaten: dict[str, _Beaten] = {
+            swept.slicing.name: _Beaten(len(swept.slicing.columns) + 2) for swept in slicings
+        }
         self.best = Sampled(evaluations=0, samples_per_s=0.0, name="", hbm_bytes=0)
 
     @classmethod
     def of(cls, question: SearchQuestion, few: int = _BEST_FEW) -> _Evaluator:
-        """All cells of the first model are swept tightly."""
-        tasks = [replace(task, is_tight=True) for task in sweeps_of(question) if task.model == 0]
-        return cls(question, sweep_all(tasks, Workers())[0], few)
+        """All slicings of the first model are swept tightly."""
+        tasks = [replace(task, is_tight=True) for task in sweep_tasks(question) if task.model == 0]
+        return cls(question, run_sweeps(tasks, Workers())[0], few)
 
     def evaluate(self, point: int, hbm_bytes: int) -> float:
         """Samples per second; 0 where it is not among the best few, or nothing fits."""
@@ -125,21 +126,21 @@ class _Evaluator:
         cutoff_s = samples / self._best_few[0] if len(self._best_few) == self._few else math.inf
         chip = replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
         for swept in self._promising(point):
-            cell, least_s = swept.cell, float(swept.rows.least_s[point])
+            slicing, least_s = swept.slicing, float(swept.bounds.step_s[point])
             if least_s >= cutoff_s or self._is_beaten(swept, point, chip, cutoff_s):
                 continue
-            outcome = evaluate_point(
+            evaluation = evaluate_design(
                 EvaluateTask(
                     model_question=model_question,
                     accelerator=chip,
-                    cells=((least_s, cell),),
+                    slicings=((least_s, slicing),),
                     cutoff_s=cutoff_s / (1 - model_question.gap / 2),  # what is nearer to it is not looked for
-                    likely=self._likely.get(cell.name, {}),
+                    likely=self._likely.get(slicing.name),
                 )
             )
-            if outcome.time_s is not None and outcome.time_s < cutoff_s:
-                found_s = cutoff_s = outcome.time_s
-                self._likely[cell.name] = outcome.strategy
+            if evaluation.time_s is not None and evaluation.time_s < cutoff_s:
+                found_s = cutoff_s = evaluation.time_s
+                self._likely[slicing.name] = evaluation.parallelism
         return self._kept(samples / found_s, chip)
 
     def _kept(self, found: float, chip: Accelerator) -> float:
@@ -150,34 +151,34 @@ class _Evaluator:
             self.best = Sampled(evaluations=0, samples_per_s=found, name=chip.name, hbm_bytes=chip.hbm_bytes)
         return found
 
-    def _promising(self, point: int) -> list[Swept]:
-        """The quickest cells first; of cells about as quick the smallest microbatches, which are mostly the best."""
+    def _promising(self, point: int) -> list[SweptSlicing]:
+        """The quickest slicings first; of about equal ones the smallest microbatches, which are mostly the best."""
         return sorted(
-            self._cells,
+            self._slicings,
             key=lambda swept: (
-                round(20 * math.log(float(swept.rows.least_s[point]))),
-                swept.cell.micro_batch_size,
-                swept.cell.name,
+                round(20 * math.log(float(swept.bounds.step_s[point]))),
+                swept.slicing.micro_batch_size,
+                swept.slicing.name,
             ),
         )
 
-    def _is_beaten(self, swept: Swept, point: int, chip: Accelerator, time_s: float) -> bool:
-        """Whether no plan of a cell takes less than some time, as far as it can be told quickly."""
-        if math.isinf(time_s) or swept.cell.is_paper:
+    def _is_beaten(self, swept: SweptSlicing, point: int, chip: Accelerator, time_s: float) -> bool:
+        """Whether no plan of a slicing takes less than some time, as far as it can be told quickly."""
+        if math.isinf(time_s) or swept.slicing.is_paper:
             return False
-        problem = swept.cell.problem_at(swept.rows.seconds[point], chip)
-        row = np.array([*swept.rows.seconds[point], update_s_per_parameter(problem), -float(chip.hbm_bytes)])
-        known = self._beaten[swept.cell.name]
+        problem = swept.slicing.problem_with(swept.bounds.pass_s[point], chip)
+        row = np.array([*swept.bounds.pass_s[point], update_s_per_parameter(problem), -float(chip.hbm_bytes)])
+        known = self._beaten[swept.slicing.name]
         if known.covers(row, time_s):
             return True
-        if is_beaten(problem, time_s, swept.cell.network):
+        if is_beaten(problem, time_s, swept.slicing.network):
             known.add(row, time_s)
             return True
         return False
 
 
 class _Beaten:
-    """Accelerators that take at least some time on a cell: so does one that is no better in any number.
+    """Accelerators that take at least some time on a slicing: so does one that is no better in any number.
 
     The numbers are those of its row, the seconds of its update and its memory, with a minus.
     """

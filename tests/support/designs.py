@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import phaze
-from phaze.explore.best_first_search import Engine
+from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.search_question import SearchQuestion, ask_search
@@ -51,8 +51,8 @@ def small_question(models: object, points: AcceleratorArray, **changes: Any) -> 
     return ask_search(models, None, {**SMALL, "space": points, "gap": 0.0, **changes}, PluginManager.load())
 
 
-def searched(question: SearchQuestion) -> Engine:
+def searched(question: SearchQuestion) -> BestFirstSearch:
     """A finished search in this process."""
-    engine = Engine(question=question, workers=Workers(), journal=Journal())
-    engine.run()
-    return engine
+    best_first = BestFirstSearch(question=question, workers=Workers(), journal=Journal())
+    best_first.run()
+    return best_first

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from phaze.parallelism import PipelineSchedule
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_order, plain_simulation
 
@@ -87,7 +87,8 @@ def _best_of(
     capabilities, cluster, layers = problem.capabilities, problem.cluster, len(problem.graph.layers)
     name = str(schedule or "1f1b")
     mixed = capabilities.allows_mixed_tp and chunks == 1
-    costs = PlainCosts(problem, tp, d, zero, devices, name == "zero-bubble", mixed)
+    parallelism = Parallelism(dp=d, tp=tp, pp=devices, zero=zero, schedule=schedule, chunks=chunks)
+    costs = PlainCosts(problem, parallelism, mixed)
     flight = [
         [plain_in_flight(name, devices, rounds, chunks, device, chunk) for chunk in range(chunks)]
         for device in range(devices)
@@ -116,11 +117,11 @@ def _best_of(
         for stages in itertools.product(*options):
             if all(
                 sum(
-                    sum(stages[chunk * devices + device].held.values())
-                    + flight[device][chunk] * stages[chunk * devices + device].stash
+                    sum(stages[chunk * devices + device].held_bytes.values())
+                    + flight[device][chunk] * stages[chunk * devices + device].stash_bytes
                     for chunk in range(chunks)
                 )
-                + max(stages[chunk * devices + device].scratch for chunk in range(chunks))
+                + max(stages[chunk * devices + device].scratch_bytes for chunk in range(chunks))
                 <= problem.usable_bytes
                 for device in range(devices)
             ):

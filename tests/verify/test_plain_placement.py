@@ -5,11 +5,11 @@ import pytest
 from phaze.verify.plain_placement import PlainStage, plain_in_flight, plain_order, plain_simulation
 
 
-@pytest.mark.parametrize(("devices", "batches"), [(1, 1), (2, 5), (4, 4), (4, 9)])
-def test_gpipe_and_1f1b_of_equal_stages_take_the_textbook_s_time(devices: int, batches: int) -> None:
-    stages = [PlainStage(forward=1.0, backward=2.0) for _ in range(devices)]
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 5), (4, 4), (4, 9)])
+def test_gpipe_and_1f1b_of_equal_stages_take_the_textbook_s_time(pp: int, micro_batches: int) -> None:
+    stages = [PlainStage(forward_s=1.0, backward_s=2.0) for _ in range(pp)]
     for schedule in ("gpipe", "1f1b"):
-        assert plain_simulation(schedule, devices, batches, stages) == 3.0 * (batches + devices - 1)
+        assert plain_simulation(schedule, pp, micro_batches, stages) == 3.0 * (micro_batches + pp - 1)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
@@ -21,6 +21,6 @@ def test_every_pass_runs_once(schedule: str, device: int) -> None:
     assert len(set(passes)) == len(passes) == len(kinds) * 6 * chunks
 
 
-def test_1f1b_keeps_as_many_microbatches_as_stages_are_left_and_gpipe_all() -> None:
+def test_1f1b_keeps_as_many_micromicro_batches_as_stages_are_left_and_gpipe_all() -> None:
     assert [plain_in_flight("1f1b", 4, 8, 1, device, 0) for device in range(4)] == [4, 3, 2, 1]
     assert [plain_in_flight("gpipe", 4, 8, 1, device, 0) for device in range(4)] == [8] * 4

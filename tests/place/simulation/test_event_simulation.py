@@ -27,7 +27,7 @@ def random_times(seed: int, candidates: int, devices: int, chunks: int, splits: 
 def plain_stages(times: StageTimes, candidate: int) -> list[PlainStage]:
     _, devices, chunks = times.forward_s.shape
     return [
-        PlainStage(**{name.removesuffix("_s"): float(getattr(times, name)[candidate, device, chunk]) for name in NAMES})
+        PlainStage(**{name: float(getattr(times, name)[candidate, device, chunk]) for name in NAMES})
         for chunk in range(chunks)
         for device in range(devices)
     ]
