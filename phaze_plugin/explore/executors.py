@@ -1,4 +1,4 @@
-"""Where tasks run: in this process, in local processes, on a Dask cluster, or on any concurrent.futures.Executor.
+"""Where the tasks of a search run: in this process, in local processes, on Dask, or on any concurrent.futures.Executor.
 
 Tasks are functions of values, so it does not matter who runs them or how often. Local processes that die are replaced
 and what they had not finished is run again; a Dask scheduler does the same for its workers.
@@ -27,13 +27,24 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _MOST_REPLACEMENTS = 3
+"""How often processes that died are replaced. A few may be killed by chance; more die of what they compute."""
+
+_DASK_TIMEOUT_S = 5
+"""How long a Dask scheduler may take to answer before it counts as absent."""
+
 _DASK = "dask://"
 _PROCESSES = "processes"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Workers:
-    """Runs lists of tasks. `renew` makes another executor for one whose processes died; None where we do not own it."""
+    """Runs lists of tasks.
+
+    Attributes:
+        executor: where they run; None for this process.
+        renew: makes another executor for one whose processes died; None where the executor is the caller's.
+        replaced: how often that was done.
+    """
 
     executor: Executor | None = None
     renew: Callable[[], Executor] | None = None
@@ -45,7 +56,7 @@ class Workers:
         tasks: Sequence[_Task],
         done: Callable[[int, _Result], object] = lambda index, result: None,
     ) -> list[_Result]:
-        """The results in the order of the tasks; `done` hears of each when it is there, in any order.
+        """The results in the order of the tasks; `done` is called with each result as it comes, in any order.
 
         Raises PlanError if processes keep dying.
         """
@@ -55,17 +66,17 @@ class Workers:
                 results[index] = function(task)
                 done(index, results[index])
         while len(results) < len(tasks):
-            self._try(function, tasks, results, done)
+            self._run_missing(function, tasks, results, done)
         return [results[index] for index in range(len(tasks))]
 
-    def _try(
+    def _run_missing(
         self,
         function: Callable[[_Task], _Result],
         tasks: Sequence[_Task],
         results: dict[int, _Result],
         done: Callable[[int, _Result], object],
     ) -> None:
-        """Run what is missing, until it is there or a process died."""
+        """Run the tasks without a result, until all have one or a process died."""
         assert self.executor is not None
         waiting: dict[Future[_Result], int] = {}
         try:
@@ -95,7 +106,7 @@ class Workers:
         self.executor = self.renew()
 
 
-class _OwnProcess(SpawnProcess):
+class _ScriptlessProcess(SpawnProcess):
     """A fresh interpreter (forking a process that has threads may lock up) that does not know the caller's script.
 
     Python would run the script again in each: one that calls `search` at its top would never get anywhere, and others
@@ -112,20 +123,20 @@ class _OwnProcess(SpawnProcess):
             sys.modules["__main__"] = script
 
 
-class _OwnContext(SpawnContext):
-    """Makes such processes, and can end all that it made."""
+class _ScriptlessContext(SpawnContext):
+    """Makes processes without the caller's script, and can end all that it made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[_OwnProcess] = []
+        self._made: list[_ScriptlessProcess] = []
 
-    def Process(self, *arguments: Any, **options: Any) -> _OwnProcess:  # type: ignore[override]  # noqa: N802
-        """As pools call it."""
-        self._made.append(_OwnProcess(*arguments, **options))
+    def Process(self, *arguments: Any, **options: Any) -> _ScriptlessProcess:  # type: ignore[override]  # noqa: N802
+        """Make a process; pools call this by its name, which multiprocessing sets."""
+        self._made.append(_ScriptlessProcess(*arguments, **options))
         return self._made[-1]
 
     def end(self) -> None:
-        """A search that is over waits for nobody."""
+        """End every process that still runs, as a search that is over waits for nobody."""
         for process in self._made:
             if process.is_alive():
                 process.terminate()
@@ -153,7 +164,7 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
             f"executor is {shown(executor)}; expected 'serial', 'processes', 'processes:4', 'dask://HOST:PORT' or a "
             "concurrent.futures.Executor."
         )
-    processes, context = int(count or os.cpu_count() or 1), _OwnContext()
+    processes, context = int(count or os.cpu_count() or 1), _ScriptlessContext()
 
     def renew() -> Executor:
         return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_parent)
@@ -168,7 +179,7 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
 
 
 def end_with_parent() -> None:
-    """Let this process end as soon as the one that started it does, killed or not: nobody else would end it."""
+    """Make this process end as soon as the one that started it ends or is killed: nobody else would end it."""
 
     def watch(parent: BaseProcess) -> None:
         parent.join()
@@ -186,7 +197,7 @@ def _dask_workers(address: str) -> Iterator[Workers]:
     except ImportError as error:
         raise PlanError("Dask is not installed: pip install 'phaze-plugin[dask]', here and on its workers.") from error
     try:
-        client = Client(f"tcp://{address.removeprefix(_DASK)}", timeout=5)
+        client = Client(f"tcp://{address.removeprefix(_DASK)}", timeout=_DASK_TIMEOUT_S)
     except (OSError, TimeoutError, ValueError) as error:
         raise PlanError(
             f"no Dask scheduler answers at {address} ({error}); start one with `dask scheduler` and workers with "

@@ -1,4 +1,4 @@
-"""The answer of a search: the accelerator, its plans, what is proven about everything else, and what was looked at."""
+"""The result of `phaze.search`: the accelerator to build, its plans, the certificate, what became of each design."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phaze.json_records import to_document, write_whole
+from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
 from phaze.report.plan_text import seconds_text
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["Certificate", "Design", "Explored", "MemoryRow", "ModelRow", "PrunedBox", "SearchProgress", "SearchResult"]
 
@@ -19,10 +21,24 @@ FORMAT = "phaze-search"
 VERSION = 2
 """Version 2 spells the keys of the question as `phaze.search` does."""
 
+_SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
+"""The parts of a strategy that a line about a model shows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProgress:
-    """Where a search stands. `remaining_s` is a guess from the accelerators that are still open; None at first."""
+    """Where a search stands.
+
+    Attributes:
+        doing: the task that was just done.
+        points: accelerators of the space.
+        left: accelerators that are neither evaluated nor pruned.
+        evaluated: accelerators that were evaluated.
+        best: the best value so far.
+        bound: no accelerator's value exceeds it.
+        elapsed_s: seconds since the search began.
+        remaining_s: a guess from the accelerators that are left; None at first.
+    """
 
     doing: str
     points: int
@@ -41,9 +57,17 @@ class SearchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model on one accelerator: its fastest plan and the bound under all of them.
+    """One model on one accelerator: its fastest plan, and how fast any plan could be.
 
-    `ratio` is the objective's, to that of the model's best plan on tpuv4-paper; None for a single model.
+    Attributes:
+        model: the model's name.
+        samples_per_s: throughput.
+        step_time_s: seconds of a step.
+        bound_s: no plan takes fewer seconds.
+        joules_per_sample: energy; None where it is not counted.
+        strategy: what was chosen, in the form that `phaze.evaluate` takes.
+        needed_bytes: memory of the fullest device.
+        ratio: the objective over that of the model's best plan on tpuv4-paper; None for a single model.
     """
 
     model: str
@@ -58,7 +82,16 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """One accelerator with its memory; `value` is the objective's."""
+    """One accelerator with its memory.
+
+    Attributes:
+        name: the accelerator's name in the space.
+        hbm_gib: its memory.
+        area_mm2: its area.
+        value: the objective's value.
+        fields: its cores, sizes, clock and bandwidth.
+        models: every model on it.
+    """
 
     name: str
     hbm_gib: float
@@ -78,7 +111,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedBox:
-    """Accelerators that were pruned together: no one's value exceeds the bound."""
+    """Accelerators that were pruned together, and the bound that none of their values exceeds."""
 
     name: str
     points: int
@@ -87,11 +120,19 @@ class PrunedBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What is proven: no accelerator's value exceeds `bound`, for the slices, pipelines and choices that are named.
+    """What is proven: no accelerator's value exceeds `bound`, for the choices that `scope` names.
 
-    `points` counts accelerators times memories, all of them bounded (the largest memory only, where energy counts);
-    `scheduled` and `placed` accelerators of which layers were scheduled and placed at least once. `bounds` counts
-    corners that were bounded by placement.
+    Attributes:
+        value: the best value.
+        bound: the largest bound that is left.
+        gap: how far the bound lies above the value, as a share of it.
+        points: accelerators times memories, all of them bounded (the largest memory only, where energy counts).
+        scheduled: accelerators whose layers were scheduled at least once.
+        placed: accelerators for which some placement was searched.
+        bounds: lower bounds that were computed by placement.
+        is_finished: whether the search ran to its end.
+        scope: the slices, pipelines and choices that the bound speaks about.
+        pruned: boxes of accelerators that were pruned.
     """
 
     value: float
@@ -108,9 +149,15 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """One accelerator of the space with the largest memory, and how it was dealt with: evaluated, pruned or still open.
+    """One accelerator of the space with the largest memory, and what became of it.
 
-    `value` is None where it was not evaluated, or only as far as it took to see that it is not the best.
+    Attributes:
+        name: its name in the space.
+        area_mm2: its area.
+        state: "evaluated", "pruned" or "open".
+        bound: its value is no higher.
+        value: its value; None where it was not evaluated, or only as far as it took to see that it is not the best.
+        box: the box that it was pruned or left open with.
     """
 
     name: str
@@ -123,9 +170,20 @@ class Explored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The answer. `front` has no accelerator that another one beats in throughput, area and energy.
+    """The accelerator to build, with a proof.
 
-    `is_front_proven` says whether that holds for the whole space (up to the gap), or for what was evaluated only.
+    Attributes:
+        question: what was asked, but for models and space.
+        objective: what was made large; "ratio" for several models.
+        best: the best design.
+        memories: the value of the best accelerator with each memory that was looked at.
+        front: designs that no other beats in throughput, area and energy.
+        is_front_proven: whether that holds for the whole space, up to the gap, or only for what was evaluated.
+        certificate: what is proven about all other designs.
+        plans: the plan of each model on the best design.
+        refused: why microbatch sizes and tp are impossible, by model and sizes.
+        seconds: how long the search took.
+        explored: what became of every accelerator of the space.
     """
 
     question: Mapping[str, object]
@@ -141,7 +199,7 @@ class SearchResult:
     explored: tuple[Explored, ...] = field(repr=False)
 
     def to_json(self) -> str:
-        """Everything but the explored table, as a document."""
+        """Everything but the table of explored accelerators, as a JSON document."""
         document = {name: value for name, value in to_document(self).items() if name != "explored"}
         return json.dumps({"format": FORMAT, "version": VERSION, **document}, indent=2)
 
@@ -150,33 +208,35 @@ class SearchResult:
         write_whole(path, self.to_json())
 
     def explored_csv(self) -> str:
-        """A line an accelerator of the space, in its order."""
+        """The explored accelerators as CSV: a line for each, in the order of the space."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(Explored.__slots__)
         for row in self.explored:
-            writer.writerow(["" if (cell := getattr(row, name)) is None else cell for name in Explored.__slots__])
+            values = (getattr(row, name) for name in Explored.__slots__)
+            writer.writerow(["" if value is None else value for value in values])
         return text.getvalue()
 
     def __str__(self) -> str:
         best, proof = self.best, self.certificate
         lines = [
-            f"{best.name}, {best.hbm_gib:g} GiB of HBM, {best.area_mm2:.1f} mm2: {_value(self.objective, best.value)}",
+            f"{best.name}, {best.hbm_gib:g} GiB of HBM, {best.area_mm2:.1f} mm2: "
+            f"{_value_text(self.objective, best.value)}",
             *(_model_line(row) for row in best.models),
             "memory    " + ", ".join(_memory_text(self.objective, row) for row in self.memories),
-            f"proof     {_proof(self.objective, proof)}",
+            f"proof     {_proof_text(self.objective, proof)}",
             f"          {proof.scope}",
             f"work      {proof.points:,} bounded, {proof.scheduled} scheduled, {proof.placed} placed, {proof.bounds} "
-            f"corners; {seconds_text(self.seconds)}",
+            f"bounds by placement; {seconds_text(self.seconds)}",
         ]
         if self.is_front_proven or len(self.front) > 1:
             about = "of the space" if self.is_front_proven else "of the accelerators that were evaluated"
             lines += ["", f"front of throughput, area and energy, {about}:"]
-            lines += [_front_line(self.objective, one) for one in self.front]
+            lines += [_front_line(design) for design in self.front]
         return "\n".join(lines)
 
 
-def _value(objective: str, value: float) -> str:
+def _value_text(objective: str, value: float) -> str:
     unit = {
         "throughput": "samples/s",
         "throughput-per-area": "samples/s of all devices per mm2 of one",
@@ -187,33 +247,35 @@ def _value(objective: str, value: float) -> str:
 
 
 def _model_line(row: ModelRow) -> str:
-    shown = {key: value for key, value in row.strategy.items() if key in ("dp", "tp", "pp", "micro_batch_size", "zero")}
-    told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
-    schedule = row.strategy.get("schedule")
-    schedule = "no pipeline" if schedule == "none" else schedule
+    degrees = ", ".join(
+        f"{key.replace('_', ' ')} {value}" for key, value in row.strategy.items() if key in _SHOWN_DEGREES
+    )
+    schedule = row.strategy["schedule"]
+    schedule_text = "no pipeline" if schedule == PipelineSchedule.NONE else schedule
     ratio = "" if row.ratio is None else f" (ratio {row.ratio:.4g})"
     energy = "" if row.joules_per_sample is None else f", {row.joules_per_sample:.4g} J a sample"
     return (
-        f"{row.model}: {row.samples_per_s:,.5g} samples/s{ratio}, step {seconds_text(row.step_time_s)}{energy}; {told}"
-        f"{f', {schedule}' if schedule else ''}"
+        f"{row.model}: {row.samples_per_s:,.5g} samples/s{ratio}, step {seconds_text(row.step_time_s)}{energy}; "
+        f"{degrees}, {schedule_text}"
     )
 
 
 def _memory_text(objective: str, row: MemoryRow) -> str:
-    told = "does not fit" if row.value is None else _value(objective, row.value)
-    return f"{row.hbm_gib:g} GiB {told}"
+    value = "does not fit" if row.value is None else _value_text(objective, row.value)
+    return f"{row.hbm_gib:g} GiB {value}"
 
 
-def _proof(objective: str, proof: Certificate) -> str:
+def _proof_text(objective: str, proof: Certificate) -> str:
+    bound = _value_text(objective, proof.bound)
     if not proof.is_finished:
-        return f"not finished: what was not looked at may reach {_value(objective, proof.bound)}, {proof.gap:.2%} more"
-    if proof.gap <= 1e-9:
+        return f"not finished: what was not looked at may reach {bound}, {proof.gap:.2%} more"
+    if proof.gap <= EQUAL_RESULTS:
         return "the best of the space"
-    return f"within {proof.gap:.2%} of the best: no accelerator exceeds {_value(objective, proof.bound)}"
+    return f"within {proof.gap:.2%} of the best: no accelerator exceeds {bound}"
 
 
-def _front_line(objective: str, one: Design) -> str:
-    energy = [row.joules_per_sample for row in one.models if row.joules_per_sample is not None]
+def _front_line(design: Design) -> str:
+    energy = [row.joules_per_sample for row in design.models if row.joules_per_sample is not None]
     mean = f", {sum(energy) / len(energy):.4g} J a sample" if energy else ""
-    rate = " ".join(f"{row.samples_per_s:,.5g}" for row in one.models)
-    return f"  {one.name}, {one.hbm_gib:g} GiB: {rate} samples/s, {one.area_mm2:.1f} mm2{mean}"
+    rate = " ".join(f"{row.samples_per_s:,.5g}" for row in design.models)
+    return f"  {design.name}, {design.hbm_gib:g} GiB: {rate} samples/s, {design.area_mm2:.1f} mm2{mean}"
