@@ -1,13 +1,14 @@
-"""Spaces of accelerators to search.
+"""Spaces of accelerators to search: the paper's, a grid of one's own with limits, or one from a JSON file.
 
 The paper's space (Wang et al., ICML 2024), all quantities powers of two: 1 to 4096 tensor cores, 1 to 4096 vector
 cores, arrays of 2..256 rows and 2..256 columns, as many vector lanes as rows, and a buffer of 2 to 128 MiB; with an
 area of at most tpuv4-paper's, and of at least 30 % of it unless there is a single tensor core or a single vector core.
 Points inherit tpuv4-paper's clock, rates and HBM bandwidth at any HBM size. There are 29,360.
 
-A space of one's own is a grid of values per field, with limits on area, power or any function of the points; limits are
-applied in order, and one that leaves nothing is named. Power is what everything at once would draw: leakage, all arrays
-and lanes at every cycle, HBM at full bandwidth (no utilisation is assumed, so it compares accelerators only).
+A space of one's own (`grid`, or `load` from a file) is every combination of values per field, with limits on area,
+power or any function of the points. Limits are applied in order, and an error names the one that leaves nothing. Power
+is what everything at once would draw (`powers_w`): leakage, all arrays and lanes at every cycle, HBM at full bandwidth.
+No utilisation is assumed, so that it compares accelerators only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,20 @@ __all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
 
 FORMAT = "phaze-space"
 VERSION = 1
+
 MOST_POINTS = 500_000
-"""Of the grid before limits. Searching takes rows of some 150 bytes for each point, microbatch size and tensor width:
-about a gigabyte."""
+"""The largest grid, before limits. A search keeps some 150 bytes for each point, microbatch size and tp, which makes
+about a gigabyte for so many."""
 
 _MIB = 2**20
 _GIB = 2**30
+
+_BASELINE = "tpuv4-paper"
+"""The accelerator whose clock, rates and bandwidth points inherit, and whose area limits the paper's space."""
+
 _LEAST_AREA_SHARE = 0.3
+"""The paper leaves out accelerators with less than this share of the baseline's area, unless a kind of core is single.
+"""
 
 PAPER_HBM_BYTES = (32 * _GIB, 64 * _GIB, 80 * _GIB)
 """The HBM sizes that the paper's search crosses with its accelerators."""
@@ -55,7 +62,7 @@ def paper(hbm_bytes: int = PAPER_HBM_BYTES[0]) -> AcceleratorArray:
     cores, sides, buffers = 2 ** np.arange(13), 2 ** np.arange(1, 9), _MIB * 2 ** np.arange(1, 8)
     grid = np.meshgrid(cores, sides, sides, cores, buffers, indexing="ij")
     tensor_cores, rows, cols, vector_cores, buffer_bytes = (axis.ravel().astype(np.int64) for axis in grid)
-    baseline = preset("tpuv4-paper").accelerator
+    baseline = preset(_BASELINE).accelerator
     count = len(rows)
     points = AcceleratorArray(
         names=("unnamed",) * count,
@@ -133,7 +140,7 @@ def grid(
             f"the space has at least {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer "
             "values, or search it in parts."
         )
-    baseline = preset("tpuv4-paper").accelerator
+    baseline = preset(_BASELINE).accelerator
     columns = [axis.ravel() for axis in np.meshgrid(*values.values(), indexing="ij")]
     tensors, rows, cols, vectors, lanes, buffers = columns
     points = AcceleratorArray(
@@ -161,11 +168,13 @@ def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
         raise QuestionError(f"{name} is {shown(given)}; expected whole numbers such as (1, 2, 4).")
     values, most = list(islice(given, MOST_POINTS + 1)), _most(name)
     wrong = [
-        one for one in values if type(one) is bool or not isinstance(one, Integral) or not least <= int(one) <= most
+        value
+        for value in values
+        if type(value) is bool or not isinstance(value, Integral) or not least <= int(value) <= most
     ]
     if wrong or not values:
-        found = shown(wrong[0]) if wrong else "empty"
-        raise QuestionError(f"{name} is {found}; expected whole numbers from 1 to {most}, and at least one of them.")
+        what = shown(wrong[0]) if wrong else "empty"
+        raise QuestionError(f"{name} is {what}; expected whole numbers from 1 to {most}, and at least one of them.")
     return np.array(sorted(set(values)), dtype=np.int64)
 
 
@@ -183,12 +192,12 @@ def _within(
             continue
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise QuestionError(f"{name} is {shown(limit)}; expected a positive number.")
-        found = powers_w(points) if name == "max_power_w" else areas_mm2(points)
-        is_kept = found >= limit if name.startswith("min") else found <= limit
+        sizes = powers_w(points) if name == "max_power_w" else areas_mm2(points)
+        is_kept = sizes >= limit if name.startswith("min") else sizes <= limit
         if not is_kept.any():
             raise QuestionError(
-                f"{name} is {limit:g} and leaves nothing of the space: its points lie between {found.min():.6g} and "
-                f"{found.max():.6g} {'W' if name == 'max_power_w' else 'mm2'}. Move the limit, or give other values."
+                f"{name} is {limit:g} and leaves nothing of the space: its points lie between {sizes.min():.6g} and "
+                f"{sizes.max():.6g} {'W' if name == 'max_power_w' else 'mm2'}. Move the limit, or give other values."
             )
         points = points.take(np.flatnonzero(is_kept))
     if where is not None:
@@ -225,7 +234,7 @@ def load(path: str | os.PathLike[str]) -> AcceleratorArray:
     return from_description(read_document(path, "a space"), os.fspath(path))
 
 
-def from_description(document: Any, where: str = "the space") -> AcceleratorArray:
+def from_description(document: object, where: str = "the space") -> AcceleratorArray:
     """The space that a document describes; see `load`."""
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise FormatError(f"{where} is not a space: expected an object with format {FORMAT!r} and version {VERSION}.")
@@ -240,7 +249,7 @@ def from_description(document: Any, where: str = "the space") -> AcceleratorArra
     for name in _GRID_FIELDS:
         if name not in document and name != "vector_lanes":
             raise FormatError(f"{where} lacks {name!r}; expected numbers, or a range.")
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         name: _listed(where, name, document[name]) for name in _GRID_FIELDS if name in document
     }
     for name in _NUMBER_FIELDS:
@@ -248,7 +257,7 @@ def from_description(document: Any, where: str = "the space") -> AcceleratorArra
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise FormatError(f"{where}.{name} is {shown(value)}; expected a positive number.")
         arguments[name] = value
-    return grid(**arguments)
+    return grid(**arguments)  # type: ignore[arg-type]  # every argument is checked there
 
 
 def _listed(where: str, name: str, value: object) -> list[object]:
@@ -260,14 +269,14 @@ def _listed(where: str, name: str, value: object) -> list[object]:
 def _range(where: str, value: Mapping[str, object]) -> Iterator[int]:
     step = "times" if "times" in value else "plus"
     numbers = [value.get(name) for name in ("from", "to", step)]
-    if set(value) != {"from", "to", step} or not all(type(one) is int and one > 0 for one in numbers):
+    if set(value) != {"from", "to", step} or not all(type(number) is int and number > 0 for number in numbers):
         raise FormatError(f"{where} is {json.dumps(value)}; expected whole numbers from, to, and times or plus.")
-    at, last, by = (int(str(one)) for one in numbers)
-    if at > last or (step == "times" and by < 2):
+    number, last, by = (int(str(given)) for given in numbers)
+    if number > last or (step == "times" and by < 2):
         raise FormatError(f"{where} is {json.dumps(value)}; expected from <= to, and times of at least 2.")
-    while at <= last:
-        yield at
-        at = at * by if step == "times" else at + by
+    while number <= last:
+        yield number
+        number = number * by if step == "times" else number + by
 
 
 def to_description(points: AcceleratorArray) -> dict[str, object]:
@@ -283,9 +292,11 @@ def to_description(points: AcceleratorArray) -> dict[str, object]:
     return {"names": list(points.names), **{name: getattr(points, name).tolist() for name in names}}
 
 
-def from_points(document: Mapping[str, Any]) -> AcceleratorArray:
-    """What `to_description` wrote."""
+def from_points(document: Mapping[str, object]) -> AcceleratorArray:
+    """The space that `to_description` wrote."""
     if document == {"name": "paper"}:
         return paper()
-    columns = {name: np.array(value) for name, value in document.items() if name != "names"}
-    return AcceleratorArray(names=tuple(document["names"]), **columns)
+    names, columns = document["names"], {name: np.array(values) for name, values in document.items() if name != "names"}
+    if not isinstance(names, list):
+        raise FormatError(f"the space's names are {shown(names)}; expected a list.")
+    return AcceleratorArray(names=tuple(names), **columns)

@@ -30,7 +30,7 @@ from phaze.planner.strategy_search import Answer
 from phaze.question import Question
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
-from phaze.verify.saved_plan import differences, question_for
+from phaze.verify.saved_plan import differences, question_for, strategy_with_stages
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -84,7 +84,10 @@ def check_plan(
         return findings
     question = question_for(plan, model, inputs, plugins)
     watch.report("pricing the strategy a second time")
-    answer = price_fixed_stages(question.with_strategy(_whole_strategy(plan)), watch)
+    # The strategy leaves nothing but this plan; whether sequences are split is as open as when it was made.
+    is_sequence_split = plan.question.strategy.get("sequence_parallel")
+    strategy = {**strategy_with_stages(plan), "sequence_parallel": is_sequence_split}
+    answer = price_fixed_stages(question.with_strategy(strategy), watch)
     findings += _plain_findings(plan, answer)
     findings += _asked_again_findings(plan, question, answer, watch)
     return findings
@@ -148,13 +151,6 @@ def _plain_stages(costs: PlainCosts, plan: Plan) -> list[PlainStage]:
         stages.append(costs.stage(set(range(first)), set(range(first, first + count)), mode))
         first += count
     return stages
-
-
-def _whole_strategy(plan: Plan) -> dict[str, object]:
-    """A strategy that leaves nothing but this plan; whether sequences are split is as open as when it was made."""
-    strategy = {**to_document(plan.strategy), "stages": [len(stage.layers) for stage in plan.stages]}
-    strategy["sequence_parallel"] = plan.question.strategy.get("sequence_parallel")
-    return strategy
 
 
 def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dict[str, float]:

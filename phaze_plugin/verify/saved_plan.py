@@ -1,4 +1,4 @@
-"""`phaze.load_plan`: whether a saved plan still holds for a model and a cluster; if not, its strategy priced anew."""
+"""`phaze.load_plan`: whether a saved plan still belongs to a model and a cluster, what differs, and pricing it anew."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_c
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for"]
+__all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for", "strategy_with_stages"]
 
 
 def load_plan(
@@ -86,13 +86,13 @@ def differences(
     plan: Plan, model: object, inputs: object, cluster: str | Cluster | None, plugins: PluginManager
 ) -> list[str]:
     """What differs between what the plan was made for and what is given; nothing where it still holds."""
-    found: list[str] = []
+    differing: list[str] = []
     if cluster is not None:
         now = to_document(cluster_to_json(settled_cluster(cluster, plugins)))
-        found += _changed("hardware", plan.hardware, now)
+        differing += _changed("hardware", plan.hardware, now)
     if model is not None:
-        found += model_differences(plan, import_with_plugins(plugins, model, inputs, frontend=None, options={}))
-    return found
+        differing += model_differences(plan, import_with_plugins(plugins, model, inputs, frontend=None, options={}))
+    return differing
 
 
 def model_differences(plan: Plan, graph: Graph) -> list[str]:
@@ -135,15 +135,14 @@ def priced_anew(
     plan: Plan, model: object, inputs: object, cluster: str | Cluster | None, plugins: PluginManager
 ) -> Plan:
     """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
-    question = question_for(plan, model, inputs, plugins, cluster)
-    question = question.with_strategy(_fixed(plan))
+    strategy = strategy_with_stages(plan)
+    if plan.strategy.tp == 1:
+        del strategy["sequence_parallel"]  # there is nothing to split over
+    question = question_for(plan, model, inputs, plugins, cluster).with_strategy(strategy)
     anew = build_plan(question, price_fixed_stages(question, Watch()))
     return replace(anew, binds=binding(anew))
 
 
-def _fixed(plan: Plan) -> dict[str, object]:
-    """The plan's strategy with its cuts, as `phaze.evaluate` takes it."""
-    strategy = to_document(plan.strategy)
-    if plan.strategy.tp == 1:
-        strategy.pop("sequence_parallel")
-    return {**strategy, "stages": [len(stage.layers) for stage in plan.stages]}
+def strategy_with_stages(plan: Plan) -> dict[str, object]:
+    """The plan's strategy with how many layers each stage has, in the form that `phaze.evaluate` takes."""
+    return {**to_document(plan.strategy), "stages": [len(stage.layers) for stage in plan.stages]}
