@@ -45,10 +45,10 @@ from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
-from phaze.place.model.placement_problem import ProfileKey
 from phaze.planner.strategy_search import graph_at, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
+from phaze.profile.layer_profile import ProfileKey
 from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, repeated_layers, slice_model
 from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer

@@ -26,11 +26,11 @@ from phaze.place import (
     find_placement,
     place_as_paper,
 )
-from phaze.place.model.placement_problem import ProfileKey
 from phaze.planner.plan_building import strategy_of
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate
 from phaze.profile.layer_passes import ProfileOptions, priced_pass
+from phaze.profile.layer_profile import ProfileKey
 from phaze.profile.model_profiles import layer_variants, profile_model, profile_options
 from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer

@@ -19,7 +19,19 @@ from phaze.errors import GraphError, PlacementError
 from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
 
-__all__ = ["BoundaryTensor", "Bounded", "Flow", "LayerProfile", "PlacementGraph", "PlacementLayer", "RecomputeMode"]
+__all__ = [
+    "BoundaryTensor",
+    "Bounded",
+    "Flow",
+    "LayerProfile",
+    "PlacementGraph",
+    "PlacementLayer",
+    "ProfileKey",
+    "RecomputeMode",
+]
+
+ProfileKey = tuple[str, int, RecomputeMode]
+"""What a profile is found by: a distinct layer's key, tp and a recompute mode."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,6 @@ from phaze.cost import Calibration
 from phaze.errors import ShardError
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
-from phaze.place import LayerProfile, PlacementGraph
-from phaze.place.model.placement_problem import ProfileKey
 from phaze.profile.layer_passes import (
     LayerReport,
     ProfileOptions,
@@ -26,6 +24,7 @@ from phaze.profile.layer_passes import (
     placement_graph,
     profile_and_report,
 )
+from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey
 from phaze.question import Question
 from phaze.shard import (
     Axis,

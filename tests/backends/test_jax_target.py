@@ -280,7 +280,7 @@ def test_only_scans_over_layers_get_pipelines() -> None:
 
 def test_a_layer_that_cannot_be_split_is_named() -> None:
     loss, inputs = small()
-    offer = "The nearest width that runs is 8"
+    offer = "The nearest tp that runs is 8"
     with pytest.raises(PlanError, match=f"cannot be sliced as asked. layer 'params.embed', op 'gather'.*{offer}"):
         phaze.evaluate(
             loss,

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from phaze.capabilities import Capabilities
-from phaze.parallelism import ZERO_STAGES, PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
 
 
 def test_the_modest_default_runs_no_pipeline() -> None:
-    assert not any(Capabilities().supports(schedule, 0) for schedule in PipelineSchedule)
+    assert not any(Capabilities().supports(schedule, 0) for schedule in PIPELINE_SCHEDULES)
 
 
 def test_everything_restricts_nothing() -> None:
     everything = Capabilities.everything()
-    assert all(everything.supports(schedule, stage) for schedule in PipelineSchedule for stage in ZERO_STAGES)
+    assert all(everything.supports(schedule, stage) for schedule in PIPELINE_SCHEDULES for stage in ZERO_STAGES)
 
 
 def test_an_excluded_pair_is_not_supported_but_its_halves_are() -> None:

@@ -12,12 +12,9 @@ from phaze.cost import IDEAL, Calibration
 from phaze.errors import PlacementError
 from phaze.hardware import Cluster, PrecisionRecipe
 from phaze.parallelism import ZERO_STAGES, Choices
-from phaze.profile.layer_profile import LayerProfile, PlacementGraph, RecomputeMode
+from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey, RecomputeMode
 
-__all__ = ["PlacementProblem", "ProfileKey"]
-
-ProfileKey = tuple[str, int, RecomputeMode]
-"""A distinct layer's key, tp, a recompute mode."""
+__all__ = ["PlacementProblem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
