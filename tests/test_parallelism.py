@@ -1,0 +1,126 @@
+"""A strategy has the fields that users type, refuses what cannot be, and narrows what may be chosen."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import phaze
+from phaze.errors import QuestionError
+from phaze.ir import RecomputeMode
+from phaze.json_records import from_document, to_document
+from phaze.parallelism import PIPELINE_SCHEDULES, STRATEGY_KEYS, Choices, Parallelism, PipelineSchedule, read_strategy
+
+INTERLEAVED = PipelineSchedule.INTERLEAVED
+
+
+def test_its_fields_are_the_keys_of_a_strategy() -> None:
+    names = [field.name for field in fields(phaze.Parallelism)]
+    assert names[:6] == ["dp", "shard", "zero", "cp", "ep", "tp"]
+    assert tuple(names) == STRATEGY_KEYS[:-1]
+    assert STRATEGY_KEYS[-1] == "stages"
+
+
+def test_nothing_given_is_one_device_without_a_pipeline() -> None:
+    alone = Parallelism()
+    assert (alone.stages, alone.schedule, alone.shard, alone.cp, alone.ep) == (1, "none", "all", 1, 1)
+
+
+@pytest.mark.parametrize("name", ["dp", "cp", "ep", "tp", "pp", "chunks", "micro_batch_size"])
+def test_a_degree_below_one_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+        Parallelism(**{name: 0})
+
+
+def test_a_zero_stage_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"zero is 4; expected one of \(0, 1, 2, 3\)"):
+        Parallelism(zero=4)
+
+
+@given(st.integers(1, 64), st.integers(1, 1000))
+def test_the_fullest_pipeline_has_the_most_microbatches_and_no_more_than_needed(dp: int, micro_batches: int) -> None:
+    each = Parallelism(dp=dp).micro_batches_per_pipeline(micro_batches)
+    assert (each - 1) * dp < micro_batches <= each * dp
+
+
+counts = st.integers(1, 8)
+strategies = st.builds(
+    Parallelism,
+    dp=counts,
+    zero=st.integers(0, 3),
+    tp=counts,
+    sequence_parallel=st.booleans(),
+    pp=counts,
+    schedule=st.sampled_from(PipelineSchedule),
+    chunks=counts,
+    micro_batch_size=counts,
+    recompute=st.lists(st.sampled_from(RecomputeMode), max_size=3).map(tuple),
+)
+
+
+@given(strategies)
+def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> None:
+    assert from_document(Parallelism, to_document(strategy), "strategy") == strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ([("dp", 1)], "strategy is .*; expected a mapping"),
+        ({"ddp": 2}, "the key 'ddp'. Did you mean 'dp'"),
+        ({"dp": 0}, "dp 0; expected a whole number of at least 1"),
+        ({"dp": True}, "dp True; expected a whole number"),
+        ({"zero": 1.0}, "zero 1.0; expected one of"),
+        ({"zero": 4}, "zero 4; expected one of"),
+        ({"cp": 2}, "cp 2; only cp 1 can be planned"),
+        ({"ep": 2}, "ep 2; only ep 1 can be planned"),
+        ({"shard": 8}, "shard 8; only 'all' can be planned"),
+        ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
+        ({"sequence_parallel": 1}, "sequence_parallel 1; expected True or False"),
+        ({"recompute": "some"}, "recompute 'some'; expected one of"),
+        ({"stages": "4"}, "stages '4'; expected how many layers"),
+        ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
+        ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),
+        ({"chunks": 2, "schedule": "gpipe"}, "chunks 2 with schedule 'gpipe'; expected interleaved"),
+        ({"pp": 2, "stages": [1, 2, 3]}, "3 stages; expected pp x chunks, 2 x 1"),
+        ({"recompute": ["none", "full"]}, "say with `stages`"),
+        ({"stages": [1, 2, 3], "recompute": ["none", "full"]}, "2 recompute modes for 3 stages"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_refused_by_its_key(strategy: object, message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        read_strategy(strategy)
+
+
+def test_a_key_that_is_none_is_left_open() -> None:
+    assert read_strategy({"dp": 4, "tp": None}) == {"dp": 4}
+
+
+def test_what_a_strategy_fixes_is_all_that_may_be_chosen() -> None:
+    fixed = read_strategy({"dp": 4, "tp": 2, "pp": 2, "micro_batch_size": 8, "zero": 1, "recompute": "full"})
+    choices = Choices(tp=(1, 2, 4), micro_batch_size=(1, 2)).within(fixed)
+    assert (choices.dp, choices.tp, choices.pp, choices.micro_batch_size) == ((4,), (2,), (2,), (8,))
+    assert (choices.zero, choices.recompute) == ((1,), (RecomputeMode.FULL,))
+    assert choices.schedule == PIPELINE_SCHEDULES
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedules", "depths"),
+    [
+        ({"schedule": "none"}, PIPELINE_SCHEDULES, (1,)),
+        ({"schedule": "gpipe"}, (PipelineSchedule.GPIPE,), None),
+        ({"chunks": 1}, tuple(kind for kind in PIPELINE_SCHEDULES if kind is not INTERLEAVED), None),
+        ({"chunks": 3}, (INTERLEAVED,), None),
+    ],
+)
+def test_schedules_and_chunks_narrow_each_other(
+    strategy: dict[str, object], schedules: tuple[PipelineSchedule, ...], depths: tuple[int, ...] | None
+) -> None:
+    choices = Choices().within(read_strategy(strategy))
+    assert choices.schedule == schedules
+    assert choices.pp == depths
+
+
+def test_one_pipeline_shards_nothing_whatever_is_asked() -> None:
+    assert Choices().within(read_strategy({"dp": 1, "zero": 3})).zero == (0,)
