@@ -28,12 +28,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.hardware.element_types import dtype_bytes
 from phaze.parallelism import PipelineSchedule
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
+from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["WholeModel"]
 
@@ -77,17 +77,18 @@ class WholeModel:
         )
 
     @property
+    def sharding(self) -> ZeroSharding:
+        """What the ZeRO stage holds and moves, per number of pipelines."""
+        return ZeroSharding(self.problem.recipe, self.zero, self.dp)
+
+    @property
     def parameters(self) -> float:
         """Trained parameters of the whole model on one tensor rank."""
         return float(self.table.parameters[self.whole])
 
     def least_bytes(self) -> FloatArray:
         """What all stages of a pipeline hold together at least."""
-        recipe, shards = self.problem.recipe, self.dp
-        held = recipe.parameter_bytes / (shards if self.zero == 3 else 1) + recipe.gradient_bytes / (
-            shards if self.zero >= 2 else 1
-        )
-        held = held + recipe.optimizer_bytes / (shards if self.zero >= 1 else 1)
+        held = self.sharding.held_bytes_per_parameter
         stash = float(self.table.stashed_bytes[:, self.whole].min())
         return np.asarray(held * self.parameters + self.table.frozen_bytes[self.whole] + stash)
 
@@ -97,8 +98,8 @@ class WholeModel:
             float(seconds[:, self.whole].min())
             for seconds in (self.table.forward_s, self.table.backward_input_s, self.table.backward_weight_s)
         )
-        gathered = self._moved(self.problem.recipe.parameter_bytes) if self.zero == 3 else 0.0
-        scattered = self._moved(dtype_bytes(self.problem.recipe.reduction_dtype)) if self.zero >= 2 else 0.0
+        gathered = self._moved(self.sharding.gathered_bytes_per_pass)
+        scattered = self._moved(self.sharding.scattered_bytes_per_backward)
         transfers = 2 * (devices * chunks - 1) * self.least_cut_s
         run = np.maximum(forward, gathered)
         fused = run + np.maximum(backward_input + weight, gathered + scattered) + transfers
@@ -127,19 +128,17 @@ class WholeModel:
         hidden = backward_input + weight if chunks == 1 else np.inf
         return np.asarray(np.maximum(path, (rounds * total + self._after(update_s, hidden)) / devices))
 
-    def _moved(self, bytes_each: float) -> FloatArray:
+    def _moved(self, bytes_each: FloatArray) -> FloatArray:
         """Seconds of one gather or scatter of all parameters."""
         return np.asarray((1 - 1 / self.dp) * (bytes_each * self.parameters * self.s_per_byte))
 
     def _after(self, update_s: float, backward_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""
-        update = self.parameters * update_s / (self.dp if self.zero >= 1 else 1)
-        gather = self._moved(self.problem.recipe.parameter_bytes) if self.zero in (1, 2) else 0.0
-        reduced = (
-            self._moved(dtype_bytes(self.problem.recipe.reduction_dtype)) * (2 if self.zero == 0 else 1)
-            if self.zero < 2
-            else 0.0
-        )
+        sharding = self.sharding
+        update = self.parameters * update_s / sharding.optimizer_shards
+        gather = self._moved(sharding.gathered_bytes_per_batch)
+        # An all-reduce moves as much as a reduce-scatter and an all-gather.
+        reduced = self._moved(2 * sharding.all_reduced_bytes_per_batch + sharding.scattered_bytes_per_batch)
         return np.asarray(update + gather + np.maximum(reduced - backward_s, 0.0))
 
 

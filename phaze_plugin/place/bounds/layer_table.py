@@ -15,13 +15,13 @@ from itertools import pairwise
 import numpy as np
 
 from phaze.cost import Collective
-from phaze.hardware.element_types import dtype_bytes
 from phaze.parallelism import PipelineSchedule
 from phaze.place.bounds.stage_filling import LayerTerms, StageFilling
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import cut_bytes
+from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile
 
@@ -98,11 +98,9 @@ class LayerTable:
     def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
         return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes)
 
-    def buffered_bytes(self, strategies: ParallelismTable) -> FloatArray:
-        """Bytes of buffers per parameter of the largest layer."""
-        recipe, copied = self.problem.recipe, strategies.dp > 1
-        reduced = np.where(copied & (strategies.zero >= 2), recipe.reduction_bytes, 0.0)
-        return np.asarray(reduced + np.where(copied & (strategies.zero == 3), 2 * recipe.parameter_bytes, 0.0))
+    def sharding(self, strategies: ParallelismTable) -> ZeroSharding:
+        """What the ZeRO stage of each choice holds and moves."""
+        return ZeroSharding(self.problem.recipe, strategies.zero, strategies.dp)
 
     def _rates(self, strategies: ParallelismTable) -> FloatArray:
         """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
@@ -125,25 +123,18 @@ class LayerTable:
         forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
         untied, tied = self.untied[at].T, self._tied(strategies)
         parameters = untied + tied
-        zero, copies = strategies.zero, strategies.dp
-        recipe = self.problem.recipe
+        sharding = self.sharding(strategies)
         gather, scatter, reduce = self._rates(strategies)
-        size = dtype_bytes(recipe.reduction_dtype)
-        gathered = parameters * (np.where(zero == 3, recipe.parameter_bytes, 0.0) * gather)
-        scattered = parameters * (np.where(zero >= 2, size, 0.0) * scatter)
+        gathered = parameters * (sharding.gathered_bytes_per_pass * gather)
+        scattered = parameters * (sharding.scattered_bytes_per_backward * scatter)
         split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         run = _longer(forward, gathered)
         back = _longer(np.where(split, first, first + weight), gathered + np.where(split, 0.0, scattered))
-        reduction = np.where(zero == 0, size * reduce, np.where(zero == 1, size * scatter, 0.0))
-        settled = self.update_s / np.where(zero >= 1, copies, 1)
-        settled = settled + np.where((zero == 1) | (zero == 2), recipe.parameter_bytes, 0.0) * gather
+        reduction = sharding.all_reduced_bytes_per_batch * reduce + sharding.scattered_bytes_per_batch * scatter
+        settled = self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather
         finish = parameters * settled + tied * reduction
-        between = np.where(strategies.pp > 1, size * self.network.least_s_per_byte, 0.0)
+        between = np.where(strategies.pp > 1, self.problem.recipe.reduction_bytes * self.network.least_s_per_byte, 0.0)
         finish[[0, -1]] += between * self.tied_ends[:, at]
-        shards = [np.where(zero >= least, copies, 1) for least in (1, 2, 3)]
-        held = (
-            recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
-        )
         again, stash, working = (
             table[:, at].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
         )
@@ -153,9 +144,9 @@ class LayerTable:
             weight_s=np.where(split, _longer(weight, scattered), 0.0),
             finish_s=finish,
             reduced_s=untied * reduction,
-            hidden_s=np.where(zero < 2, np.where(split, weight, first + weight), 0.0),
-            held_bytes=parameters * held,
-            buffer_bytes=parameters * self.buffered_bytes(strategies),
+            hidden_s=np.where(strategies.zero < 2, np.where(split, weight, first + weight), 0.0),
+            held_bytes=parameters * sharding.held_bytes_per_parameter,
+            buffer_bytes=parameters * sharding.buffer_bytes,
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,

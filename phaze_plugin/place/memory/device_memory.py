@@ -25,6 +25,7 @@ import numpy as np
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.model.stage_sums import StageSums
+from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
 
@@ -115,17 +116,17 @@ def build_memory_table(
 ) -> MemoryTable:
     """The items of all stages at one width; `whole_parameters` are held in parts, and whole during a batch."""
     recipe = problem.recipe
-    shards = [float(dp) if zero >= least else 1.0 for least in (1, 2, 3)]
+    sharding = ZeroSharding(recipe, zero, dp)
     buffers = table.received_bytes + table.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
-    if dp > 1 and zero >= 2:
-        buffers = buffers + recipe.reduction_bytes * table.largest_parameters
-    if dp > 1 and zero == 3:
-        buffers = buffers + 2 * recipe.parameter_bytes * table.largest_parameters
+    buffers = buffers + sharding.scatter_buffer_bytes * table.largest_parameters
+    buffers = buffers + sharding.gather_buffer_bytes * table.largest_parameters
     return MemoryTable(
-        parameters_bytes=np.asarray(recipe.parameter_bytes * table.parameters / shards[2] + table.frozen_bytes),
-        gradients_bytes=np.asarray(recipe.gradient_bytes * table.parameters / shards[1]),
-        optimizer_bytes=np.asarray(recipe.optimizer_bytes * table.parameters / shards[0]),
+        parameters_bytes=np.asarray(
+            recipe.parameter_bytes * table.parameters / sharding.parameter_shards + table.frozen_bytes
+        ),
+        gradients_bytes=np.asarray(recipe.gradient_bytes * table.parameters / sharding.gradient_shards),
+        optimizer_bytes=np.asarray(recipe.optimizer_bytes * table.parameters / sharding.optimizer_shards),
         stashed_bytes=table.stashed_bytes,
         working_bytes=table.working_bytes,
         buffers_bytes=buffers,

@@ -22,6 +22,7 @@ import numpy as np
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.memory.interleaved_least_memory import least_chunks
 from phaze.place.model.stage_space import FloatArray, IntArray
+from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.pass_orders import in_flight
@@ -87,11 +88,7 @@ def _largest_dp(strategies: ParallelismTable, device_count: int) -> ParallelismT
 
 def _held_per_parameter(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
     """Bytes that each trained parameter takes under each choice."""
-    recipe = prepared.problem.recipe
-    shards = [np.where(strategies.zero >= least, strategies.dp, 1) for least in (1, 2, 3)]
-    return np.asarray(
-        recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
-    )
+    return ZeroSharding(prepared.problem.recipe, strategies.zero, strategies.dp).held_bytes_per_parameter
 
 
 def _packed_floors(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
@@ -100,7 +97,7 @@ def _packed_floors(prepared: PreparedProblem, strategies: ParallelismTable) -> F
     at = np.searchsorted(layer_table.widths, strategies.tp)
     held = layer_table.parameters[at].T * _held_per_parameter(prepared, strategies)
     stash, working = layer_table.stashed_bytes[at].T, layer_table.working_bytes[at].T
-    buffers = layer_table.parameters[at].T * layer_table.buffered_bytes(strategies)
+    buffers = layer_table.parameters[at].T * layer_table.sharding(strategies).buffer_bytes
     gpipe = strategies.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
     split = strategies.schedule == _SPLIT
     low = np.zeros(len(strategies))
@@ -196,9 +193,8 @@ def _least_of(prepared: PreparedProblem, parallelism: Parallelism, limit_bytes: 
 
 def _stages_within(prepared: PreparedProblem, parallelism: Parallelism, limit_bytes: float) -> IntArray:
     """Stages that may need no more than the limit even with one microbatch in flight."""
-    table, recipe = prepared.widths[parallelism.tp], prepared.problem.recipe
-    shards = [parallelism.dp if parallelism.zero >= least else 1 for least in (1, 2, 3)]
-    each = recipe.optimizer_bytes / shards[0] + recipe.gradient_bytes / shards[1] + recipe.parameter_bytes / shards[2]
+    table = prepared.widths[parallelism.tp]
+    each = ZeroSharding(prepared.problem.recipe, parallelism.zero, parallelism.dp).held_bytes_per_parameter
     needs = each * table.own_parameters + table.stashed_bytes.min(axis=0) + table.working_bytes.min(axis=0)
     keep = needs <= limit_bytes * (1 + 1e-9)
     if not prepared.problem.capabilities.allows_uneven_stages:

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
-from phaze.hardware.element_types import dtype_bytes
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
+from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["StageCosts", "build_stage_costs", "update_s_per_parameter"]
 
@@ -100,20 +100,19 @@ def build_stage_costs(
     received = _send_parts(transfer, gather, table.tp, table.received_bytes, table.received_whole_bytes)
     returned = _send_parts(transfer, gather, table.tp, table.sent_bytes, table.sent_whole_bytes)
     devices = np.where(table.is_sliced | (not mixes_tp), table.tp, 1)
+    sharding = ZeroSharding(problem.recipe, zero, dp)
     axis = _DataAxis(problem, table, network, dp, used, devices)
-    gathered = axis.per_pass(Collective.ALL_GATHER, problem.recipe.parameter_bytes) if zero == 3 else 0.0
-    scattered = axis.per_pass(Collective.REDUCE_SCATTER, axis.gradient_bytes) if zero >= 2 else 0.0
+    gathered = axis.per_pass(Collective.ALL_GATHER, float(sharding.gathered_bytes_per_pass))
+    scattered = axis.per_pass(Collective.REDUCE_SCATTER, float(sharding.scattered_bytes_per_backward))
     start = np.maximum(returned, table.recompute_s)
     overlap = problem.calibration.overlap
     if splits_backward:
         backward = _together(table.backward_input_s, gathered, overlap)
     else:
         backward = _together(table.backward_input_s + table.backward_weight_s, gathered + scattered, overlap)
-    exposed, reduction = axis.reduction(space, zero, splits_backward)
-    shards = dp if zero >= 1 else 1
-    finish = table.parameters * (update_s / shards)
-    if zero in (1, 2):
-        finish = finish + axis.once(Collective.ALL_GATHER, problem.recipe.parameter_bytes * table.parameters)
+    exposed, reduction = axis.reduction(space, sharding, splits_backward)
+    finish = table.parameters * (update_s / sharding.optimizer_shards)
+    finish = finish + axis.once(Collective.ALL_GATHER, sharding.gathered_bytes_per_batch * table.parameters)
     return StageCosts(
         received_s=received,
         returned_s=returned,
@@ -129,7 +128,7 @@ def build_stage_costs(
     )
 
 
-def _together(run: FloatArray, moved: FloatArray | float, overlap: float) -> FloatArray:
+def _together(run: FloatArray, moved: FloatArray, overlap: float) -> FloatArray:
     """A pass and the collectives behind it: the longer, and what of the shorter is not hidden."""
     return np.asarray(np.maximum(run, moved) + (1 - overlap) * np.minimum(run, moved))
 
@@ -149,7 +148,7 @@ def _tie_s(
 ) -> FloatArray:
     """Seconds of reducing shared gradients between stages, as many as a tie can be spread over."""
     seconds = np.zeros(len(table.parameters))
-    size = dtype_bytes(problem.recipe.reduction_dtype)
+    size = problem.recipe.reduction_bytes
     for members, parameters in zip(problem.graph.ties.values(), table.split_ties, strict=True):
         holders = min(len(set(members)), stages)
         price = network.between_stages(Collective.ALL_REDUCE, holders, stages, dp * table.tp, used)
@@ -166,7 +165,7 @@ def _spread_s(problem: PlacementProblem, table: StageSums, network: Network, dp:
         network.between_stages(kind, stages, stages, stride, used)
         for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    sizes = np.array([recipe.parameter_bytes, dtype_bytes(recipe.reduction_dtype)]) * table.all_spread_parameters
+    sizes = np.array([recipe.parameter_bytes, recipe.reduction_bytes]) * table.all_spread_parameters
     return float(_send(gather, sizes[:1])[0] + _send(scatter, sizes[1:])[0])
 
 
@@ -181,11 +180,6 @@ class _DataAxis:
     used: int
     devices: IntArray
 
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes per parameter of gradients on the links."""
-        return float(dtype_bytes(self.problem.recipe.reduction_dtype))
-
     def _by_stage(self, collective: Collective) -> tuple[FloatArray, FloatArray]:
         """Latency and seconds per byte of every stage."""
         wide, single = (
@@ -198,7 +192,9 @@ class _DataAxis:
         )
 
     def per_pass(self, collective: Collective, bytes_each: float) -> FloatArray:
-        """One collective for each layer of the stage."""
+        """One collective for each layer of the stage; none where it has no bytes to move."""
+        if not bytes_each:
+            return np.zeros(len(self.devices))
         latency, rate = self._by_stage(collective)
         return latency * self.table.parameter_layers + rate * (bytes_each * self.table.summed_parameters)
 
@@ -207,15 +203,18 @@ class _DataAxis:
         latency, rate = self._by_stage(collective)
         return np.where(sizes > 0, latency + rate * sizes, 0.0)
 
-    def reduction(self, space: StageSpace, zero: int, splits_backward: bool) -> tuple[FloatArray, FloatArray]:
+    def reduction(
+        self, space: StageSpace, sharding: ZeroSharding, splits_backward: bool
+    ) -> tuple[FloatArray, FloatArray]:
         """What exceeds the last pass per (mode, stage), and the whole reduction per stage."""
         shape = self.table.forward_s.shape
-        if self.dp == 1 or zero >= 2:
+        collective, size = Collective.ALL_REDUCE, float(sharding.all_reduced_bytes_per_batch)
+        if not size:
+            collective, size = Collective.REDUCE_SCATTER, float(sharding.scattered_bytes_per_batch)
+        if self.dp == 1 or not size:
             return np.zeros(shape), np.zeros(shape[1])
-        collective = Collective.ALL_REDUCE if zero == 0 else Collective.REDUCE_SCATTER
         overlap = self.table.layer_weight_s if splits_backward else self.table.layer_backward_s
         exposed, whole = np.zeros(shape), np.zeros(shape[1])
-        size = self.gradient_bytes
         for single in (False, True):
             chosen = (self.devices < self.table.tp) == single
             if not chosen.any():
