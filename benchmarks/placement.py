@@ -102,7 +102,7 @@ def scale_instance(accelerators: int) -> PaperInstance:
     edges = generator.uniform(20e6, 60e6, (1, LAYERS - 1))
     return PaperInstance(
         layer_ids=tuple(range(LAYERS)),
-        widths=WIDTHS,
+        tp_degrees=WIDTHS,
         forward_s=forward,
         backward_s=2 * forward * generator.uniform(0.9, 1.1, forward.shape),
         parameter_bytes=parameters,

@@ -27,7 +27,7 @@ from phaze.place.model.stage_space import StageSpace
 from phaze.place.model.stage_sums import build_stage_sums
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
-from phaze.place.simulation.placement_assembly import stage_times
+from phaze.place.simulation.placement import stage_times
 from phaze.planner.strategy_search import graph_at
 from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes
 from phaze.profile.layer_passes import placement_graph

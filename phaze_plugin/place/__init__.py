@@ -3,8 +3,8 @@
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.place.memory.remedies import Infeasibility, Remedy, RemedyKind
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.paper.paper_problem import PaperInstance
-from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_paper, reconstruct
+from phaze.place.paper.paper_problem import PaperInstance, paper_instance
+from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_as_paper, place_paper, reconstruct
 from phaze.place.search.best_placement import (
     Alternative,
     PlacementResult,
@@ -12,13 +12,10 @@ from phaze.place.search.best_placement import (
     bound_placement,
     find_placement,
     is_beaten,
-    paper_instance,
-    place_as_paper,
 )
 from phaze.place.search.parallelism_search import SearchEffort
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts
-from phaze.place.simulation.placement_assembly import evaluate_placement
+from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts, evaluate_placement
 from phaze.place.simulation.timeline import Event, EventKind, Timeline
 from phaze.profile.layer_profile import (
     BoundaryTensor,

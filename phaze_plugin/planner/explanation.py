@@ -19,7 +19,7 @@ from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
 from phaze.place import Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
-from phaze.place.simulation.placement_assembly import assemble
+from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.planner.plan_building import MEMORY_ITEMS, strategy_of
 from phaze.planner.progress import Watch

@@ -95,7 +95,9 @@ def _sent_of_spread(question: Question, answer: Answer) -> float:
         for layer in range(len(problem.graph.layers))
     ]
     parameters = sum(
-        profile.parameters for profile, is_spread in zip(profiles, problem.spread_layers, strict=True) if is_spread
+        profile.parameters
+        for profile, is_spread in zip(profiles, problem.stage_sharded_layers, strict=True)
+        if is_spread
     )
     each = (question.recipe.parameter_bytes + question.recipe.reduction_bytes) * parameters
     return parallelism.tp * parallelism.dp * (parallelism.pp - 1) * each

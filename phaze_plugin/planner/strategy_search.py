@@ -30,7 +30,7 @@ from phaze.place import (
     find_placement,
 )
 from phaze.place.search.parallelism_search import search_parallelisms
-from phaze.place.simulation.placement_assembly import assemble
+from phaze.place.simulation.placement import assemble
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import (

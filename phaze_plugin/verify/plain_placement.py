@@ -353,7 +353,7 @@ class PlainCosts:
             ready_s += float(profile.backward_weight_s.value[accelerator])
             if not self._splits_backward:
                 ready_s += float(profile.backward_input_s.value[accelerator])
-            parameters = 0.0 if spread and self.problem.spread_layers[layer] else self._untied_parameters(layer)
+            parameters = 0.0 if spread and self.problem.stage_sharded_layers[layer] else self._untied_parameters(layer)
             takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
             result.reduction_s += takes_s
             network_free_s = max(network_free_s, ready_s) + takes_s
@@ -381,7 +381,7 @@ class PlainCosts:
 
     def _spread_parameters(self) -> float:
         """Parameters that all stages hold in equal parts: of layers unlike most, and tied ones, each once."""
-        spread = self.problem.spread_layers
+        spread = self.problem.stage_sharded_layers
         if self.parallelism.pp == 1 or not spread.any():
             return 0.0
         layers = range(len(spread))
@@ -391,7 +391,7 @@ class PlainCosts:
     def _held_parameters(self, order: Sequence[int]) -> float:
         """Parameters of a stage: shared ones are counted once, spread ones by the stage's part."""
         if spread := self._spread_parameters():
-            unspread = [layer for layer in order if not self.problem.spread_layers[layer]]
+            unspread = [layer for layer in order if not self.problem.stage_sharded_layers[layer]]
             return sum(self._untied_parameters(layer) for layer in unspread) + spread / self.parallelism.pp
         repeats = sum(tie.repeated - tie.held for tie in self._ties(order))
         return sum(self._profile(layer).parameters for layer in order) - repeats

@@ -61,7 +61,7 @@ def _read(document: Mapping[str, Any]) -> PaperInstance:
         raise PlacementError("a layer is tensor-parallel at width 1; expected slices only at larger widths.")
     return PaperInstance(
         layer_ids=tuple(order),
-        widths=widths,
+        tp_degrees=widths,
         forward_s=forward[:, None, :].astype(float),
         backward_s=backward[:, None, :].astype(float),
         parameter_bytes=parameters.astype(float),

@@ -35,11 +35,11 @@ from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
 from phaze.place.model.zero_sharding import ZeroSharding
 
-__all__ = ["WholeModel"]
+__all__ = ["ClosedFormBounds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WholeModel:
+class ClosedFormBounds:
     """Sums over all layers at one width and ZeRO stage, for many numbers of pipelines.
 
     `whole` is the stage that holds everything, `s_per_byte` belongs to the fastest link, `least_cut_s` to the smallest
@@ -63,7 +63,7 @@ class WholeModel:
         network: Network,
         zero: int,
         dp: IntArray,
-    ) -> WholeModel:
+    ) -> ClosedFormBounds:
         """The sums of a problem."""
         cuts = table.received_bytes[space.source > 0]
         return cls(
@@ -92,7 +92,7 @@ class WholeModel:
         stash = float(self.table.stashed_bytes[:, self.whole].min())
         return np.asarray(held * self.parameters + self.table.frozen_bytes[self.whole] + stash)
 
-    def floor_s(self, schedule: PipelineSchedule, chunks: int, devices: IntArray, update_s: float) -> FloatArray:
+    def time_bound_s(self, schedule: PipelineSchedule, chunks: int, devices: IntArray, update_s: float) -> FloatArray:
         """The bound of each number of pipelines with its number of devices."""
         forward, backward_input, weight = (
             float(seconds[:, self.whole].min())

@@ -39,7 +39,7 @@ class LayerTable:
     that has it; `tied_ends` are those that the first and the last layer share, per (first or last, width).
     """
 
-    widths: tuple[int, ...]
+    tp_degrees: tuple[int, ...]
     forward_s: FloatArray
     input_s: FloatArray
     weight_s: FloatArray
@@ -83,11 +83,11 @@ class LayerTable:
 
     def tightened(self, strategies: ParallelismTable, target_s: float, steps: int = 5) -> FloatArray:
         """A bound under each choice, at least its floor, by bisection up to the target."""
-        floors = strategies.floor_s.copy()
+        floors = strategies.bound_s.copy()
         for part in self._parts(strategies):
             some = strategies.take(part)
             filling = self._stage_filling(some)
-            low, high = some.floor_s, np.maximum(some.floor_s, target_s)
+            low, high = some.bound_s, np.maximum(some.bound_s, target_s)
             for _ in range(steps):
                 middle = (low + high) / 2
                 out = filling.refuted(middle)
@@ -119,7 +119,7 @@ class LayerTable:
 
     def terms(self, strategies: ParallelismTable) -> LayerTerms:
         """What each layer adds to a stage under each choice."""
-        at = np.searchsorted(self.widths, strategies.tp)
+        at = np.searchsorted(self.tp_degrees, strategies.tp)
         forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
         untied, tied = self.untied[at].T, self._tied(strategies)
         parameters = untied + tied
@@ -155,7 +155,7 @@ class LayerTable:
 
     def _tied(self, strategies: ParallelismTable) -> FloatArray:
         """Per (layer, choice): tied parameters, on the last layer too where it cannot lie beside the first."""
-        at = np.searchsorted(self.widths, strategies.tp)
+        at = np.searchsorted(self.tp_degrees, strategies.tp)
         tied = self.tied[at].T.copy()
         tied[-1] += np.where(strategies.pp > 1, self.tied_ends[1, at], 0.0)
         return tied
@@ -185,12 +185,12 @@ def build_layer_table(
 
     stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
     untied = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
-    untied[..., problem.spread_layers[list(layers)]] = 0.0
+    untied[..., problem.stage_sharded_layers[list(layers)]] = 0.0
     tied, tied_ends = _tied(problem, layers)
     kind = "bound" if use_bounds else "value"
     prices = np.array([_prices(problem, tp, layers) for tp in problem.tp_degrees]).T
     return LayerTable(
-        widths=problem.tp_degrees,
+        tp_degrees=problem.tp_degrees,
         prices=prices,
         recompute_s=seconds("recompute_s"),
         stash_bytes=stash,
@@ -221,7 +221,7 @@ def build_layer_table(
 def _tied(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
     """Per (width, layer) and per (first or last, width): as `Packing` counts tied parameters."""
     tied, ends = np.zeros((len(problem.tp_degrees), len(layers))), np.zeros((2, len(problem.tp_degrees)))
-    if not layers or problem.spread_layers.any():
+    if not layers or problem.stage_sharded_layers.any():
         return tied, ends
     for name, members in problem.graph.ties.items():
         for row, tp in enumerate(problem.tp_degrees):

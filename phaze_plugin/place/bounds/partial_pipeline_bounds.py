@@ -31,7 +31,7 @@ import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
-from phaze.place.search.candidate_stages import Candidates
+from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.simulation.pass_orders import in_flight
 
 __all__ = ["PathBounds", "PeakBounds", "StageBounds"]
@@ -57,7 +57,9 @@ class StageBounds(Protocol):
 class PathBounds:
     """1f1b, zero-bubble and single stages."""
 
-    def __init__(self, candidates: Candidates, parallelism: Parallelism, rounds: int, states: int, needed: int) -> None:
+    def __init__(
+        self, candidates: CandidateStages, parallelism: Parallelism, rounds: int, states: int, needed: int
+    ) -> None:
         self._candidates, self._rounds, self._devices = candidates, rounds, parallelism.pp
         self._splits = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
         self._flight = _flight(parallelism, rounds)
@@ -125,7 +127,9 @@ class PathBounds:
 class PeakBounds:
     """Gpipe: sums and largest passes."""
 
-    def __init__(self, candidates: Candidates, parallelism: Parallelism, rounds: int, states: int, needed: int) -> None:
+    def __init__(
+        self, candidates: CandidateStages, parallelism: Parallelism, rounds: int, states: int, needed: int
+    ) -> None:
         self._candidates, self._rounds = candidates, rounds
         self._through = candidates.forward_s + candidates.backward_s
         self._fits = candidates.most_in_flight >= rounds

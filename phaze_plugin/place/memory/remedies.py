@@ -18,8 +18,7 @@ from phaze.place.memory.least_memory_plan import least_memory
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.search.parallelism_table import chunk_sizes
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.simulation.placement import Placement
-from phaze.place.simulation.placement_assembly import assemble
+from phaze.place.simulation.placement import Placement, assemble
 from phaze.profile.layer_profile import RecomputeMode
 
 __all__ = ["Infeasibility", "Remedy", "RemedyKind", "StageOver", "explain_infeasibility", "fits"]

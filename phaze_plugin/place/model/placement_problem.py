@@ -92,7 +92,7 @@ class PlacementProblem:
         return self.dp_divides_batch or not self.capabilities.allows_uneven_micro_batches
 
     @property
-    def spread_layers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def stage_sharded_layers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Whether several stages would spread the parameters of each layer over all of them."""
         return ~np.array(self.graph.body) & self.capabilities.spreads_ends
 

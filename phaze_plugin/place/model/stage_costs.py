@@ -93,8 +93,8 @@ def build_stage_costs(
     """The stages of one choice, priced for pipelines of ``stages`` devices: these decide which links are used."""
     used = dp * table.tp * stages
     spread_s = _spread_s(problem, table, network, dp, stages, used)
-    whole_parameters = table.all_spread_parameters if stages > 1 else 0.0
-    table = table.spread_over(stages)
+    whole_parameters = table.all_stage_sharded_parameters if stages > 1 else 0.0
+    table = table.sharded_over_stages(stages)
     transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, dp * table.tp, used)
     gather = network.collective(Collective.ALL_GATHER, table.tp, 1, used)
     received = _send_parts(transfer, gather, table.tp, table.received_bytes, table.received_whole_bytes)
@@ -159,13 +159,13 @@ def _tie_s(
 def _spread_s(problem: PlacementProblem, table: StageSums, network: Network, dp: int, stages: int, used: int) -> float:
     """Seconds of gathering what is spread over stages, and of scattering its gradients."""
     recipe, stride = problem.recipe, dp * table.tp
-    if stages == 1 or not table.all_spread_parameters:
+    if stages == 1 or not table.all_stage_sharded_parameters:
         return 0.0
     gather, scatter = (
         network.between_stages(kind, stages, stages, stride, used)
         for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    sizes = np.array([recipe.parameter_bytes, recipe.reduction_bytes]) * table.all_spread_parameters
+    sizes = np.array([recipe.parameter_bytes, recipe.reduction_bytes]) * table.all_stage_sharded_parameters
     return float(_send(gather, sizes[:1])[0] + _send(scatter, sizes[1:])[0])
 
 

@@ -12,6 +12,19 @@ from phaze.profile.layer_profile import LayerProfile
 
 __all__ = ["StageSums", "build_stage_sums", "cut_bytes"]
 
+_NOT_PER_STAGE = frozenset(
+    {
+        "tp",
+        "unsliced_layers",
+        "layer_backward_s",
+        "layer_weight_s",
+        "layer_parameters",
+        "stage_sharded_layers",
+        "all_stage_sharded_parameters",
+    }
+)
+"""Fields of `StageSums` that have no stage axis: `StageSums.take` leaves them as they are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSums:
@@ -73,9 +86,9 @@ class StageSums:
     is_sliced: BoolArray
     unsliced_layers: int
     body_layers: IntArray
-    spread_layers: BoolArray
-    spread_parameters: FloatArray
-    all_spread_parameters: float
+    stage_sharded_layers: BoolArray
+    stage_sharded_parameters: FloatArray
+    all_stage_sharded_parameters: float
 
     @property
     def least_s(self) -> FloatArray:
@@ -95,25 +108,24 @@ class StageSums:
         return tuple(prices)
 
     @property
-    def own_parameters(self) -> FloatArray:
+    def unshared_parameters(self) -> FloatArray:
         """Parameters per stage without those that are spread."""
-        return np.asarray(np.maximum(self.parameters - self.spread_parameters, 0.0))
+        return np.asarray(np.maximum(self.parameters - self.stage_sharded_parameters, 0.0))
 
     def take(self, stages: IntArray) -> StageSums:
         """The same table with only some of the stages."""
-        kept = {"tp", "unsliced_layers", "layer_backward_s", "layer_weight_s", "layer_parameters"}
-        kept |= {"spread_layers", "all_spread_parameters"}
-        return replace(self, **{name: getattr(self, name)[..., stages] for name in self.__slots__ if name not in kept})
+        per_stage = [name for name in self.__slots__ if name not in _NOT_PER_STAGE]
+        return replace(self, **{name: getattr(self, name)[..., stages] for name in per_stage})
 
-    def spread_over(self, stages: int) -> StageSums:
+    def sharded_over_stages(self, stages: int) -> StageSums:
         """The table of so many stages: each has an equal part of what is spread, reduced behind all others."""
-        if stages == 1 or not self.all_spread_parameters:
+        if stages == 1 or not self.all_stage_sharded_parameters:
             return self
-        part = self.all_spread_parameters / stages
+        part = self.all_stage_sharded_parameters / stages
         return replace(
             self,
-            parameters=self.own_parameters + part,
-            layer_parameters=np.where(self.spread_layers, 0.0, self.layer_parameters),
+            parameters=self.unshared_parameters + part,
+            layer_parameters=np.where(self.stage_sharded_layers, 0.0, self.layer_parameters),
             tied_parameters=np.full_like(self.parameters, part),
             tied_groups=np.ones_like(self.tied_groups),
             split_ties=np.zeros_like(self.split_ties),
@@ -139,7 +151,7 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
     cut, whole = cut_bytes(problem, space, first), cut_bytes(problem, space, first, only_whole=True)
     summed = space.sums(parameters)
     sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
-    is_spread = problem.spread_layers
+    is_spread = problem.stage_sharded_layers
     spread = space.sums(np.where(is_spread, parameters - tied, 0.0)) + ties.held * is_spread.any()
     return StageSums(
         tp=tp,
@@ -164,9 +176,9 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         is_sliced=space.sums(sliced) > 0.5,
         unsliced_layers=int((sliced == 0).sum()),
         body_layers=np.rint(space.sums(np.array(problem.graph.body, dtype=float))).astype(np.int64),
-        spread_layers=is_spread,
-        spread_parameters=spread,
-        all_spread_parameters=float(spread.max()),
+        stage_sharded_layers=is_spread,
+        stage_sharded_parameters=spread,
+        all_stage_sharded_parameters=float(spread.max()),
     )
 
 

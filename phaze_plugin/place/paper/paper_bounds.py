@@ -67,7 +67,7 @@ class Group:
     accelerator: IntArray
     capacity_bytes: FloatArray
     slots: FloatArray
-    floor_s: FloatArray
+    bound_s: FloatArray
 
     @property
     def single_limit(self) -> int:
@@ -78,12 +78,12 @@ class Group:
         """The same on fewer accelerators."""
         if alive.all():
             return self
-        names = ("forward_s", "backward_s", "accelerator", "capacity_bytes", "floor_s")
+        names = ("forward_s", "backward_s", "accelerator", "capacity_bytes", "bound_s")
         return replace(self, **{name: getattr(self, name)[..., alive] for name in names})
 
     def caps(self, target_s: FloatArray) -> FloatArray:
         """Per (S, accelerator): the largest bottleneck of a plan of S or more stages that beats the target, or -1."""
-        slots = np.where(self.floor_s < target_s, self.slots[:, None], np.inf)
+        slots = np.where(self.bound_s < target_s, self.slots[:, None], np.inf)
         least = np.minimum.accumulate(slots[::-1], axis=0)[::-1]
         return np.where(np.isfinite(least), np.minimum(target_s, 1e300) / least, -1.0)
 
@@ -93,7 +93,7 @@ class Group:
         With one least transfer per stage, a stage below the cap stays below it after losing a layer, so that filling
         each stage as far as the cap allows needs the fewest stages.
         """
-        stages, lane = np.nonzero((self.floor_s < target_s)[2:])
+        stages, lane = np.nonzero((self.bound_s < target_s)[2:])
         stages += 2
         once = (self.forward_s + self.backward_s)[:, lane]
         again = once + self.forward_s[:, lane] if self.recompute else once
@@ -106,9 +106,9 @@ class Group:
             over = load > cap_s
             used += over
             np.copyto(load, again[layer], where=over)
-        floor = self.floor_s.copy()
+        floor = self.bound_s.copy()
         floor[stages[used > stages], lane[used > stages]] = np.inf
-        return replace(self, floor_s=floor)
+        return replace(self, bound_s=floor)
 
 
 def build_groups(instance: PaperInstance, part: slice) -> list[Group]:
@@ -116,15 +116,15 @@ def build_groups(instance: PaperInstance, part: slice) -> list[Group]:
     groups = [
         build_group(instance, recompute, index, part)
         for recompute in dict.fromkeys(instance.recompute)
-        for index in range(len(instance.widths))
+        for index in range(len(instance.tp_degrees))
     ]
-    return sorted(groups, key=lambda group: float(group.floor_s.min(axis=0).mean()))
+    return sorted(groups, key=lambda group: float(group.bound_s.min(axis=0).mean()))
 
 
 def build_group(instance: PaperInstance, recompute: bool, index: int, part: slice) -> Group:
     """The group of one recompute choice and one width (by index)."""
     sliced = instance.is_tensor_parallel[index]
-    unit = instance.widths[index] if sliced.any() else 1
+    unit = instance.tp_degrees[index] if sliced.any() else 1
     runs = _single_runs(sliced)
     stages = np.arange(min(instance.device_count, len(sliced)) + 1)
     singles = np.minimum(stages, (runs > 0).sum())
@@ -140,7 +140,7 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
     impossible = (stages[:, None] < fewest) | (dp < 1)[:, None]
     group = Group(
         recompute=recompute,
-        tp=instance.widths[index],
+        tp=instance.tp_degrees[index],
         unit=unit,
         single_run=runs,
         forward_s=np.ascontiguousarray(instance.forward_s[index, part].T),
@@ -153,10 +153,10 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
         accelerator=np.arange(len(instance.memory_bytes))[part],
         capacity_bytes=capacity,
         slots=np.where(dp > 0, rounds + stages - 1.0, np.inf),
-        floor_s=np.where(impossible, np.inf, 0.0),
+        bound_s=np.where(impossible, np.inf, 0.0),
     )
     floor = _floors(instance, group, np.maximum(dp, 1)) * (1 - _SLACK)
-    return replace(group, floor_s=np.maximum(group.floor_s, floor))
+    return replace(group, bound_s=np.maximum(group.bound_s, floor))
 
 
 def _fewest_stages(held: list[float], stash: list[float], capacity: float) -> int:

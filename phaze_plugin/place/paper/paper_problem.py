@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.errors import GraphError, PlacementError
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.profile.layer_profile import RecomputeMode
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "PaperInstance"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "PaperInstance", "paper_instance"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -27,7 +29,7 @@ class PaperInstance:
 
     Attributes:
         layer_ids: names of the layers, in the order of the chain.
-        widths: tensor-parallel widths that were profiled.
+        tp_degrees: tensor-parallel widths that were profiled.
         forward_s: seconds of one forward per (width, accelerator, layer).
         backward_s: seconds of one backward, recompute not included.
         parameter_bytes: per (width, layer).
@@ -48,7 +50,7 @@ class PaperInstance:
     """
 
     layer_ids: tuple[int | str, ...]
-    widths: tuple[int, ...]
+    tp_degrees: tuple[int, ...]
     forward_s: FloatArray
     backward_s: FloatArray
     parameter_bytes: FloatArray
@@ -68,7 +70,7 @@ class PaperInstance:
         if not self.layer_ids:
             raise GraphError("the layer graph is empty; expected at least one layer.")
         self._check_counts()
-        widths, accelerators, layers = len(self.widths), len(self.memory_bytes), len(self.layer_ids)
+        widths, accelerators, layers = len(self.tp_degrees), len(self.memory_bytes), len(self.layer_ids)
         for field, shape in (
             ("forward_s", (widths, accelerators, layers)),
             ("backward_s", (widths, accelerators, layers)),
@@ -85,8 +87,8 @@ class PaperInstance:
         for field in ("device_count", "micro_batches"):
             if (count := getattr(self, field)) < 1:
                 raise PlacementError(f"{field} is {count}; expected at least 1.")
-        if not self.widths or min(self.widths) < 1 or len(set(self.widths)) < len(self.widths):
-            raise PlacementError(f"tensor widths are {self.widths}; expected distinct whole numbers of at least 1.")
+        if not self.tp_degrees or min(self.tp_degrees) < 1 or len(set(self.tp_degrees)) < len(self.tp_degrees):
+            raise PlacementError(f"tensor widths are {self.tp_degrees}; expected distinct whole numbers of at least 1.")
         if not self.bandwidth_bytes_per_s > 0:
             raise PlacementError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; expected a number above 0.")
         if not (np.asarray(self.memory_bytes) > 0).all():
@@ -115,3 +117,49 @@ def _check_array(field: str, values: FloatArray, shape: tuple[int, ...]) -> None
     wrong = ~(values >= 0) | np.isinf(values)
     if wrong.any():
         raise PlacementError(f"{field} holds {values[wrong][0]}; expected finite numbers of at least 0.")
+
+
+def paper_instance(problem: PlacementProblem) -> PaperInstance:
+    """The problem as the paper's program reads it, for every accelerator that was profiled.
+
+    Schedules, ZeRO, ties, margins and latencies are left out; the outermost links serve for all transfers.
+
+    Raises:
+        PlacementError: no profile without recompute, or no links to send over.
+    """
+    if RecomputeMode.NONE not in problem.choices.recompute:
+        raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
+    layers, widths = range(len(problem.graph.layers)), problem.tp_degrees
+    rows = [[problem.profile(layer, tp, RecomputeMode.NONE) for layer in layers] for tp in widths]
+    pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
+    sizes = np.zeros((len(widths), len(pairs)))
+    for flow in problem.graph.flows:
+        for consumer in flow.consumers:
+            for index, profiles in enumerate(rows):
+                sizes[index, pairs.index((flow.producer, consumer))] += (
+                    profiles[flow.producer].outputs[flow.output].size_bytes
+                )
+    levels, accelerator = problem.cluster.levels, problem.cluster.accelerator
+    forward, backward_input, weight = (
+        np.array([[getattr(profile, name).value for profile in profiles] for profiles in rows]).transpose(0, 2, 1)
+        for name in ("forward_s", "backward_input_s", "backward_weight_s")
+    )
+    return PaperInstance(
+        layer_ids=tuple(layer.name for layer in problem.graph.layers),
+        tp_degrees=widths,
+        forward_s=forward,
+        backward_s=backward_input + weight,
+        parameter_bytes=np.array(
+            [[sum(profile.parameter_bytes.values()) for profile in profiles] for profiles in rows]
+        ),
+        activation_bytes=np.array([[profile.stashed_bytes for profile in profiles] for profiles in rows]),
+        is_tensor_parallel=np.array([[profile.is_tensor_parallel for profile in profiles] for profiles in rows]),
+        edges=tuple(pairs),
+        edge_bytes=sizes,
+        memory_bytes=np.full(forward.shape[1], float(accelerator.hbm_bytes)),
+        bandwidth_bytes_per_s=levels[-1].bandwidth_bytes_per_s if levels else 1.0,
+        device_count=problem.cluster.device_count,
+        micro_batches=problem.micro_batches,
+        recompute=(False, True) if RecomputeMode.FULL in problem.choices.recompute else (False,),
+        uses_adam=problem.recipe.state_bytes > 0,
+    )

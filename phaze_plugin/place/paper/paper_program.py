@@ -26,11 +26,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.paper.paper_bounds import Group, build_group, build_groups
-from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance
+from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance, paper_instance
 from phaze.place.paper.paper_stage_loads import Stages, build_stages
 
-__all__ = ["PaperPlacement", "PaperResult", "place_paper", "reconstruct"]
+__all__ = ["PaperPlacement", "PaperResult", "place_as_paper", "place_paper", "reconstruct"]
 
 _ACCELERATORS_AT_ONCE = 256
 _ELEMENTS_PER_CALL = 8_000
@@ -78,7 +79,7 @@ def place_paper(instance: PaperInstance) -> PaperResult:
 def _search(instance: PaperInstance, groups: list[Group], best: PaperResult) -> None:
     """Improve ``best`` by the plans of these groups, under targets that rise until they are met."""
     accelerator = groups[0].accelerator
-    floor = np.minimum.reduce([group.floor_s.min(axis=0) for group in groups])
+    floor = np.minimum.reduce([group.bound_s.min(axis=0) for group in groups])
     for guess in _GUESSES:
         target = guess * floor
         for group in groups:
@@ -92,18 +93,18 @@ def _search(instance: PaperInstance, groups: list[Group], best: PaperResult) -> 
 
 def _beat(instance: PaperInstance, group: Group, target_s: FloatArray, best: PaperResult) -> None:
     """Find the best plan of a group on every accelerator where it beats the target."""
-    alive = _any(group.floor_s < target_s)
+    alive = _any(group.bound_s < target_s)
     if not alive.any():
         return
     group, target_s = group.keep(alive).refute(target_s[alive]), target_s[alive]
-    alive = _any(group.floor_s < target_s)
+    alive = _any(group.bound_s < target_s)
     if not alive.any():
         return
     group, target_s = group.keep(alive), target_s[alive]
     stages = build_stages(instance, group, group.caps(target_s))
     if not len(stages.first_load_s):
         return
-    counts = np.flatnonzero((group.floor_s < target_s).any(axis=1))
+    counts = np.flatnonzero((group.bound_s < target_s).any(axis=1))
     if counts[0] == 1:
         _finish(instance, group, _only_stage(stages), 1, best)
     if counts[-1] > 1:
@@ -243,7 +244,7 @@ def reconstruct(instance: PaperInstance, result: PaperResult, accelerator: int =
     if not result.is_feasible[accelerator]:
         return None
     chosen = {name: getattr(result, name)[accelerator].item() for name in PaperResult.__slots__}
-    tp = instance.widths.index(chosen["tp"])
+    tp = instance.tp_degrees.index(chosen["tp"])
     group = build_group(instance, chosen["recompute"], tp, slice(accelerator, accelerator + 1))
     lengths = _stage_lengths(instance, group, chosen)
     starts = np.cumsum([0, *lengths]).tolist()
@@ -266,8 +267,8 @@ def _stage_lengths(instance: PaperInstance, group: Group, chosen: dict[str, int]
     if count == 1:
         return lengths
     target = np.array([chosen["time_s"] * (1 + 1e-9)])
-    floors = np.where(np.arange(len(group.slots))[:, None] == count, group.floor_s, np.inf)
-    stages = build_stages(instance, group, replace(group, floor_s=floors).caps(target))
+    floors = np.where(np.arange(len(group.slots))[:, None] == count, group.bound_s, np.inf)
+    stages = build_stages(instance, group, replace(group, bound_s=floors).caps(target))
     table = bottlenecks(group, stages, count - 1)
     start, single = lengths[0], chosen["single_stages"] - int(group.single_run[0] >= lengths[0])
     for position in range(count - 1, 1, -1):
@@ -277,3 +278,13 @@ def _stage_lengths(instance: PaperInstance, group: Group, chosen: dict[str, int]
         single -= int(group.single_run[start] >= lengths[-1])
         start += lengths[-1]
     return [*lengths, len(group.single_run) - start]
+
+
+def place_as_paper(problem: PlacementProblem) -> PaperPlacement | None:
+    """The optimum as the paper counts it (`compatibility="paper"`), or None if nothing fits.
+
+    Raises:
+        GraphError: the layer graph branches; the paper's program places chains.
+    """
+    instance = paper_instance(problem)
+    return reconstruct(instance, place_paper(instance), problem.accelerator)

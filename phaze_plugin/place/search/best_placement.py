@@ -7,15 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-import numpy as np
-
-from phaze.errors import PlacementError
 from phaze.parallelism import Parallelism
 from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.paper.paper_problem import PaperInstance
-from phaze.place.paper.paper_program import PaperPlacement, place_paper, reconstruct
 from phaze.place.search.parallelism_search import (
     SearchAnswer,
     SearchEffort,
@@ -24,9 +19,7 @@ from phaze.place.search.parallelism_search import (
     try_parallelism,
 )
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.simulation.placement import Placement, TimeParts
-from phaze.place.simulation.placement_assembly import assemble
-from phaze.profile.layer_profile import RecomputeMode
+from phaze.place.simulation.placement import Placement, TimeParts, assemble
 
 __all__ = [
     "Alternative",
@@ -35,8 +28,6 @@ __all__ = [
     "bound_placement",
     "find_placement",
     "is_beaten",
-    "paper_instance",
-    "place_as_paper",
 ]
 
 _EQUAL = 1e-9
@@ -228,59 +219,3 @@ def _reason(best: Placement, other: Placement) -> str:
         return f"{slower:.2%} slower"
     before = getattr(best.parts, f"{name}_s")
     return f"{slower:.2%} slower: {name} takes {before + seconds:.4g} s instead of {before:.4g} s"
-
-
-def place_as_paper(problem: PlacementProblem) -> PaperPlacement | None:
-    """The optimum as the paper counts it (`compatibility="paper"`), or None if nothing fits.
-
-    Raises:
-        GraphError: the layer graph branches; the paper's program places chains.
-    """
-    instance = paper_instance(problem)
-    return reconstruct(instance, place_paper(instance), problem.accelerator)
-
-
-def paper_instance(problem: PlacementProblem) -> PaperInstance:
-    """The problem as the paper's program reads it, for every accelerator that was profiled.
-
-    Schedules, ZeRO, ties, margins and latencies are left out; the outermost links serve for all transfers.
-
-    Raises:
-        PlacementError: no profile without recompute, or no links to send over.
-    """
-    if RecomputeMode.NONE not in problem.choices.recompute:
-        raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
-    layers, widths = range(len(problem.graph.layers)), problem.tp_degrees
-    rows = [[problem.profile(layer, tp, RecomputeMode.NONE) for layer in layers] for tp in widths]
-    pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
-    sizes = np.zeros((len(widths), len(pairs)))
-    for flow in problem.graph.flows:
-        for consumer in flow.consumers:
-            for index, profiles in enumerate(rows):
-                sizes[index, pairs.index((flow.producer, consumer))] += (
-                    profiles[flow.producer].outputs[flow.output].size_bytes
-                )
-    levels, accelerator = problem.cluster.levels, problem.cluster.accelerator
-    forward, backward_input, weight = (
-        np.array([[getattr(profile, name).value for profile in profiles] for profiles in rows]).transpose(0, 2, 1)
-        for name in ("forward_s", "backward_input_s", "backward_weight_s")
-    )
-    return PaperInstance(
-        layer_ids=tuple(layer.name for layer in problem.graph.layers),
-        widths=widths,
-        forward_s=forward,
-        backward_s=backward_input + weight,
-        parameter_bytes=np.array(
-            [[sum(profile.parameter_bytes.values()) for profile in profiles] for profiles in rows]
-        ),
-        activation_bytes=np.array([[profile.stashed_bytes for profile in profiles] for profiles in rows]),
-        is_tensor_parallel=np.array([[profile.is_tensor_parallel for profile in profiles] for profiles in rows]),
-        edges=tuple(pairs),
-        edge_bytes=sizes,
-        memory_bytes=np.full(forward.shape[1], float(accelerator.hbm_bytes)),
-        bandwidth_bytes_per_s=levels[-1].bandwidth_bytes_per_s if levels else 1.0,
-        device_count=problem.cluster.device_count,
-        micro_batches=problem.micro_batches,
-        recompute=(False, True) if RecomputeMode.FULL in problem.choices.recompute else (False,),
-        uses_adam=problem.recipe.state_bytes > 0,
-    )

@@ -18,11 +18,11 @@ from phaze.place.model.stage_sums import StageSums
 from phaze.place.simulation.event_simulation import StageTimes
 from phaze.place.simulation.pass_orders import in_flight
 
-__all__ = ["Candidates", "build_candidates"]
+__all__ = ["CandidateStages", "build_candidates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidates:
+class CandidateStages:
     """Parallel arrays, one entry per candidate, sorted by source.
 
     Attributes:
@@ -90,7 +90,7 @@ def build_candidates(
     stages: StageCosts,
     parallelism: Parallelism,
     listed: IntArray,
-) -> Candidates:
+) -> CandidateStages:
     """The candidates of one choice of degrees; ``listed`` are the stages of the space that ``stages`` describes."""
     forward, backward = stages.forward_s, stages.backward_s
     weight, exposed = stages.weight_s, stages.exposed_s
@@ -104,7 +104,7 @@ def build_candidates(
     stage, mode = np.nonzero(keep.T)
     at = (mode, stage)
     source = space.source[listed[stage]]
-    return Candidates(
+    return CandidateStages(
         mode=mode,
         stage=listed[stage],
         source=source,

@@ -17,13 +17,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
-from phaze.place.bounds.interleaved_bounds import InterleavedBounds
-from phaze.place.bounds.interleaved_closed_form import interleaved_floors
+from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
-from phaze.place.search.interleaved_warm_starts import warm_starts
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_branch_and_bound import TOLERANCE, SplitSearch, best_split
+from phaze.place.search.stage_search import TOLERANCE, StageSearch, best_stages, warm_starts
 
 __all__ = [
     "Found",
@@ -80,7 +78,7 @@ class _Refined:
     index: int
     reach_s: float
     parallelism: Parallelism = field(compare=False)
-    search: SplitSearch = field(compare=False)
+    search: StageSearch = field(compare=False)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -173,7 +171,7 @@ def try_parallelism(
     search = prepared.search(parallelism, cutoff_s)
     if search is None:
         return None
-    answer = best_split(search, cutoff_s, SearchEffort().nodes_per_strategy, gap=gap)
+    answer = best_stages(search, cutoff_s, SearchEffort().nodes_per_strategy, gap=gap)
     if not answer.time_s < cutoff_s:
         return None
     return Found(time_s=answer.time_s, parallelism=parallelism, stages=_stages(search, answer.picks))
@@ -182,19 +180,19 @@ def try_parallelism(
 def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
     """Whether closed forms and filling prove that no plan takes less than the target."""
     every = _strategies(prepared)
-    below = every.take(every.floor_s < target_s)
+    below = every.take(every.bound_s < target_s)
     return not len(below) or bool(prepared.layer_table.refuted(below, np.full(len(below), target_s)).all())
 
 
 def _strategies(prepared: PreparedProblem) -> ParallelismTable:
-    return list_parallelisms(prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s)
+    return list_parallelisms(prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s)
 
 
 def _search_some(
     prepared: PreparedProblem, strategies: ParallelismTable, enough_s: float, progress: _Progress, proves: bool
 ) -> float:
     """Look at some choices, up to a target that rises; the least bound of what is left, but for `progress.open_s`."""
-    least = float(strategies.floor_s.min())
+    least = float(strategies.bound_s.min())
     cutoff_s = min(progress.cutoff_s, enough_s)
     guesses: tuple[float, ...] = _GUESSES[1:] if proves else _GUESSES
     if proves and cutoff_s <= _NEAR * least:
@@ -202,10 +200,10 @@ def _search_some(
     for guess in guesses:
         target = min(guess * least, min(progress.cutoff_s, enough_s) * (1 + TOLERANCE))
         _search_below(prepared, strategies, target, progress)
-        is_spent = progress.strategies >= progress.effort.strategies and float(strategies.floor_s.min()) < target
+        is_spent = progress.strategies >= progress.effort.strategies and float(strategies.bound_s.min()) < target
         if min(progress.cutoff_s, enough_s) <= target or is_spent:
             break
-    left = min([float(strategies.floor_s.min()), *(one.bound_s for one in progress.refined)])
+    left = min([float(strategies.bound_s.min()), *(one.bound_s for one in progress.refined)])
     progress.refined.clear()
     return left
 
@@ -217,12 +215,12 @@ def _search_below(prepared: PreparedProblem, every: ParallelismTable, target_s: 
     """
     for stale in [one for one in progress.refined if one.reach_s < min(target_s, progress.cutoff_s)]:
         progress.refined.remove(stale)
-        every.floor_s[stale.index] = stale.bound_s
+        every.bound_s[stale.index] = stale.bound_s
     heapq.heapify(progress.refined)
-    below = np.flatnonzero(every.floor_s < target_s)
-    every.floor_s[below] = _raised_floors(prepared, every.take(below), target_s)
-    for index in below[np.argsort(every.floor_s[below], kind="stable")].tolist():
-        floor = float(every.floor_s[index])
+    below = np.flatnonzero(every.bound_s < target_s)
+    every.bound_s[below] = _raised_floors(prepared, every.take(below), target_s)
+    for index in below[np.argsort(every.bound_s[below], kind="stable")].tolist():
+        floor = float(every.bound_s[index])
         while progress.is_next(target_s if len(progress.found) < progress.top else min(floor, target_s)):
             _solve(heapq.heappop(progress.refined), every, progress)
         if floor >= target_s or progress.is_out(floor) or progress.strategies >= progress.effort.strategies:
@@ -231,11 +229,11 @@ def _search_below(prepared: PreparedProblem, every: ParallelismTable, target_s: 
         parallelism, reach = every.parallelism(index), min(progress.cutoff_s, _REACH * target_s)
         search = prepared.search(parallelism, reach)
         bound = math.inf if search is None else max(floor, root_bound(search))
-        every.floor_s[index] = math.inf
+        every.bound_s[index] = math.inf
         if search is not None and bound < reach:
             heapq.heappush(progress.refined, _Refined(bound, index, reach, parallelism, search))
         elif search is not None:  # stages beyond the reach were left out: no plan is below it, and no more is known
-            every.floor_s[index] = max(floor, reach)
+            every.bound_s[index] = max(floor, reach)
     while progress.is_next(target_s):
         _solve(heapq.heappop(progress.refined), every, progress)
 
@@ -243,19 +241,21 @@ def _search_below(prepared: PreparedProblem, every: ParallelismTable, target_s: 
 def _raised_floors(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> FloatArray:
     """Higher bounds by packing and, for interleaved choices, by their layers; at least the target where refuted."""
     if not prepared.space.is_chain:
-        return strategies.floor_s
-    floors, layer_table = strategies.floor_s.copy(), prepared.layer_table
+        return strategies.bound_s
+    floors, layer_table = strategies.bound_s.copy(), prepared.layer_table
     interleaved = np.flatnonzero(strategies.chunks > 1)
-    floors[interleaved] = np.maximum(floors[interleaved], interleaved_floors(layer_table, strategies.take(interleaved)))
+    floors[interleaved] = np.maximum(
+        floors[interleaved], interleaved_closed_form_s(layer_table, strategies.take(interleaved))
+    )
     refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     floors[refuted] = target_s
     if target_s < math.inf:
         open_ones = np.flatnonzero(floors < target_s)
-        floors[open_ones] = layer_table.tightened(replace(strategies, floor_s=floors).take(open_ones), target_s)
+        floors[open_ones] = layer_table.tightened(replace(strategies, bound_s=floors).take(open_ones), target_s)
     return floors
 
 
-def root_bound(search: SplitSearch) -> float:
+def root_bound(search: StageSearch) -> float:
     """The least bound over all first stages."""
     candidates = search.candidates
     options = np.arange(candidates.first[0], candidates.first[1])
@@ -275,10 +275,10 @@ def _solve(refined: _Refined, every: ParallelismTable, progress: _Progress) -> N
     if isinstance(search.bounds, InterleavedBounds):
         seeds = warm_starts(search, search.bounds, reach)
         if not seeds and search.bounds.is_over(search.full + 1):
-            every.floor_s[refined.index] = math.inf
+            every.bound_s[refined.index] = math.inf
             return
         limit = limit if search.bounds.count_pipelines(search.full + 1) <= _HOPELESS * limit else 0
-    answer = best_split(search, reach, limit, seeds, progress.gap)
+    answer = best_stages(search, reach, limit, seeds, progress.gap)
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
     is_proven = answer.bound_s >= min(answer.time_s, reach)
@@ -286,11 +286,11 @@ def _solve(refined: _Refined, every: ParallelismTable, progress: _Progress) -> N
     if answer.time_s <= reach:
         progress.open_s = progress.open_s if is_proven else min(progress.open_s, bound)
         bound = math.inf
-    every.floor_s[refined.index] = bound
+    every.bound_s[refined.index] = bound
     if answer.time_s < progress.slowest_s:
         stages = _stages(search, answer.picks)
         progress.keep(Found(time_s=answer.time_s, parallelism=refined.parallelism, stages=stages))
 
 
-def _stages(search: SplitSearch, picks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _stages(search: StageSearch, picks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((int(search.candidates.stage[pick]), int(search.candidates.mode[pick])) for pick in picks)

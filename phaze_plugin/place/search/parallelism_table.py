@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
-from phaze.place.bounds.closed_form_bounds import WholeModel
+from phaze.place.bounds.closed_form_bounds import ClosedFormBounds
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
@@ -45,11 +45,11 @@ class ParallelismTable:
     schedule: IntArray
     zero: IntArray
     rounds: IntArray
-    floor_s: FloatArray
+    bound_s: FloatArray
 
     def __len__(self) -> int:
         """How many."""
-        return len(self.floor_s)
+        return len(self.bound_s)
 
     def take(self, index: IntArray | BoolArray) -> ParallelismTable:
         """Some of them."""
@@ -100,7 +100,7 @@ def list_parallelisms(
                 if zero > min(zero_stages):
                     use &= grid[0] > 1
                 dp, devices = grid[0][use], grid[1][use]
-                model = WholeModel.of(problem, space, table, network, zero, dp)
+                model = ClosedFormBounds.of(problem, space, table, network, zero, dp)
                 roomy = model.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
                 constant = (table.tp, chunks, SCHEDULES.index(schedule), zero)
                 part = ParallelismTable(
@@ -111,7 +111,7 @@ def list_parallelisms(
                     dp=dp,
                     pp=devices,
                     rounds=-(-problem.micro_batches // dp),
-                    floor_s=model.floor_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
+                    bound_s=model.time_bound_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
                 )
                 parts.append(part.take(roomy) if checks_memory else part)
     return ParallelismTable(

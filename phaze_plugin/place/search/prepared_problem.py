@@ -16,9 +16,9 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace, build_stage_space
 from phaze.place.model.stage_sums import StageSums, build_stage_sums
-from phaze.place.search.candidate_stages import Candidates, build_candidates
+from phaze.place.search.candidate_stages import CandidateStages, build_candidates
 from phaze.place.search.parallelism_table import chunk_sizes
-from phaze.place.search.stage_branch_and_bound import SplitSearch
+from phaze.place.search.stage_search import StageSearch
 from phaze.place.simulation.event_simulation import Program, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
 
@@ -31,7 +31,7 @@ class PreparedProblem:
 
     problem: PlacementProblem
     space: StageSpace
-    widths: dict[int, StageSums]
+    stage_sums: dict[int, StageSums]
     network: Network
     layer_table: LayerTable
     update_s: float
@@ -50,7 +50,7 @@ class PreparedProblem:
         return cls(
             problem=problem,
             space=space,
-            widths={tp: build_stage_sums(problem, space, tp, use_bounds) for tp in problem.tp_degrees},
+            stage_sums={tp: build_stage_sums(problem, space, tp, use_bounds) for tp in problem.tp_degrees},
             network=network,
             layer_table=build_layer_table(problem, space, network, update_s, use_bounds),
             update_s=update_s,
@@ -61,7 +61,7 @@ class PreparedProblem:
         problem, space = self.problem, self.space
         return replace(
             self,
-            widths={tp: build_stage_sums(problem, space, tp, use_bounds=True) for tp in problem.tp_degrees},
+            stage_sums={tp: build_stage_sums(problem, space, tp, use_bounds=True) for tp in problem.tp_degrees},
             layer_table=build_layer_table(problem, space, self.network, self.update_s, use_bounds=True),
         )
 
@@ -95,7 +95,7 @@ class PreparedProblem:
 
     def stage_costs(self, parallelism: Parallelism, stages: IntArray | None = None) -> StageCosts:
         """Times and memory of all stages, or of some, under some degrees."""
-        tp, space = self.widths[parallelism.tp], self.space
+        tp, space = self.stage_sums[parallelism.tp], self.space
         if stages is not None:
             tp, space = tp.take(stages), space.take(stages)
         return build_stage_costs(
@@ -121,12 +121,12 @@ class PreparedProblem:
             self.programs[key] = compile_order(pipeline_order(schedule, parallelism.pp, rounds, parallelism.chunks))
         return self.programs[key]
 
-    def candidates(self, parallelism: Parallelism, cutoff_s: float) -> Candidates:
+    def candidates(self, parallelism: Parallelism, cutoff_s: float) -> CandidateStages:
         """The stages to choose from under some degrees, without those that alone take longer than the cutoff.
 
         Interleaved pipelines have chunks of nearly equal length.
         """
-        table = self.widths[parallelism.tp]
+        table = self.stage_sums[parallelism.tp]
         usable = parallelism.micro_batches_per_pipeline(self.problem.micro_batches) * table.least_s < cutoff_s
         if parallelism.chunks > 1:
             usable &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, parallelism.stages))
@@ -145,28 +145,28 @@ class PreparedProblem:
             return needed, None
         return needed, needed if too_many == needed * (parallelism.tp - 1) else -1
 
-    def bounds(self, candidates: Candidates, parallelism: Parallelism, needed: int) -> StageBounds:
+    def bounds(self, candidates: CandidateStages, parallelism: Parallelism, needed: int) -> StageBounds:
         """Bounds under the pipelines of some degrees."""
         rounds, states = parallelism.micro_batches_per_pipeline(self.problem.micro_batches), self.space.states
         match parallelism.schedule:
             case PipelineSchedule.GPIPE:
                 return PeakBounds(candidates, parallelism, rounds, states, needed)
             case PipelineSchedule.INTERLEAVED:
-                prices = self.widths[parallelism.tp].recompute_s_per_byte
+                prices = self.stage_sums[parallelism.tp].recompute_s_per_byte
                 return InterleavedBounds(candidates, parallelism, rounds, states, self.problem.usable_bytes, prices)
             case _:
                 return PathBounds(candidates, parallelism, rounds, states, needed)
 
-    def search(self, parallelism: Parallelism, cutoff_s: float) -> SplitSearch | None:
+    def search(self, parallelism: Parallelism, cutoff_s: float) -> StageSearch | None:
         """What branch and bound below the cutoff needs, or None if the devices cannot be divided so."""
         needed, singles = self.singles(parallelism)
         if singles == -1 or (parallelism.chunks > 1 and needed):
             return None
-        return self.split_search(parallelism, self.candidates(parallelism, cutoff_s), needed, singles)
+        return self.stage_search(parallelism, self.candidates(parallelism, cutoff_s), needed, singles)
 
-    def split_search(
-        self, parallelism: Parallelism, candidates: Candidates, needed: int = 0, singles: int | None = None
-    ) -> SplitSearch:
+    def stage_search(
+        self, parallelism: Parallelism, candidates: CandidateStages, needed: int = 0, singles: int | None = None
+    ) -> StageSearch:
         """Branch and bound over some candidates."""
 
         def simulated(picks: IntArray) -> FloatArray:
@@ -178,7 +178,7 @@ class PreparedProblem:
             busiest = (times.forward_s + times.backward_s + times.weight_s).sum(axis=2).max(axis=1)
             return np.asarray(simulate(program, times).time_s + left * busiest)
 
-        return SplitSearch(
+        return StageSearch(
             candidates=candidates,
             bounds=self.bounds(candidates, parallelism, needed),
             simulated=simulated,

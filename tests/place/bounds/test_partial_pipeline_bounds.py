@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from placement_problems import examples, random_problem
 
 from phaze.parallelism import Parallelism, PipelineSchedule
-from phaze.place.bounds.interleaved_closed_form import interleaved_floors
+from phaze.place.bounds.interleaved_bounds import interleaved_closed_form_s
 from phaze.place.search.parallelism_search import root_bound
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_branch_and_bound import SplitSearch, best_split
-from phaze.place.simulation.placement_assembly import assemble
+from phaze.place.search.stage_search import StageSearch, best_stages
+from phaze.place.simulation.placement import assemble
 
 
-def random_pipeline(random: Random, search: SplitSearch) -> list[int] | None:
+def random_pipeline(random: Random, search: StageSearch) -> list[int] | None:
     """Candidates from the empty to the full state, or None where the walk got stuck."""
     candidates, state, picks = search.candidates, 0, []
     for position in range(search.stages):
@@ -60,7 +60,7 @@ def test_bounds_never_exceed_simulated_times(seed: int) -> None:
         return
     prepared = PreparedProblem.of(problem)
     candidates = prepared.candidates(parallelism, math.inf)
-    search = prepared.split_search(parallelism, candidates)
+    search = prepared.stage_search(parallelism, candidates)
     for _ in range(5):
         picks = random_pipeline(random, search)
         if picks is None:
@@ -98,18 +98,18 @@ def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(
         every.take(np.array([index])) for index in range(len(every)) if every.parallelism(index) == parallelism
     )
     limit = placement.time_s * (1 + 1e-9)
-    assert choice.floor_s[0] <= limit
+    assert choice.bound_s[0] <= limit
     assert not tight.layer_table.refuted(choice, np.array([limit]))[0]
     assert tight.layer_table.tightened(choice, 2 * limit)[0] <= limit
     if interleaved and tight.space.is_chain:
-        assert interleaved_floors(tight.layer_table, choice)[0] <= limit
+        assert interleaved_closed_form_s(tight.layer_table, choice)[0] <= limit
     search = tight.search(parallelism, math.inf)
     assert search is not None
     assert root_bound(search) <= limit
 
 
 def choices_of(prepared: PreparedProblem) -> ParallelismTable:
-    return list_parallelisms(prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s)
+    return list_parallelisms(prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s)
 
 
 @examples(40)
@@ -122,7 +122,7 @@ def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
         return
     prepared = PreparedProblem.of(problem)
     candidates = prepared.candidates(parallelism, math.inf)
-    search = prepared.split_search(parallelism, candidates)
+    search = prepared.stage_search(parallelism, candidates)
     unfinished = [((), 0)]
     for _ in range(parallelism.stages):
         unfinished = [
@@ -131,7 +131,7 @@ def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
             for pick in range(candidates.first[state], candidates.first[state + 1])
         ]
     finished = [picks for picks, state in unfinished if state == search.full]
-    answer = best_split(search, math.inf, 10**6)
+    answer = best_stages(search, math.inf, 10**6)
     expected = search.simulated(np.array(finished)).min() if finished else math.inf
     assert answer.time_s == pytest.approx(expected, rel=1e-9)
     assert answer.bound_s == pytest.approx(expected, rel=1e-9)

@@ -61,7 +61,7 @@ def brute_force(instance: PaperInstance, accelerator: int = 0) -> float:
     best = math.inf
     layers = len(instance.layer_ids)
     for tp, recompute, stages in itertools.product(
-        range(len(instance.widths)), instance.recompute, range(1, layers + 1)
+        range(len(instance.tp_degrees)), instance.recompute, range(1, layers + 1)
     ):
         for lengths in compositions(layers, stages):
             starts = np.cumsum((0, *lengths)).tolist()
@@ -76,7 +76,7 @@ def brute_force(instance: PaperInstance, accelerator: int = 0) -> float:
                 stage_load(instance, tp, accelerator, run, recompute and position > 1)
                 for run, position in zip(runs, positions, strict=True)
             )
-            devices = sum(instance.widths[tp] if any(instance.is_tensor_parallel[tp, run]) else 1 for run in runs)
+            devices = sum(instance.tp_degrees[tp] if any(instance.is_tensor_parallel[tp, run]) else 1 for run in runs)
             first = sum(instance.parameter_bytes[tp, layer] for layer in runs[0])
             for dp in range(1, min(instance.micro_batches, instance.device_count // devices) + 1):
                 rounds = -(-instance.micro_batches // dp)
@@ -87,7 +87,7 @@ def brute_force(instance: PaperInstance, accelerator: int = 0) -> float:
 
 def check(instance: PaperInstance, plan: PaperPlacement, accelerator: int) -> None:
     """A plan's own stages fit and take the time that it states."""
-    tp = instance.widths.index(plan.tp)
+    tp = instance.tp_degrees.index(plan.tp)
     assert list(itertools.chain(*plan.stages)) == list(instance.layer_ids)
     starts = np.cumsum([0, *map(len, plan.stages)]).tolist()
     runs = [range(start, end) for start, end in itertools.pairwise(starts)]
@@ -120,14 +120,14 @@ def test_the_original_programs_optimum_is_reproduced(oracle: dict[str, Any]) -> 
 def plain_program(instance: PaperInstance, accelerator: int = 0) -> float:
     """The dynamic program as the paper writes it: over layers, devices and stages, nothing skipped."""
     best, layers, devices = math.inf, len(instance.layer_ids), instance.device_count
-    for tp, recompute in itertools.product(range(len(instance.widths)), instance.recompute):
+    for tp, recompute in itertools.product(range(len(instance.tp_degrees)), instance.recompute):
         table = np.full((layers + 1, devices + 1, layers + 1), math.inf)
         table[layers, :, 0] = 0
         for start, end in itertools.product(range(layers - 1, -1, -1), range(layers, 0, -1)):
             run = range(start, end)
             if not run:
                 continue
-            takes = instance.widths[tp] if any(instance.is_tensor_parallel[tp, run]) else 1
+            takes = instance.tp_degrees[tp] if any(instance.is_tensor_parallel[tp, run]) else 1
             first = sum(instance.parameter_bytes[tp, layer] for layer in run)
             loads = [stage_load(instance, tp, accelerator, run, again) for again in (False, recompute)]
             for stages in range(1, layers + 1):
@@ -159,7 +159,7 @@ def instances(draw: st.DrawFn, largest: int = 6) -> PaperInstance:
     transfer = draw(st.sampled_from([0.0, 0.1, 2.0]))
     return PaperInstance(
         layer_ids=tuple(f"layer{index}" for index in range(layers)),
-        widths=widths,
+        tp_degrees=widths,
         forward_s=forward,
         backward_s=backward,
         parameter_bytes=generator.uniform(0.1, 1, (len(widths), layers)),
@@ -202,7 +202,7 @@ def test_a_large_batch_equals_one_accelerator_at_a_time() -> None:
     speed = generator.uniform(0.5, 2, (3, count, 1))
     instance = PaperInstance(
         layer_ids=tuple(range(layers)),
-        widths=(1, 2, 4),
+        tp_degrees=(1, 2, 4),
         forward_s=generator.uniform(0.5, 1.5, (3, count, layers)) * speed,
         backward_s=generator.uniform(0.5, 1.5, (3, count, layers)) * speed,
         parameter_bytes=generator.uniform(0.5, 1.5, (3, layers)),

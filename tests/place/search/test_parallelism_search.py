@@ -17,7 +17,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.search.parallelism_search import SearchEffort, search_parallelisms
 from phaze.place.search.parallelism_table import list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_branch_and_bound import best_split
+from phaze.place.search.stage_search import best_stages
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -65,7 +65,7 @@ def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight
 def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
     prepared = PreparedProblem.of(random_problem(seed, largest=5, most_devices=8))
     strategies = list_parallelisms(
-        prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s
+        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s
     )
     tightened = prepared.layer_table.tightened(strategies, 50.0)
     for index in range(len(strategies)):
@@ -85,7 +85,7 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
             if one.parallelism == strategies.parallelism(index)
         ]
         time_s = found[0].time_s if found else math.inf
-        assert strategies.floor_s[index] <= time_s
+        assert strategies.bound_s[index] <= time_s
         assert tightened[index] <= time_s
 
 
@@ -94,13 +94,13 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
 def test_no_gate_changes_the_answer(seed: int) -> None:
     prepared = PreparedProblem.of(random_problem(seed, largest=9, most_devices=12, most_micro_batches=16))
     strategies = list_parallelisms(
-        prepared.problem, prepared.space, prepared.widths, prepared.network, prepared.update_s, checks_memory=False
+        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s, checks_memory=False
     )
     times = [math.inf]
     for index in range(len(strategies)):
         search = prepared.search(strategies.parallelism(index), math.inf)
         if search is not None:
-            times.append(best_split(search, min(times), 10**6).time_s)
+            times.append(best_stages(search, min(times), 10**6).time_s)
     answer = search_parallelisms(prepared)
     assert (answer.found[0].time_s if answer.found else math.inf) == pytest.approx(min(times), rel=1e-9)
 
