@@ -229,9 +229,9 @@ def _short_search(problem: PlacementProblem, cutoff_s: float = math.inf) -> tupl
     """A fast placement below the cutoff if a short search finds one, and whether everything was looked at."""
     prepared = PreparedProblem.of(problem)
     answer = search_parallelisms(prepared, effort=_SHORT_EFFORT, cutoff_s=cutoff_s, gap=_SHORT_GAP)
-    if not answer.found:
+    if not answer.plans:
         return None, answer.bound_s >= cutoff_s
-    return assemble(prepared, answer.found[0].parallelism, answer.found[0].stages), True
+    return assemble(prepared, answer.plans[0].parallelism, answer.plans[0].stages), True
 
 
 def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, ...]:

@@ -148,7 +148,7 @@ class _Search:
             if best_s == math.inf or candidate.result.bound_s >= best_s:
                 continue
             prepared = PreparedProblem.of(candidate.problem)
-            better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).found
+            better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).plans
             if better:
                 placement = assemble(prepared, better[0].parallelism, better[0].stages)
                 result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)

@@ -1,25 +1,28 @@
-"""Cheap bounds under the time of all plans with the same degrees.
+"""Closed-form lower bounds on the step time and memory of whole strategies, from sums over all layers of the model.
 
-With m microbatches per pipeline, S devices per pipeline and W the seconds of one microbatch through all layers
-(transfers and ZeRO's collectives included, at the fastest link), every simulated time is at least
+Let m be the microbatches per pipeline, S = pp, and W the seconds of one microbatch through all layers, with transfers
+and ZeRO's collectives at the fastest link. Every simulated time is at least
 
-    gpipe             W + (m-1) W/S
-    1f1b              (m+S-1) W/S if m > S
+    GPipe             W + (m-1) W/S
+    1F1B              (m+S-1) W/S if m > S
                       W m u,  u = (1-q)/(1-q^S), q = 1 - 1/m
                       W + W/h, h the sum over s of 1 / (m-1 - (min(m, S-s) - 1)/2)
     zero-bubble       m W/S
-                      A m u with A the seconds without weight gradients and u as for 1f1b
+                      A m u with A the seconds without weight gradients and u as for 1F1B
                       (m+S-1) A/S + (m-S)(m-S-1)/(S(m-2)) (W-A) if m > S
     interleaved, v    W (m u - (v-1)/v (S u - 1)),  u = (1-q)/(1-q^S), q = 1 - 1/(v m)
 
-and for all of them the mean over devices of m times a device's share plus its update and unhidden reduction.
+(`ClosedFormBounds._path_s`; `_geometric` is m u and `_harmonic` is 1/h), and for all of them the mean over devices of m
+times a device's share plus its update and unhidden reduction (`ClosedFormBounds._after_last_backward_s`). What all
+stages hold together is at least `ClosedFormBounds.least_bytes`.
 
-The bounds of 1f1b are the optima, over all ways to divide W into t_0..t_(S-1), of the largest over s of a path of
-`bounds.py`: t_0 + .. + t_(s-1) + 2 (t_(s+1) + .. + t_(S-1)) + (m-S+s+1) t_s, for which equal stages are best;
-t_0 + .. + t_(s-1) + m t_s; and W + (m-1) t_s - (min(m, S-s) - 1) t_s/2. That of interleaved schedules weighs, for every
-device r and chunk c, the path that reaches that stage with the first microbatch, stays on the device, and returns with
-the last one: the seconds of all earlier stages plus m times the device's, less S times those of the device's earlier
-chunks. With weights u q^(S-1-r) / v no second of any stage counts less than the factor above.
+The bounds of 1F1B are the optima, over all ways to divide W into t_0..t_(S-1), of the largest over s of a path of
+`partial_pipeline_bounds.py`: t_0 + .. + t_(s-1) + 2 (t_(s+1) + .. + t_(S-1)) + (m-S+s+1) t_s, for which equal stages
+are best; t_0 + .. + t_(s-1) + m t_s; and W + (m-1) t_s - (min(m, S-s) - 1) t_s/2. The bound of interleaved schedules is
+a weighted mean of paths, one for every device r and chunk c. Such a path reaches that stage with the first microbatch,
+stays on the device, and returns with the last one: it takes the seconds of all earlier stages plus m times the
+device's, less S times those of the device's earlier chunks. With weights u q^(S-1-r) / v no second of any stage counts
+less than the factor above.
 """
 
 from __future__ import annotations
@@ -37,20 +40,47 @@ from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["ClosedFormBounds"]
 
+_JUST_ABOVE_ONE = 1.0 + 1e-15
+"""The least number of microbatches in `_geometric`: with exactly one, its logarithm would be that of 0."""
+
+_LEAST_SLOPE = 1e-9
+"""The least divisor in `_harmonic`, where a single microbatch would divide by 0; its result is not used there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Passes:
+    """Seconds of one microbatch through all layers, per strategy.
+
+    Attributes:
+        fused: forward, backward and transfers, with the weights' part inside backward (W).
+        without_weights: the same without the weights' part (A).
+        split: the same with the weights' part as a pass of its own (W of zero-bubble).
+    """
+
+    fused: FloatArray
+    without_weights: FloatArray
+    split: FloatArray
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedFormBounds:
-    """Sums over all layers at one width and ZeRO stage, for many numbers of pipelines.
+    """Bounds at one tp and ZeRO stage, for many numbers of data-parallel copies.
 
-    `whole` is the stage that holds everything, `s_per_byte` belongs to the fastest link, `least_cut_s` to the smallest
-    boundary on it.
+    Attributes:
+        problem: what is placed.
+        sums: sums over stages, of which only the stage that is the whole model is read.
+        zero: ZeRO stage.
+        dp: data-parallel copies, one number per strategy.
+        whole_model: the stage that holds everything.
+        s_per_byte: seconds per byte on the fastest link.
+        least_cut_s: seconds of the smallest boundary between stages on that link.
     """
 
     problem: PlacementProblem
-    table: StageSums
+    sums: StageSums
     zero: int
     dp: IntArray
-    whole: int
+    whole_model: int
     s_per_byte: float
     least_cut_s: float
 
@@ -59,99 +89,112 @@ class ClosedFormBounds:
         cls,
         problem: PlacementProblem,
         space: StageSpace,
-        table: StageSums,
+        sums: StageSums,
         network: Network,
         zero: int,
         dp: IntArray,
     ) -> ClosedFormBounds:
-        """The sums of a problem."""
-        cuts = table.received_bytes[space.source > 0]
+        """The bounds of a problem."""
+        cuts = sums.received_bytes[space.source > 0]
         return cls(
             problem=problem,
-            table=table,
+            sums=sums,
             zero=zero,
             dp=dp,
-            whole=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
+            whole_model=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
             s_per_byte=network.least_s_per_byte,
             least_cut_s=float(cuts.min(initial=np.inf)) * network.least_s_per_byte if len(cuts) else 0.0,
         )
 
     @property
     def sharding(self) -> ZeroSharding:
-        """What the ZeRO stage holds and moves, per number of pipelines."""
+        """What the ZeRO stage holds and moves, per number of copies."""
         return ZeroSharding(self.problem.recipe, self.zero, self.dp)
 
     @property
     def parameters(self) -> float:
-        """Trained parameters of the whole model on one tensor rank."""
-        return float(self.table.parameters[self.whole])
+        """Trained parameters of the whole model on one tensor-parallel rank."""
+        return float(self.sums.parameters[self.whole_model])
 
     def least_bytes(self) -> FloatArray:
         """What all stages of a pipeline hold together at least."""
         held = self.sharding.held_bytes_per_parameter
-        stash = float(self.table.stashed_bytes[:, self.whole].min())
-        return np.asarray(held * self.parameters + self.table.frozen_bytes[self.whole] + stash)
+        stash = float(self.sums.stashed_bytes[:, self.whole_model].min())
+        return np.asarray(held * self.parameters + self.sums.frozen_bytes[self.whole_model] + stash)
 
-    def time_bound_s(self, schedule: PipelineSchedule, chunks: int, devices: IntArray, update_s: float) -> FloatArray:
-        """The bound of each number of pipelines with its number of devices."""
+    def time_bound_s(self, schedule: PipelineSchedule, chunks: int, pp: IntArray, update_s: float) -> FloatArray:
+        """The bound of each number of copies with its pipeline depth; ``update_s`` is that of one parameter."""
         forward, backward_input, weight = (
-            float(seconds[:, self.whole].min())
-            for seconds in (self.table.forward_s, self.table.backward_input_s, self.table.backward_weight_s)
+            float(seconds[:, self.whole_model].min())
+            for seconds in (self.sums.forward_s, self.sums.backward_input_s, self.sums.backward_weight_s)
         )
-        gathered = self._moved(self.sharding.gathered_bytes_per_pass)
-        scattered = self._moved(self.sharding.scattered_bytes_per_backward)
-        transfers = 2 * (devices * chunks - 1) * self.least_cut_s
+        gathered = self._moved_s(self.sharding.gathered_bytes_per_pass)
+        scattered = self._moved_s(self.sharding.scattered_bytes_per_backward)
+        transfers = 2 * (pp * chunks - 1) * self.least_cut_s
         run = np.maximum(forward, gathered)
-        fused = run + np.maximum(backward_input + weight, gathered + scattered) + transfers
         without_weights = run + np.maximum(backward_input, gathered) + transfers
-        split = without_weights + np.maximum(weight, scattered)
-        rounds = (-(-self.problem.micro_batches // self.dp)).astype(float)
+        passes = _Passes(
+            fused=run + np.maximum(backward_input + weight, gathered + scattered) + transfers,
+            without_weights=without_weights,
+            split=without_weights + np.maximum(weight, scattered),
+        )
+        micro_batches = (-(-self.problem.micro_batches // self.dp)).astype(float)
+        path = self._path_s(schedule, chunks, pp, micro_batches, passes)
+        total = passes.split if schedule is PipelineSchedule.ZERO_BUBBLE else passes.fused
+        # Chunks of a device hide each other's reductions: of interleaved ones nothing is certain to be exposed.
+        hidden = backward_input + weight if chunks == 1 else np.inf
+        mean = (micro_batches * total + self._after_last_backward_s(update_s, hidden)) / pp
+        return np.asarray(np.maximum(path, mean))
+
+    @staticmethod
+    def _path_s(
+        schedule: PipelineSchedule, chunks: int, pp: IntArray, micro_batches: FloatArray, passes: _Passes
+    ) -> FloatArray:
+        """The bound of the schedule's own paths."""
+        fused = passes.fused
         match schedule:
             case PipelineSchedule.NONE:
-                path, total = fused * rounds, fused
+                return fused * micro_batches
             case PipelineSchedule.GPIPE:
-                path, total = fused + (rounds - 1) * fused / devices, fused
+                return np.asarray(fused + (micro_batches - 1) * fused / pp)
             case PipelineSchedule.ONE_F_ONE_B:
-                even = np.where(rounds > devices, (rounds + devices - 1) / devices, 0.0)
-                path = fused * np.maximum(even, np.maximum(_lead(rounds, devices), 1 + _peak(rounds, devices)))
-                total = fused
+                even = np.where(micro_batches > pp, (micro_batches + pp - 1) / pp, 0.0)
+                uneven = np.maximum(_geometric(micro_batches, pp), 1 + _harmonic(micro_batches, pp))
+                return np.asarray(fused * np.maximum(even, uneven))
             case PipelineSchedule.ZERO_BUBBLE:
-                spread = (rounds - devices) * (rounds - devices - 1) / (devices * np.maximum(rounds - 2, 1))
-                even = (rounds + devices - 1) / devices * without_weights + spread * (split - without_weights)
-                path = np.maximum(rounds * split / devices, without_weights * _lead(rounds, devices))
-                path = np.maximum(path, np.where(rounds > devices, even, 0.0))
-                total = split
-            case _:
-                u = _lead(rounds * chunks, devices) / (rounds * chunks)
-                path = fused * (rounds * u - (chunks - 1) / chunks * (devices * u - 1))
-                total = fused
-        hidden = backward_input + weight if chunks == 1 else np.inf
-        return np.asarray(np.maximum(path, (rounds * total + self._after(update_s, hidden)) / devices))
+                without_weights, split = passes.without_weights, passes.split
+                share = (micro_batches - pp) * (micro_batches - pp - 1) / (pp * np.maximum(micro_batches - 2, 1))
+                even = (micro_batches + pp - 1) / pp * without_weights + share * (split - without_weights)
+                path = np.maximum(micro_batches * split / pp, without_weights * _geometric(micro_batches, pp))
+                return np.maximum(path, np.where(micro_batches > pp, even, 0.0))
+            case PipelineSchedule.INTERLEAVED:
+                u = _geometric(micro_batches * chunks, pp) / (micro_batches * chunks)
+                return np.asarray(fused * (micro_batches * u - (chunks - 1) / chunks * (pp * u - 1)))
 
-    def _moved(self, bytes_each: FloatArray) -> FloatArray:
-        """Seconds of one gather or scatter of all parameters."""
+    def _moved_s(self, bytes_each: FloatArray) -> FloatArray:
+        """Seconds of one gather or scatter of all parameters, with so many bytes per parameter."""
         return np.asarray((1 - 1 / self.dp) * (bytes_each * self.parameters * self.s_per_byte))
 
-    def _after(self, update_s: float, backward_s: float) -> FloatArray:
+    def _after_last_backward_s(self, update_s: float, hidden_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""
         sharding = self.sharding
         update = self.parameters * update_s / sharding.optimizer_shards
-        gather = self._moved(sharding.gathered_bytes_per_batch)
+        gather = self._moved_s(sharding.gathered_bytes_per_batch)
         # An all-reduce moves as much as a reduce-scatter and an all-gather.
-        reduced = self._moved(2 * sharding.all_reduced_bytes_per_batch + sharding.scattered_bytes_per_batch)
-        return np.asarray(update + gather + np.maximum(reduced - backward_s, 0.0))
+        reduced = self._moved_s(2 * sharding.all_reduced_bytes_per_batch + sharding.scattered_bytes_per_batch)
+        return np.asarray(update + gather + np.maximum(reduced - hidden_s, 0.0))
 
 
-def _lead(rounds: FloatArray, devices: IntArray) -> FloatArray:
-    """m u for m rounds: 1 / (1 - (1 - 1/m)^S)."""
-    return np.asarray(1.0 / -np.expm1(devices * np.log1p(-1.0 / np.maximum(rounds, 1.0 + 1e-15))))
+def _geometric(micro_batches: FloatArray, pp: IntArray) -> FloatArray:
+    """m u for m microbatches: 1 / (1 - (1 - 1/m)^S)."""
+    return np.asarray(1.0 / -np.expm1(pp * np.log1p(-1.0 / np.maximum(micro_batches, _JUST_ABOVE_ONE))))
 
 
-def _peak(rounds: FloatArray, devices: IntArray) -> FloatArray:
-    """1/h: the least largest e of stages that add up to 1."""
-    distinct, which = np.unique(rounds, return_inverse=True)
-    behind = np.arange(int(devices.max(initial=1)))
-    early = np.minimum(distinct[:, None], behind + 1) - 1
-    slope = np.maximum(distinct[:, None] - 1 - early / 2, 1e-9)
-    inverse = np.cumsum(1 / slope, axis=1)[which, devices - 1]
-    return np.where(rounds > 1, 1 / inverse, 0.0)
+def _harmonic(micro_batches: FloatArray, pp: IntArray) -> FloatArray:
+    """1/h: the least largest excess of stages that add up to 1."""
+    distinct, which = np.unique(micro_batches, return_inverse=True)
+    stages_behind = np.arange(int(pp.max(initial=1)))
+    early = np.minimum(distinct[:, None], stages_behind + 1) - 1
+    slope = np.maximum(distinct[:, None] - 1 - early / 2, _LEAST_SLOPE)
+    inverse = np.cumsum(1 / slope, axis=1)[which, pp - 1]
+    return np.where(micro_batches > 1, 1 / inverse, 0.0)

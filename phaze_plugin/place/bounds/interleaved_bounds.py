@@ -53,6 +53,8 @@ the mean device can hold what it must.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
@@ -61,33 +63,68 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.simulation.pass_orders import in_flight
+from phaze.tolerances import BOUND_MARGIN, GREEDY_MARGIN, MEMORY_MARGIN
 
 __all__ = ["InterleavedBounds", "interleaved_closed_form_s", "slowest_device_s"]
 
+_NUMBERS_AT_ONCE = 2_000_000
+"""How many numbers the largest array of the closed form may have: more strategies at once save calls of numpy, and cost
+memory. Two million doubles are 16 MB, which many a processor's last cache holds."""
+
+_MEANS = 4
+"""How many weighted means of paths `InterleavedBounds` follows: two of path (1), one each of paths (2) and (3)."""
+
+
+class _DeviceRow(IntEnum):
+    """What a partial pipeline remembers of every device; one row of numbers each, with one column per device."""
+
+    THROUGH_S = 0
+    """X: seconds of one microbatch through the device's chunks."""
+    THROUGH_BEFORE_S = 1
+    """t of the first chunks of all devices before it."""
+    FORWARD_BEFORE_S = 2
+    """F of the first chunks of all devices before it."""
+    FINISH_S = 3
+    HELD_BYTES = 4
+    SCRATCH_BYTES = 5
+    STASH_BYTES = 6
+
 
 class InterleavedBounds:
-    """What each device has so far, in seconds and in bytes.
+    """Bounds of partial interleaved pipelines under one strategy, as `StageBounds` wants them.
 
-    A row holds, per device, seconds per microbatch, t and F before it in the first chunks, finishing seconds, held
-    bytes, the largest scratch and the stash; and last what the shortest paths have spent.
+    The row of a partial pipeline holds the numbers of `_DeviceRow` for every device, and behind them what the stages
+    chosen so far have spent of each weighted mean of paths at each price.
+
+    Attributes:
+        candidates: the stages to choose from.
+        through_s: t of every candidate.
+        micro_batches: m, per pipeline.
+        pp: S.
+        stages: S v.
+        usable_bytes: memory of one device.
+        in_flight: microbatches in flight per (device, chunk).
     """
 
     def __init__(
         self,
         candidates: CandidateStages,
         parallelism: Parallelism,
-        rounds: int,
+        micro_batches: int,
         states: int,
         usable_bytes: float,
-        prices: tuple[float, ...],
+        prices_s_per_byte: tuple[float, ...],
     ) -> None:
-        self.candidates, self.rounds, self.devices = candidates, rounds, parallelism.pp
-        self.through = candidates.forward_s + candidates.backward_s
-        self.usable, self.stages = usable_bytes, parallelism.stages
-        self.flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, rounds, parallelism.chunks)
-        self._prices = np.array([0.0, *prices]) * (rounds / float(self.flight.mean()))
+        self.candidates, self.micro_batches, self.pp = candidates, micro_batches, parallelism.pp
+        self.through_s = candidates.forward_s + candidates.backward_s
+        self.usable_bytes, self.stages = usable_bytes, parallelism.stages
+        self.in_flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, micro_batches, parallelism.chunks)
+        # A stashed byte stands as often as microbatches are in flight, and what frees it is paid for every microbatch.
+        self._prices = np.array([0.0, *prices_s_per_byte]) * (micro_batches / float(self.in_flight.mean()))
         self._weights = self._weigh_paths(parallelism)
-        self._least_s = slowest_device_s(candidates, parallelism, rounds, states, usable_bytes, self.flight)
+        self._slowest_device_s = slowest_device_s(
+            candidates, parallelism, micro_batches, states, usable_bytes, self.in_flight
+        )
         self._features = np.stack(
             [
                 candidates.forward_s,
@@ -100,92 +137,97 @@ class InterleavedBounds:
                 candidates.scratch_bytes,
             ]
         )
-        self._tables = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
-        self._tables[self.stages, :, -1] = 0.0
+        self._least_rest = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
+        self._least_rest[self.stages, :, -1] = 0.0
         for position in range(self.stages - 1, -1, -1):
             spent = self._weights[position] @ self._features
-            spent += self._tables[position + 1][:, candidates.target]
-            self._tables[position] = candidates.least_by_source(spent, states)
-
-    def is_over(self, states: int) -> bool:
-        """Whether no pipeline fits: some device, or the mean over devices, needs too much in every one."""
-        candidates, devices = self.candidates, self.devices
-        least = np.full((devices + 1, states), np.inf)
-        least[:, -1] = 0.0
-        for position in range(self.stages - 1, -1, -1):
-            chunk, device = divmod(position, devices)
-            own = candidates.held_bytes + self.flight[device, chunk] * candidates.stashed_bytes
-            own = own + candidates.scratch_bytes / (self.stages // devices)
-            counts = np.zeros((devices + 1, 1))
-            counts[device], counts[devices] = 1.0, 1 / devices
-            least = candidates.least_by_source(counts * own + least[:, candidates.target], states)
-        return bool((least[:, 0] > self.usable * (1 + 1e-9)).any())
+            spent += self._least_rest[position + 1][:, candidates.target]
+            self._least_rest[position] = candidates.least_by_source(spent, states)
 
     def _weigh_paths(self, parallelism: Parallelism) -> FloatArray:
-        """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds."""
-        devices, chunks, rounds = self.devices, parallelism.chunks, self.rounds
-        fall = (1 - 1 / (chunks * rounds)) ** np.arange(devices - 1, -1, -1.0)
-        end = (np.arange(devices) == devices - 1).astype(float)
-        even = np.full(devices, 1 / devices)
-        forward, settled, reduced = _path_2_and_3_weights(parallelism, rounds)
-        first = (np.arange(self.stages) == 0).astype(float)
-        on_first = (np.arange(self.stages) % devices == 0).astype(float)
-        share, starts = np.full(self.stages, 1 / devices), (np.arange(self.stages) < devices) / devices
+        """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds to the mean."""
+        pp, chunks, micro_batches = self.pp, parallelism.chunks, self.micro_batches
+        falling = (1 - 1 / (chunks * micro_batches)) ** np.arange(pp - 1, -1, -1.0)
+        only_last = (np.arange(pp) == pp - 1).astype(float)
+        equal = np.full(pp, 1 / pp)
+        forward, backward_2, backward_3 = _path_2_and_3_weights(parallelism, micro_batches)
+        is_first_stage = (np.arange(self.stages) == 0).astype(float)
+        is_on_first_device = (np.arange(self.stages) % pp == 0).astype(float)
+        share, share_of_first_chunks = np.full(self.stages, 1 / pp), (np.arange(self.stages) < pp) / pp
         none = np.zeros(self.stages)
-        means = []
-        for weights in (fall / fall.sum(), end):
-            through = _path_1_weights(parallelism, rounds, weights)
-            means.append((weights, np.stack([through, through, on_first, first, none], axis=1)))
-        means.append((even, np.stack([forward, settled, share, starts, none], axis=1)))
-        means.append((even, np.stack([forward, reduced, share, none, share], axis=1)))
+        means = []  # of each: the weights of devices; the weights of F, B, finish, exposed and all reduction per stage
+        for device_weights in (falling / falling.sum(), only_last):
+            through = _path_1_weights(parallelism, micro_batches, device_weights)
+            seconds = np.stack([through, through, is_on_first_device, is_first_stage, none], axis=1)
+            means.append((device_weights, seconds))
+        means.append((equal, np.stack([forward, backward_2, share, share_of_first_chunks, none], axis=1)))
+        means.append((equal, np.stack([forward, backward_3, share, none, share], axis=1)))
+        assert len(means) == _MEANS
         columns = []
-        for weights, seconds in means:
+        for device_weights, seconds in means:
             for price in self._prices:
-                held = price * np.tile(weights, chunks)
-                columns.append(np.column_stack([seconds, held, held * self.flight.T.ravel(), held / chunks]))
+                held = price * np.tile(device_weights, chunks)
+                columns.append(np.column_stack([seconds, held, held * self.in_flight.T.ravel(), held / chunks]))
         return np.stack(columns, axis=1)
-
-    def bytes_of(self, position: int, picks: IntArray) -> FloatArray:
-        """Held bytes and stash in flight of candidates at one position."""
-        chunk, device = divmod(position, self.devices)
-        candidates = self.candidates
-        stashed = self.flight[device, chunk] * candidates.stashed_bytes[picks]
-        return np.asarray(candidates.held_bytes[picks] + stashed)
 
     @property
     def root(self) -> FloatArray:
-        """Empty devices."""
-        return np.zeros(7 * self.devices + self._weights.shape[1])
+        """The row of an empty pipeline."""
+        return np.zeros(len(_DeviceRow) * self.pp + self._weights.shape[1])
 
     def extend(
-        self, row: FloatArray, position: int, picks: IntArray, needed: IntArray
+        self, row: FloatArray, position: int, options: IntArray, singles_needed: IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Rows with the pick's stage added to its device."""
-        del needed
-        candidates, devices = self.candidates, self.devices
-        chunk, device = divmod(position, devices)
-        spent = row[7 * devices :, None] + self._weights[position] @ self._features[:, picks]
-        rows = np.repeat(row[None, : 7 * devices], len(picks), axis=0).reshape(len(picks), 7, devices)
-        if chunk == 0 and device + 1 < devices:
-            rows[:, 1, device + 1] = rows[:, 1, device] + self.through[picks]
-            rows[:, 2, device + 1] = rows[:, 2, device] + candidates.forward_s[picks]
-        rows[:, 0, device] += self.through[picks]
-        rows[:, 3, device] += candidates.finish_s[picks]
-        rows[:, 4, device] += candidates.held_bytes[picks]
-        rows[:, 5, device] = np.maximum(rows[:, 5, device], candidates.scratch_bytes[picks])
-        rows[:, 6, device] += self.flight[device, chunk] * candidates.stashed_bytes[picks]
-        own = self.rounds * rows[:, 0] + np.maximum(rows[:, 1] + rows[:, 3, :1], rows[:, 2] + rows[:, 3])
-        paid = np.tile(self._prices, 4)[:, None] * self.usable
-        paths = spent + self._tables[position + 1][:, candidates.target[picks]] - paid
-        bound = np.maximum(np.maximum(own.max(axis=1), self._least_s), paths.max(axis=0) * (1 - 1e-11))
-        fits = rows[:, 4, device] + rows[:, 5, device] + rows[:, 6, device] <= self.usable
-        rows = np.concatenate([rows.reshape(len(picks), -1), spent.T], axis=1)
+        """Rows with each option added to its device, and bounds; ``singles_needed`` is 0 with chunks."""
+        del singles_needed
+        candidates, pp = self.candidates, self.pp
+        chunk, device = divmod(position, pp)
+        count, end = len(options), len(_DeviceRow) * pp
+        spent = row[end:, None] + self._weights[position] @ self._features[:, options]
+        rows = np.repeat(row[None, :end], count, axis=0).reshape(count, len(_DeviceRow), pp)
+        through, before, forward_before, finish, held, scratch, stash = rows.transpose(1, 0, 2)  # views into rows
+        if chunk == 0 and device + 1 < pp:
+            before[:, device + 1] = before[:, device] + self.through_s[options]
+            forward_before[:, device + 1] = forward_before[:, device] + candidates.forward_s[options]
+        through[:, device] += self.through_s[options]
+        finish[:, device] += candidates.finish_s[options]
+        held[:, device] += candidates.held_bytes[options]
+        scratch[:, device] = np.maximum(scratch[:, device], candidates.scratch_bytes[options])
+        stash[:, device] += self.in_flight[device, chunk] * candidates.stashed_bytes[options]
+        by_device = self.micro_batches * through + np.maximum(before + finish[:, :1], forward_before + finish)
+        refund = np.tile(self._prices, _MEANS)[:, None] * self.usable_bytes
+        means = spent + self._least_rest[position + 1][:, candidates.target[options]] - refund
+        bound = np.maximum(by_device.max(axis=1), self._slowest_device_s)
+        bound = np.maximum(bound, means.max(axis=0) * (1 - BOUND_MARGIN))
+        fits = held[:, device] + scratch[:, device] + stash[:, device] <= self.usable_bytes
+        rows = np.concatenate([rows.reshape(count, -1), spent.T], axis=1)
         return rows, np.where(fits, bound, np.inf)
 
-    def busiest(self, picks: IntArray) -> set[int]:
-        """The places in a pipeline of the stages of the device that takes longest."""
-        device = int(self.through[picks].reshape(-1, self.devices).sum(axis=0).argmax())
-        return set(range(device, self.stages, self.devices))
+    def is_over(self, states: int) -> bool:
+        """Whether it is proven that no pipeline fits: some device, or the mean of them, needs too much in each."""
+        candidates, pp = self.candidates, self.pp
+        chunks = self.stages // pp
+        least = np.full((pp + 1, states), np.inf)  # per device, and last of the mean over devices
+        least[:, -1] = 0.0
+        for position in range(self.stages - 1, -1, -1):
+            chunk, device = divmod(position, pp)
+            needed_bytes = candidates.held_bytes + self.in_flight[device, chunk] * candidates.stashed_bytes
+            needed_bytes = needed_bytes + candidates.scratch_bytes / chunks
+            shares = np.zeros((pp + 1, 1))
+            shares[device], shares[pp] = 1.0, 1 / pp
+            least = candidates.least_by_source(shares * needed_bytes + least[:, candidates.target], states)
+        return bool((least[:, 0] > self.usable_bytes * (1 + MEMORY_MARGIN)).any())
+
+    def chunk_bytes(self, position: int, options: IntArray) -> FloatArray:
+        """Held bytes and stash in flight of candidates at one position of the pipeline."""
+        chunk, device = divmod(position, self.pp)
+        stashed = self.in_flight[device, chunk] * self.candidates.stashed_bytes[options]
+        return np.asarray(self.candidates.held_bytes[options] + stashed)
+
+    def positions_of_busiest_device(self, pipeline: IntArray) -> set[int]:
+        """Positions in the pipeline of the stages of the device that takes longest."""
+        device = int(self.through_s[pipeline].reshape(-1, self.pp).sum(axis=0).argmax())
+        return set(range(device, self.stages, self.pp))
 
     def count_pipelines(self, states: int) -> float:
         """How many pipelines there are, whether they fit or not."""
@@ -196,108 +238,111 @@ class InterleavedBounds:
             counts = np.bincount(self.candidates.source, ahead, minlength=states).astype(float)
         return float(counts[0])
 
-    def fits(self, picks: IntArray) -> BoolArray:
+    def fits(self, pipelines: IntArray) -> BoolArray:
         """Whether whole pipelines, as candidates per (pipeline, stage), fit their devices."""
-        by_device = picks.reshape(len(picks), -1, self.devices)
+        by_device = pipelines.reshape(len(pipelines), -1, self.pp)
         candidates = self.candidates
-        added = candidates.held_bytes[by_device] + self.flight.T * candidates.stashed_bytes[by_device]
+        added = candidates.held_bytes[by_device] + self.in_flight.T * candidates.stashed_bytes[by_device]
         total = added.sum(axis=1) + candidates.scratch_bytes[by_device].max(axis=1)
-        return np.asarray((total <= self.usable).all(axis=1))
+        return np.asarray((total <= self.usable_bytes).all(axis=1))
 
 
-def _path_1_weights(parallelism: Parallelism, rounds: int, weights: FloatArray) -> FloatArray:
-    """Per stage: the weight of its t in paths of the first kind, with these weights of their devices."""
-    devices, chunks = parallelism.pp, parallelism.chunks
-    after = np.concatenate([np.cumsum(weights[::-1])[::-1][1:], [0.0]])
-    later = (chunks - 1 - np.arange(chunks)[:, None]) / chunks
-    return np.asarray((later + after / chunks + weights * (rounds - devices * later)).ravel())
+def _path_1_weights(parallelism: Parallelism, micro_batches: int, device_weights: FloatArray) -> FloatArray:
+    """Per stage: the weight of its t in the mean of path (1) over devices with these weights, and over all chunks."""
+    pp, chunks = parallelism.pp, parallelism.chunks
+    devices_after = np.concatenate([np.cumsum(device_weights[::-1])[::-1][1:], [0.0]])
+    chunks_after = (chunks - 1 - np.arange(chunks)[:, None]) / chunks
+    stays = device_weights * (micro_batches - pp * chunks_after)
+    return np.asarray((chunks_after + devices_after / chunks + stays).ravel())
 
 
-def _path_2_and_3_weights(parallelism: Parallelism, rounds: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Per stage: the weights of its F in paths of the second and third kind, and of its B in either."""
-    devices, chunks = parallelism.pp, parallelism.chunks
-    forward, settled, reduced = np.full((3, chunks, devices), float(rounds))
-    forward[0] += devices - 1 - np.arange(devices)
-    reduced[:-1] -= devices
-    reduced[-1] -= 1
-    return forward.ravel() / devices, settled.ravel() / devices, reduced.ravel() / devices
+def _path_2_and_3_weights(parallelism: Parallelism, micro_batches: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Per stage, in means over all devices: the weight of its F in paths (2) and (3), of its B in (2), of it in (3)."""
+    pp, chunks = parallelism.pp, parallelism.chunks
+    forward, backward_2, backward_3 = np.full((3, chunks, pp), float(micro_batches))
+    forward[0] += pp - 1 - np.arange(pp)
+    backward_3[:-1] -= pp
+    backward_3[-1] -= 1
+    return forward.ravel() / pp, backward_2.ravel() / pp, backward_3.ravel() / pp
 
 
 def slowest_device_s(
     candidates: CandidateStages,
     parallelism: Parallelism,
-    rounds: int,
+    micro_batches: int,
     states: int,
     usable_bytes: float,
     flight: IntArray,
 ) -> float:
-    """The bound; infinite where some device can hold no choice of chunks, or where there is no pipeline at all."""
-    devices, chunks = parallelism.pp, parallelism.chunks
+    """A bound under all pipelines from each device by itself.
+
+    It is infinite where some device can hold no choice of chunks, or where there is no pipeline at all.
+    """
+    pp, chunks = parallelism.pp, parallelism.chunks
     through = candidates.forward_s + candidates.backward_s
-    at = [np.flatnonzero(row) for row in _on_pipelines(candidates, parallelism.stages, states)]
-    if not all(len(row) for row in at):
+    options = [np.flatnonzero(row) for row in _on_pipelines(candidates, parallelism.stages, states)]
+    if not all(len(stage_options) for stage_options in options):
         return np.inf
-    before = np.cumsum([0.0, *(float(through[row].min()) for row in at[: devices - 1])])
-    finish = sum(float(candidates.finish_s[at[chunk * devices]].min()) for chunk in range(chunks))
-    tail = float(candidates.exposed_s[at[0]].min()) + finish
-    fixed = candidates.held_bytes + candidates.scratch_bytes / chunks
+    before = np.cumsum([0.0, *(float(through[stage_options].min()) for stage_options in options[: pp - 1])])
+    finish = sum(float(candidates.finish_s[options[chunk * pp]].min()) for chunk in range(chunks))
+    tail = float(candidates.exposed_s[options[0]].min()) + finish
+    fixed_bytes = candidates.held_bytes + candidates.scratch_bytes / chunks
     bound = 0.0
-    for device in range(devices):
+    for device in range(pp):
         seconds, held = np.zeros(1), np.zeros(1)
         for chunk in range(chunks):
-            own = at[chunk * devices + device]
-            size = fixed[own] + flight[device, chunk] * candidates.stashed_bytes[own]
-            seconds, held = _joined(seconds, held, through[own], size, usable_bytes * (1 + 1e-9))
+            stage_options = options[chunk * pp + device]
+            size = fixed_bytes[stage_options] + flight[device, chunk] * candidates.stashed_bytes[stage_options]
+            seconds, held = _undominated_sums(
+                seconds, held, through[stage_options], size, usable_bytes * (1 + MEMORY_MARGIN)
+            )
             if not len(seconds):
                 return np.inf
-        bound = max(bound, before[device] + rounds * float(seconds[0]) + tail)
-    return bound * (1 - 1e-11)
+        bound = max(bound, before[device] + micro_batches * float(seconds[0]) + tail)
+    return bound * (1 - BOUND_MARGIN)
 
 
 def _on_pipelines(candidates: CandidateStages, stages: int, states: int) -> BoolArray:
     """Per (stage, candidate): whether some pipeline from the first to the last state has the candidate there."""
     source, target = candidates.source, candidates.target
     reached = np.zeros((stages + 1, states), dtype=bool)
-    leads = reached.copy()
-    reached[0, 0] = leads[stages, -1] = True
+    leads_to_end = reached.copy()
+    reached[0, 0] = leads_to_end[stages, -1] = True
     for stage in range(stages):
         reached[stage + 1, target[reached[stage, source]]] = True
-        leads[stages - 1 - stage, source[leads[stages - stage, target]]] = True
-    return reached[:-1, source] & leads[1:, target]
+        leads_to_end[stages - 1 - stage, source[leads_to_end[stages - stage, target]]] = True
+    return reached[:-1, source] & leads_to_end[1:, target]
 
 
-def _joined(
+def _undominated_sums(
     seconds: FloatArray, held: FloatArray, more_s: FloatArray, more_bytes: FloatArray, usable_bytes: float
 ) -> tuple[FloatArray, FloatArray]:
-    """All sums of one of each that fit and that no other beats in both, the shortest first."""
+    """All sums of one old and one new option that fit and that no other beats in seconds and bytes, shortest first."""
     seconds, held = np.add.outer(seconds, more_s).ravel(), np.add.outer(held, more_bytes).ravel()
     order = np.lexsort((held, seconds))
     order = order[held[order] <= usable_bytes]
-    lighter = np.minimum.accumulate(held[order])
-    kept = order[np.concatenate([[True], lighter[1:] < lighter[:-1]])] if len(order) else order
+    least_held = np.minimum.accumulate(held[order])
+    kept = order[np.concatenate([[True], least_held[1:] < least_held[:-1]])] if len(order) else order
     return seconds[kept], held[kept]
 
 
-_AT_ONCE = 2_000_000
-_SLACK = 1e-10
-
-
 def interleaved_closed_form_s(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
-    """A bound under each interleaved choice; infinite where nothing fits."""
+    """A bound under each interleaved strategy, of chains only; infinite where nothing fits."""
     layers = layer_table.forward_s.shape[1]
-    floors = np.zeros(len(strategies))
+    bounds = np.zeros(len(strategies))
     stages = strategies.pp * strategies.chunks
-    for count in np.unique(stages).tolist():
-        first, last = _positions(layers, count)
-        at_once = max(1, _AT_ONCE // (layers * int((last - first).max() + 1) * len(layer_table.recompute_s)))
-        members = np.flatnonzero(stages == count)
+    for stage_count in np.unique(stages).tolist():
+        first, last = _possible_stages(layers, stage_count)
+        numbers_each = layers * int((last - first).max() + 1) * len(layer_table.recompute_s)
+        at_once = max(1, _NUMBERS_AT_ONCE // numbers_each)
+        members = np.flatnonzero(stages == stage_count)
         for start in range(0, len(members), at_once):
             part = members[start : start + at_once]
-            floors[part] = _floors(layer_table, strategies.take(part), count, first, last)
-    return floors
+            bounds[part] = _closed_form_s(layer_table, strategies.take(part), stage_count, first, last)
+    return bounds
 
 
-def _positions(layers: int, stages: int) -> tuple[IntArray, IntArray]:
+def _possible_stages(layers: int, stages: int) -> tuple[IntArray, IntArray]:
     """Per layer: the first and the last stage in which it can lie."""
     least, extra = divmod(layers, stages)
     stage, layer = np.arange(stages), np.arange(layers)
@@ -306,56 +351,60 @@ def _positions(layers: int, stages: int) -> tuple[IntArray, IntArray]:
     return np.searchsorted(latest_end, layer, side="right"), np.searchsorted(earliest, layer, side="right") - 1
 
 
-def _floors(
+def _closed_form_s(
     layer_table: LayerTable, strategies: ParallelismTable, stages: int, first: IntArray, last: IntArray
 ) -> FloatArray:
-    """The bounds of choices with the same number of stages. Axes: mode, layer, place among its stages, choice."""
+    """Bounds of strategies with equally many stages. Axes: mode, layer, place among its stages, strategy."""
     layers = len(first)
-    tp = np.searchsorted(layer_table.tp_degrees, strategies.tp)
+    tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
     terms = layer_table.terms(strategies)
     held, through = terms.held_bytes[:, None], terms.through_s[:, None]
-    mean = strategies.chunks * -(-layers // stages)
+    layers_per_device = strategies.chunks * -(-layers // stages)
     again, stash, working = (
         table[:, :, None] for table in (terms.again_s, terms.stash_bytes, _least_behind(terms.working_bytes))
     )
-    device, returned, flight = _weights(strategies, stages)
+    device_weight, second_weight, flight = _stage_weights(strategies, stages)
     place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
-    flight_at, device_at, returned_at = flight[place], device[place], returned[place]
-    kept = flight_at * stash + working / mean
-    usable = layer_table.problem.usable_bytes * (1 + _SLACK)
+    kept = flight[place] * stash + working / layers_per_device
+    usable = layer_table.problem.usable_bytes * (1 + GREEDY_MARGIN)
     needed = (kept.min(axis=0) + held).min(axis=1).sum(axis=0)
     bounds = np.where(needed > usable * strategies.pp, np.inf, 0.0)
-    seconds = returned_at * (through + again)
+    seconds = second_weight[place] * (through + again)
     tail = terms.finish_s[0] + terms.reduced_s[0]
-    received = tail + terms.cut_s * returned[1:].sum(axis=0)
-    given_back = terms.cut_s * returned[:-1].sum(axis=0)
-    bounds = np.maximum(bounds, received + given_back + (returned_at * through).min(axis=1).sum(axis=0))
+    received = tail + terms.cut_s * second_weight[1:].sum(axis=0)
+    given_back = terms.cut_s * second_weight[:-1].sum(axis=0)
+    bounds = np.maximum(bounds, received + given_back + (second_weight[place] * through).min(axis=1).sum(axis=0))
     for prices in layer_table.prices:
-        price = prices[tp] * strategies.rounds / flight.mean(axis=0)
-        spent = (seconds + price * device_at * kept).min(axis=0) + price * device_at * held
+        price = prices[tp_index] * strategies.micro_batches / flight.mean(axis=0)
+        priced_weight = price * device_weight[place]
+        spent = (seconds + priced_weight * kept).min(axis=0) + priced_weight * held
         bounds = np.maximum(bounds, received + spent.min(axis=1).sum(axis=0) - price * usable)
-    return np.asarray(bounds * (1 - _SLACK))
+    return np.asarray(bounds * (1 - GREEDY_MARGIN))
 
 
 def _least_behind(per_layer: FloatArray) -> FloatArray:
-    """The least of each layer and all behind it, per (mode, layer, choice)."""
+    """The least of each layer and all behind it, per (mode, layer, strategy)."""
     return np.asarray(np.minimum.accumulate(per_layer[:, ::-1], axis=1)[:, ::-1])
 
 
-def _weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Per (stage, choice): the weight of its device, of its seconds, and its microbatches in flight."""
-    chunks, devices, rounds = strategies.chunks, strategies.pp, strategies.rounds
-    chunk, device = np.divmod(np.arange(stages)[:, None], devices)
-    fall = 1 - 1 / (chunks * rounds)
-    whole = 1 - fall**devices
-    weight = fall ** (devices - 1 - device) * (1 - fall) / whole
-    after = (1 - fall ** (devices - 1 - device)) / whole
-    later = (chunks - 1 - chunk) / chunks
-    returned = later + after / chunks + weight * (rounds - devices * later)
+def _stage_weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Per (stage, strategy): w of its device, a of its seconds, and its microbatches in flight.
+
+    These are the falling weights of `InterleavedBounds._weigh_paths` and `_path_1_weights`, with geometric sums in
+    closed form.
+    """
+    chunks, pp, micro_batches = strategies.chunks, strategies.pp, strategies.micro_batches
+    chunk, device = np.divmod(np.arange(stages)[:, None], pp)
+    fall = 1 - 1 / (chunks * micro_batches)
+    whole = 1 - fall**pp
+    device_weight = fall ** (pp - 1 - device) * (1 - fall) / whole
+    devices_after = (1 - fall ** (pp - 1 - device)) / whole
+    chunks_after = (chunks - 1 - chunk) / chunks
+    second_weight = chunks_after + devices_after / chunks + device_weight * (micro_batches - pp * chunks_after)
     flight = np.empty((stages, len(chunks)))
-    keys = np.stack([devices, np.minimum(rounds, 3 * devices), chunks])
+    keys = np.stack([pp, np.minimum(micro_batches, 3 * pp), chunks])  # the third group shows all later ones
     distinct, which = np.unique(keys, axis=1, return_inverse=True)
     for index, key in enumerate(distinct.T.tolist()):
         counts = in_flight(PipelineSchedule.INTERLEAVED, *key)
         flight[:, which.ravel() == index] = counts.T.reshape(-1, 1)
-    return weight, returned, flight
+    return device_weight, second_weight, flight

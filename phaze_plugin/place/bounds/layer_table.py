@@ -1,9 +1,16 @@
-"""The layers of a chain under many degrees at once, ready to be filled into stages (`filling.py`).
+"""What each layer of a chain adds to a stage under many strategies at once: the input of `stage_filling.py`.
 
-Each term is the least over recompute modes that does not depend on them, at the fastest links, without latencies. Of
-two sums of which a pass takes the longer (its own seconds, and those of the collectives behind it), the one that is
-longer over the whole model is used. A tied parameter counts for the first layer that has it; if the first and the last
-layer share it, for both; what is spread over stages does not count. Interleaved schedules are let through.
+`LayerTable.terms` computes lower bounds, so that what filling the stages proves holds for every plan:
+
+- every term is the least over recompute modes, unless it is listed per mode;
+- collectives run on the fastest links that they could use, without latencies (`LayerTable._s_per_byte`);
+- a pass takes as long as its layers or as the collectives behind them, whichever is longer; here the one that is longer
+  over the whole model is charged for every layer (`_longer_over_model`), which is never more than a stage pays;
+- a tied parameter counts for the first layer that has it, and for both ends if the first and the last layer share it
+  (`_tied_parameters`); parameters that are sharded over stages do not count.
+
+`LayerTable.refuted` asks whether a strategy can beat a target, `LayerTable.tightened` bisects for the largest target
+that it provably cannot beat. Interleaved schedules are never refuted here: `interleaved_bounds.py` bounds them.
 """
 
 from __future__ import annotations
@@ -27,16 +34,40 @@ from phaze.profile.layer_profile import LayerProfile
 
 __all__ = ["LayerTable", "build_layer_table"]
 
-_AT_ONCE = 4_000
+_STRATEGIES_AT_ONCE = 4_000
+"""How many strategies are filled together. More save calls of numpy; but all are carried along to the last layer, and
+some twenty rows of 4,000 numbers (640 kB) still fit into many a processor's second cache."""
+
+_BISECTIONS = 5
+"""How often `LayerTable.tightened` halves the interval between a known bound and the target: each costs one filling of
+all strategies, and five leave a 32nd of the interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTable:
-    """Layers of a chain, per (width, layer) and the least over recompute modes; empty if the graph is no chain.
+    """Layers of a chain, per (tp, layer) and the least over recompute modes; empty if the graph is no chain.
 
-    `recompute_s`, `stash_bytes` and `peak_bytes` (the working set) are per (mode, width, layer), `least_cut_s` is the
-    least time of receiving what crosses a cut, per width. Tied parameters are those of `tied`, each at the first layer
-    that has it; `tied_ends` are those that the first and the last layer share, per (first or last, width).
+    Attributes:
+        tp_degrees: the values of tp, in the order of the first axis.
+        forward_s: forward.
+        input_s: the part of backward that makes gradients of inputs.
+        weight_s: the part of backward that makes gradients of parameters.
+        untied: parameters that no other layer shares and that are not sharded over stages.
+        tied: tied parameters, each at the first layer that has it.
+        tied_ends: tied parameters that the first and the last layer share, per (first or last, tp).
+        stashed_bytes: stash per microbatch.
+        working_bytes: working set.
+        prices: what each recompute mode after the first costs per byte of stash that it saves over the one before it,
+            per (mode after the first, tp).
+        recompute_s: recompute, per (mode, tp, layer).
+        stash_bytes: stash per microbatch, per (mode, tp, layer).
+        peak_bytes: working set, per (mode, tp, layer).
+        least_cut_s: least seconds of receiving what crosses a cut, per tp.
+        problem: what is placed.
+        network: prices of links.
+        mixed_tp: values of tp at which some layer is not sliced and may lie on a single device.
+        most_used: devices of the cluster.
+        update_s: seconds of updating one parameter.
     """
 
     tp_degrees: tuple[int, ...]
@@ -61,51 +92,55 @@ class LayerTable:
 
     @property
     def parameters(self) -> FloatArray:
-        """What a stage holds at least of each of its layers, per (width, layer)."""
+        """What a stage holds at least of each of its layers, per (tp, layer)."""
         return np.asarray(self.untied + self.tied)
 
     def refuted(self, strategies: ParallelismTable, target_s: FloatArray) -> BoolArray:
-        """Whether nothing with each of these degrees takes less than its target."""
+        """Whether nothing with each of these strategies takes less than its target."""
         result = np.zeros(len(strategies), dtype=bool)
         for part in self._parts(strategies):
-            some = strategies.take(part)
-            result[part] = self._stage_filling(some).refuted(target_s[part])
+            result[part] = self._stage_filling(strategies.take(part)).refuted(target_s[part])
         return result
 
+    def tightened(self, strategies: ParallelismTable, target_s: float) -> FloatArray:
+        """A bound under each strategy, at least the one that it has, by bisection up to the target."""
+        bounds = strategies.bound_s.copy()
+        for part in self._parts(strategies):
+            part_strategies = strategies.take(part)
+            filling = self._stage_filling(part_strategies)
+            low, high = part_strategies.bound_s, np.maximum(part_strategies.bound_s, target_s)
+            for _ in range(_BISECTIONS):
+                middle = (low + high) / 2
+                is_refuted = filling.refuted(middle)
+                low, high = np.where(is_refuted, middle, low), np.where(is_refuted, high, middle)
+            bounds[part] = low
+        return bounds
+
     def _parts(self, strategies: ParallelismTable) -> list[IntArray]:
-        """Indices of what can be packed, in portions of one schedule each."""
+        """Indices of strategies that can be filled, in portions of one schedule each."""
         if not self.forward_s.size:
             return []
-        every = [
-            np.flatnonzero((strategies.schedule == one) & (strategies.chunks == 1)) for one in range(len(SCHEDULES))
+        by_schedule = [
+            np.flatnonzero((strategies.schedule == schedule) & (strategies.chunks == 1))
+            for schedule in range(len(SCHEDULES))
         ]
-        return [one[start : start + _AT_ONCE] for one in every for start in range(0, len(one), _AT_ONCE)]
-
-    def tightened(self, strategies: ParallelismTable, target_s: float, steps: int = 5) -> FloatArray:
-        """A bound under each choice, at least its floor, by bisection up to the target."""
-        floors = strategies.bound_s.copy()
-        for part in self._parts(strategies):
-            some = strategies.take(part)
-            filling = self._stage_filling(some)
-            low, high = some.bound_s, np.maximum(some.bound_s, target_s)
-            for _ in range(steps):
-                middle = (low + high) / 2
-                out = filling.refuted(middle)
-                low, high = np.where(out, middle, low), np.where(out, high, middle)
-            floors[part] = low
-        return floors
+        return [
+            indices[start : start + _STRATEGIES_AT_ONCE]
+            for indices in by_schedule
+            for start in range(0, len(indices), _STRATEGIES_AT_ONCE)
+        ]
 
     def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
         return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes)
 
     def sharding(self, strategies: ParallelismTable) -> ZeroSharding:
-        """What the ZeRO stage of each choice holds and moves."""
+        """What the ZeRO stage of each strategy holds and moves."""
         return ZeroSharding(self.problem.recipe, strategies.zero, strategies.dp)
 
-    def _rates(self, strategies: ParallelismTable) -> FloatArray:
-        """Seconds per byte of gather, scatter and all-reduce over the pipelines of each choice, latencies left out."""
-        levels = self.network.depths(self.most_used)
-        depth = levels[np.minimum(strategies.tp * strategies.dp * strategies.pp, self.most_used)]
+    def _s_per_byte(self, strategies: ParallelismTable) -> FloatArray:
+        """Seconds per byte of gather, scatter and all-reduce over the copies of each strategy, without latencies."""
+        depth_of = self.network.depths(self.most_used)
+        depth = depth_of[np.minimum(strategies.tp * strategies.dp * strategies.pp, self.most_used)]
         keys = np.stack([strategies.tp, strategies.dp, depth], axis=1)
         distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         used = (strategies.tp * strategies.dp * strategies.pp)[first]
@@ -118,59 +153,63 @@ class LayerTable:
         return rates[:, which.ravel()]
 
     def terms(self, strategies: ParallelismTable) -> LayerTerms:
-        """What each layer adds to a stage under each choice."""
-        at = np.searchsorted(self.tp_degrees, strategies.tp)
-        forward, first, weight = (table[at].T for table in (self.forward_s, self.input_s, self.weight_s))
-        untied, tied = self.untied[at].T, self._tied(strategies)
+        """What each layer adds to a stage under each strategy."""
+        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
+        forward, to_inputs, to_weights = (table[tp_index].T for table in (self.forward_s, self.input_s, self.weight_s))
+        untied, tied = self.untied[tp_index].T, self._tied(strategies)
         parameters = untied + tied
         sharding = self.sharding(strategies)
-        gather, scatter, reduce = self._rates(strategies)
+        gather, scatter, reduce = self._s_per_byte(strategies)
         gathered = parameters * (sharding.gathered_bytes_per_pass * gather)
         scattered = parameters * (sharding.scattered_bytes_per_backward * scatter)
-        split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
-        run = _longer(forward, gathered)
-        back = _longer(np.where(split, first, first + weight), gathered + np.where(split, 0.0, scattered))
+        is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+        run = _longer_over_model(forward, gathered)
+        back = _longer_over_model(
+            np.where(is_split, to_inputs, to_inputs + to_weights), gathered + np.where(is_split, 0.0, scattered)
+        )
         reduction = sharding.all_reduced_bytes_per_batch * reduce + sharding.scattered_bytes_per_batch * scatter
         settled = self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather
         finish = parameters * settled + tied * reduction
-        between = np.where(strategies.pp > 1, self.problem.recipe.reduction_bytes * self.network.least_s_per_byte, 0.0)
-        finish[[0, -1]] += between * self.tied_ends[:, at]
+        between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
+        finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
-            table[:, at].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
+            table[:, tp_index].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
         )
+        hides = np.where(is_split, to_weights, to_inputs + to_weights)
         return LayerTerms(
             run_s=run,
             through_s=run + back,
-            weight_s=np.where(split, _longer(weight, scattered), 0.0),
+            weight_s=np.where(is_split, _longer_over_model(to_weights, scattered), 0.0),
             finish_s=finish,
             reduced_s=untied * reduction,
-            hidden_s=np.where(strategies.zero < 2, np.where(split, weight, first + weight), 0.0),
+            hidden_s=np.where(strategies.zero < 2, hides, 0.0),
             held_bytes=parameters * sharding.held_bytes_per_parameter,
             buffer_bytes=parameters * sharding.buffer_bytes,
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,
-            cut_s=self.least_cut_s[at],
+            cut_s=self.least_cut_s[tp_index],
         )
 
     def _tied(self, strategies: ParallelismTable) -> FloatArray:
-        """Per (layer, choice): tied parameters, on the last layer too where it cannot lie beside the first."""
-        at = np.searchsorted(self.tp_degrees, strategies.tp)
-        tied = self.tied[at].T.copy()
-        tied[-1] += np.where(strategies.pp > 1, self.tied_ends[1, at], 0.0)
+        """Per (layer, strategy): tied parameters, on the last layer too where it cannot lie beside the first."""
+        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
+        tied = self.tied[tp_index].T.copy()
+        tied[-1] += np.where(strategies.pp > 1, self.tied_ends[1, tp_index], 0.0)
         return tied
 
 
-def _longer(one: FloatArray, other: FloatArray) -> FloatArray:
-    """Of two terms per (layer, choice), for each choice the one with the larger sum."""
-    return np.where(one.sum(axis=0) >= other.sum(axis=0), one, other)
+def _longer_over_model(layers_s: FloatArray, collectives_s: FloatArray) -> FloatArray:
+    """Of two terms per (layer, strategy), for each strategy the one with the larger sum over all layers."""
+    return np.where(layers_s.sum(axis=0) >= collectives_s.sum(axis=0), layers_s, collectives_s)
 
 
 def build_layer_table(
     problem: PlacementProblem, space: StageSpace, network: Network, update_s: float, use_bounds: bool
 ) -> LayerTable:
-    """The layers of a problem, ready to be packed; with the profiles' values or their lower bounds."""
+    """The layers of a problem, with the profiles' values or their lower bounds."""
     layers = range(space.layers) if space.is_chain else range(0)
+    value_or_bound = "bound" if use_bounds else "value"
 
     def by_mode(read: Callable[[LayerProfile], float]) -> FloatArray:
         return np.array(
@@ -181,22 +220,20 @@ def build_layer_table(
         )
 
     def seconds(name: str) -> FloatArray:
-        return by_mode(lambda profile: float(getattr(getattr(profile, name), kind)[problem.accelerator]))
+        return by_mode(lambda profile: float(getattr(getattr(profile, name), value_or_bound)[problem.accelerator]))
 
     stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
     untied = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
     untied[..., problem.stage_sharded_layers[list(layers)]] = 0.0
-    tied, tied_ends = _tied(problem, layers)
-    kind = "bound" if use_bounds else "value"
-    prices = np.array([_prices(problem, tp, layers) for tp in problem.tp_degrees]).T
+    tied, tied_ends = _tied_parameters(problem, layers)
+    least_cut_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees])
     return LayerTable(
         tp_degrees=problem.tp_degrees,
-        prices=prices,
+        prices=np.array([_recompute_prices(problem, tp, layers) for tp in problem.tp_degrees]).T,
         recompute_s=seconds("recompute_s"),
         stash_bytes=stash,
         peak_bytes=peak,
-        least_cut_s=np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees])
-        * network.least_s_per_byte,
+        least_cut_s=least_cut_bytes * network.least_s_per_byte,
         forward_s=seconds("forward_s").min(axis=0),
         input_s=seconds("backward_input_s").min(axis=0),
         weight_s=seconds("backward_weight_s").min(axis=0),
@@ -207,19 +244,22 @@ def build_layer_table(
         working_bytes=peak.min(axis=0),
         problem=problem,
         network=network,
-        mixed_tp=frozenset(
-            tp
-            for tp in problem.tp_degrees
-            if problem.capabilities.allows_mixed_tp
-            and not all(problem.profile(layer, tp, problem.choices.recompute[0]).is_tensor_parallel for layer in layers)
-        ),
+        mixed_tp=frozenset(tp for tp in problem.tp_degrees if _is_mixed(problem, tp, layers)),
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
 
 
-def _tied(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
-    """Per (width, layer) and per (first or last, width): as `Packing` counts tied parameters."""
+def _is_mixed(problem: PlacementProblem, tp: int, layers: range) -> bool:
+    """Whether a stage of layers that are not sliced at this tp may take a single device."""
+    mode = problem.choices.recompute[0]
+    return problem.capabilities.allows_mixed_tp and not all(
+        problem.profile(layer, tp, mode).is_tensor_parallel for layer in layers
+    )
+
+
+def _tied_parameters(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
+    """`LayerTable.tied` per (tp, layer), and `LayerTable.tied_ends` per (first or last, tp)."""
     tied, ends = np.zeros((len(problem.tp_degrees), len(layers))), np.zeros((2, len(problem.tp_degrees)))
     if not layers or problem.stage_sharded_layers.any():
         return tied, ends
@@ -241,14 +281,14 @@ def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, tp: int) -> f
     return float(cut_bytes(problem, space, profiles)[1:-1].min()) if space.layers > 1 else 0.0
 
 
-def _prices(problem: PlacementProblem, tp: int, layers: range) -> list[float]:
+def _recompute_prices(problem: PlacementProblem, tp: int, layers: range) -> list[float]:
     """For each recompute mode after the first: what it costs over the one before it per byte of stash saved."""
     prices = []
     for before, after in pairwise(problem.choices.recompute):
         spent = saved = 0.0
         for layer in layers:
-            one, other = problem.profile(layer, tp, before), problem.profile(layer, tp, after)
-            spent += float((other.recompute_s.value - one.recompute_s.value)[problem.accelerator])
-            saved += one.stashed_bytes - other.stashed_bytes
+            old, new = problem.profile(layer, tp, before), problem.profile(layer, tp, after)
+            spent += float((new.recompute_s.value - old.recompute_s.value)[problem.accelerator])
+            saved += old.stashed_bytes - new.stashed_bytes
         prices.append(spent / saved if spent > 0 and saved > 0 else 0.0)
     return prices

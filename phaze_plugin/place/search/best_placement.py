@@ -1,4 +1,8 @@
-"""Placement's front door: the best plan, the runners-up with what they lose, a bound, or reasons why nothing fits."""
+"""The best placement of a problem: the fastest plan, the runners-up, a proven bound, or reasons why nothing fits.
+
+`find_placement` is the front door. It searches the strategies on the profiles' values, then once more on their lower
+bounds for what the answer proves (`_proven_bound_s`). `bound_placement` and `is_beaten` ask only for bounds.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from phaze.place.search.parallelism_search import (
 )
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import Placement, TimeParts, assemble
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
     "Alternative",
@@ -29,8 +34,6 @@ __all__ = [
     "find_placement",
     "is_beaten",
 ]
-
-_EQUAL = 1e-9
 
 
 class PlacementStatus(StrEnum):
@@ -45,7 +48,7 @@ class PlacementStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another choice of degrees, and what it loses against the best."""
+    """The best plan of another strategy, and what it loses against the best."""
 
     placement: Placement
     reason: str
@@ -58,10 +61,10 @@ class PlacementResult:
     Attributes:
         status: whether the best plan is proven.
         best: the fastest plan found.
-        alternatives: the next fastest choices of degrees.
+        alternatives: the next fastest strategies.
         bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds. At most the cutoff.
         infeasibility: why nothing fits.
-        choices: degrees whose stages were looked at.
+        strategies: strategies whose stages were looked at.
         nodes: partial pipelines that were extended.
         simulated: pipelines that were simulated.
     """
@@ -94,19 +97,19 @@ def find_placement(
     network: Network | None = None,
     likely: Parallelism | None = None,
 ) -> PlacementResult:
-    """The fastest placement, the ``top`` choices of degrees, and a bound.
+    """The fastest placement, the ``top`` strategies, and a bound.
 
     Args:
         problem: what to place; its choices may be as narrow as one strategy.
-        top: how many choices of degrees to return.
+        top: how many strategies to return.
         effort: deterministic limits of the search.
         smaller_micro_batches: the same problem with smaller microbatches, to be tried as remedies.
         cutoff_s: only faster plans are of interest; where there is none, the search ends as soon as that is proven.
         gap: how much faster than the best plan returned another may be, as a part of its time. The search is quicker
             for it, the bound tells what it left open, and alternatives are the best that it came across.
-        network: as `Ground.of` takes it.
-        likely: degrees that may well be the best ones. If they are, up to the gap, the search is over at once, without
-            alternatives; if not, they change nothing.
+        network: prices that serve again, as `PreparedProblem.of` takes them.
+        likely: a strategy that may well be the best one. If it is, up to the gap, the search is over at once, without
+            alternatives; if not, it changes nothing.
 
     Raises:
         ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
@@ -124,11 +127,11 @@ def find_placement(
         bound_s = answer.bound_s
     else:
         answer = search_parallelisms(prepared, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
-        bound_s = _bound_s(prepared, answer, effort, cutoff_s, gap)
-    placements = [assemble(prepared, found.parallelism, found.stages) for found in answer.found]
+        bound_s = _proven_bound_s(prepared, answer, effort, cutoff_s, gap)
+    placements = [assemble(prepared, plan.parallelism, plan.stages) for plan in answer.plans]
     best = placements[0] if placements else None
     if best is not None:
-        status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - _EQUAL) else PlacementStatus.WITHIN
+        status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - EQUAL_RESULTS) else PlacementStatus.WITHIN
     else:
         status = PlacementStatus.UNKNOWN
         if answer.bound_s >= cutoff_s * (1 - gap):
@@ -137,7 +140,7 @@ def find_placement(
     return PlacementResult(
         status=status,
         best=best,
-        alternatives=tuple(Alternative(other, _reason(placements[0], other)) for other in placements[1:]),
+        alternatives=tuple(Alternative(slower, _reason(placements[0], slower)) for slower in placements[1:]),
         bound_s=bound_s,
         infeasibility=explain_infeasibility(prepared, smaller_micro_batches) if is_explained else None,
         strategies=answer.strategies,
@@ -146,13 +149,13 @@ def find_placement(
     )
 
 
-def _bound_s(
+def _proven_bound_s(
     prepared: PreparedProblem, answer: SearchAnswer, effort: SearchEffort | None, cutoff_s: float, gap: float
 ) -> float:
-    """What an answer proves by the profiles' lower bounds."""
-    if not _is_bounded_loosely(prepared.problem) or not (answer.found or cutoff_s < math.inf):
+    """What holds by the profiles' lower bounds: no plan takes less, even if every layer runs as fast as it may."""
+    if not _has_loose_profiles(prepared.problem) or not (answer.plans or cutoff_s < math.inf):
         return answer.bound_s
-    enough_s = min([cutoff_s, *(found.time_s for found in answer.found)]) * (1 - gap)
+    enough_s = min([cutoff_s, *(plan.time_s for plan in answer.plans)]) * (1 - gap)
     proof = search_parallelisms(prepared.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
     return min(answer.bound_s, proof.bound_s)
 
@@ -160,20 +163,20 @@ def _bound_s(
 def _answer_if_best(
     prepared: PreparedProblem, parallelism: Parallelism, effort: SearchEffort | None, cutoff_s: float, gap: float
 ) -> SearchAnswer | None:
-    """The best plan with some degrees below the cutoff; None where another may be faster by more than the gap."""
-    found = try_parallelism(prepared, parallelism, cutoff_s=cutoff_s, gap=gap)
-    best_s = cutoff_s if found is None else found.time_s
+    """The best plan of one strategy below the cutoff; None where another may be faster by more than the gap."""
+    plan = try_parallelism(prepared, parallelism, cutoff_s=cutoff_s, gap=gap)
+    best_s = cutoff_s if plan is None else plan.time_s
     if math.isinf(best_s):
         return None
-    bounded = prepared.with_bounds() if _is_bounded_loosely(prepared.problem) else prepared
+    bounded = prepared.with_bounds() if _has_loose_profiles(prepared.problem) else prepared
     proof = search_parallelisms(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
-    if proof.found or proof.bound_s < best_s * (1 - gap):
+    if proof.plans or proof.bound_s < best_s * (1 - gap):
         return None
-    return replace(proof, found=() if found is None else (found,))
+    return replace(proof, plans=() if plan is None else (plan,))
 
 
 def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:
-    """Whether closed forms and packing prove that no plan takes less than some time, by the profiles' lower bounds."""
+    """Whether closed forms and stage filling prove, on the profiles' lower bounds, that no plan takes less."""
     return is_refuted(PreparedProblem.of(problem, use_bounds=True, network=network), time_s)
 
 
@@ -186,9 +189,9 @@ def bound_placement(
 ) -> float:
     """Seconds below which no plan is, at most the cutoff; infinite if nothing fits.
 
-    The profiles' lower bounds serve for their values. By default only closed forms and packing are asked, which takes a
-    fraction of a search; with the effort of a search the bound is that of `find_placement`. ``network`` is as
-    `Ground.of` takes it.
+    The profiles' lower bounds serve for their values. By default only closed forms and stage filling are asked, which
+    takes a fraction of a search; with the effort of a search the bound is that of `find_placement`. ``network`` is as
+    `PreparedProblem.of` takes it.
 
     Raises:
         PlacementError: the layer graph branches too much.
@@ -197,7 +200,7 @@ def bound_placement(
     return search_parallelisms(prepared, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
 
 
-def _is_bounded_loosely(problem: PlacementProblem) -> bool:
+def _has_loose_profiles(problem: PlacementProblem) -> bool:
     """Whether some second of some profile is not its own bound."""
     names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
     return any(
@@ -207,15 +210,15 @@ def _is_bounded_loosely(problem: PlacementProblem) -> bool:
     )
 
 
-def _reason(best: Placement, other: Placement) -> str:
-    """What another plan spends more on than the best one."""
-    slower = other.time_s / best.time_s - 1
+def _reason(best: Placement, slower: Placement) -> str:
+    """What a slower plan spends more on than the best one."""
+    share = slower.time_s / best.time_s - 1
     more = {
-        part.name.removesuffix("_s"): getattr(other.parts, part.name) - getattr(best.parts, part.name)
+        part.name.removesuffix("_s"): getattr(slower.parts, part.name) - getattr(best.parts, part.name)
         for part in fields(TimeParts)
     }
     name, seconds = max(more.items(), key=lambda item: item[1])
     if seconds <= 0:
-        return f"{slower:.2%} slower"
+        return f"{share:.2%} slower"
     before = getattr(best.parts, f"{name}_s")
-    return f"{slower:.2%} slower: {name} takes {before + seconds:.4g} s instead of {before:.4g} s"
+    return f"{share:.2%} slower: {name} takes {before + seconds:.4g} s instead of {before:.4g} s"

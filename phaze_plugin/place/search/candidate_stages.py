@@ -1,7 +1,8 @@
-"""The stages that one choice of degrees may use, as a list sorted by where they start.
+"""The candidate stages of one strategy: which stages may be used with which recompute mode, sorted by their start.
 
-A candidate is a stage with a recompute mode. It is dropped where it fits nowhere, where the target wants even stages
-and it is not one, and where another mode of the same stage is nowhere slower and always fits.
+A candidate is a stage with a recompute mode. `build_candidates` drops it where it fits nowhere, where the target wants
+even stages and it is not one, and where another mode of the same stage is nowhere slower and always fits
+(`_dominated`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["CandidateStages", "build_candidates"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CandidateStages:
-    """Parallel arrays, one entry per candidate, sorted by source.
+    """Candidate stages as parallel arrays, one entry per candidate, sorted by source.
 
     Attributes:
         mode: index of the recompute mode.
@@ -38,7 +39,7 @@ class CandidateStages:
         reduction_s: all of the reduction.
         tie_s: reduction between stages.
         finish_s: update and gather.
-        is_single: whether the stage takes one device although the width is larger.
+        is_single: whether the stage takes one device although tp is larger.
         held_bytes: parameters, gradients and optimizer state.
         scratch_bytes: working set and buffers.
         stashed_bytes: per microbatch in flight.
@@ -76,33 +77,37 @@ class CandidateStages:
             least[..., starts] = np.minimum.reduceat(values, self.first[starts], axis=-1)
         return least
 
-    def times(self, picks: IntArray, devices: int) -> StageTimes:
-        """Durations of plans, given as candidates per (plan, stage)."""
-        by_device = picks.reshape(len(picks), -1, devices).transpose(0, 2, 1)
+    def times(self, pipelines: IntArray, pp: int) -> StageTimes:
+        """Durations of pipelines, given as candidates per (pipeline, stage)."""
+        by_device = pipelines.reshape(len(pipelines), -1, pp).transpose(0, 2, 1)
         names = ("forward_s", "backward_s", "weight_s", "exposed_s", "reduction_s", "tie_s", "finish_s")
         return StageTimes(**{name: getattr(self, name)[by_device] for name in names})
+
+    def stages_and_modes(self, pipeline: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The (index in the stage space, recompute mode) of each stage of a pipeline."""
+        return tuple((int(self.stage[candidate]), int(self.mode[candidate])) for candidate in pipeline)
 
 
 def build_candidates(
     problem: PlacementProblem,
     space: StageSpace,
-    table: StageSums,
-    stages: StageCosts,
+    sums: StageSums,
+    costs: StageCosts,
     parallelism: Parallelism,
     listed: IntArray,
 ) -> CandidateStages:
-    """The candidates of one choice of degrees; ``listed`` are the stages of the space that ``stages`` describes."""
-    forward, backward = stages.forward_s, stages.backward_s
-    weight, exposed = stages.weight_s, stages.exposed_s
-    held, scratch, stash = stages.memory.held_bytes, stages.memory.scratch_bytes, stages.memory.stashed_bytes
+    """The candidates of one strategy; ``listed`` are the stages of the space that ``costs`` describes."""
+    forward, backward = costs.forward_s, costs.backward_s
+    weight, exposed = costs.weight_s, costs.exposed_s
+    held, scratch, stash = costs.memory.held_bytes, costs.memory.scratch_bytes, costs.memory.stashed_bytes
     room = problem.usable_bytes - held - scratch
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(room >= 0, np.where(stash > 0, np.floor(room / stash), np.inf), -1.0)
     keep = (most >= 1) & ~_dominated(problem, parallelism, most, (forward, backward, weight, exposed))
     if not problem.capabilities.allows_uneven_stages:
-        keep &= table.body_layers[listed] * parallelism.stages == table.body_layers.max()
+        keep &= sums.body_layers[listed] * parallelism.stages == sums.body_layers.max()
     stage, mode = np.nonzero(keep.T)
-    at = (mode, stage)
+    kept = (mode, stage)
     source = space.source[listed[stage]]
     return CandidateStages(
         mode=mode,
@@ -110,38 +115,38 @@ def build_candidates(
         source=source,
         target=space.target[listed[stage]],
         first=np.searchsorted(source, np.arange(space.states + 1)),
-        forward_s=forward[at],
-        backward_s=backward[at],
-        weight_s=weight[at],
-        exposed_s=exposed[at],
-        reduction_s=stages.reduction_s[stage],
-        tie_s=stages.tie_s[stage],
-        finish_s=stages.finish_s[stage],
-        is_single=stages.devices[stage] < parallelism.tp,
+        forward_s=forward[kept],
+        backward_s=backward[kept],
+        weight_s=weight[kept],
+        exposed_s=exposed[kept],
+        reduction_s=costs.reduction_s[stage],
+        tie_s=costs.tie_s[stage],
+        finish_s=costs.finish_s[stage],
+        is_single=costs.devices[stage] < parallelism.tp,
         held_bytes=held[stage],
-        scratch_bytes=scratch[at],
-        stashed_bytes=stash[at],
-        most_in_flight=most[at],
+        scratch_bytes=scratch[kept],
+        stashed_bytes=stash[kept],
+        most_in_flight=most[kept],
     )
 
 
 def _dominated(
-    problem: PlacementProblem, parallelism: Parallelism, most: FloatArray, times: tuple[FloatArray, ...]
+    problem: PlacementProblem, parallelism: Parallelism, most_in_flight: FloatArray, times: tuple[FloatArray, ...]
 ) -> BoolArray:
-    """Whether another mode is nowhere slower, and fits with as many microbatches as can ever be in flight.
+    """Per (mode, stage): whether another mode is nowhere slower, and fits with the most microbatches in flight.
 
     Not asked of chunks that share a device's memory: there the mode that needs least may be needed.
     """
-    dominated = np.zeros(most.shape, dtype=bool)
+    dominated = np.zeros(most_in_flight.shape, dtype=bool)
     if parallelism.chunks > 1:
         return dominated
-    rounds = parallelism.micro_batches_per_pipeline(problem.micro_batches)
-    needed = int(in_flight(parallelism.schedule, parallelism.pp, rounds).max()) if parallelism.pp > 1 else 1
-    for one in range(len(most)):
-        for other in range(len(most)):
-            if one != other:
-                never_slower = np.all([seconds[other] <= seconds[one] for seconds in times], axis=0)
-                equal = np.all([seconds[other] == seconds[one] for seconds in times], axis=0)
-                wins = never_slower & (most[other] >= needed) & (~equal | (other < one))
-                dominated[one] |= wins & ~dominated[other]
+    micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    most_needed = int(in_flight(parallelism.schedule, parallelism.pp, micro_batches).max()) if parallelism.pp > 1 else 1
+    for mode in range(len(most_in_flight)):
+        for other in range(len(most_in_flight)):
+            if mode != other:
+                never_slower = np.all([seconds[other] <= seconds[mode] for seconds in times], axis=0)
+                is_equal = np.all([seconds[other] == seconds[mode] for seconds in times], axis=0)
+                wins = never_slower & (most_in_flight[other] >= most_needed) & (~is_equal | (other < mode))
+                dominated[mode] |= wins & ~dominated[other]
     return dominated

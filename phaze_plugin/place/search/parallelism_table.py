@@ -1,4 +1,9 @@
-"""How a plan divides devices and microbatches: the degrees of parallelism, and all that are possible."""
+"""All strategies that a cluster, a target and memory allow at first sight, with a closed-form bound under each.
+
+`list_parallelisms` walks over tp, schedules and ZeRO stages, and for each over a grid of dp and pp. It leaves out what
+the target cannot run, what divides devices or microbatches in a way that is not allowed, and what memory cannot hold
+even if all stages shared theirs (`ClosedFormBounds.least_bytes`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
+from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
 __all__ = ["SCHEDULES", "ParallelismTable", "chunk_sizes", "list_parallelisms"]
 
@@ -33,9 +39,17 @@ def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParallelismTable:
-    """Many degrees as parallel arrays, with a bound under the time of each.
+    """Many strategies as parallel arrays, with a bound under the time of each.
 
-    `schedule` indexes `SCHEDULES`; `rounds` are the microbatches of the fullest pipeline.
+    Attributes:
+        tp: devices that each layer is split over.
+        dp: copies of the pipeline.
+        pp: pipeline depth.
+        chunks: stages on each device.
+        schedule: index into `SCHEDULES`.
+        zero: ZeRO stage.
+        micro_batches: microbatches of the fullest pipeline.
+        bound_s: no plan with the strategy takes less.
     """
 
     tp: IntArray
@@ -44,19 +58,19 @@ class ParallelismTable:
     chunks: IntArray
     schedule: IntArray
     zero: IntArray
-    rounds: IntArray
+    micro_batches: IntArray
     bound_s: FloatArray
 
     def __len__(self) -> int:
-        """How many."""
+        """How many strategies."""
         return len(self.bound_s)
 
     def take(self, index: IntArray | BoolArray) -> ParallelismTable:
-        """Some of them."""
+        """The strategies at some indices, or where a mask is true."""
         return ParallelismTable(**{name: getattr(self, name)[index] for name in self.__slots__})
 
     def has(self, parallelism: Parallelism) -> bool:
-        """Whether some degrees are among them."""
+        """Whether a strategy is among them."""
         return bool(
             (
                 (self.tp == parallelism.tp)
@@ -69,7 +83,7 @@ class ParallelismTable:
         )
 
     def parallelism(self, index: int) -> Parallelism:
-        """One of them."""
+        """The strategy at one index."""
         return Parallelism(
             tp=int(self.tp[index]),
             dp=int(self.dp[index]),
@@ -83,37 +97,39 @@ class ParallelismTable:
 def list_parallelisms(
     problem: PlacementProblem,
     space: StageSpace,
-    tables: Mapping[int, StageSums],
+    stage_sums: Mapping[int, StageSums],
     network: Network,
     update_s: float,
     *,
     checks_memory: bool = True,
 ) -> ParallelismTable:
-    """All degrees that the cluster, the target and (unless told otherwise) memory allow at first sight."""
+    """All strategies that the cluster, the target and (unless told otherwise) memory allow at first sight.
+
+    ``stage_sums`` are by tp, and ``update_s`` are the seconds of updating one parameter.
+    """
     parts: list[ParallelismTable] = []
-    for table in tables.values():
-        grid = _grid(problem, space, table)
+    for sums in stage_sums.values():
+        grid_dp, grid_pp = _grid(problem, space, sums)
         for schedule, chunks in _schedules(problem):
             zero_stages = _zero_stages(problem, schedule)
+            is_allowed = _allowed(problem, space, schedule, chunks, grid_dp, grid_pp)
             for zero in zero_stages:
-                use = _allowed(problem, space, schedule, chunks, *grid)
-                if zero > min(zero_stages):
-                    use &= grid[0] > 1
-                dp, devices = grid[0][use], grid[1][use]
-                model = ClosedFormBounds.of(problem, space, table, network, zero, dp)
-                roomy = model.least_bytes() <= problem.usable_bytes * devices * (1 + 1e-9)
-                constant = (table.tp, chunks, SCHEDULES.index(schedule), zero)
+                # A single copy has nothing to shard: only the least ZeRO stage is listed for it.
+                is_listed = is_allowed & (grid_dp > 1) if zero > min(zero_stages) else is_allowed
+                dp, pp = grid_dp[is_listed], grid_pp[is_listed]
+                bounds = ClosedFormBounds.of(problem, space, sums, network, zero, dp)
+                has_room = bounds.least_bytes() <= problem.usable_bytes * pp * (1 + MEMORY_MARGIN)
                 part = ParallelismTable(
-                    **{
-                        name: np.full(len(dp), value)
-                        for name, value in zip(("tp", "chunks", "schedule", "zero"), constant, strict=True)
-                    },
+                    tp=np.full(len(dp), sums.tp),
                     dp=dp,
-                    pp=devices,
-                    rounds=-(-problem.micro_batches // dp),
-                    bound_s=model.time_bound_s(schedule, chunks, devices, update_s) * (1 - 1e-11),
+                    pp=pp,
+                    chunks=np.full(len(dp), chunks),
+                    schedule=np.full(len(dp), SCHEDULES.index(schedule)),
+                    zero=np.full(len(dp), zero),
+                    micro_batches=-(-problem.micro_batches // dp),
+                    bound_s=bounds.time_bound_s(schedule, chunks, pp, update_s) * (1 - BOUND_MARGIN),
                 )
-                parts.append(part.take(roomy) if checks_memory else part)
+                parts.append(part.take(has_room) if checks_memory else part)
     return ParallelismTable(
         **{
             name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(part, name) for part in parts)])
@@ -122,23 +138,23 @@ def list_parallelisms(
     )
 
 
-def _grid(problem: PlacementProblem, space: StageSpace, table: StageSums) -> tuple[IntArray, IntArray]:
-    """All (pipelines, devices per pipeline) that the cluster and the batch allow."""
-    count = problem.cluster.device_count
-    depths = np.arange(1, min(space.layers, count) + 1)
+def _grid(problem: PlacementProblem, space: StageSpace, sums: StageSums) -> tuple[IntArray, IntArray]:
+    """All (dp, pp) that the cluster and the batch allow at one tp."""
+    device_count = problem.cluster.device_count
+    depths = np.arange(1, min(space.layers, device_count) + 1)
     if problem.choices.pp is not None:
         depths = depths[np.isin(depths, problem.choices.pp)]
-    copies = np.arange(1, min(count, problem.micro_batches) + 1)
+    copies = np.arange(1, min(device_count, problem.micro_batches) + 1)
     if problem.choices.dp is not None:
         copies = copies[np.isin(copies, problem.choices.dp)]
     if problem.needs_even_micro_batches:
         copies = copies[problem.micro_batches % copies == 0]
-    dp, devices = (grid.ravel() for grid in np.meshgrid(copies, depths, indexing="ij"))
-    singles = np.minimum(devices, table.unsliced_layers if problem.capabilities.allows_mixed_tp else 0)
-    fits = dp * (table.tp * (devices - singles) + singles) <= count
+    dp, pp = (grid.ravel() for grid in np.meshgrid(copies, depths, indexing="ij"))
+    single_stages = np.minimum(pp, sums.unsliced_layers if problem.capabilities.allows_mixed_tp else 0)
+    fits = dp * (sums.tp * (pp - single_stages) + single_stages) <= device_count
     if not problem.capabilities.allows_idle_devices:
-        fits &= (count % dp == 0) & (dp * table.tp * devices >= count)
-    return dp[fits], devices[fits]
+        fits &= (device_count % dp == 0) & (dp * sums.tp * pp >= device_count)
+    return dp[fits], pp[fits]
 
 
 def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:
@@ -152,6 +168,7 @@ def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:
 
 
 def _zero_stages(problem: PlacementProblem, schedule: PipelineSchedule) -> list[int]:
+    """ZeRO stages that the target runs with a schedule."""
     capabilities = problem.capabilities
     return [
         zero
@@ -167,11 +184,12 @@ def _allowed(
     schedule: PipelineSchedule,
     chunks: int,
     dp: IntArray,
-    devices: IntArray,
+    pp: IntArray,
 ) -> BoolArray:
-    use = (devices == 1) if schedule is PipelineSchedule.NONE else (devices > 1) & (devices * chunks <= space.layers)
+    """Whether a schedule runs with each depth: one stage or several, enough layers, and groups for interleaving."""
+    allowed = (pp == 1) if schedule is PipelineSchedule.NONE else (pp > 1) & (pp * chunks <= space.layers)
     if chunks > 1:
-        use &= -(-problem.micro_batches // dp) % devices == 0
+        allowed &= -(-problem.micro_batches // dp) % pp == 0
         possible = [bool(chunk_sizes(space.layers, depth * chunks)) for depth in range(1, space.layers // chunks + 1)]
-        use &= np.isin(devices, np.flatnonzero(possible) + 1)
-    return np.asarray(use)
+        allowed &= np.isin(pp, np.flatnonzero(possible) + 1)
+    return np.asarray(allowed)

@@ -1,4 +1,8 @@
-"""A prepared problem: tables per width, prices, and what a choice of degrees needs to be searched or simulated."""
+"""A placement problem with its tables: everything that the strategies of one problem share, computed once.
+
+`PreparedProblem` holds the sums over stages by tp, the prices of links and the layer table. From them it makes, for one
+strategy, the costs of its stages, the order of its passes, its candidate stages, their bounds and the stage search.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,32 @@ from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace, buil
 from phaze.place.model.stage_sums import StageSums, build_stage_sums
 from phaze.place.search.candidate_stages import CandidateStages, build_candidates
 from phaze.place.search.parallelism_table import chunk_sizes
-from phaze.place.search.stage_search import StageSearch
+from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
 from phaze.place.simulation.event_simulation import Program, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
 
 __all__ = ["PreparedProblem"]
 
+_ESTIMATED_GROUPS = 3
+"""An estimate simulates so many microbatches per stage of the pipeline: one group fills it, one shows its steady state,
+one drains it. More cost time in proportion and change the estimate little."""
+
+_NO_SINGLES = SingleDeviceStages()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedProblem:
-    """What all choices of one problem share; programs are made when first needed."""
+    """A problem with its tables.
+
+    Attributes:
+        problem: what is placed.
+        space: every stage that the layer graph allows.
+        stage_sums: sums over every stage, by tp.
+        network: prices of links.
+        layer_table: layers of a chain, for bounds on many strategies at once.
+        update_s: seconds of updating one parameter.
+        programs: orders of passes that were needed so far, by schedule, pp, microbatches and chunks.
+    """
 
     problem: PlacementProblem
     space: StageSpace
@@ -35,7 +55,7 @@ class PreparedProblem:
     network: Network
     layer_table: LayerTable
     update_s: float
-    programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+    programs: dict[tuple[PipelineSchedule, int, int, int], Program] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -66,14 +86,14 @@ class PreparedProblem:
         )
 
     def with_problem(self, problem: PlacementProblem) -> PreparedProblem:
-        """The same layers under other choices; tables are made anew only where modes or widths differ."""
-        mine = self.problem
+        """The same layers under other choices; tables are made anew only where recompute modes or tp differ."""
+        old = self.problem
         shared = ("graph", "profiles", "cluster", "recipe", "capabilities", "calibration")
-        is_shared = all(getattr(problem, name) is getattr(mine, name) for name in shared)
+        is_shared = all(getattr(problem, name) is getattr(old, name) for name in shared)
         is_equal = (
-            problem.choices.recompute == mine.choices.recompute
-            and problem.tp_degrees == mine.tp_degrees
-            and problem.accelerator == mine.accelerator
+            problem.choices.recompute == old.choices.recompute
+            and problem.tp_degrees == old.tp_degrees
+            and problem.accelerator == old.accelerator
         )
         if not is_shared or not is_equal:
             return PreparedProblem.of(problem)
@@ -94,14 +114,14 @@ class PreparedProblem:
         )
 
     def stage_costs(self, parallelism: Parallelism, stages: IntArray | None = None) -> StageCosts:
-        """Times and memory of all stages, or of some, under some degrees."""
-        tp, space = self.stage_sums[parallelism.tp], self.space
+        """Times and memory of all stages, or of some, under a strategy."""
+        sums, space = self.stage_sums[parallelism.tp], self.space
         if stages is not None:
-            tp, space = tp.take(stages), space.take(stages)
+            sums, space = sums.take(stages), space.take(stages)
         return build_stage_costs(
             self.problem,
             space,
-            tp,
+            sums,
             self.network,
             dp=parallelism.dp,
             zero=parallelism.zero,
@@ -111,80 +131,92 @@ class PreparedProblem:
             splits_backward=parallelism.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
 
-    def program(self, parallelism: Parallelism, most_rounds: int | None = None) -> Program:
-        """The order of passes under some degrees, of all microbatches or of the first ones."""
-        rounds = parallelism.micro_batches_per_pipeline(self.problem.micro_batches)
-        rounds = rounds if most_rounds is None else min(rounds, most_rounds)
-        key = (parallelism.schedule, parallelism.pp, rounds, parallelism.chunks)
+    def micro_batches(self, parallelism: Parallelism) -> int:
+        """Microbatches of the fullest pipeline under a strategy."""
+        return parallelism.micro_batches_per_pipeline(self.problem.micro_batches)
+
+    def program(self, parallelism: Parallelism, most_micro_batches: int | None = None) -> Program:
+        """The order of passes under a strategy, of all microbatches or of the first ones."""
+        micro_batches = self.micro_batches(parallelism)
+        micro_batches = micro_batches if most_micro_batches is None else min(micro_batches, most_micro_batches)
+        key = (parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
         if key not in self.programs:
-            schedule = parallelism.schedule
-            self.programs[key] = compile_order(pipeline_order(schedule, parallelism.pp, rounds, parallelism.chunks))
+            self.programs[key] = compile_order(pipeline_order(*key))
         return self.programs[key]
 
     def candidates(self, parallelism: Parallelism, cutoff_s: float) -> CandidateStages:
-        """The stages to choose from under some degrees, without those that alone take longer than the cutoff.
+        """The stages to choose from under a strategy, without those that alone take longer than the cutoff.
 
         Interleaved pipelines have chunks of nearly equal length.
         """
-        table = self.stage_sums[parallelism.tp]
-        usable = parallelism.micro_batches_per_pipeline(self.problem.micro_batches) * table.least_s < cutoff_s
+        sums = self.stage_sums[parallelism.tp]
+        is_listed = self.micro_batches(parallelism) * sums.least_s < cutoff_s
         if parallelism.chunks > 1:
-            usable &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, parallelism.stages))
-        stages = np.flatnonzero(usable)
-        part = self.stage_costs(parallelism, stages)
-        return build_candidates(self.problem, self.space, table, part, parallelism, stages)
+            is_listed &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, parallelism.stages))
+        stages = np.flatnonzero(is_listed)
+        costs = self.stage_costs(parallelism, stages)
+        return build_candidates(self.problem, self.space, sums, costs, parallelism, stages)
 
-    def singles(self, parallelism: Parallelism) -> tuple[int, int | None]:
-        """How many stages must take a single device, and how many exactly if no device may idle."""
-        count = self.problem.cluster.device_count // parallelism.dp
-        too_many = parallelism.tp * parallelism.pp - count
+    def single_device_stages(self, parallelism: Parallelism) -> SingleDeviceStages | None:
+        """How many stages take a single device so that the devices suffice; None if they cannot be divided so.
+
+        A stage that takes one device instead of tp frees tp - 1.
+        """
+        devices_each = self.problem.cluster.device_count // parallelism.dp
+        missing = parallelism.tp * parallelism.pp - devices_each
         if parallelism.tp == 1:
-            return 0, None
-        needed = max(0, -(-too_many // (parallelism.tp - 1)))
+            return SingleDeviceStages()
+        least = max(0, -(-missing // (parallelism.tp - 1)))
+        if least and parallelism.chunks > 1:
+            return None
         if self.problem.capabilities.allows_idle_devices:
-            return needed, None
-        return needed, needed if too_many == needed * (parallelism.tp - 1) else -1
+            return SingleDeviceStages(least)
+        return SingleDeviceStages(least, least) if missing == least * (parallelism.tp - 1) else None
 
-    def bounds(self, candidates: CandidateStages, parallelism: Parallelism, needed: int) -> StageBounds:
-        """Bounds under the pipelines of some degrees."""
-        rounds, states = parallelism.micro_batches_per_pipeline(self.problem.micro_batches), self.space.states
+    def bounds(self, candidates: CandidateStages, parallelism: Parallelism, singles_needed: int) -> StageBounds:
+        """Bounds under the partial pipelines of a strategy."""
+        micro_batches, states = self.micro_batches(parallelism), self.space.states
         match parallelism.schedule:
             case PipelineSchedule.GPIPE:
-                return PeakBounds(candidates, parallelism, rounds, states, needed)
+                return PeakBounds(candidates, parallelism, micro_batches, states, singles_needed)
             case PipelineSchedule.INTERLEAVED:
                 prices = self.stage_sums[parallelism.tp].recompute_s_per_byte
-                return InterleavedBounds(candidates, parallelism, rounds, states, self.problem.usable_bytes, prices)
+                usable_bytes = self.problem.usable_bytes
+                return InterleavedBounds(candidates, parallelism, micro_batches, states, usable_bytes, prices)
             case _:
-                return PathBounds(candidates, parallelism, rounds, states, needed)
+                return PathBounds(candidates, parallelism, micro_batches, states, singles_needed)
 
-    def search(self, parallelism: Parallelism, cutoff_s: float) -> StageSearch | None:
-        """What branch and bound below the cutoff needs, or None if the devices cannot be divided so."""
-        needed, singles = self.singles(parallelism)
-        if singles == -1 or (parallelism.chunks > 1 and needed):
+    def stage_search_below(self, parallelism: Parallelism, cutoff_s: float) -> StageSearch | None:
+        """The search for a strategy's best stages below the cutoff, or None if the devices cannot be divided so."""
+        singles = self.single_device_stages(parallelism)
+        if singles is None:
             return None
-        return self.stage_search(parallelism, self.candidates(parallelism, cutoff_s), needed, singles)
+        return self.stage_search(parallelism, self.candidates(parallelism, cutoff_s), singles)
 
     def stage_search(
-        self, parallelism: Parallelism, candidates: CandidateStages, needed: int = 0, singles: int | None = None
+        self,
+        parallelism: Parallelism,
+        candidates: CandidateStages,
+        singles: SingleDeviceStages = _NO_SINGLES,
     ) -> StageSearch:
-        """Branch and bound over some candidates."""
+        """The search for the best stages among some candidates."""
 
-        def simulated(picks: IntArray) -> FloatArray:
-            return simulate(self.program(parallelism), candidates.times(picks, parallelism.pp)).time_s
+        def simulated(pipelines: IntArray) -> FloatArray:
+            return simulate(self.program(parallelism), candidates.times(pipelines, parallelism.pp)).time_s
 
-        def estimated(picks: IntArray) -> FloatArray:
-            program, times = self.program(parallelism, 3 * parallelism.pp), candidates.times(picks, parallelism.pp)
-            left = parallelism.micro_batches_per_pipeline(self.problem.micro_batches) - program.order.micro_batches
+        def estimated(pipelines: IntArray) -> FloatArray:
+            program = self.program(parallelism, _ESTIMATED_GROUPS * parallelism.pp)
+            times = candidates.times(pipelines, parallelism.pp)
+            micro_batches_left = self.micro_batches(parallelism) - program.order.micro_batches
             busiest = (times.forward_s + times.backward_s + times.weight_s).sum(axis=2).max(axis=1)
-            return np.asarray(simulate(program, times).time_s + left * busiest)
+            return np.asarray(simulate(program, times).time_s + micro_batches_left * busiest)
 
         return StageSearch(
             candidates=candidates,
-            bounds=self.bounds(candidates, parallelism, needed),
+            bounds=self.bounds(candidates, parallelism, singles.least),
             simulated=simulated,
             estimated=estimated,
             stages=parallelism.stages,
-            full=self.space.states - 1,
-            needed=needed,
+            last_state=self.space.states - 1,
             singles=singles,
         )

@@ -34,7 +34,7 @@ class PlacedStage:
         recompute: its recompute mode.
         device: its place in the pipeline.
         chunk: which of the device's stages it is.
-        width: devices that share each of its layers.
+        tp: devices that share each of its layers.
         forward_s: one forward, receiving included.
         backward_s: one backward with its weights' part, receiving and recompute included.
     """
@@ -76,7 +76,7 @@ class Placement:
     """A plan and what it costs.
 
     Attributes:
-        degrees: how devices are divided.
+        parallelism: how devices are divided.
         micro_batches: of the fullest pipeline.
         stages: in the order of the pipeline.
         memory: of one device of each place in the pipeline.
@@ -96,8 +96,10 @@ class Placement:
     @property
     def device_count(self) -> int:
         """Devices in use."""
-        widest = [max(stage.tp for stage in self.stages if stage.device == place) for place in range(len(self.memory))]
-        return self.parallelism.dp * sum(widest)
+        by_place = [
+            max(stage.tp for stage in self.stages if stage.device == place) for place in range(len(self.memory))
+        ]
+        return self.parallelism.dp * sum(by_place)
 
     @property
     def fit(self) -> Fit:
@@ -112,16 +114,16 @@ def evaluate_placement(
     """The placement of given stages, whether it fits or not.
 
     Raises:
-        PlacementError: the stages do not cut the graph in order, or are not as many as the degrees say.
+        PlacementError: the stages do not cut the graph in order, or are not as many as the strategy says.
     """
     space, modes = prepared.space, prepared.problem.choices.recompute
     if len(stages) != parallelism.stages:
         raise PlacementError(f"{len(stages)} stages for {parallelism.pp} devices of {parallelism.chunks} chunks.")
     if parallelism.tp not in prepared.stage_sums:
-        raise PlacementError(f"tensor width {parallelism.tp} was not profiled; known are {list(prepared.stage_sums)}.")
+        raise PlacementError(f"tp {parallelism.tp} was not profiled; known are {list(prepared.stage_sums)}.")
     states = {row.tobytes(): index for index, row in enumerate(space.inside)}
     pairs = {pair: index for index, pair in enumerate(zip(space.source.tolist(), space.target.tolist(), strict=True))}
-    placed, before, chosen = np.zeros(space.layers, dtype=bool), 0, []
+    placed, before, stages_and_modes = np.zeros(space.layers, dtype=bool), 0, []
     for layers, mode in stages:
         if mode not in modes:
             raise PlacementError(f"recompute mode {mode} is not among {[str(known) for known in modes]}.")
@@ -131,133 +133,155 @@ def evaluate_placement(
             raise PlacementError(f"stage {list(layers)} is empty, or reads from a later stage.")
         if space.members(pairs[before, after]) != tuple(sorted(layers)):
             raise PlacementError(f"stage {list(layers)} repeats layers of an earlier stage.")
-        chosen.append((pairs[before, after], modes.index(mode)))
+        stages_and_modes.append((pairs[before, after], modes.index(mode)))
         before = after
     if before != space.states - 1:
         raise PlacementError(f"layers {np.flatnonzero(~placed).tolist()} are in no stage.")
-    return assemble(prepared, parallelism, chosen)
+    return assemble(prepared, parallelism, stages_and_modes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Chosen:
-    """The chosen stages' rows of the tables, per stage in the order of the pipeline."""
+class _StageRows:
+    """What the tables say of the chosen stages, per stage in the order of the pipeline.
 
-    table: StageCosts
-    at: tuple[list[int], list[int]]
+    Attributes:
+        costs: times and memory of all stages.
+        index: (modes, stages) of the chosen ones, which indexes arrays per (mode, stage).
+        received_s: receiving the activation.
+        returned_s: receiving the gradient.
+        recompute_s: recompute.
+        work_s: forward and backward of the layers alone.
+    """
+
+    costs: StageCosts
+    index: tuple[list[int], list[int]]
     received_s: FloatArray
     returned_s: FloatArray
     recompute_s: FloatArray
     work_s: FloatArray
 
 
-def assemble(prepared: PreparedProblem, parallelism: Parallelism, chosen: Sequence[tuple[int, int]]) -> Placement:
+def assemble(
+    prepared: PreparedProblem, parallelism: Parallelism, stages_and_modes: Sequence[tuple[int, int]]
+) -> Placement:
     """The placement of stages given by their index in the stage space and their mode."""
-    problem, rounds = prepared.problem, parallelism.micro_batches_per_pipeline(prepared.problem.micro_batches)
-    table, tp = prepared.stage_costs(parallelism), prepared.stage_sums[parallelism.tp]
-    listed, modes = [stage for stage, _ in chosen], [mode for _, mode in chosen]
-    at = (modes, listed)
-    rows = _Chosen(
-        table=table,
-        at=at,
-        received_s=table.received_s[listed],
-        returned_s=table.returned_s[listed],
-        recompute_s=tp.recompute_s[at],
-        work_s=tp.forward_s[at] + tp.backward_input_s[at] + tp.backward_weight_s[at],
+    problem, micro_batches = prepared.problem, prepared.micro_batches(parallelism)
+    costs, sums = prepared.stage_costs(parallelism), prepared.stage_sums[parallelism.tp]
+    listed, modes = [stage for stage, _ in stages_and_modes], [mode for _, mode in stages_and_modes]
+    index = (modes, listed)
+    rows = _StageRows(
+        costs=costs,
+        index=index,
+        received_s=costs.received_s[listed],
+        returned_s=costs.returned_s[listed],
+        recompute_s=sums.recompute_s[index],
+        work_s=sums.forward_s[index] + sums.backward_input_s[index] + sums.backward_weight_s[index],
     )
-    times = stage_times(table, chosen, parallelism)
+    times = stage_times(costs, stages_and_modes, parallelism)
     simulation = simulate(prepared.program(parallelism), times)
-    flight = in_flight(parallelism.schedule, parallelism.pp, rounds, parallelism.chunks)
+    flight = in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
     memory = [
-        table.memory.of_device(
+        costs.memory.of_device(
             problem, list(zip(modes[place :: parallelism.pp], listed[place :: parallelism.pp], strict=True)), counts
         )
         for place, counts in enumerate(flight.tolist())
     ]
     return Placement(
         parallelism=parallelism,
-        micro_batches=rounds,
+        micro_batches=micro_batches,
         stages=tuple(
             PlacedStage(
                 layers=prepared.space.members(stage),
                 recompute=problem.choices.recompute[mode],
-                device=index % parallelism.pp,
-                chunk=index // parallelism.pp,
-                tp=int(table.devices[stage]),
-                forward_s=float(table.forward_s[mode, stage]),
-                backward_s=float(table.backward_s[mode, stage] + table.weight_s[mode, stage]),
+                device=position % parallelism.pp,
+                chunk=position // parallelism.pp,
+                tp=int(costs.devices[stage]),
+                forward_s=float(costs.forward_s[mode, stage]),
+                backward_s=float(costs.backward_s[mode, stage] + costs.weight_s[mode, stage]),
             )
-            for index, (stage, mode) in enumerate(chosen)
+            for position, (stage, mode) in enumerate(stages_and_modes)
         ),
         memory=tuple(memory),
         time_s=float(simulation.time_s[0]),
-        parts=_parts(parallelism, rounds, rows, times, simulation),
+        parts=_parts(parallelism, micro_batches, rows, times, simulation),
         timeline=_timeline(prepared, parallelism, rows, simulation),
     )
 
 
-def stage_times(table: StageCosts, chosen: Sequence[tuple[int, int]], parallelism: Parallelism) -> StageTimes:
+def stage_times(costs: StageCosts, stages_and_modes: Sequence[tuple[int, int]], parallelism: Parallelism) -> StageTimes:
     """What simulation needs of stages given by their index and their mode."""
-    listed, at = [stage for stage, _ in chosen], ([mode for _, mode in chosen], [stage for stage, _ in chosen])
+    listed, modes = [stage for stage, _ in stages_and_modes], [mode for _, mode in stages_and_modes]
     return StageTimes(
         **{
-            name: _by_device(getattr(table, name)[at], parallelism)
+            name: _by_device(getattr(costs, name)[modes, listed], parallelism)
             for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
         },
         **{
-            name: _by_device(getattr(table, name)[listed], parallelism) for name in ("reduction_s", "tie_s", "finish_s")
+            name: _by_device(getattr(costs, name)[listed], parallelism) for name in ("reduction_s", "tie_s", "finish_s")
         },
     )
 
 
 def _by_device(values: FloatArray, parallelism: Parallelism) -> FloatArray:
-    """Per stage in order to (1, device, chunk)."""
+    """Turn values per stage, in the order of the pipeline, into an array per (1, device, chunk)."""
     return np.asarray(values.reshape(1, parallelism.chunks, parallelism.pp).transpose(0, 2, 1))
 
 
 def _parts(
-    parallelism: Parallelism, rounds: int, rows: _Chosen, times: StageTimes, simulation: Simulation
+    parallelism: Parallelism, micro_batches: int, rows: _StageRows, times: StageTimes, simulation: Simulation
 ) -> TimeParts:
+    """Where the time of the device that ends last goes."""
     device = int(simulation.device_end_s[0].argmax())
-    own = slice(device, None, parallelism.pp)
+    on_device = slice(device, None, parallelism.pp)
     busy = float((times.forward_s + times.backward_s + times.weight_s)[0, device].sum())
-    compute, recompute = float(rows.work_s[own].sum()), float(rows.recompute_s[own].sum())
-    transfer = float((rows.received_s + np.maximum(rows.returned_s - rows.recompute_s, 0.0))[own].sum())
+    compute, recompute = float(rows.work_s[on_device].sum()), float(rows.recompute_s[on_device].sum())
+    transfer = float((rows.received_s + np.maximum(rows.returned_s - rows.recompute_s, 0.0))[on_device].sum())
     ended, settled = float(simulation.compute_end_s[0, device]), float(simulation.reduced_s[0, device])
     return TimeParts(
-        compute_s=rounds * compute,
-        recompute_s=rounds * recompute,
-        transfer_s=rounds * transfer,
-        collective_s=max(rounds * (busy - compute - recompute - transfer), 0.0),
-        bubble_s=ended - rounds * busy,
+        compute_s=micro_batches * compute,
+        recompute_s=micro_batches * recompute,
+        transfer_s=micro_batches * transfer,
+        collective_s=max(micro_batches * (busy - compute - recompute - transfer), 0.0),
+        bubble_s=ended - micro_batches * busy,
         reduction_s=settled - ended,
         update_s=float(simulation.device_end_s[0, device]) - settled,
     )
 
 
-def _timeline(prepared: PreparedProblem, parallelism: Parallelism, rows: _Chosen, simulation: Simulation) -> Timeline:
+def _timeline(
+    prepared: PreparedProblem, parallelism: Parallelism, rows: _StageRows, simulation: Simulation
+) -> Timeline:
     """Every pass in its parts (receive, or recompute, which hides it; then the layers), and what follows the last."""
     order, ends = prepared.program(parallelism).order, simulation.pass_end_s[0]
     device = np.broadcast_to(np.arange(parallelism.pp)[:, None], ends.shape)
     stage = order.chunk * parallelism.pp + device
-    durations = np.stack([getattr(rows.table, name)[rows.at] for name in ("forward_s", "backward_s", "weight_s")])
+    durations = np.stack([getattr(rows.costs, name)[rows.index] for name in ("forward_s", "backward_s", "weight_s")])
     starts = ends - durations[order.kind, stage]
     again = starts + np.where(order.kind == Pass.BACKWARD, rows.recompute_s[stage], 0.0)
     sent = np.stack([rows.received_s, rows.returned_s, np.zeros(parallelism.stages)])
     ready = np.maximum(again, starts + sent[order.kind, stage])
     runs = np.array([KINDS.index(kind) for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WEIGHT)])
-    marks = [values[0] for values in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)]
-    alone = np.full(parallelism.pp, -1)
+    computed, reduced, updated = (
+        ends_s[0] for ends_s in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)
+    )
+    no_stage = np.full(parallelism.pp, -1)
 
-    def events(kind: EventKind | IntArray, at: tuple[IntArray, ...], start: FloatArray, end: FloatArray) -> EventTable:
-        number = np.full(start.shape, KINDS.index(kind)) if isinstance(kind, EventKind) else kind
-        return EventTable(device=at[0], kind=number, stage=at[1], micro_batch=at[2], start_s=start, end_s=end)
+    def pass_events(kind: IntArray, start: FloatArray, end: FloatArray) -> EventTable:
+        return EventTable(
+            device=device, kind=kind, stage=stage, micro_batch=order.micro_batch, start_s=start, end_s=end
+        )
 
-    passes, after = (device, stage, order.micro_batch), (device[:, 0], alone, alone)
+    def device_events(kind: EventKind, start: FloatArray, end: FloatArray) -> EventTable:
+        number = np.full(start.shape, KINDS.index(kind))
+        return EventTable(
+            device=device[:, 0], kind=number, stage=no_stage, micro_batch=no_stage, start_s=start, end_s=end
+        )
+
     parts = (
-        events(EventKind.RECOMPUTE, passes, starts, again),
-        events(EventKind.RECEIVE, passes, again, ready),
-        events(runs[order.kind], passes, ready, ends),
-        events(EventKind.REDUCE, after, marks[0], marks[1]),
-        events(EventKind.UPDATE, after, marks[1], marks[2]),
+        pass_events(np.full(ends.shape, KINDS.index(EventKind.RECOMPUTE)), starts, again),
+        pass_events(np.full(ends.shape, KINDS.index(EventKind.RECEIVE)), again, ready),
+        pass_events(runs[order.kind], ready, ends),
+        device_events(EventKind.REDUCE, computed, reduced),
+        device_events(EventKind.UPDATE, reduced, updated),
     )
     return Timeline(parallelism.pp, float(simulation.time_s[0]), EventTable.joined(parts))

@@ -12,7 +12,6 @@ from placement_problems import examples, random_problem
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import interleaved_closed_form_s
-from phaze.place.search.parallelism_search import root_bound
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import StageSearch, best_stages
@@ -25,12 +24,12 @@ def random_pipeline(random: Random, search: StageSearch) -> list[int] | None:
     for position in range(search.stages):
         options = list(range(candidates.first[state], candidates.first[state + 1]))
         if position + 1 == search.stages:
-            options = [pick for pick in options if candidates.target[pick] == search.full]
+            options = [pick for pick in options if candidates.target[pick] == search.last_state]
         if not options:
             return None
         picks.append(random.choice(options))
         state = int(candidates.target[picks[-1]])
-    return picks if state == search.full else None
+    return picks if state == search.last_state else None
 
 
 def random_degrees(random: Random, problem_batches: int, widths: tuple[int, ...], layers: int) -> Parallelism | None:
@@ -84,8 +83,8 @@ def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(
     if not len(some):
         return
     parallelism = some.parallelism(random.randrange(len(some)))
-    search = prepared.search(parallelism, math.inf)
-    picks = None if search is None or search.needed or search.singles else random_pipeline(random, search)
+    search = prepared.stage_search_below(parallelism, math.inf)
+    picks = None if search is None or search.singles.least or search.singles.exact else random_pipeline(random, search)
     if search is None or picks is None:
         return
     candidates = search.candidates
@@ -103,9 +102,9 @@ def test_floors_never_exceed_the_time_of_a_pipeline_in_the_memory_that_it_needs(
     assert tight.layer_table.tightened(choice, 2 * limit)[0] <= limit
     if interleaved and tight.space.is_chain:
         assert interleaved_closed_form_s(tight.layer_table, choice)[0] <= limit
-    search = tight.search(parallelism, math.inf)
+    search = tight.stage_search_below(parallelism, math.inf)
     assert search is not None
-    assert root_bound(search) <= limit
+    assert search.root_bound() <= limit
 
 
 def choices_of(prepared: PreparedProblem) -> ParallelismTable:
@@ -130,7 +129,7 @@ def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
             for picks, state in unfinished
             for pick in range(candidates.first[state], candidates.first[state + 1])
         ]
-    finished = [picks for picks, state in unfinished if state == search.full]
+    finished = [picks for picks, state in unfinished if state == search.last_state]
     answer = best_stages(search, math.inf, 10**6)
     expected = search.simulated(np.array(finished)).min() if finished else math.inf
     assert answer.time_s == pytest.approx(expected, rel=1e-9)

@@ -26,9 +26,9 @@ def compare_with_brute_force(problem: PlacementProblem) -> None:
     expected = brute_force(problem)
     answer = search_parallelisms(PreparedProblem.of(problem), top=4)
     times = sorted(expected.values())[:4]
-    assert [found.time_s for found in answer.found] == pytest.approx(times, rel=1e-9)
-    for found in answer.found:
-        parallelism = found.parallelism
+    assert [plan.time_s for plan in answer.plans] == pytest.approx(times, rel=1e-9)
+    for plan in answer.plans:
+        parallelism = plan.parallelism
         key = (
             parallelism.tp,
             parallelism.dp,
@@ -37,7 +37,7 @@ def compare_with_brute_force(problem: PlacementProblem) -> None:
             parallelism.schedule,
             parallelism.zero,
         )
-        assert found.time_s == pytest.approx(expected[key], rel=1e-9)
+        assert plan.time_s == pytest.approx(expected[key], rel=1e-9)
     assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
 
 
@@ -69,7 +69,7 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
     )
     tightened = prepared.layer_table.tightened(strategies, 50.0)
     for index in range(len(strategies)):
-        search = prepared.search(strategies.parallelism(index), math.inf)
+        search = prepared.stage_search_below(strategies.parallelism(index), math.inf)
         if search is None:
             continue
         problem = changed(
@@ -81,7 +81,7 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
         )
         found = [
             one
-            for one in search_parallelisms(PreparedProblem.of(problem), top=20).found
+            for one in search_parallelisms(PreparedProblem.of(problem), top=20).plans
             if one.parallelism == strategies.parallelism(index)
         ]
         time_s = found[0].time_s if found else math.inf
@@ -98,11 +98,11 @@ def test_no_gate_changes_the_answer(seed: int) -> None:
     )
     times = [math.inf]
     for index in range(len(strategies)):
-        search = prepared.search(strategies.parallelism(index), math.inf)
+        search = prepared.stage_search_below(strategies.parallelism(index), math.inf)
         if search is not None:
             times.append(best_stages(search, min(times), 10**6).time_s)
     answer = search_parallelisms(prepared)
-    assert (answer.found[0].time_s if answer.found else math.inf) == pytest.approx(min(times), rel=1e-9)
+    assert (answer.plans[0].time_s if answer.plans else math.inf) == pytest.approx(min(times), rel=1e-9)
 
 
 def relaxed(seed: int) -> PlacementProblem:
@@ -112,7 +112,7 @@ def relaxed(seed: int) -> PlacementProblem:
 
 def optimum_s(problem: PlacementProblem) -> float:
     answer = search_parallelisms(PreparedProblem.of(problem))
-    return answer.found[0].time_s if answer.found else math.inf
+    return answer.plans[0].time_s if answer.plans else math.inf
 
 
 @examples(60)
@@ -166,7 +166,7 @@ def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_g
     tight = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
     few = changed(relaxed(seed), schedule=tight)
     found, more = (
-        search_parallelisms(PreparedProblem.of(problem), gap=gap).found
+        search_parallelisms(PreparedProblem.of(problem), gap=gap).plans
         for problem in (few, changed(few, schedule=(*sorted(kinds), *tight)))
     )
     assert not found or more[0].time_s <= found[0].time_s * (1 + 1e-9)
@@ -180,11 +180,11 @@ def test_little_effort_lowers_the_bound_and_never_the_honesty(seed: int) -> None
     hasty = search_parallelisms(
         PreparedProblem.of(problem), effort=SearchEffort(nodes=2, nodes_per_strategy=1, strategies=3)
     )
-    if thorough.found:
-        assert hasty.bound_s <= thorough.found[0].time_s * (1 + 1e-9)
-        if hasty.found:
-            assert hasty.found[0].time_s >= thorough.found[0].time_s * (1 - 1e-9)
-    elif not hasty.found:
+    if thorough.plans:
+        assert hasty.bound_s <= thorough.plans[0].time_s * (1 + 1e-9)
+        if hasty.plans:
+            assert hasty.plans[0].time_s >= thorough.plans[0].time_s * (1 - 1e-9)
+    elif not hasty.plans:
         assert hasty.bound_s == math.inf or math.isfinite(hasty.bound_s)
 
 
