@@ -1,18 +1,18 @@
-"""Memory of one device, item by item.
+"""Memory of one device, item by item, and whether it fits: where the margin and the reserve are decided.
 
-With p trained parameters on the device, d pipelines and n microbatches in flight:
+With p trained parameters on the device and n microbatches in flight (`build_memory_table`, `MemoryTable.of_device`):
 
-    parameters   p * parameter bytes (over d with ZeRO-3), and parameters that are not trained
-    gradients    p * gradient bytes (over d from ZeRO-2 on)
-    optimizer    p * (master + state bytes) (over d from ZeRO-1 on)
+    parameters   p * parameter bytes (over dp with ZeRO-3), and parameters that are not trained
+    gradients    p * gradient bytes (over dp from ZeRO-2 on)
+    optimizer    p * (master + state bytes) (over dp from ZeRO-1 on)
     activations  n * what the stage stashes, relayed tensors included
     working set  the largest of its layers while it runs, less what layers behind it stash (not yet in forward, no more
                  in backward)
-    buffers      what is received at both ends; with ZeRO-3 two gathered layers (one in use, one on its way), from
-                 ZeRO-2 on the unreduced gradient of one layer as it is sent, of the largest layer each; what is spread
-                 over stages, whole, and its gradient
+    buffers      what is received at both ends; what ZeRO's collectives need for the stage's largest layer; parameters
+                 that are sharded over stages, whole, and their gradient
 
-A device with several chunks adds up the first four and takes the largest of the last two.
+A device with several chunks adds up the first four and takes the largest of the last two. What ZeRO shards and buffers
+is in `zero_sharding.py`. Whether a device fits, with the margin and the calibration's reserve, is `DeviceMemory.fit`.
 """
 
 from __future__ import annotations
@@ -112,22 +112,21 @@ class MemoryTable:
 
 
 def build_memory_table(
-    problem: PlacementProblem, table: StageSums, dp: int, zero: int, whole_parameters: float
+    problem: PlacementProblem, sums: StageSums, sharding: ZeroSharding, whole_parameters: float
 ) -> MemoryTable:
-    """The items of all stages at one width; `whole_parameters` are held in parts, and whole during a batch."""
+    """The items of all stages at one tp; ``whole_parameters`` are held in parts, and whole during a batch."""
     recipe = problem.recipe
-    sharding = ZeroSharding(recipe, zero, dp)
-    buffers = table.received_bytes + table.sent_bytes
+    buffers = sums.received_bytes + sums.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
-    buffers = buffers + sharding.scatter_buffer_bytes * table.largest_parameters
-    buffers = buffers + sharding.gather_buffer_bytes * table.largest_parameters
+    buffers = buffers + sharding.scatter_buffer_bytes * sums.largest_parameters
+    buffers = buffers + sharding.gather_buffer_bytes * sums.largest_parameters
     return MemoryTable(
         parameters_bytes=np.asarray(
-            recipe.parameter_bytes * table.parameters / sharding.parameter_shards + table.frozen_bytes
+            recipe.parameter_bytes * sums.parameters / sharding.parameter_shards + sums.frozen_bytes
         ),
-        gradients_bytes=np.asarray(recipe.gradient_bytes * table.parameters / sharding.gradient_shards),
-        optimizer_bytes=np.asarray(recipe.optimizer_bytes * table.parameters / sharding.optimizer_shards),
-        stashed_bytes=table.stashed_bytes,
-        working_bytes=table.working_bytes,
+        gradients_bytes=np.asarray(recipe.gradient_bytes * sums.parameters / sharding.gradient_shards),
+        optimizer_bytes=np.asarray(recipe.optimizer_bytes * sums.parameters / sharding.optimizer_shards),
+        stashed_bytes=sums.stashed_bytes,
+        working_bytes=sums.working_bytes,
         buffers_bytes=buffers,
     )

@@ -44,8 +44,8 @@ _BISECTIONS = 24
 kilobytes), too little to change the order of strategies. Each costs one pass over all layers."""
 
 _NODES = 500
-"""Nodes of branch and bound for one interleaved strategy. More may find a smaller peak where chunks differ much; but
-least memory is asked for again by every remedy that is tried."""
+"""Nodes of branch and bound for one interleaved strategy. More may find a smaller peak where chunks differ much, but
+the least memory is asked for again by every remedy that is tried."""
 
 _GPIPE = SCHEDULES.index(PipelineSchedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(PipelineSchedule.ONE_F_ONE_B)
@@ -160,7 +160,7 @@ def _mean_and_largest_layer_bounds(prepared: PreparedProblem, strategies: Parall
         held_each = held[has_tp]
         stash, working = sums.stashed_bytes.min(axis=0), sums.working_bytes.min(axis=0)
         whole = held_each * sums.parameters[is_whole_model].max() + stash[is_whole_model].max()
-        single_layers = np.multiply.outer(held_each, sums.unshared_parameters[is_one_layer])
+        single_layers = np.multiply.outer(held_each, sums.stage_local_parameters[is_one_layer])
         single_layers = single_layers + (stash + working)[is_one_layer]
         largest = _largest_layer_bytes(prepared, single_layers, is_one_layer)
         bounds[has_tp] = np.maximum(whole / strategies.pp[has_tp], largest)
@@ -229,7 +229,7 @@ def _stages_within(prepared: PreparedProblem, parallelism: Parallelism, limit_by
     """Stages that may need no more than the limit even with one microbatch in flight."""
     sums = prepared.stage_sums[parallelism.tp]
     held = ZeroSharding(prepared.problem.recipe, parallelism.zero, parallelism.dp).held_bytes_per_parameter
-    needs = held * sums.unshared_parameters + sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
+    needs = held * sums.stage_local_parameters + sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
     keep = needs <= limit_bytes * (1 + MEMORY_MARGIN)
     if not prepared.problem.capabilities.allows_uneven_stages:
         keep &= sums.body_layers * parallelism.stages == sums.body_layers.max()

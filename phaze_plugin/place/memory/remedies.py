@@ -1,7 +1,9 @@
-"""Why nothing fits, and the smallest single changes after which something does.
+"""Why nothing fits, and the remedies: the smallest single changes after which something does.
 
-The reason is the plan that needs least memory: which of its devices are over, and by how much. Every remedy is a
-changed problem whose own least-memory plan was found to fit.
+The reason is the plan that needs least memory: which of its devices are over, and by how much. If there is no plan at
+all, `_reasons` says which fixed choices contradict the model, the batch or the target. Every remedy is a changed
+problem whose least-memory plan was found to fit (`fits`); of each kind the first change that fits is taken, in the order
+in which its function lists them.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ from phaze.place.search.parallelism_table import chunk_sizes
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import Placement, assemble
 from phaze.profile.layer_profile import RecomputeMode
+from phaze.tolerances import EQUAL_COPIES
 
 __all__ = ["Infeasibility", "Remedy", "RemedyKind", "StageOver", "explain_infeasibility", "fits"]
 
 _MOST_TIMES = 64
+"""More devices are tried up to so many times those at hand: a larger factor is no remedy that anyone could follow."""
+
+_DEVICE_STEPS = 64
+"""The least number of devices is found to a 64th of those at hand. Each bisection asks for the least memory again."""
 
 
 class RemedyKind(StrEnum):
@@ -64,7 +71,7 @@ class Infeasibility:
         least: the plan that needs least memory; None if the devices cannot be divided in any allowed way.
         over: its devices that are over.
         remedies: single changes that make something fit.
-        reasons: why there are no degrees, as far as it is known, where there is no such plan.
+        reasons: why no strategy is allowed, as far as it is known, where there is no such plan.
     """
 
     least: Placement | None
@@ -83,7 +90,7 @@ class Infeasibility:
                 f"even the plan that needs least memory ({dp} of {parallelism.pp} x {parallelism.tp} devices, "
                 f"ZeRO-{parallelism.zero}) is over:"
             ]
-            lines += [f"  device {one.device} by {one.over_bytes / 2**30:.3g} GiB" for one in self.over]
+            lines += [f"  device {stage.device} by {stage.over_bytes / 2**30:.3g} GiB" for stage in self.over]
         lines += [f"would fit: {remedy.text}" for remedy in self.remedies] or ["no single change that was tried fits."]
         return "\n".join(lines)
 
@@ -93,7 +100,7 @@ def explain_infeasibility(
 ) -> Infeasibility:
     """Reasons and remedies of a problem in which nothing fits.
 
-    ``smaller_micro_batches`` are the same problem with other microbatch sizes, profiled by the caller.
+    ``smaller_micro_batches`` are (size, problem): the same problem with other microbatch sizes, profiled by the caller.
     """
     problem = prepared.problem
     least = least_memory(prepared)
@@ -107,11 +114,11 @@ def explain_infeasibility(
             if memory.total_bytes > problem.usable_bytes
         ]
     )
-    found = (
+    remedies = (
         _first(prepared, RemedyKind.RECOMPUTE, _recompute(problem)),
         _first(prepared, RemedyKind.ZERO, _zero(problem)),
         _first(prepared, RemedyKind.STAGES, _stages(problem)),
-        _first(prepared, RemedyKind.TP, _widths(problem)),
+        _first(prepared, RemedyKind.TP, _tp_degrees(problem)),
         _first(prepared, RemedyKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
         _devices(prepared),
         _first(prepared, RemedyKind.MARGIN, _margin(problem)),
@@ -120,13 +127,13 @@ def explain_infeasibility(
     return Infeasibility(
         least=placement,
         over=tuple(over),
-        remedies=tuple(remedy for remedy in found if remedy is not None),
+        remedies=tuple(remedy for remedy in remedies if remedy is not None),
         reasons=tuple(_reasons(problem)) if placement is None else (),
     )
 
 
 def _reasons(problem: PlacementProblem) -> Iterator[str]:
-    """Which fixed degrees contradict the model, the batch or the target by themselves."""
+    """Which fixed choices contradict the model, the batch or the target by themselves."""
     layers, batches = len(problem.graph.layers), problem.micro_batches
     depths, copies = problem.choices.pp or (), problem.choices.dp or ()
     if depths and min(depths) > layers:
@@ -140,11 +147,11 @@ def _reasons(problem: PlacementProblem) -> Iterator[str]:
     if not any(count <= layers and chunk_sizes(layers, count) for count in cuts):
         cut = f"{depths[0]} x {problem.choices.chunks[0]}"
         yield f"{layers} layers cannot be cut into {cut} nearly equal chunks, as interleaved pipelines need them."
-    rounds = {-(-batches // count) for count in copies or range(1, batches + 1)}
-    if all(count % depth for count in rounds for depth in depths):
+    per_pipeline = {-(-batches // count) for count in copies or range(1, batches + 1)}
+    if all(count % depth for count in per_pipeline for depth in depths):
         yield (
             f"interleaved pipelines of {depths[0]} devices need a multiple of {depths[0]} microbatches each; there are "
-            f"{max(rounds)}."
+            f"{max(per_pipeline)}."
         )
 
 
@@ -188,17 +195,15 @@ def _stages(problem: PlacementProblem) -> Iterable[_Change]:
                 yield f"{count} pipeline stages", problem.choosing(pp=(count,))
 
 
-def _widths(problem: PlacementProblem) -> Iterable[_Change]:
-    every = problem.choosing(tp=None).tp_degrees
-    for tp in every:
+def _tp_degrees(problem: PlacementProblem) -> Iterable[_Change]:
+    for tp in problem.choosing(tp=None).tp_degrees:
         if tp not in problem.tp_degrees:
-            widths = (*problem.tp_degrees, tp)
-            yield f"tensor width {tp}", problem.choosing(tp=widths)
+            yield f"tp {tp}", problem.choosing(tp=(*problem.tp_degrees, tp))
 
 
 def _micro_batches(others: Sequence[tuple[int, PlacementProblem]]) -> Iterable[_Change]:
-    for size, other in sorted(others, key=lambda one: -one[0]):
-        yield f"microbatches of {size}", other
+    for size, problem in sorted(others, key=lambda size_and_problem: -size_and_problem[0]):
+        yield f"microbatches of {size}", problem
 
 
 def _margin(problem: PlacementProblem) -> Iterable[_Change]:
@@ -208,7 +213,7 @@ def _margin(problem: PlacementProblem) -> Iterable[_Change]:
 
 
 def _devices(prepared: PreparedProblem) -> Remedy | None:
-    """The least number of devices (to a 64th of those at hand), by doubling and bisection."""
+    """The least number of devices, by doubling and bisection."""
     if not prepared.problem.cluster.levels:
         return None
     count = prepared.problem.cluster.device_count
@@ -217,7 +222,7 @@ def _devices(prepared: PreparedProblem) -> Remedy | None:
         low, high = high, 2 * high
         if high > _MOST_TIMES * count:
             return None
-    while high - low > max(1, count // 64):
+    while high - low > max(1, count // _DEVICE_STEPS):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(_with_devices(prepared, middle)) else (middle, high)
     return Remedy(RemedyKind.DEVICES, f"{high} devices", _with_devices(prepared, high).problem)
@@ -236,7 +241,7 @@ def _hbm(prepared: PreparedProblem, peak_bytes: float | None) -> Remedy | None:
         return None
     problem = prepared.problem
     share = problem.usable_bytes / problem.cluster.accelerator.hbm_bytes
-    needed = int(peak_bytes / share * (1 + 1e-12)) + 1
+    needed = int(peak_bytes / share * (1 + EQUAL_COPIES)) + 1
     if needed > LARGEST_BYTES:
         return None
     accelerator = replace(problem.cluster.accelerator, hbm_bytes=needed)

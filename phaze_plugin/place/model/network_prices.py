@@ -1,8 +1,8 @@
-"""Prices of what a placement sends, as latency plus bytes over bandwidth.
+"""Prices of the messages and collectives of a plan, as latency plus bytes over bandwidth.
 
-Devices are laid out with the tensor axis innermost (stride 1), then the pipelines (stride t), then the stages (stride
-d*t). Prices depend on the degrees and on how many devices the plan uses, never on how many more the cluster has: a plan
-costs the same on a larger cluster.
+Devices are laid out with tensor parallelism innermost (stride 1), then the data-parallel copies (stride tp), then the
+stages (stride dp * tp). Prices depend on the strategy and on how many devices the plan uses, never on how many more the
+cluster has: a plan costs the same on a larger cluster.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from phaze.place.model.stage_space import IntArray
 __all__ = ["Network", "Price"]
 
 _PROBE_BYTES = float(1 << 30)
+"""The size at which a collective is priced for its seconds per byte; prices are linear, so that any large size will do.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Network:
 
     @property
     def least_s_per_byte(self) -> float:
-        """On the fastest link."""
+        """Seconds per byte on the fastest link."""
         shares = [self.calibration.link, *[self.calibration.network] * len(self.cluster.levels)]
         rates = [share * level.bandwidth_bytes_per_s for share, level in zip(shares, self.cluster.levels, strict=False)]
         return 1.0 / max(rates) if rates else 0.0
@@ -65,7 +67,7 @@ class Network:
         return sum(block < used for block in blocks)
 
     def collective(self, collective: Collective, size: int, stride: int, used: int) -> Price:
-        """Of a collective over an axis of ``size`` devices at ``stride``, in a plan on ``used`` devices."""
+        """The price of a collective over ``size`` devices at ``stride``, in a plan on ``used`` devices."""
         if size == 1:
             return Price()
         key = (collective, size, stride, self.depth(used))
@@ -80,8 +82,8 @@ class Network:
     def _part(self, used: int) -> Cluster:
         """A cluster of just the used devices.
 
-        Plans that mix widths count as many devices per stage as the widest takes; where that is more than there are,
-        the outermost level is thought larger.
+        Plans with stages on single devices count tp devices for each stage; where these are more than there are, the
+        outermost level is thought larger.
         """
         levels = self.cluster.levels
         if used > self.joined:
@@ -90,7 +92,7 @@ class Network:
         return Cluster(self.cluster.accelerator, used, levels)
 
     def between_stages(self, collective: Collective, members: int, stages: int, stride: int, used: int) -> Price:
-        """Between ``members`` of the stages at ``stride`` devices, on those of their links that reach farthest."""
+        """The price between ``members`` of the stages at ``stride``, on those of their links that reach farthest."""
         if stages == 1:
             return Price()
         key = (collective, members, -stages, self.depth(used) * self.joined * 2 + min(stride, self.joined))

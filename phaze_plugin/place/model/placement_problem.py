@@ -93,7 +93,7 @@ class PlacementProblem:
 
     @property
     def stage_sharded_layers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Whether several stages would spread the parameters of each layer over all of them."""
+        """Whether the parameters of each layer are sharded over all stages, as some targets do outside the body."""
         return ~np.array(self.graph.body) & self.capabilities.spreads_ends
 
     def profile(self, layer: int, tp: int, mode: RecomputeMode) -> LayerProfile:

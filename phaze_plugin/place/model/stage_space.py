@@ -23,7 +23,10 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 _STATE_LIMIT = 2_000
+"""The most downsets of a layer graph. Tables have a column for each, and stages grow with their square."""
+
 _PAIR_LIMIT = 500_000
+"""The most stages. Every quantity of a stage is an array of so many numbers (4 MB) per recompute mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,23 +145,23 @@ def build_stage_space(graph: PlacementGraph) -> StageSpace:
     if all(needs[layer] >> (layer - 1) & 1 for layer in range(1, layers)):
         source, target = np.triu_indices(layers + 1, 1)
         return StageSpace(inside=np.tri(layers + 1, layers, -1, dtype=bool), source=source, target=target)
-    found = {0}
-    edge = [0]
-    while edge:
+    downsets = {0}  # as bit masks of layers
+    newest = [0]
+    while newest:
         grown = {
             placed | 1 << layer
-            for placed in edge
+            for placed in newest
             for layer in range(layers)
             if not placed >> layer & 1 and needs[layer] & ~placed == 0
         }
-        edge = sorted(grown - found)
-        found |= grown
-        if len(found) > _STATE_LIMIT:
+        newest = sorted(grown - downsets)
+        downsets |= grown
+        if len(downsets) > _STATE_LIMIT:
             raise PlacementError(
                 f"the layer graph branches into more than {_STATE_LIMIT} partial placements; merge parallel layers "
                 "into one before placing them."
             )
-    masks = sorted(found, key=lambda placed: (placed.bit_count(), placed))
+    masks = sorted(downsets, key=lambda placed: (placed.bit_count(), placed))
     inside = np.array([[bool(placed >> layer & 1) for layer in range(layers)] for placed in masks])
     outside = (~inside).astype(np.float32)
     contained = inside.astype(np.float32) @ outside.T == 0

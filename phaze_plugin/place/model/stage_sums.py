@@ -1,4 +1,10 @@
-"""What every stage holds and computes at one tensor width, before pipelines, ZeRO and schedules are chosen."""
+"""Sums over every possible stage at one tp: seconds, parameters, stash and boundaries, before dp, ZeRO and schedules.
+
+Stages come from `StageSpace`. `build_stage_sums` adds up the layers' profiles; `_ties` counts parameters that several
+layers share, `cut_bytes` what crosses the boundaries between stages, and `_relayed_bytes` the tensors that only pass
+through a stage. Parameters of layers outside the repeated body may be sharded over all stages, where the target does
+that (`StageSums.sharded_over_stages`).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ class StageSums:
     """Sums over every stage of one microbatch. Axes: mode (of the problem's recompute modes), stage or layer.
 
     Attributes:
-        width: tensor width.
+        tp: devices that each layer is split over.
         forward_s: per (mode, stage).
         backward_input_s: per (mode, stage).
         backward_weight_s: per (mode, stage).
@@ -56,9 +62,9 @@ class StageSums:
         is_sliced: whether some layer of the stage is tensor-parallel.
         unsliced_layers: how many layers of the graph are not.
         body_layers: how many layers of the most frequent kind the stage has.
-        spread_layers: whether several stages spread a layer's parameters over all of them, per layer.
-        spread_parameters: those of such layers and tied ones, per stage.
-        all_spread_parameters: those of the whole model.
+        stage_sharded_layers: whether several stages share a layer's parameters among them, a part on each, per layer.
+        stage_sharded_parameters: those of such layers and tied ones, per stage.
+        all_stage_sharded_parameters: those of the whole model.
     """
 
     tp: int
@@ -98,18 +104,19 @@ class StageSums:
     @property
     def recompute_s_per_byte(self) -> tuple[float, ...]:
         """What each recompute mode costs over the one before it per byte of stash saved, on the whole model."""
-        whole = int(self.parameter_layers.argmax()) if self.parameter_layers.any() else 0
+        whole_model = int(self.parameter_layers.argmax()) if self.parameter_layers.any() else 0
+        stash, recompute = self.stashed_bytes[:, whole_model], self.recompute_s[:, whole_model]
         prices = []
         for mode in range(1, len(self.recompute_s)):
-            saved = float(self.stashed_bytes[mode - 1, whole] - self.stashed_bytes[mode, whole])
-            spent = float(self.recompute_s[mode, whole] - self.recompute_s[mode - 1, whole])
+            saved = float(stash[mode - 1] - stash[mode])
+            spent = float(recompute[mode] - recompute[mode - 1])
             if saved > 0 and spent > 0:
                 prices.append(spent / saved)
         return tuple(prices)
 
     @property
-    def unshared_parameters(self) -> FloatArray:
-        """Parameters per stage without those that are spread."""
+    def stage_local_parameters(self) -> FloatArray:
+        """Parameters per stage without those that are sharded over stages."""
         return np.asarray(np.maximum(self.parameters - self.stage_sharded_parameters, 0.0))
 
     def take(self, stages: IntArray) -> StageSums:
@@ -118,13 +125,16 @@ class StageSums:
         return replace(self, **{name: getattr(self, name)[..., stages] for name in per_stage})
 
     def sharded_over_stages(self, stages: int) -> StageSums:
-        """The table of so many stages: each has an equal part of what is spread, reduced behind all others."""
+        """The same sums in a pipeline of so many stages.
+
+        Each stage has an equal part of what is sharded over stages. It is reduced after all other parameters.
+        """
         if stages == 1 or not self.all_stage_sharded_parameters:
             return self
         part = self.all_stage_sharded_parameters / stages
         return replace(
             self,
-            parameters=self.unshared_parameters + part,
+            parameters=self.stage_local_parameters + part,
             layer_parameters=np.where(self.stage_sharded_layers, 0.0, self.layer_parameters),
             tied_parameters=np.full_like(self.parameters, part),
             tied_groups=np.ones_like(self.tied_groups),
@@ -133,9 +143,9 @@ class StageSums:
 
 
 def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_bounds: bool) -> StageSums:
-    """The table of one width; seconds are the profiles' values, or their lower bounds."""
+    """The sums at one tp; seconds are the profiles' values, or their lower bounds."""
     modes, layers = problem.choices.recompute, range(space.layers)
-    first = [problem.profile(layer, tp, modes[0]) for layer in layers]
+    profiles = [problem.profile(layer, tp, modes[0]) for layer in layers]  # what no recompute mode changes
     seconds = {
         name: np.stack([problem.seconds(name, tp, mode, use_bounds) for mode in modes])
         for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
@@ -145,14 +155,14 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         np.array([[getattr(profile, name) for profile in row] for row in per_mode])
         for name in ("stashed_bytes", "peak_working_bytes")
     )
-    parameters = np.array([profile.parameters for profile in first])
-    tied = np.array([sum(profile.tied_parameters.values()) for profile in first])
-    ties = _ties(problem, space, first)
-    cut, whole = cut_bytes(problem, space, first), cut_bytes(problem, space, first, only_whole=True)
+    parameters = np.array([profile.parameters for profile in profiles])
+    tied = np.array([sum(profile.tied_parameters.values()) for profile in profiles])
+    ties = _ties(problem, space, profiles)
+    cut, whole = cut_bytes(problem, space, profiles), cut_bytes(problem, space, profiles, only_whole=True)
     summed = space.sums(parameters)
-    sliced = np.array([float(profile.is_tensor_parallel) for profile in first])
-    is_spread = problem.stage_sharded_layers
-    spread = space.sums(np.where(is_spread, parameters - tied, 0.0)) + ties.held * is_spread.any()
+    sliced = np.array([float(profile.is_tensor_parallel) for profile in profiles])
+    is_sharded = problem.stage_sharded_layers
+    stage_sharded = space.sums(np.where(is_sharded, parameters - tied, 0.0)) + ties.held * is_sharded.any()
     return StageSums(
         tp=tp,
         **{name: space.sums(values) for name, values in seconds.items()},
@@ -166,8 +176,8 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         tied_parameters=ties.held,
         tied_groups=ties.groups,
         split_ties=ties.split,
-        frozen_bytes=space.sums(np.array([profile.frozen_bytes for profile in first])),
-        stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, first),
+        frozen_bytes=space.sums(np.array([profile.frozen_bytes for profile in profiles])),
+        stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, profiles),
         working_bytes=space.largest_above(working, stash),
         received_bytes=cut[space.source],
         sent_bytes=cut[space.target],
@@ -176,15 +186,22 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         is_sliced=space.sums(sliced) > 0.5,
         unsliced_layers=int((sliced == 0).sum()),
         body_layers=np.rint(space.sums(np.array(problem.graph.body, dtype=float))).astype(np.int64),
-        stage_sharded_layers=is_spread,
-        stage_sharded_parameters=spread,
-        all_stage_sharded_parameters=float(spread.max()),
+        stage_sharded_layers=is_sharded,
+        stage_sharded_parameters=stage_sharded,
+        all_stage_sharded_parameters=float(stage_sharded.max()),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ties:
-    """Per stage: shared parameters (of each tie the largest here), the rest, ties; per (tie, stage): with others."""
+    """Parameters that several layers share, per stage.
+
+    Attributes:
+        held: shared parameters that the stage holds; of each tie the largest of its layers.
+        repeated: what the sum over layers counts beyond that.
+        groups: how many ties the stage takes part in.
+        split: per (tie, stage), the shared parameters if other stages hold them too, else 0.
+    """
 
     held: FloatArray
     repeated: FloatArray
@@ -193,6 +210,7 @@ class _Ties:
 
 
 def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> _Ties:
+    """Count the ties of every stage."""
     stages = len(space.source)
     held, repeated, groups = np.zeros((3, stages))
     split = np.zeros((len(problem.graph.ties), stages))

@@ -1,11 +1,11 @@
 """Event simulation of a placed pipeline: every pass of every microbatch, and what follows the last backward.
 
-A device runs its passes in the fixed order of its schedule (`orders.py`). A pass starts when the device is free and its
-input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on the last
-stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the transfer
+A device runs its passes in the fixed order of its schedule (`pass_orders.py`). A pass starts when the device is free and
+its input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on the
+last stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the transfer
 or the recompute, whichever is longer, and then the layers. Sending is free for the sender.
 
-With E the end of a stage's last pass that makes gradients of weights, its reduction over pipelines ends at
+With E the end of a stage's last pass that makes gradients of weights, its reduction over copies ends (`_finish`) at
 
     max(E + exposed, end of the device's previous reduction + reduction)
 
@@ -95,19 +95,19 @@ class Simulation:
 
 def compile_order(order: Order) -> Program:
     """Sort the passes of an order by levels."""
-    devices, steps = order.kind.shape
-    count = devices * steps
-    stage = order.chunk * devices + np.arange(devices)[:, None]
-    own = np.arange(count).reshape(devices, steps)
-    where = np.full((3, devices * order.chunks, order.micro_batches), count)
-    where[order.kind, stage, order.micro_batch] = own
+    pp, steps = order.kind.shape
+    count = pp * steps
+    stage = order.chunk * pp + np.arange(pp)[:, None]
+    flat_index = np.arange(count).reshape(pp, steps)
+    where = np.full((len(Pass), pp * order.chunks, order.micro_batches), count)
+    where[order.kind, stage, order.micro_batch] = flat_index
     awaited = _awaited(order, stage, where, count)
     level = _levels(awaited)
     rank = np.argsort(level.ravel(), kind="stable")
     place = np.empty(count + 1, dtype=np.int64)
     place[rank], place[count] = np.arange(count), count
-    before = np.where(np.arange(steps) > 0, own - 1, count)
-    duration = (order.kind * devices + np.arange(devices)[:, None]) * order.chunks + order.chunk
+    before = np.where(np.arange(steps) > 0, flat_index - 1, count)
+    duration = (order.kind * pp + np.arange(pp)[:, None]) * order.chunks + order.chunk
     counts = np.bincount(level.ravel())
     return Program(
         order=order,
@@ -115,7 +115,7 @@ def compile_order(order: Order) -> Program:
         duration=duration.ravel()[rank],
         before=place[before.ravel()[rank]],
         awaited=place[awaited.ravel()[rank]],
-        place=place[:count].reshape(devices, steps),
+        place=place[:count].reshape(pp, steps),
     )
 
 
@@ -131,20 +131,24 @@ def _awaited(order: Order, stage: IntArray, where: IntArray, count: int) -> IntA
 
 
 def _levels(awaited: IntArray) -> IntArray:
-    """Per (device, step): the first round in which it can run if every pass takes one round."""
-    devices, steps = awaited.shape
-    waits, none = awaited.tolist(), devices * steps
-    level = [none] * none + [-1]
-    at, now, left = [0] * devices, 0, none
+    """Per (device, step): the first tick in which the pass can run if every pass takes one tick."""
+    pp, steps = awaited.shape
+    waits_for, count = awaited.tolist(), pp * steps
+    level = [count] * count + [-1]  # the last entry is that of no pass, which is always over
+    next_step, tick, left = [0] * pp, 0, count
     while left:
-        ready = [device for device in range(devices) if at[device] < steps and level[waits[device][at[device]]] < now]
+        ready = [
+            device
+            for device in range(pp)
+            if next_step[device] < steps and level[waits_for[device][next_step[device]]] < tick
+        ]
         assert ready, "the order waits for itself"
         for device in ready:
-            level[device * steps + at[device]] = now
-            at[device] += 1
+            level[device * steps + next_step[device]] = tick
+            next_step[device] += 1
         left -= len(ready)
-        now += 1
-    return np.array(level[:-1]).reshape(devices, steps)
+        tick += 1
+    return np.array(level[:-1]).reshape(pp, steps)
 
 
 def simulate(program: Program, times: StageTimes) -> Simulation:

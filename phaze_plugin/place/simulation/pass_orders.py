@@ -1,7 +1,8 @@
-"""Pipeline schedules: the order in which each device runs its passes, fixed before anything is timed.
+"""Pipeline schedules: the order in which each device runs its passes, and how many microbatches are in flight.
 
-S devices, m microbatches, v chunks (stages) per device; the stage of chunk c on device r is c*S + r. A pass is a
-forward (F), a backward (B) or, where backward is split, the part for weights (W).
+A pipeline has S = pp devices, m microbatches and v chunks (stages) per device; the stage of chunk c on device r is
+c*S + r. A pass is a forward (F), a backward (B) or, where backward is split, the part for weights (W). Orders
+(`pipeline_order`) are fixed before anything is timed:
 
     gpipe             F of all microbatches, then B of all
     1f1b              S-1-r forwards, then F and B in turn (Narayanan et al., PipeDream-flush)
@@ -40,7 +41,7 @@ class Order:
     """All passes per (device, step): their kind, chunk and microbatch."""
 
     schedule: PipelineSchedule
-    devices: int
+    pp: int
     micro_batches: int
     chunks: int
     kind: IntArray
@@ -48,24 +49,24 @@ class Order:
     micro_batch: IntArray
 
 
-def pipeline_order(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int = 1) -> Order:
-    """The passes of every device.
+def pipeline_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int = 1) -> Order:
+    """The passes of every device of a pipeline.
 
     Raises:
         PlacementError: the schedule cannot run so many chunks or microbatches.
     """
     if (chunks > 1) != (schedule is PipelineSchedule.INTERLEAVED):
         raise PlacementError(f"{schedule} with {chunks} chunks per device; only interleaved schedules have several.")
-    if chunks > 1 and micro_batches % devices:
+    if chunks > 1 and micro_batches % pp:
         raise PlacementError(
-            f"an interleaved schedule of {devices} devices needs a multiple of {devices} microbatches per pipeline, "
+            f"an interleaved schedule of {pp} devices needs a multiple of {pp} microbatches per pipeline, "
             f"not {micro_batches}."
         )
-    rows = [_device_order(schedule, devices, micro_batches, chunks, device) for device in range(devices)]
+    rows = [_device_order(schedule, pp, micro_batches, chunks, device) for device in range(pp)]
     kind, chunk, micro_batch = np.moveaxis(np.array(rows), 2, 0)
     return Order(
         schedule=schedule,
-        devices=devices,
+        pp=pp,
         micro_batches=micro_batches,
         chunks=chunks,
         kind=kind,
@@ -74,23 +75,23 @@ def pipeline_order(schedule: PipelineSchedule, devices: int, micro_batches: int,
     )
 
 
-def _device_order(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int, device: int) -> IntArray:
+def _device_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int, device: int) -> IntArray:
     """Rows (kind, chunk, microbatch) of one device."""
     total = micro_batches * chunks
     index = np.arange(total)
-    group, inside = index // (devices * chunks), index % (devices * chunks)
-    batch = group * devices + inside % devices if chunks > 1 else index
-    chunk = inside // devices if chunks > 1 else np.zeros_like(index)
+    group, inside = index // (pp * chunks), index % (pp * chunks)
+    batch = group * pp + inside % pp if chunks > 1 else index
+    chunk = inside // pp if chunks > 1 else np.zeros_like(index)
     forward = np.stack([np.full(total, Pass.FORWARD), chunk, batch], axis=1)
     backward = np.stack([np.full(total, Pass.BACKWARD), chunks - 1 - chunk, batch], axis=1)
-    ahead = devices - 1 - device
+    stages_behind = pp - 1 - device
     match schedule:
         case PipelineSchedule.GPIPE:
             first = total
         case PipelineSchedule.INTERLEAVED:
-            first = min(2 * ahead + (chunks - 1) * devices, total)
+            first = min(2 * stages_behind + (chunks - 1) * pp, total)
         case _:
-            first = min(ahead, total)
+            first = min(stages_behind, total)
     in_turn = total - first
     turns = np.stack([forward[first:], backward[:in_turn]], axis=1).reshape(-1, 3)
     order = np.concatenate([forward[:first], turns, backward[in_turn:]])
@@ -108,22 +109,22 @@ def _with_weights(order: IntArray, delay: int) -> IntArray:
     return np.concatenate([order, weights])[by_place]
 
 
-def in_flight(schedule: PipelineSchedule, devices: int, micro_batches: int, chunks: int = 1) -> IntArray:
+def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int = 1) -> IntArray:
     """Per (device, chunk): the most microbatches whose forward has run and whose last backward pass has not.
 
     Interleaved orders repeat themselves once every device has begun backward, which it has after two groups of
     microbatches: a third shows all that follows.
     """
-    device = np.arange(devices)[:, None]
+    device = np.arange(pp)[:, None]
     match schedule:
         case PipelineSchedule.GPIPE:
-            return np.full((devices, 1), micro_batches)
+            return np.full((pp, 1), micro_batches)
         case PipelineSchedule.NONE | PipelineSchedule.ONE_F_ONE_B:  # a single stage alternates like 1F1B
-            return np.minimum(devices - device, micro_batches)
+            return np.minimum(pp - device, micro_batches)
         case PipelineSchedule.ZERO_BUBBLE:
-            return np.full((devices, 1), min(devices, micro_batches))
+            return np.full((pp, 1), min(pp, micro_batches))
         case PipelineSchedule.INTERLEAVED:
-            order = pipeline_order(schedule, devices, min(micro_batches, 3 * devices), chunks)
+            order = pipeline_order(schedule, pp, min(micro_batches, 3 * pp), chunks)
             change = np.where(order.kind == Pass.FORWARD, 1, -1)
             held = [np.cumsum(np.where(order.chunk == chunk, change, 0), axis=1).max(axis=1) for chunk in range(chunks)]
             return np.stack(held, axis=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +89,7 @@ class Timeline:
         lines = [f"device {device:>3} |{''.join(row)}|" for device, row in enumerate(rows)]
         return "\n".join([*lines, f"{'':11}0{'':{columns - 11}}{self.time_s:>10.4g} s", legend])
 
-    def chrome_trace(self) -> dict[str, Any]:
+    def chrome_trace(self) -> dict[str, object]:
         """The events as `chrome://tracing` and Perfetto read them: complete events in microseconds."""
         return {
             "displayTimeUnit": "ms",

@@ -103,7 +103,7 @@ def test_each_kind_of_lever_is_found_where_it_helps() -> None:
     assert result.infeasibility is not None
     texts = {remedy.kind: remedy.text for remedy in result.infeasibility.remedies}
     assert texts[RemedyKind.RECOMPUTE] == "recompute mode full"
-    assert texts[RemedyKind.TP] == "tensor width 4"
+    assert texts[RemedyKind.TP] == "tp 4"
     assert texts[RemedyKind.MICRO_BATCH] == "microbatches of 1"
     assert "GiB of memory per device" in texts[RemedyKind.HBM]
     assert "would fit: recompute mode full" in str(result.infeasibility)
