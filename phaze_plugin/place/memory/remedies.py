@@ -2,8 +2,7 @@
 
 The reason is the plan that needs least memory: which of its devices are over, and by how much. If there is no plan at
 all, `_reasons` says which fixed choices contradict the model, the batch or the target. Every remedy is a changed
-problem whose least-memory plan was found to fit (`fits`); of each kind the first change that fits is taken, in the order
-in which its function lists them.
+problem whose least-memory plan was found to fit (`fits`). Of each kind, the first change that fits is taken.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""A group of the paper's program: one choice of recompute, one tensor width, many accelerators.
+"""Lower bounds of the paper's program per number of stages, for one tp and recompute choice on many accelerators.
 
-Arrays have the layer first and the accelerator last, so that one numpy call serves all accelerators.
+A `Group` is one choice of recompute and one tp. Its arrays have the layer first and the accelerator last, so that one
+numpy call serves all accelerators.
 
-Before any stage is built, each number of stages S has a floor under the time of its plans. If the first stage has j
-layers, the bottleneck V is at least their work plus a transfer, at least the longest layer, and at least the other
-layers' work and transfers over S-1. With recompute all but the last stage run forward twice, and the last one's forward
-is part of its load: the others' work with two forwards over S-1+q, q the largest part that forward has in one layer's
-time, and only received activations are certain to be paid.
-With P_j the parameters of the first stage over the bandwidth and r(d) = 4(d-1)/d,
+Before any stage is built, each number of stages S gets a bound under the time of its plans (`_time_bounds`). If the
+first stage has j layers, the bottleneck V is at least their work plus a transfer, at least the longest layer, and at
+least the other layers' work and transfers over S-1. With recompute all but the last stage run forward twice, and the
+last one's forward is part of its load: the others' work with two forwards over S-1+q, q the largest part that forward
+has in one layer's time, and only received activations are certain to be paid. With P_j the parameters of the first
+stage over the bandwidth and r(d) = 4(d-1)/d,
 
     time >= V (S-1) + min over d of V m/d + r(d) P_j
 
 which is linear in 1/d, so that d = 1 or the largest d decides. Past the first j whose work alone exceeds the even share
-nothing improves. Where S stages cannot hold the model the floor is infinite: packed from the end, each stage as full as
-its position allows, layers need the fewest stages (what recomputing stages stash is left out).
+nothing improves. Where S stages cannot hold the model the bound is infinite: filled from the end, each stage as full
+as its position allows, layers need the fewest stages (`_fewest_stages`; what recomputing stages stash is left out).
+Given a target, `Group.refute` fills stages by time in the same way.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance
+from phaze.tolerances import BOUND_MARGIN
 
 __all__ = ["Group", "build_group", "build_groups"]
 
-_SLACK = 1e-11
-"""Floors are lowered by this part of themselves, so that rounding never refutes an optimum."""
+_LARGEST_TARGET_S = 1e300
+"""Stands for an infinite target, so that its quotient with an infinite count is not NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """One (recompute, width) on some accelerators.
+    """One choice of recompute and one tp on some accelerators.
 
     Attributes:
         recompute: whether all stages but the last recompute.
-        width: tensor-parallel width.
-        unit: devices of a stage that holds a sliced layer: the width, or 1 if no layer is sliced.
+        tp: devices that sliced layers are split over.
+        unit: devices of a stage that holds a sliced layer: tp, or 1 if no layer is sliced.
         single_run: how many layers from i on are not sliced, where some layers are and some are not: a stage within
             such a run takes one device. Zeros otherwise.
         forward_s: seconds per (layer, accelerator).
@@ -50,7 +53,7 @@ class Group:
         accelerator: indices into the instance's accelerators.
         capacity_bytes: per accelerator.
         slots: per S, ceil(microbatches/d) + S - 1 with the largest d; infinite where devices do not suffice.
-        floor_s: per (S, accelerator), a bound under the time of every plan of S stages.
+        bound_s: per (S, accelerator), a bound under the time of every plan of S stages.
     """
 
     recompute: bool
@@ -71,7 +74,7 @@ class Group:
 
     @property
     def single_limit(self) -> int:
-        """How many stages can take one device although the width is larger."""
+        """How many stages can take one device although tp is larger."""
         return int((self.single_run > 0).sum())
 
     def keep(self, alive: BoolArray) -> Group:
@@ -85,10 +88,10 @@ class Group:
         """Per (S, accelerator): the largest bottleneck of a plan of S or more stages that beats the target, or -1."""
         slots = np.where(self.bound_s < target_s, self.slots[:, None], np.inf)
         least = np.minimum.accumulate(slots[::-1], axis=0)[::-1]
-        return np.where(np.isfinite(least), np.minimum(target_s, 1e300) / least, -1.0)
+        return np.where(np.isfinite(least), np.minimum(target_s, _LARGEST_TARGET_S) / least, -1.0)
 
     def refute(self, target_s: FloatArray) -> Group:
-        """Raise to infinity the floors of stage counts that cannot beat the target, by packing layers from the end.
+        """Raise to infinity the bounds of stage counts that cannot beat the target, by filling stages from the end.
 
         With one least transfer per stage, a stage below the cap stays below it after losing a layer, so that filling
         each stage as far as the cap allows needs the fewest stages.
@@ -97,8 +100,8 @@ class Group:
         stages += 2
         once = (self.forward_s + self.backward_s)[:, lane]
         again = once + self.forward_s[:, lane] if self.recompute else once
-        cap_s = target_s[lane] / self.slots[stages] * (1 + _SLACK)
-        cap_s -= 0.0 if self.recompute else self.transfer_s * (1 - _SLACK)
+        cap_s = target_s[lane] / self.slots[stages] * (1 + BOUND_MARGIN)
+        cap_s -= 0.0 if self.recompute else self.transfer_s * (1 - BOUND_MARGIN)
         used = np.ones(len(lane), dtype=np.int64)
         load = np.zeros(len(lane))
         for layer in range(len(once) - 1, -1, -1):
@@ -106,13 +109,13 @@ class Group:
             over = load > cap_s
             used += over
             np.copyto(load, again[layer], where=over)
-        floor = self.bound_s.copy()
-        floor[stages[used > stages], lane[used > stages]] = np.inf
-        return replace(self, bound_s=floor)
+        bound = self.bound_s.copy()
+        bound[stages[used > stages], lane[used > stages]] = np.inf
+        return replace(self, bound_s=bound)
 
 
 def build_groups(instance: PaperInstance, part: slice) -> list[Group]:
-    """All groups on some accelerators, the one with the lowest floor first."""
+    """All groups on some accelerators, the one with the lowest bound first."""
     groups = [
         build_group(instance, recompute, index, part)
         for recompute in dict.fromkeys(instance.recompute)
@@ -122,7 +125,7 @@ def build_groups(instance: PaperInstance, part: slice) -> list[Group]:
 
 
 def build_group(instance: PaperInstance, recompute: bool, index: int, part: slice) -> Group:
-    """The group of one recompute choice and one width (by index)."""
+    """The group of one recompute choice and one tp (by index)."""
     sliced = instance.is_tensor_parallel[index]
     unit = instance.tp_degrees[index] if sliced.any() else 1
     runs = _single_runs(sliced)
@@ -130,7 +133,7 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
     singles = np.minimum(stages, (runs > 0).sum())
     devices = np.maximum(unit * (stages - singles) + singles, 1)
     dp = np.minimum(instance.device_count // devices, instance.micro_batches)
-    rounds = -(-instance.micro_batches // np.maximum(dp, 1))
+    per_pipeline = -(-instance.micro_batches // np.maximum(dp, 1))
     parameters, activations = instance.parameter_bytes[index], instance.activation_bytes[index]
     held = (3.0 if instance.uses_adam else 2.0) * parameters + activations
     capacity = instance.memory_bytes[part]
@@ -152,17 +155,17 @@ def build_group(instance: PaperInstance, recompute: bool, index: int, part: slic
         transfer_s=_least_transfer_s(instance, index),
         accelerator=np.arange(len(instance.memory_bytes))[part],
         capacity_bytes=capacity,
-        slots=np.where(dp > 0, rounds + stages - 1.0, np.inf),
+        slots=np.where(dp > 0, per_pipeline + stages - 1.0, np.inf),
         bound_s=np.where(impossible, np.inf, 0.0),
     )
-    floor = _floors(instance, group, np.maximum(dp, 1)) * (1 - _SLACK)
-    return replace(group, bound_s=np.maximum(group.bound_s, floor))
+    bound = _time_bounds(instance, group, np.maximum(dp, 1)) * (1 - BOUND_MARGIN)
+    return replace(group, bound_s=np.maximum(group.bound_s, bound))
 
 
 def _fewest_stages(held: list[float], stash: list[float], capacity: float) -> int:
     """How many stages hold the layers at least; more than there are layers if no number does."""
     used, full, stashed = 1, 0.0, 0.0
-    limit = capacity * (1 + _SLACK)
+    limit = capacity * (1 + BOUND_MARGIN)
     for layer in range(len(held) - 1, -1, -1):
         full, stashed = full + held[layer], stashed + stash[layer]
         if full + (used - 1) * stashed > limit:
@@ -173,13 +176,14 @@ def _fewest_stages(held: list[float], stash: list[float], capacity: float) -> in
 
 
 def _least_transfer_s(instance: PaperInstance, index: int) -> float:
-    """What the cheapest boundary of a width costs; 0 where a single layer has none."""
+    """What the cheapest boundary at one tp costs; 0 where a single layer has none."""
     edges = np.array(instance.edges, dtype=np.int64).reshape(-1, 2)
     sizes = instance.edge_bytes[index, edges[:, 1] == edges[:, 0] + 1]
     return float(sizes.min()) / instance.bandwidth_bytes_per_s if len(sizes) else 0.0
 
 
 def _single_runs(sliced: BoolArray) -> IntArray:
+    """`Group.single_run`: how many layers from each on are not sliced, where some are and some are not."""
     runs = np.zeros(len(sliced) + 1, dtype=np.int64)
     if sliced.any() and not sliced.all():
         for layer in range(len(sliced) - 1, -1, -1):
@@ -187,8 +191,8 @@ def _single_runs(sliced: BoolArray) -> IntArray:
     return runs[:-1]
 
 
-def _floors(instance: PaperInstance, group: Group, dp: IntArray) -> FloatArray:
-    """The floor per (S, accelerator), without the test of memory."""
+def _time_bounds(instance: PaperInstance, group: Group, dp: IntArray) -> FloatArray:
+    """The bound per (S, accelerator), without the test of memory."""
     once = group.forward_s + group.backward_s
     again = once + group.forward_s if group.recompute else once
     transfer = group.transfer_s

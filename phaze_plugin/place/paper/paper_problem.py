@@ -1,5 +1,7 @@
 """A placement problem as the paper's program reads it, for one accelerator or for many at once.
 
+`paper_instance` converts a problem of the default mode, leaving out what the paper does not count.
+
 Layers form a chain in which extra edges may skip ahead: the paper's program walks through a stage layer by layer and
 refuses graphs in which two neighbours are not joined. Times carry an accelerator axis; sizes do not, because slicing a
 layer does not depend on the chip.
@@ -29,14 +31,14 @@ class PaperInstance:
 
     Attributes:
         layer_ids: names of the layers, in the order of the chain.
-        tp_degrees: tensor-parallel widths that were profiled.
-        forward_s: seconds of one forward per (width, accelerator, layer).
+        tp_degrees: the values of tp that were profiled.
+        forward_s: seconds of one forward per (tp, accelerator, layer).
         backward_s: seconds of one backward, recompute not included.
-        parameter_bytes: per (width, layer).
-        activation_bytes: all activations of one microbatch per (width, layer).
-        is_tensor_parallel: whether the layer is sliced at that width, per (width, layer).
+        parameter_bytes: per (tp, layer).
+        activation_bytes: all activations of one microbatch per (tp, layer).
+        is_tensor_parallel: whether the layer is sliced at that tp, per (tp, layer).
         edges: pairs of positions in the chain.
-        edge_bytes: what crosses each edge, per (width, edge).
+        edge_bytes: what crosses each edge, per (tp, edge).
         memory_bytes: capacity of one device, per accelerator.
         bandwidth_bytes_per_s: of every link.
         device_count: devices at hand.
@@ -70,16 +72,16 @@ class PaperInstance:
         if not self.layer_ids:
             raise GraphError("the layer graph is empty; expected at least one layer.")
         self._check_counts()
-        widths, accelerators, layers = len(self.tp_degrees), len(self.memory_bytes), len(self.layer_ids)
+        degrees, accelerators, layers = len(self.tp_degrees), len(self.memory_bytes), len(self.layer_ids)
         for field, shape in (
-            ("forward_s", (widths, accelerators, layers)),
-            ("backward_s", (widths, accelerators, layers)),
-            ("parameter_bytes", (widths, layers)),
-            ("activation_bytes", (widths, layers)),
-            ("edge_bytes", (widths, len(self.edges))),
+            ("forward_s", (degrees, accelerators, layers)),
+            ("backward_s", (degrees, accelerators, layers)),
+            ("parameter_bytes", (degrees, layers)),
+            ("activation_bytes", (degrees, layers)),
+            ("edge_bytes", (degrees, len(self.edges))),
         ):
             _check_array(field, np.asarray(getattr(self, field)), shape)
-        if self.is_tensor_parallel.shape != (widths, layers):
+        if self.is_tensor_parallel.shape != (degrees, layers):
             raise PlacementError(f"is_tensor_parallel has shape {self.is_tensor_parallel.shape}.")
         self._check_chain()
 
@@ -88,7 +90,7 @@ class PaperInstance:
             if (count := getattr(self, field)) < 1:
                 raise PlacementError(f"{field} is {count}; expected at least 1.")
         if not self.tp_degrees or min(self.tp_degrees) < 1 or len(set(self.tp_degrees)) < len(self.tp_degrees):
-            raise PlacementError(f"tensor widths are {self.tp_degrees}; expected distinct whole numbers of at least 1.")
+            raise PlacementError(f"tp_degrees is {self.tp_degrees}; expected distinct whole numbers of at least 1.")
         if not self.bandwidth_bytes_per_s > 0:
             raise PlacementError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; expected a number above 0.")
         if not (np.asarray(self.memory_bytes) > 0).all():
@@ -129,10 +131,10 @@ def paper_instance(problem: PlacementProblem) -> PaperInstance:
     """
     if RecomputeMode.NONE not in problem.choices.recompute:
         raise PlacementError("the paper's program needs profiles without recompute; add recompute mode none.")
-    layers, widths = range(len(problem.graph.layers)), problem.tp_degrees
-    rows = [[problem.profile(layer, tp, RecomputeMode.NONE) for layer in layers] for tp in widths]
+    layers, tp_degrees = range(len(problem.graph.layers)), problem.tp_degrees
+    rows = [[problem.profile(layer, tp, RecomputeMode.NONE) for layer in layers] for tp in tp_degrees]
     pairs = sorted({(flow.producer, consumer) for flow in problem.graph.flows for consumer in flow.consumers})
-    sizes = np.zeros((len(widths), len(pairs)))
+    sizes = np.zeros((len(tp_degrees), len(pairs)))
     for flow in problem.graph.flows:
         for consumer in flow.consumers:
             for index, profiles in enumerate(rows):
@@ -146,7 +148,7 @@ def paper_instance(problem: PlacementProblem) -> PaperInstance:
     )
     return PaperInstance(
         layer_ids=tuple(layer.name for layer in problem.graph.layers),
-        tp_degrees=widths,
+        tp_degrees=tp_degrees,
         forward_s=forward,
         backward_s=backward_input + weight,
         parameter_bytes=np.array(

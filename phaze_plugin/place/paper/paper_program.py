@@ -1,7 +1,7 @@
 """The paper's dynamic program over data, pipeline and tensor parallelism, for many accelerators in one call.
 
-For every way to count (recompute or not), tensor width t and number of stages S, let D_s(i) be the least bottleneck
-when layers i.. form exactly s stages:
+For each choice of recompute, each tp t and each number of stages S, let D_s(i) be the least bottleneck when layers i..
+form exactly s stages (`bottlenecks`, `first_stages`):
 
     D_1(i) = load of the last stage i..;    D_s(i) = min over w of max(load(i, i+w), D_{s-1}(i+w+1))
 
@@ -10,13 +10,13 @@ With d pipelines of k devices, d*k <= devices, d <= microbatches:
 
     time = D_S(0) * (ceil(microbatches/d) + S - 1) + 4 (d-1)/d * parameters of the first stage / bandwidth
 
-so the first stage is chosen last. Where all layers are sliced or none is, k = t*S or S. Where only some are, D has one
-more index: the number of stages that take one device.
+so that the first stage is chosen last (`_finish`). Where all layers are sliced or none is, k = t*S or S. Where only
+some are, D has one more index: the number of stages that take one device.
 
 What is skipped, without changing the answer: of all d with the same ceil(microbatches/d) only the least can win. And a
 plan that beats a time U has at most the bottleneck U / (ceil(microbatches/d) + S - 1), which bounds how long its stages
-are, and its S must have a floor below U (see `paper_group`). U starts a little above the least floor; if no plan beats
-it, it is raised, the last time to infinity.
+are, and its S must have a bound below U (`paper_bounds.py`). U starts a little above the least bound; if no plan beats
+it, it is raised, the last time to infinity (`_search`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.paper.paper_bounds import Group, build_group, build_groups
 from phaze.place.paper.paper_problem import BoolArray, FloatArray, IntArray, PaperInstance, paper_instance
 from phaze.place.paper.paper_stage_loads import Stages, build_stages
+from phaze.tolerances import CLAIM_MARGIN
 
 __all__ = ["PaperPlacement", "PaperResult", "place_as_paper", "place_paper", "reconstruct"]
 
 _ACCELERATORS_AT_ONCE = 256
+"""Accelerators that one numpy call serves: more save calls, and make tables that leave the processor's caches."""
+
 _ELEMENTS_PER_CALL = 8_000
-_GUESSES = (1.1, 1.3, 2.0, np.inf)
+"""Numbers that a narrower window of stage lengths must save to be worth a numpy call of its own."""
+
+_TARGETS = (1.1, 1.3, 2.0, np.inf)
+"""Targets to beat, in units of the least bound: a low one leaves little to look at, and one that is not met costs the
+work again with the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,10 +52,10 @@ class PaperResult:
     Attributes:
         time_s: seconds per batch.
         recompute: whether the best plan recomputes.
-        width: tensor-parallel width.
-        pipelines: data-parallel degree.
+        tp: devices that sliced layers are split over.
+        dp: copies of the pipeline.
         stages: pipeline stages.
-        single_stages: stages that take one device although the width is larger (only where some layers are not sliced).
+        single_stages: stages that take one device although tp is larger (only where some layers are not sliced).
         first_stage_layers: layers of the first stage.
     """
 
@@ -79,16 +86,16 @@ def place_paper(instance: PaperInstance) -> PaperResult:
 def _search(instance: PaperInstance, groups: list[Group], best: PaperResult) -> None:
     """Improve ``best`` by the plans of these groups, under targets that rise until they are met."""
     accelerator = groups[0].accelerator
-    floor = np.minimum.reduce([group.bound_s.min(axis=0) for group in groups])
-    for guess in _GUESSES:
-        target = guess * floor
+    bound = np.minimum.reduce([group.bound_s.min(axis=0) for group in groups])
+    for factor in _TARGETS:
+        target = factor * bound
         for group in groups:
             _beat(instance, group, np.minimum(best.time_s[accelerator], target), best)
-        unmet = (best.time_s[accelerator] > target) & np.isfinite(floor)
+        unmet = (best.time_s[accelerator] > target) & np.isfinite(bound)
         if not unmet.any():
             return
         groups = [group.keep(unmet) for group in groups]
-        accelerator, floor = accelerator[unmet], floor[unmet]
+        accelerator, bound = accelerator[unmet], bound[unmet]
 
 
 def _beat(instance: PaperInstance, group: Group, target_s: FloatArray, best: PaperResult) -> None:
@@ -118,6 +125,7 @@ def _beat(instance: PaperInstance, group: Group, target_s: FloatArray, best: Pap
 
 
 def _any(matrix: BoolArray) -> BoolArray:
+    """Whether some number of stages has it, per accelerator."""
     return np.asarray(matrix.any(axis=0))
 
 
@@ -131,8 +139,8 @@ def bottlenecks(group: Group, stages: Stages, limit: int) -> FloatArray:
         table[start, int(group.single_run[start] >= layers - start), 0] = stages.last_load_s[start]
         for first, last in blocks:
             inner = slice(stages.windows[first]), start
-            strategies = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (first, last))
-            np.minimum.reduce(strategies, axis=0, out=table[start, :, first - 1 : last])
+            joined = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (first, last))
+            np.minimum.reduce(joined, axis=0, out=table[start, :, first - 1 : last])
     return table
 
 
@@ -205,26 +213,26 @@ def _finish(instance: PaperInstance, group: Group, bottleneck_s: FloatArray, sta
             continue
         slowest = (known[better] / np.maximum(least[single, better], np.finfo(float).tiny)).max() - stages + 1
         dp = _pipeline_counts(instance.micro_batches, allowed)
-        rounds = -(-instance.micro_batches // dp)
-        dp, rounds = dp[rounds <= slowest], rounds[rounds <= slowest]
-        times = bottleneck_s[:, single][:, None, better] * (rounds + stages - 1.0)[:, None]
+        per_pipeline = -(-instance.micro_batches // dp)
+        dp, per_pipeline = dp[per_pipeline <= slowest], per_pipeline[per_pipeline <= slowest]
+        times = bottleneck_s[:, single][:, None, better] * (per_pipeline + stages - 1.0)[:, None]
         times += np.multiply.outer(parameters_s, 4.0 * (dp - 1) / dp)[..., None]
         flat = times.reshape(-1, len(better))
         choice = flat.argmin(axis=0) if len(flat) else np.zeros(0, dtype=np.int64)
         time = flat[choice, np.arange(len(choice))]
         wins = np.flatnonzero(time < known[better[: len(time)]])
-        at = group.accelerator[better[wins]]
-        best.time_s[at], best.recompute[at], best.tp[at] = time[wins], group.recompute, group.tp
-        best.first_stage_layers[at] = choice[wins] // max(len(dp), 1) + 1
-        best.dp[at] = dp[choice[wins] % max(len(dp), 1)]
-        best.stages[at], best.single_stages[at] = stages, single
+        improved = group.accelerator[better[wins]]
+        first_stage, dp_index = np.divmod(choice[wins], max(len(dp), 1))
+        best.time_s[improved], best.recompute[improved], best.tp[improved] = time[wins], group.recompute, group.tp
+        best.first_stage_layers[improved], best.dp[improved] = first_stage + 1, dp[dp_index]
+        best.stages[improved], best.single_stages[improved] = stages, single
 
 
 def _pipeline_counts(micro_batches: int, most: int) -> IntArray:
     """The least d for each value of ceil(microbatches/d) with d up to ``most``, ascending."""
     counts = np.arange(1, min(micro_batches, most) + 1)
-    rounds = -(-micro_batches // counts)
-    return np.asarray(counts[np.diff(rounds, prepend=rounds[0] + 1) != 0])
+    per_pipeline = -(-micro_batches // counts)
+    return np.asarray(counts[np.diff(per_pipeline, prepend=per_pipeline[0] + 1) != 0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +252,8 @@ def reconstruct(instance: PaperInstance, result: PaperResult, accelerator: int =
     if not result.is_feasible[accelerator]:
         return None
     chosen = {name: getattr(result, name)[accelerator].item() for name in PaperResult.__slots__}
-    tp = instance.tp_degrees.index(chosen["tp"])
-    group = build_group(instance, chosen["recompute"], tp, slice(accelerator, accelerator + 1))
+    tp_index = instance.tp_degrees.index(chosen["tp"])
+    group = build_group(instance, chosen["recompute"], tp_index, slice(accelerator, accelerator + 1))
     lengths = _stage_lengths(instance, group, chosen)
     starts = np.cumsum([0, *lengths]).tolist()
     return PaperPlacement(
@@ -266,15 +274,15 @@ def _stage_lengths(instance: PaperInstance, group: Group, chosen: dict[str, int]
     count, lengths = chosen["stages"], [chosen["first_stage_layers"]]
     if count == 1:
         return lengths
-    target = np.array([chosen["time_s"] * (1 + 1e-9)])
-    floors = np.where(np.arange(len(group.slots))[:, None] == count, group.bound_s, np.inf)
-    stages = build_stages(instance, group, replace(group, bound_s=floors).caps(target))
+    target = np.array([chosen["time_s"] * (1 + CLAIM_MARGIN)])
+    bounds = np.where(np.arange(len(group.slots))[:, None] == count, group.bound_s, np.inf)
+    stages = build_stages(instance, group, replace(group, bound_s=bounds).caps(target))
     table = bottlenecks(group, stages, count - 1)
     start, single = lengths[0], chosen["single_stages"] - int(group.single_run[0] >= lengths[0])
     for position in range(count - 1, 1, -1):
         inner = slice(None), start
-        strategies = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (position, position))
-        lengths.append(int(strategies[:, single, 0, 0].argmin()) + 1)
+        joined = _join(group, stages.load_s[inner], stages.positions[inner], table, start, (position, position))
+        lengths.append(int(joined[:, single, 0, 0].argmin()) + 1)
         single -= int(group.single_run[start] >= lengths[-1])
         start += lengths[-1]
     return [*lengths, len(group.single_run) - start]

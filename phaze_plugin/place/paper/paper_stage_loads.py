@@ -125,12 +125,12 @@ def _positions(
     """The largest position where a stage fits: inner ones per (w, i), first ones per w, last ones per i."""
     capacities, index = np.unique(group.capacity_bytes, return_inverse=True)
     table = _largest_positions(instance, group, capacities, reached)
-    spread = slice(None) if len(capacities) == 1 else index
+    accelerators = slice(None) if len(capacities) == 1 else index
     layers = len(group.single_run)
     starts = np.arange(layers - reached, layers)
     at_end = np.zeros((layers, len(capacities)), dtype=np.int64)
     at_end[starts] = table[layers - 1 - starts, starts]
-    return table[:longest, :, spread], table[:, 0, spread], at_end[:, spread]
+    return table[:longest, :, accelerators], table[:, 0, accelerators], at_end[:, accelerators]
 
 
 def _largest_positions(instance: PaperInstance, group: Group, capacities: FloatArray, longest: int) -> IntArray:

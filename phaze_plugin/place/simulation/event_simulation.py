@@ -1,9 +1,9 @@
 """Event simulation of a placed pipeline: every pass of every microbatch, and what follows the last backward.
 
-A device runs its passes in the fixed order of its schedule (`pass_orders.py`). A pass starts when the device is free and
-its input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on the
-last stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the transfer
-or the recompute, whichever is longer, and then the layers. Sending is free for the sender.
+A device runs its passes in the fixed order of its schedule (`pass_orders.py`). A pass starts when the device is free
+and its input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on
+the last stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the
+transfer or the recompute, whichever is longer, and then the layers. Sending is free for the sender.
 
 With E the end of a stage's last pass that makes gradients of weights, its reduction over copies ends (`_finish`) at
 
