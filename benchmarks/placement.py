@@ -9,7 +9,7 @@ optimum. --scale places 98 layers on 1,024 devices: paper mode for one accelerat
 default mode. --model places a built-in model with scheduled profiles at every microbatch size, alone and below the best
 time of the sizes before it. The readers of instances are those of the tests: hence PYTHONPATH.
 
-The scale instance is random with a fixed seed: 98 unequal layers, tensor widths 1, 2, 4 and 8 with falling efficiency,
+The scale instance is random with a fixed seed: 98 unequal layers, tp 1, 2, 4 and 8 with falling efficiency,
 Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
 layers with a third recompute mode (selective), all four schedules with 2 to 4 chunks, and ZeRO 0 to 3.
 """
@@ -46,8 +46,12 @@ from phaze.planner import ProfileOptions, placement_graph, profile_layer
 from phaze.shard import Axis, ShardingProblem, shard_model, unsharded
 
 RELATIVE = 1e-9
+"""The largest relative difference from the original program's optimum: far above rounding, far below any real one."""
+
 RUNS = 20
-LAYERS, DEVICES, MICRO_BATCHES, WIDTHS = 98, 1024, 512, (1, 2, 4, 8)
+"""Runs of which the median is printed: enough that a busy moment of the machine does not decide."""
+
+LAYERS, DEVICES, MICRO_BATCHES, TP_DEGREES = 98, 1024, 512, (1, 2, 4, 8)
 
 
 def main() -> int:
@@ -80,13 +84,13 @@ def compare_instances(path: Path) -> int:
         reconstruct(instance, result)
         ours += time.perf_counter() - start
         original += oracle.get("reference_seconds", 0.0)
-        found, expected = float(result.time_s[0]), oracle["expected"]
+        time_s, expected = float(result.time_s[0]), oracle["expected"]
         is_equal = bool(result.is_feasible[0]) == expected["feasible"]
         if is_equal and expected["feasible"]:
-            is_equal = abs(found - expected["timePerBatch"]) <= RELATIVE * expected["timePerBatch"]
+            is_equal = abs(time_s - expected["timePerBatch"]) <= RELATIVE * expected["timePerBatch"]
         equal += is_equal
         if not is_equal:
-            print(f"{oracle['name']}: found {found!r}, expected {expected.get('timePerBatch', 'infeasible')!r}")
+            print(f"{oracle['name']}: found {time_s!r}, expected {expected.get('timePerBatch', 'infeasible')!r}")
     print(f"total {ours:.3f} s; the original program's own total in the file: {original:.3f} s")
     print(f"{equal}/{len(oracles)} equal")
     return len(oracles) - equal
@@ -95,21 +99,21 @@ def compare_instances(path: Path) -> int:
 def scale_instance(accelerators: int) -> PaperInstance:
     """The random instance of --scale, on one or many accelerators."""
     generator = np.random.default_rng(0)
-    widths = np.array(WIDTHS)[:, None, None]
+    tp = np.array(TP_DEGREES)[:, None, None]
     speed = generator.uniform(0.5, 2, (1, accelerators, 1)) if accelerators > 1 else np.ones((1, 1, 1))
-    forward = generator.uniform(5e-3, 15e-3, (1, accelerators, LAYERS)) / speed * (1 + 0.06 * (widths - 1)) / widths
-    parameters, activations = generator.uniform(0.5e9, 1.5e9, (2, 1, LAYERS)) / widths[:, 0]
+    forward = generator.uniform(5e-3, 15e-3, (1, accelerators, LAYERS)) / speed * (1 + 0.06 * (tp - 1)) / tp
+    parameters, activations = generator.uniform(0.5e9, 1.5e9, (2, 1, LAYERS)) / tp[:, 0]
     edges = generator.uniform(20e6, 60e6, (1, LAYERS - 1))
     return PaperInstance(
         layer_ids=tuple(range(LAYERS)),
-        tp_degrees=WIDTHS,
+        tp_degrees=TP_DEGREES,
         forward_s=forward,
         backward_s=2 * forward * generator.uniform(0.9, 1.1, forward.shape),
         parameter_bytes=parameters,
         activation_bytes=activations,
-        is_tensor_parallel=np.repeat(np.array(WIDTHS)[:, None] > 1, LAYERS, axis=1),
+        is_tensor_parallel=np.repeat(np.array(TP_DEGREES)[:, None] > 1, LAYERS, axis=1),
         edges=tuple((layer, layer + 1) for layer in range(LAYERS - 1)),
-        edge_bytes=np.repeat(edges, len(WIDTHS), axis=0),
+        edge_bytes=np.repeat(edges, len(TP_DEGREES), axis=0),
         memory_bytes=np.full(accelerators, 40e9),
         bandwidth_bytes_per_s=25e9,
         device_count=DEVICES,
@@ -123,7 +127,7 @@ def default_problem(instance: PaperInstance) -> PlacementProblem:
     stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
     again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
     profiles = {}
-    for index, tp in enumerate(WIDTHS):
+    for index, tp in enumerate(TP_DEGREES):
         for layer in range(LAYERS):
             forward, backward = instance.forward_s[index, 0, layer], instance.backward_s[index, 0, layer]
             activations = float(instance.activation_bytes[index, layer])
@@ -162,14 +166,14 @@ def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
 
 def time_scale() -> None:
     """Print what one placement and a batch of 1,000 cost."""
-    one, many = scale_instance(1), scale_instance(1000)
-    plan = reconstruct(one, place_paper(one))
+    alone, many = scale_instance(1), scale_instance(1000)
+    plan = reconstruct(alone, place_paper(alone))
     assert plan is not None
     print(
-        f"{LAYERS} layers, {DEVICES} devices, widths {WIDTHS}, Adam, recompute both: {len(plan.stages)} stages x "
+        f"{LAYERS} layers, {DEVICES} devices, tp {TP_DEGREES}, Adam, recompute both: {len(plan.stages)} stages x "
         f"{plan.tp} tensor x {plan.dp} data, recompute {plan.recompute}, {plan.time_s:.4f} s per batch"
     )
-    single = median_s(lambda: reconstruct(one, place_paper(one)))
+    single = median_s(lambda: reconstruct(alone, place_paper(alone)))
     print(f"paper mode, one accelerator with its stages: {1e3 * single:.2f} ms (median of {RUNS})")
     feasible = int(place_paper(many).is_feasible.sum())
     batch = median_s(lambda: place_paper(many)) / 1000
@@ -177,14 +181,14 @@ def time_scale() -> None:
         f"paper mode, 1,000 accelerators in one call ({feasible} feasible): {1e3 * batch:.3f} ms each (median of "
         f"{RUNS}), {single / batch:.1f} times faster than one by one"
     )
-    problem = default_problem(one)
+    problem = default_problem(alone)
     result = find_placement(problem, top=1)
     assert result.best is not None
     parallelism = result.best.parallelism
     print(
         f"default mode: {parallelism.pp} stages x {parallelism.tp} tensor x {parallelism.dp} data, "
         f"{parallelism.schedule}, {parallelism.chunks} chunk(s), ZeRO-{parallelism.zero}, {result.best.time_s:.4f} s "
-        f"per batch; {result.status}, gap {result.gap:.1%}; {result.strategies} degrees looked at, "
+        f"per batch; {result.status}, gap {result.gap:.1%}; {result.strategies} strategies looked at, "
         f"{result.simulated} pipelines simulated"
     )
     seconds = median_s(lambda: find_placement(problem, top=1))
@@ -195,7 +199,7 @@ def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: P
     """A built-in model at one microbatch size, sliced, scheduled and profiled."""
     graph = phaze.import_graph(name).with_micro_batch(size)
     profiles = {}
-    for tp in WIDTHS:
+    for tp in TP_DEGREES:
         axis = Axis(cluster, tp)
         whole = [unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.layers]
         layers = shard_model(graph, axis).layers if tp > 1 else whole
@@ -221,10 +225,10 @@ def time_model(name: str, cluster: Cluster, batch: int, gap: float = 0.01) -> No
         middle = time.process_time()
         find_placement(problem, gap=gap, cutoff_s=best_s)
         end = time.process_time()
-        found = "nothing" if result.best is None else f"{result.best.time_s:.4g} s per batch, gap {result.gap:.1%}"
+        answer = "nothing" if result.best is None else f"{result.best.time_s:.4g} s per batch, gap {result.gap:.1%}"
         best_s = min(best_s, math.inf if result.best is None else result.best.time_s)
         print(
-            f"microbatches of {size}: {found}, {result.strategies} strategies looked at, {middle - start:.2f} s; below "
+            f"microbatches of {size}: {answer}, {result.strategies} strategies, {middle - start:.2f} s; below "
             f"the best of smaller ones {end - middle:.2f} s"
         )
 

@@ -9,8 +9,8 @@ from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
-from phaze.parallelism import PIPELINE_SCHEDULES, Choices, PipelineSchedule
-from phaze.place.model.placement_problem import PlacementProblem
+from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Parallelism, PipelineSchedule
+from phaze.place import PlacementProblem, find_placement
 from phaze.profile.layer_profile import (
     BoundaryTensor,
     Bounded,
@@ -50,7 +50,7 @@ def random_graph(random: Random, layers: int) -> PlacementGraph:
 
 
 def random_profiles(
-    random: Random, graph: PlacementGraph, widths: tuple[int, ...], modes: tuple[RecomputeMode, ...]
+    random: Random, graph: PlacementGraph, tp_degrees: tuple[int, ...], modes: tuple[RecomputeMode, ...]
 ) -> dict[tuple[str, int, RecomputeMode], LayerProfile]:
     """Profiles whose layers differ in what dominates them; some cannot be sliced."""
     stash_scale = random.choice([0.1, 1.0, 4.0])
@@ -59,9 +59,9 @@ def random_profiles(
         parameters, stash = random.uniform(0.2, 1) * 1e6, random.uniform(0.2, 1) * 1e6 * stash_scale
         seconds = [random.uniform(0.2, 1) for _ in range(3)]
         output = random.uniform(1e4, 1e5)
-        sliceable = random.random() < 0.7 or 1 not in widths
+        sliceable = random.random() < 0.7 or 1 not in tp_degrees
         others = random.uniform(0.5, 2)
-        for tp in widths:
+        for tp in tp_degrees:
             sliced = sliceable and tp > 1
             cut = tp if sliced else 1
             for mode in modes:
@@ -110,7 +110,7 @@ def random_problem(
     """A problem of at most so many layers, devices and microbatches, on chips with little or with this much memory."""
     random = Random(seed)
     graph = random_graph(random, random.randrange(1, largest + 1))
-    widths = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
+    tp_degrees = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
     modes = tuple(mode for mode in SEARCHED_MODES if random.random() < 0.7) or (RecomputeMode.NONE,)
     modes = modes if len(graph.layers) < 5 else tuple(random.sample(modes, min(len(modes), 2)))
     bandwidth = random.choice([1e5, 1e6, 1e8])
@@ -119,7 +119,7 @@ def random_problem(
     chip = replace(preset("a100-80gb").accelerator, hbm_bytes=memory_bytes or memory)
     return PlacementProblem(
         graph=graph,
-        profiles=random_profiles(random, graph, widths, modes),
+        profiles=random_profiles(random, graph, tp_degrees, modes),
         cluster=Cluster(
             chip, random.randrange(1, most_devices + 1), random.choice([nodes, (InterconnectLevel(16, bandwidth),)])
         ),
@@ -139,8 +139,8 @@ def random_problem(
     )
 
 
-def spread_problem(seed: int, *, largest: int = 5, most_devices: int = 6) -> PlacementProblem:
-    """A problem whose inner layers are equal, for a target that spreads the first and the last over all stages."""
+def stage_sharded_problem(seed: int, *, largest: int = 5, most_devices: int = 6) -> PlacementProblem:
+    """A problem whose inner layers are equal, for a target that shards the first and the last over all stages."""
     problem = random_problem(seed, largest=largest, most_devices=most_devices)
     first, *inner, last = problem.graph.layers if len(problem.graph.layers) > 2 else (*problem.graph.layers, None)
     free = [layer.key for layer in inner if layer and not layer.key.startswith("tied")]
@@ -166,3 +166,45 @@ def changed(problem: PlacementProblem, **changes: object) -> PlacementProblem:
     names = {field.name for field in fields(Choices)}
     choices = replace(problem.choices, **{name: value for name, value in changes.items() if name in names})
     return replace(problem, choices=choices, **{name: value for name, value in changes.items() if name not in names})
+
+
+def chain_problem() -> PlacementProblem:
+    """The first random problem that is a chain with full recompute, of which everything is allowed, and that fits."""
+    for seed in range(10_000):
+        problem = random_problem(seed, largest=6, most_devices=8)
+        flows = [(flow.producer, flow.consumers) for flow in problem.graph.flows]
+        is_chain = flows == [(index, (index + 1,)) for index in range(len(problem.graph.layers) - 1)]
+        is_free = problem.capabilities == Capabilities.everything() and set(problem.choices.schedule) == set(
+            PIPELINE_SCHEDULES
+        )
+        modes = (RecomputeMode.NONE, RecomputeMode.FULL)
+        if is_chain and is_free and len(flows) >= 3 and problem.choices.recompute == modes:
+            narrow = changed(problem, dp=(1,), zero=(0,))
+            if find_placement(narrow).best and len(find_placement(problem, top=4).alternatives) == 3:
+                return problem
+    raise AssertionError
+
+
+def with_memory(problem: PlacementProblem, hbm_bytes: int) -> PlacementProblem:
+    """The same problem on devices with so much memory."""
+    accelerator = replace(problem.cluster.accelerator, hbm_bytes=hbm_bytes)
+    return replace(problem, cluster=replace(problem.cluster, accelerator=accelerator))
+
+
+def random_strategy(random: Random, problem: PlacementProblem) -> Parallelism | None:
+    """A strategy of up to five stages and three copies, or None where layers or microbatches are too few."""
+    schedule = random.choice(list(PipelineSchedule))
+    dp = random.randrange(1, 4)
+    chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
+    pp = 1 if schedule is PipelineSchedule.NONE else random.randrange(2, 6)
+    parallelism = Parallelism(
+        tp=random.choice(problem.tp_degrees),
+        dp=dp,
+        pp=pp,
+        chunks=chunks,
+        schedule=schedule,
+        zero=random.choice([0, 1, 2, 3]) if dp > 1 else 0,
+    )
+    micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    is_uneven = chunks > 1 and micro_batches % pp
+    return None if parallelism.stages > len(problem.graph.layers) or is_uneven else parallelism

@@ -10,17 +10,16 @@ from placement_problems import changed, random_problem
 from phaze.errors import GraphError, HardwareError, PlacementError
 from phaze.hardware import Cluster
 from phaze.place import Bounded, Flow, PlacementGraph, PlacementProblem, RecomputeMode, find_placement
-from phaze.place.model.stage_space import build_stage_space
 
 
 def problem() -> PlacementProblem:
     """The first random problem on several devices in which something fits."""
     return next(
-        found
-        for found in (random_problem(seed, largest=6, most_devices=8) for seed in range(100))
-        if found.cluster.device_count > 3
-        and RecomputeMode.FULL in found.choices.recompute
-        and find_placement(found).best
+        candidate
+        for candidate in (random_problem(seed, largest=6, most_devices=8) for seed in range(100))
+        if candidate.cluster.device_count > 3
+        and RecomputeMode.FULL in candidate.choices.recompute
+        and find_placement(candidate).best
     )
 
 
@@ -99,23 +98,3 @@ def test_a_tie_that_the_graph_does_not_know_is_refused() -> None:
     profiles = {key: replace(profile, tied_parameters={"w": 1.0}) for key, profile in base.profiles.items()}
     with pytest.raises(PlacementError, match="ties 'w', but the graph does not"):
         replace(base, profiles=profiles, graph=replace(base.graph, ties={}))
-
-
-def test_a_graph_that_branches_too_much_is_refused_with_advice() -> None:
-    layers = PlacementGraph.chain(tuple("abcdefghijkl")).layers
-    with pytest.raises(PlacementError, match="merge parallel layers"):
-        build_stage_space(PlacementGraph(layers=layers))
-
-
-def test_parallel_branches_are_states_of_their_own() -> None:
-    layers = PlacementGraph.chain(("in", "left", "right", "out")).layers
-    graph = PlacementGraph(layers=layers, flows=(Flow(0, (1, 2)), Flow(1, (3,)), Flow(2, (3,))))
-    space = build_stage_space(graph)
-    assert space.states == 6
-    assert not space.is_chain
-    assert {space.members(stage) for stage in range(len(space.source)) if space.sizes[stage] == 1} == {
-        (0,),
-        (1,),
-        (2,),
-        (3,),
-    }

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_problems import examples, random_graph
 
+from phaze.errors import PlacementError
+from phaze.place import Flow, PlacementGraph
 from phaze.place.model.stage_space import build_stage_space
 
 seeds = st.integers(0, 2**32 - 1)
@@ -41,3 +43,23 @@ def test_quantities_of_stages_equal_loops_over_their_layers(seed: int) -> None:
 def test_the_states_of_a_chain_are_its_prefixes() -> None:
     graph = random_graph(Random(1), 1)
     assert build_stage_space(graph).is_chain
+
+
+def test_a_graph_that_branches_too_much_is_refused_with_advice() -> None:
+    layers = PlacementGraph.chain(tuple("abcdefghijkl")).layers
+    with pytest.raises(PlacementError, match="merge parallel layers"):
+        build_stage_space(PlacementGraph(layers=layers))
+
+
+def test_parallel_branches_are_states_of_their_own() -> None:
+    layers = PlacementGraph.chain(("in", "left", "right", "out")).layers
+    graph = PlacementGraph(layers=layers, flows=(Flow(0, (1, 2)), Flow(1, (3,)), Flow(2, (3,))))
+    space = build_stage_space(graph)
+    assert space.states == 6
+    assert not space.is_chain
+    assert {space.members(stage) for stage in range(len(space.source)) if space.sizes[stage] == 1} == {
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    }

@@ -148,25 +148,25 @@ def plain_program(instance: PaperInstance, accelerator: int = 0) -> float:
 def instances(draw: st.DrawFn, largest: int = 6) -> PaperInstance:
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     layers, accelerators = draw(st.integers(1, largest)), draw(st.integers(1, 3))
-    widths = tuple(sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))))
+    tp_degrees = tuple(sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))))
     skips = draw(st.sets(st.tuples(st.integers(0, 5), st.integers(2, 5)), max_size=3))
     edges = [(layer, layer + 1) for layer in range(layers - 1)]
     edges += [(source, source + length) for source, length in sorted(skips) if source + length < layers]
     share = draw(st.sampled_from([0.0, 0.5, 1.0]))
-    sliced = generator.random((len(widths), layers)) < share
-    sliced[[index for index, tp in enumerate(widths) if tp == 1]] = False
-    forward, backward = generator.uniform(0.1, 1, (2, len(widths), accelerators, layers))
+    sliced = generator.random((len(tp_degrees), layers)) < share
+    sliced[[index for index, tp in enumerate(tp_degrees) if tp == 1]] = False
+    forward, backward = generator.uniform(0.1, 1, (2, len(tp_degrees), accelerators, layers))
     transfer = draw(st.sampled_from([0.0, 0.1, 2.0]))
     return PaperInstance(
         layer_ids=tuple(f"layer{index}" for index in range(layers)),
-        tp_degrees=widths,
+        tp_degrees=tp_degrees,
         forward_s=forward,
         backward_s=backward,
-        parameter_bytes=generator.uniform(0.1, 1, (len(widths), layers)),
-        activation_bytes=generator.uniform(0.1, 1, (len(widths), layers)),
+        parameter_bytes=generator.uniform(0.1, 1, (len(tp_degrees), layers)),
+        activation_bytes=generator.uniform(0.1, 1, (len(tp_degrees), layers)),
         is_tensor_parallel=sliced,
         edges=tuple(edges),
-        edge_bytes=generator.uniform(0, 1, (len(widths), len(edges))) * transfer,
+        edge_bytes=generator.uniform(0, 1, (len(tp_degrees), len(edges))) * transfer,
         memory_bytes=generator.uniform(2, draw(st.sampled_from([4.0, 12.0, 40.0])), accelerators) * (largest / 6),
         bandwidth_bytes_per_s=draw(st.sampled_from([0.3, 1.0, 100.0])),
         device_count=draw(st.integers(1, 2 * largest)),

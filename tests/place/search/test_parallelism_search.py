@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement import brute_force
-from placement_problems import changed, examples, random_problem, spread_problem
+from placement_brute_force import brute_force
+from placement_problems import changed, examples, random_problem, stage_sharded_problem
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
@@ -49,8 +49,8 @@ def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
 
 @examples(40)
 @given(seeds)
-def test_the_program_finds_what_trying_everything_finds_where_ends_are_spread(seed: int) -> None:
-    compare_with_brute_force(spread_problem(seed))
+def test_the_program_finds_what_trying_everything_finds_where_ends_are_sharded_over_stages(seed: int) -> None:
+    compare_with_brute_force(stage_sharded_problem(seed))
 
 
 @pytest.mark.exhaustive
@@ -79,12 +79,12 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
             pp=(int(strategies.pp[index]),),
             zero=(int(strategies.zero[index]),),
         )
-        found = [
-            one
-            for one in search_parallelisms(PreparedProblem.of(problem), top=20).plans
-            if one.parallelism == strategies.parallelism(index)
+        times = [
+            plan.time_s
+            for plan in search_parallelisms(PreparedProblem.of(problem), top=20).plans
+            if plan.parallelism == strategies.parallelism(index)
         ]
-        time_s = found[0].time_s if found else math.inf
+        time_s = times[0] if times else math.inf
         assert strategies.bound_s[index] <= time_s
         assert tightened[index] <= time_s
 
@@ -165,11 +165,11 @@ def test_looser_schedules_to_choose_from_never_make_a_plan_slower_whatever_the_g
 ) -> None:
     tight = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
     few = changed(relaxed(seed), schedule=tight)
-    found, more = (
+    fewer, more = (
         search_parallelisms(PreparedProblem.of(problem), gap=gap).plans
         for problem in (few, changed(few, schedule=(*sorted(kinds), *tight)))
     )
-    assert not found or more[0].time_s <= found[0].time_s * (1 + 1e-9)
+    assert not fewer or more[0].time_s <= fewer[0].time_s * (1 + 1e-9)
 
 
 @examples(30)
@@ -194,7 +194,7 @@ def test_the_same_problem_gets_the_same_answer() -> None:
     assert first == second
 
 
-def test_the_tables_of_many_degrees_are_not_shared_between_problems() -> None:
+def test_the_orders_of_passes_are_not_shared_between_problems() -> None:
     problem = random_problem(3)
     prepared = PreparedProblem.of(problem)
     search_parallelisms(prepared)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement import PlainStage, plain_simulation
 from placement_problems import examples
 
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
+from phaze.verify.plain_placement import PlainStage, plain_simulation
 
 NAMES = ("forward_s", "backward_s", "weight_s", "exposed_s", "reduction_s", "tie_s", "finish_s")
 

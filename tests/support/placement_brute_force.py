@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_order, plain_simulation
+from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
 
-__all__ = ["PlainCosts", "PlainStage", "brute_force", "plain_in_flight", "plain_order", "plain_simulation", "splits"]
+__all__ = ["brute_force", "stage_partitions"]
 
 
-def splits(
+def stage_partitions(
     problem: PlacementProblem, parts: int, before: frozenset[int] = frozenset()
 ) -> Iterator[tuple[frozenset[int], ...]]:
     """Every way to cut the layers into so many stages in order, no tensor flowing backward."""
@@ -26,7 +26,7 @@ def splits(
             stage = frozenset(chosen)
             placed = before | stage
             if all(flow.producer in placed for flow in problem.graph.flows if set(flow.consumers) & stage):
-                for others in splits(problem, parts - 1, placed):
+                for others in stage_partitions(problem, parts - 1, placed):
                     yield (stage, *others)
 
 
@@ -38,9 +38,9 @@ def _is_even(problem: PlacementProblem, stages: tuple[frozenset[int], ...]) -> b
 
 
 def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
-    """The least simulated time of every choice of degrees that something fits, by trying everything."""
+    """The least simulated time of every strategy with which something fits, by trying everything."""
     capabilities, cluster = problem.capabilities, problem.cluster
-    found: dict[tuple[object, ...], float] = {}
+    best_s: dict[tuple[object, ...], float] = {}
     shapes: list[tuple[PipelineSchedule, int]] = [(PipelineSchedule.NONE, 1)]
     for kind in problem.choices.schedule:
         if kind in capabilities.schedules:
@@ -52,9 +52,9 @@ def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
         if zero not in capabilities.zero_stages or (problem.choices.dp and d not in problem.choices.dp):
             continue
         stages = [
-            one
-            for one in problem.choices.zero
-            if schedule is PipelineSchedule.NONE or capabilities.supports(schedule, one)
+            allowed
+            for allowed in problem.choices.zero
+            if schedule is PipelineSchedule.NONE or capabilities.supports(schedule, allowed)
         ]
         if d == 1 and zero > min(set(stages) & capabilities.zero_stages, default=zero):
             continue
@@ -62,16 +62,16 @@ def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
             continue
         if schedule is not PipelineSchedule.NONE and not capabilities.supports(schedule, zero):
             continue
-        rounds = -(-problem.micro_batches // d)
+        micro_batches = -(-problem.micro_batches // d)
         for devices in [1] if schedule is PipelineSchedule.NONE else range(2, layers // chunks + 1):
             if problem.choices.pp and devices not in problem.choices.pp:
                 continue
-            if chunks > 1 and rounds % devices:
+            if chunks > 1 and micro_batches % devices:
                 continue
-            best = _best_of(problem, tp, d, zero, schedule, chunks, devices, rounds)
+            best = _best_of(problem, tp, d, zero, schedule, chunks, devices, micro_batches)
             if best < math.inf:
-                found[tp, d, devices, chunks, schedule, zero] = best
-    return found
+                best_s[tp, d, devices, chunks, schedule, zero] = best
+    return best_s
 
 
 def _best_of(
@@ -82,7 +82,7 @@ def _best_of(
     schedule: PipelineSchedule,
     chunks: int,
     devices: int,
-    rounds: int,
+    micro_batches: int,
 ) -> float:
     capabilities, cluster, layers = problem.capabilities, problem.cluster, len(problem.graph.layers)
     name = str(schedule or "1f1b")
@@ -90,14 +90,14 @@ def _best_of(
     parallelism = Parallelism(dp=d, tp=tp, pp=devices, zero=zero, schedule=schedule, chunks=chunks)
     costs = PlainCosts(problem, parallelism, mixed)
     flight = [
-        [plain_in_flight(name, devices, rounds, chunks, device, chunk) for chunk in range(chunks)]
+        [plain_in_flight(name, devices, micro_batches, chunks, device, chunk) for chunk in range(chunks)]
         for device in range(devices)
     ]
     best = math.inf
     if not mixed and d * tp * devices > cluster.device_count:
         return best
     stage_costs: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
-    for parts in splits(problem, devices * chunks):
+    for parts in stage_partitions(problem, devices * chunks):
         if not capabilities.allows_uneven_stages and not _is_even(problem, parts):
             continue
         sizes = [len(part) for part in parts]
@@ -125,5 +125,5 @@ def _best_of(
                 <= problem.usable_bytes
                 for device in range(devices)
             ):
-                best = min(best, plain_simulation(name, devices, rounds, list(stages)))
+                best = min(best, plain_simulation(name, devices, micro_batches, list(stages)))
     return best

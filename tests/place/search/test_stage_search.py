@@ -1,0 +1,38 @@
+"""Branch and bound over the stages of one strategy, against all its pipelines."""
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placement_problems import examples, random_problem, random_strategy
+
+from phaze.place import PreparedProblem
+from phaze.place.search.stage_search import best_stages
+
+
+@examples(40)
+@given(st.integers(0, 2**32 - 1))
+def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
+    random = Random(seed)
+    problem = random_problem(seed, largest=6, most_devices=8, most_micro_batches=12, memory_bytes=10**12)
+    parallelism = random_strategy(random, problem)
+    if parallelism is None or parallelism.stages > 4:
+        return
+    prepared = PreparedProblem.of(problem)
+    candidates = prepared.candidates(parallelism, math.inf)
+    search = prepared.stage_search(parallelism, candidates)
+    unfinished = [((), 0)]
+    for _ in range(parallelism.stages):
+        unfinished = [
+            ((*pipeline, candidate), int(candidates.target[candidate]))
+            for pipeline, state in unfinished
+            for candidate in range(candidates.first[state], candidates.first[state + 1])
+        ]
+    finished = [pipeline for pipeline, state in unfinished if state == search.last_state]
+    answer = best_stages(search, math.inf, 10**6)
+    expected = search.simulated(np.array(finished)).min() if finished else math.inf
+    assert answer.time_s == pytest.approx(expected, rel=1e-9)
+    assert answer.bound_s == pytest.approx(expected, rel=1e-9)
