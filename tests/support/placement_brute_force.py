@@ -26,104 +26,100 @@ def stage_partitions(
             stage = frozenset(chosen)
             placed = before | stage
             if all(flow.producer in placed for flow in problem.graph.flows if set(flow.consumers) & stage):
-                for others in stage_partitions(problem, parts - 1, placed):
-                    yield (stage, *others)
+                for later in stage_partitions(problem, parts - 1, placed):
+                    yield (stage, *later)
 
 
-def _is_even(problem: PlacementProblem, stages: tuple[frozenset[int], ...]) -> bool:
+def _has_even_stages(problem: PlacementProblem, stages: tuple[frozenset[int], ...]) -> bool:
     kinds = [layer.key.split("#")[0] for layer in problem.graph.layers]
     body = max(dict.fromkeys(kinds), key=kinds.count)
     counts = [sum(kinds[layer] == body for layer in stage) for stage in stages]
     return len(set(counts)) == 1
 
 
-def brute_force(problem: PlacementProblem) -> dict[tuple[object, ...], float]:
-    """The least simulated time of every strategy with which something fits, by trying everything."""
-    capabilities, cluster = problem.capabilities, problem.cluster
-    best_s: dict[tuple[object, ...], float] = {}
+def _strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
+    """Every strategy that the choices, the target and the batch allow, whether the devices suffice or not."""
+    capabilities, layers = problem.capabilities, len(problem.graph.layers)
     shapes: list[tuple[PipelineSchedule, int]] = [(PipelineSchedule.NONE, 1)]
     for kind in problem.choices.schedule:
         if kind in capabilities.schedules:
             shapes += [(kind, chunks) for chunks in (problem.choices.chunks if kind == "interleaved-1f1b" else (1,))]
-    layers = len(problem.graph.layers)
-    for tp, d, zero, (schedule, chunks) in itertools.product(
-        problem.tp_degrees, range(1, min(cluster.device_count, problem.micro_batches) + 1), problem.choices.zero, shapes
-    ):
-        if zero not in capabilities.zero_stages or (problem.choices.dp and d not in problem.choices.dp):
-            continue
-        stages = [
-            allowed
-            for allowed in problem.choices.zero
-            if schedule is PipelineSchedule.NONE or capabilities.supports(schedule, allowed)
+    copies = range(1, min(problem.cluster.device_count, problem.micro_batches) + 1)
+    for tp, dp, (schedule, chunks) in itertools.product(problem.tp_degrees, copies, shapes):
+        zero_stages = [
+            zero
+            for zero in problem.choices.zero
+            if zero in capabilities.zero_stages
+            and (schedule is PipelineSchedule.NONE or capabilities.supports(schedule, zero))
         ]
-        if d == 1 and zero > min(set(stages) & capabilities.zero_stages, default=zero):
+        if problem.choices.dp and dp not in problem.choices.dp:
             continue
-        if problem.needs_even_micro_batches and problem.micro_batches % d:
+        if problem.needs_even_micro_batches and problem.micro_batches % dp:
             continue
-        if schedule is not PipelineSchedule.NONE and not capabilities.supports(schedule, zero):
-            continue
-        micro_batches = -(-problem.micro_batches // d)
-        for devices in [1] if schedule is PipelineSchedule.NONE else range(2, layers // chunks + 1):
-            if problem.choices.pp and devices not in problem.choices.pp:
+        micro_batches = -(-problem.micro_batches // dp)
+        for pp in [1] if schedule is PipelineSchedule.NONE else range(2, layers // chunks + 1):
+            if problem.choices.pp and pp not in problem.choices.pp:
                 continue
-            if chunks > 1 and micro_batches % devices:
+            if chunks > 1 and micro_batches % pp:
                 continue
-            best = _best_of(problem, tp, d, zero, schedule, chunks, devices, micro_batches)
-            if best < math.inf:
-                best_s[tp, d, devices, chunks, schedule, zero] = best
-    return best_s
+            # A single copy has nothing to shard: only the least ZeRO stage counts.
+            for zero in zero_stages if dp > 1 else sorted(zero_stages)[:1]:
+                yield Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule, chunks=chunks)
 
 
-def _best_of(
-    problem: PlacementProblem,
-    tp: int,
-    d: int,
-    zero: int,
-    schedule: PipelineSchedule,
-    chunks: int,
-    devices: int,
-    micro_batches: int,
-) -> float:
-    capabilities, cluster, layers = problem.capabilities, problem.cluster, len(problem.graph.layers)
-    name = str(schedule or "1f1b")
+def brute_force(problem: PlacementProblem) -> dict[Parallelism, float]:
+    """The least simulated time of every strategy with which something fits, by trying everything."""
+    times = {strategy: _least_time_s(problem, strategy) for strategy in _strategies(problem)}
+    return {strategy: time_s for strategy, time_s in times.items() if time_s < math.inf}
+
+
+def _least_time_s(problem: PlacementProblem, strategy: Parallelism) -> float:
+    """The least simulated time of all stages and recompute modes of one strategy; infinite if nothing fits."""
+    capabilities, device_count = problem.capabilities, problem.cluster.device_count
+    pp, chunks = strategy.pp, strategy.chunks
+    micro_batches = -(-problem.micro_batches // strategy.dp)
+    name = str(strategy.schedule or "1f1b")
     mixed = capabilities.allows_mixed_tp and chunks == 1
-    parallelism = Parallelism(dp=d, tp=tp, pp=devices, zero=zero, schedule=schedule, chunks=chunks)
-    costs = PlainCosts(problem, parallelism, mixed)
+    if not mixed and strategy.dp * strategy.tp * pp > device_count:
+        return math.inf
+    costs = PlainCosts(problem, strategy, mixed)
     flight = [
-        [plain_in_flight(name, devices, micro_batches, chunks, device, chunk) for chunk in range(chunks)]
-        for device in range(devices)
+        [plain_in_flight(name, pp, micro_batches, chunks, device, chunk) for chunk in range(chunks)]
+        for device in range(pp)
     ]
     best = math.inf
-    if not mixed and d * tp * devices > cluster.device_count:
-        return best
-    stage_costs: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
-    for parts in stage_partitions(problem, devices * chunks):
-        if not capabilities.allows_uneven_stages and not _is_even(problem, parts):
+    known: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
+    for parts in stage_partitions(problem, pp * chunks):
+        if not _is_allowed(problem, strategy, parts):
             continue
-        sizes = [len(part) for part in parts]
-        is_uneven = max(sizes) > 1.5 * min(sizes) and layers - len(sizes) > 2
-        if chunks > 1 and (max(sizes) - min(sizes) > 1 or is_uneven):
-            continue
-        before = [frozenset().union(*parts[:index]) for index in range(len(parts))]
-        for key in zip(before, parts, strict=True):
-            if key not in stage_costs:
-                stage_costs[key] = [costs.stage(set(key[0]), set(key[1]), mode) for mode in problem.choices.recompute]
-        options = [stage_costs[key] for key in zip(before, parts, strict=True)]
-        needs = d * sum(
-            max(options[index][0].devices for index in range(device, len(parts), devices)) for device in range(devices)
+        keys = [(frozenset().union(*parts[:index]), part) for index, part in enumerate(parts)]
+        for before, part in keys:
+            if (before, part) not in known:
+                known[before, part] = [costs.stage(set(before), set(part), mode) for mode in problem.choices.recompute]
+        options = [known[key] for key in keys]
+        used = strategy.dp * sum(
+            max(options[index][0].devices for index in range(device, len(parts), pp)) for device in range(pp)
         )
-        if needs > cluster.device_count or (needs < cluster.device_count and not capabilities.allows_idle_devices):
+        if used > device_count or (used < device_count and not capabilities.allows_idle_devices):
             continue
         for stages in itertools.product(*options):
-            if all(
-                sum(
-                    sum(stages[chunk * devices + device].held_bytes.values())
-                    + flight[device][chunk] * stages[chunk * devices + device].stash_bytes
-                    for chunk in range(chunks)
-                )
-                + max(stages[chunk * devices + device].scratch_bytes for chunk in range(chunks))
-                <= problem.usable_bytes
-                for device in range(devices)
-            ):
-                best = min(best, plain_simulation(name, devices, micro_batches, list(stages)))
+            if all(_device_bytes(stages[device::pp], flight[device]) <= problem.usable_bytes for device in range(pp)):
+                best = min(best, plain_simulation(name, pp, micro_batches, list(stages)))
     return best
+
+
+def _is_allowed(problem: PlacementProblem, strategy: Parallelism, parts: tuple[frozenset[int], ...]) -> bool:
+    """Whether the target runs stages of these layers, and chunks are nearly equally long."""
+    if not problem.capabilities.allows_uneven_stages and not _has_even_stages(problem, parts):
+        return False
+    sizes = [len(part) for part in parts]
+    is_uneven = max(sizes) > 1.5 * min(sizes) and sum(sizes) - len(sizes) > 2
+    return strategy.chunks == 1 or (max(sizes) - min(sizes) <= 1 and not is_uneven)
+
+
+def _device_bytes(chunks: tuple[PlainStage, ...], flight: list[int]) -> float:
+    """What a device needs for its chunks: all that they hold and stash, and the largest scratch."""
+    held = sum(
+        sum(chunk.held_bytes.values()) + count * chunk.stash_bytes for chunk, count in zip(chunks, flight, strict=True)
+    )
+    return held + max(chunk.scratch_bytes for chunk in chunks)

@@ -53,7 +53,7 @@ the mean device can hold what it must.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,26 +75,36 @@ _MEANS = 4
 """How many weighted means of paths `InterleavedBounds` follows: two of path (1), one each of paths (2) and (3)."""
 
 
-class _DeviceRow(IntEnum):
-    """What a partial pipeline remembers of every device; one row of numbers each, with one column per device."""
+class _DeviceTotals(NamedTuple):
+    """What partial pipelines remember of every device, per (pipeline, device).
 
-    THROUGH_S = 0
-    """X: seconds of one microbatch through the device's chunks."""
-    THROUGH_BEFORE_S = 1
-    """t of the first chunks of all devices before it."""
-    FORWARD_BEFORE_S = 2
-    """F of the first chunks of all devices before it."""
-    FINISH_S = 3
-    HELD_BYTES = 4
-    SCRATCH_BYTES = 5
-    STASH_BYTES = 6
+    Attributes:
+        through_s: X, seconds of one microbatch through the device's chunks.
+        before_s: t of the first chunks of all devices before it.
+        forward_before_s: F of the first chunks of all devices before it.
+        finish_s: update and gather of its chunks.
+        held_bytes: parameters, gradients and optimizer state of its chunks.
+        scratch_bytes: the largest scratch of its chunks.
+        stash_bytes: stash in flight of its chunks.
+    """
+
+    through_s: FloatArray
+    before_s: FloatArray
+    forward_before_s: FloatArray
+    finish_s: FloatArray
+    held_bytes: FloatArray
+    scratch_bytes: FloatArray
+    stash_bytes: FloatArray
+
+
+_TOTALS = len(_DeviceTotals._fields)
 
 
 class InterleavedBounds:
     """Bounds of partial interleaved pipelines under one strategy, as `StageBounds` wants them.
 
-    The row of a partial pipeline holds the numbers of `_DeviceRow` for every device, and behind them what the stages
-    chosen so far have spent of each weighted mean of paths at each price.
+    The row of a partial pipeline holds the `_DeviceTotals` of every device, and behind them what the stages chosen so
+    far have spent of each weighted mean of paths at each price.
 
     Attributes:
         candidates: the stages to choose from.
@@ -173,7 +183,7 @@ class InterleavedBounds:
     @property
     def root(self) -> FloatArray:
         """The row of an empty pipeline."""
-        return np.zeros(len(_DeviceRow) * self.pp + self._weights.shape[1])
+        return np.zeros(_TOTALS * self.pp + self._weights.shape[1])
 
     def extend(
         self, row: FloatArray, position: int, options: IntArray, singles_needed: IntArray
@@ -182,10 +192,10 @@ class InterleavedBounds:
         del singles_needed
         candidates, pp = self.candidates, self.pp
         chunk, device = divmod(position, pp)
-        count, end = len(options), len(_DeviceRow) * pp
+        count, end = len(options), _TOTALS * pp
         spent = row[end:, None] + self._weights[position] @ self._features[:, options]
-        rows = np.repeat(row[None, :end], count, axis=0).reshape(count, len(_DeviceRow), pp)
-        through, before, forward_before, finish, held, scratch, stash = rows.transpose(1, 0, 2)  # views into rows
+        rows = np.repeat(row[None, :end], count, axis=0).reshape(count, _TOTALS, pp)
+        through, before, forward_before, finish, held, scratch, stash = _DeviceTotals(*rows.transpose(1, 0, 2))  # views
         if chunk == 0 and device + 1 < pp:
             before[:, device + 1] = before[:, device] + self.through_s[options]
             forward_before[:, device + 1] = forward_before[:, device] + candidates.forward_s[options]

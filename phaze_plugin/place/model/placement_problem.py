@@ -29,7 +29,7 @@ class PlacementProblem:
         micro_batches: microbatches in one batch, over all pipelines.
         recipe: bytes per parameter.
         capabilities: what the target runs; everything for analysis.
-        choices: what may be chosen of what the target runs; tensor-parallel degrees, of those that were profiled.
+        choices: what may be chosen of what the target runs; values of tp, of those that were profiled.
         dp_divides_batch: whether dp must divide the number of microbatches; a target that runs no uneven microbatches
             asks for it anyway.
         memory_margin: part of the memory that stays free before a stage is called marginal.

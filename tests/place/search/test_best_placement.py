@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from placement_brute_force import brute_force
 from placement_problems import chain_problem, changed, examples, random_problem
 
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import PipelineSchedule
 from phaze.place import (
     Bounded,
     LayerProfile,
@@ -200,30 +200,22 @@ def test_a_problem_narrowed_to_one_strategy_is_answered_for_that_strategy(seed: 
     if not strategies:
         return
     random = Random(seed)
-    tp, dp, pp, chunks, schedule, zero = random.choice(strategies)
+    strategy = random.choice(strategies)
     narrow = changed(
         problem,
-        tp=(tp,),
-        dp=(dp,),
-        pp=(pp,),
-        schedule=() if schedule is PipelineSchedule.NONE else (schedule,),
-        chunks=(chunks,) if chunks > 1 else problem.choices.chunks,
-        zero=(zero,),
+        tp=(strategy.tp,),
+        dp=(strategy.dp,),
+        pp=(strategy.pp,),
+        schedule=() if strategy.schedule is PipelineSchedule.NONE else (strategy.schedule,),
+        chunks=(strategy.chunks,) if strategy.chunks > 1 else problem.choices.chunks,
+        zero=(strategy.zero,),
         recompute=(random.choice(problem.choices.recompute),),
     )
     expected = brute_force(narrow)
     best = find_placement(narrow).best
     assert (best is None) == (not expected)
     if best is not None:
-        parallelism = Parallelism(
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            chunks=chunks,
-            schedule=schedule,
-            zero=zero,
-        )
-        assert best.parallelism == parallelism
+        assert best.parallelism == strategy
         assert list(expected.values()) == pytest.approx([best.time_s])
         assert {stage.recompute for stage in best.stages} == set(narrow.choices.recompute)
 
