@@ -1,4 +1,4 @@
-"""Placement: stages, memory, pipeline schedules; the program over data x pipeline x tensor parallelism."""
+"""Placement: which strategy (dp, pp, tp, ZeRO, schedule) and which stages train a model fastest on a cluster."""
 
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.place.memory.remedies import Infeasibility, Remedy, RemedyKind

@@ -173,6 +173,7 @@ def _first(prepared: PreparedProblem, kind: RemedyKind, changes: Iterable[_Chang
 
 
 def _recompute(problem: PlacementProblem) -> Iterable[_Change]:
+    """Each profiled recompute mode that is not among the choices."""
     profiled = {mode for _, _, mode in problem.profiles}
     for mode in RecomputeMode:
         if mode in profiled and mode not in problem.choices.recompute:
@@ -181,6 +182,7 @@ def _recompute(problem: PlacementProblem) -> Iterable[_Change]:
 
 
 def _zero(problem: PlacementProblem) -> Iterable[_Change]:
+    """Each ZeRO stage that the target runs and that is not among the choices."""
     for zero in ZERO_STAGES:
         if zero in problem.capabilities.zero_stages and zero not in problem.choices.zero:
             stages = (*problem.choices.zero, zero)
@@ -188,6 +190,7 @@ def _zero(problem: PlacementProblem) -> Iterable[_Change]:
 
 
 def _stages(problem: PlacementProblem) -> Iterable[_Change]:
+    """Each number of stages that is not among the choices, where these are limited."""
     if problem.choices.pp is not None:
         for count in range(1, min(len(problem.graph.layers), problem.cluster.device_count) + 1):
             if count not in problem.choices.pp:
@@ -195,17 +198,20 @@ def _stages(problem: PlacementProblem) -> Iterable[_Change]:
 
 
 def _tp_degrees(problem: PlacementProblem) -> Iterable[_Change]:
+    """Each profiled tp that is not among the choices."""
     for tp in problem.choosing(tp=None).tp_degrees:
         if tp not in problem.tp_degrees:
             yield f"tp {tp}", problem.choosing(tp=(*problem.tp_degrees, tp))
 
 
 def _micro_batches(others: Sequence[tuple[int, PlacementProblem]]) -> Iterable[_Change]:
+    """The problems of smaller microbatches, the largest first."""
     for size, problem in sorted(others, key=lambda size_and_problem: -size_and_problem[0]):
         yield f"microbatches of {size}", problem
 
 
 def _margin(problem: PlacementProblem) -> Iterable[_Change]:
+    """Using the memory that is kept free."""
     if not problem.allows_marginal and problem.memory_margin > 0:
         text = f"using the margin of {problem.memory_margin:.0%} that is kept free"
         yield text, replace(problem, allows_marginal=True)
@@ -228,6 +234,7 @@ def _devices(prepared: PreparedProblem) -> Remedy | None:
 
 
 def _with_devices(prepared: PreparedProblem, count: int) -> PreparedProblem:
+    """The same problem on so many devices; the outermost links join as many more as are needed."""
     cluster = prepared.problem.cluster
     levels, joined = list(cluster.levels), math.prod(level.size for level in cluster.levels)
     if joined < count:
@@ -236,6 +243,7 @@ def _with_devices(prepared: PreparedProblem, count: int) -> PreparedProblem:
 
 
 def _hbm(prepared: PreparedProblem, peak_bytes: float | None) -> Remedy | None:
+    """Devices with just the memory that the least-memory plan needs, if such a size is possible."""
     if peak_bytes is None:
         return None
     problem = prepared.problem

@@ -105,6 +105,7 @@ class PlacementProblem:
         return replace(self, choices=replace(self.choices, **allowed))  # type: ignore[arg-type]
 
     def _check_profiles(self) -> None:
+        """Check that every layer, flow, tie and accelerator has the profiles that the choices need."""
         keys = {layer.key for layer in self.graph.layers}
         for tp in {tp for _, tp, _ in self.profiles}:
             if tp < 1:
@@ -133,6 +134,7 @@ class PlacementProblem:
             raise PlacementError(f"accelerator {self.accelerator} is not among the {min(entries)} that were profiled.")
 
     def _check_degrees(self) -> None:
+        """Check tp, dp, pp and the ZeRO stages by themselves."""
         for name in ("tp", "dp", "pp"):
             degrees = getattr(self.choices, name)
             if degrees is not None and (not degrees or min(degrees) < 1):

@@ -1,4 +1,4 @@
-"""Every stage that a layer graph allows.
+"""Every possible stage of a layer graph, chain or branching, and sums and maxima over the layers of each.
 
 A pipeline cuts the layers into stages such that no tensor flows backward: after each stage the layers placed so far
 form a downset (a set that contains all predecessors of its members). States are downsets, a stage is a pair of a

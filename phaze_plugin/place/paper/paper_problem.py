@@ -86,6 +86,7 @@ class PaperInstance:
         self._check_chain()
 
     def _check_counts(self) -> None:
+        """Check counts, the values of tp, the bandwidth and the memory."""
         for field in ("device_count", "micro_batches"):
             if (count := getattr(self, field)) < 1:
                 raise PlacementError(f"{field} is {count}; expected at least 1.")
@@ -99,6 +100,7 @@ class PaperInstance:
             raise PlacementError("recompute is empty; expected False, True or both.")
 
     def _check_chain(self) -> None:
+        """Check that edges lead forward and that neighbours are joined."""
         present = set(self.edges)
         if len(present) < len(self.edges):
             raise GraphError("two edges join the same layers; add their bytes up into one.")

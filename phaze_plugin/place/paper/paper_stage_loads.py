@@ -1,4 +1,4 @@
-"""Load and memory of every possible stage, as the paper counts them.
+"""Load and memory of every possible stage, as the paper counts them: the input of its dynamic program.
 
 A stage is a run of layers i..j = i+w; arrays are indexed [w, i, accelerator] and hold infinity where i+w is no layer.
 With f, b the seconds of a layer, c(u,v) the bytes of an edge over the bandwidth, and S_f, S_b the sums over the stage:

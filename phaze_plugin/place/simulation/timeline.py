@@ -110,6 +110,7 @@ class Timeline:
 
 
 def _mark(event: Event) -> str:
+    """The character that `Timeline.text` draws for an event."""
     match event.kind:
         case EventKind.FORWARD:
             return str(event.micro_batch % 10)
