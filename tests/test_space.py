@@ -136,8 +136,8 @@ def test_every_point_obeys_the_rule() -> None:
 
 def test_the_baseline_is_a_point_and_points_inherit_from_it() -> None:
     baseline = preset("tpuv4-paper").accelerator
-    found = SPACE.at(SPACE.names.index("t8x128x128-v2x128-b128m"))
-    assert [getattr(found, name) for name in found.__slots__[1:]] == [
+    chip = SPACE.at(SPACE.names.index("t8x128x128-v2x128-b128m"))
+    assert [getattr(chip, name) for name in chip.__slots__[1:]] == [
         getattr(baseline, name) for name in baseline.__slots__[1:]
     ]
 

@@ -52,17 +52,18 @@ class _Layer:
 
     forward: PassParts
     backward: PassParts
-    again: PassParts
+    recompute: PassParts
     accumulated_bytes: float
     profile: LayerProfile
 
     def priced(self, calibration: Calibration, bandwidth: float) -> LayerProfile:
+        """The profile with the seconds of a calibration; gradients are added to their sum at this HBM bandwidth."""
         summed_s = self.accumulated_bytes / (bandwidth * calibration.memory)
         return replace(
             self.profile,
             forward_s=Bounded.exact(self.forward.seconds(calibration)),
             backward_input_s=Bounded.exact(self.backward.seconds(calibration) + summed_s),
-            recompute_s=Bounded.exact(self.again.seconds(calibration)),
+            recompute_s=Bounded.exact(self.recompute.seconds(calibration)),
         )
 
 
@@ -95,7 +96,7 @@ class PreparedRun:
         passes: list[PassParts] = []
         for layer in self.problem.graph.layers:
             parts = self.layers[layer.key]
-            passes += [parts.forward, parts.backward, parts.again] * self.program.order.micro_batches
+            passes += [parts.forward, parts.backward, parts.recompute] * self.program.order.micro_batches
         return passes
 
     @property
@@ -122,10 +123,12 @@ class PreparedRun:
         )
 
     def _times(self, calibration: Calibration) -> StageTimes:
+        """Seconds of every stage's passes."""
         table = self._table(calibration)
         return stage_times(table, [(stage, 0) for stage in range(len(self.space.source))], self.parallelism)
 
     def _table(self, calibration: Calibration) -> StageCosts:
+        """What every stage costs and holds."""
         bandwidth, tp = self.problem.cluster.accelerator.hbm_bandwidth_bytes_per_s, self.parallelism.tp
         profiles = {(key, tp, self.mode): layer.priced(calibration, bandwidth) for key, layer in self.layers.items()}
         problem = replace(self.problem, profiles=profiles, calibration=calibration)
@@ -217,7 +220,7 @@ def _prepared(
         run=run,
         stack=stack,
         problem=problem,
-        space=_only(stages),
+        space=_space_of(stages),
         parallelism=parallelism,
         layers=layers,
         mode=mode,
@@ -226,6 +229,7 @@ def _prepared(
 
 
 def _layers(model: ShardedModel, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> dict[str, _Layer]:
+    """The distinct layers by key; only layers that repeat are computed again."""
     repeated = repeated_layers(model)
     layers = {}
     for key, sharded in layer_variants(model).items():
@@ -241,7 +245,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
     return _Layer(
         forward=pass_parts(local, layer.forward, axis, stack),
         backward=pass_parts(local, layer.backward, axis, stack),
-        again=pass_parts(local, recomputed_ops(local, layer, mode), axis, stack),
+        recompute=pass_parts(local, recomputed_ops(local, layer, mode), axis, stack),
         accumulated_bytes=sum(
             tensor.size_bytes + 2 * summed * tensor.elements
             for tensor in local.parameters
@@ -262,7 +266,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
     )
 
 
-def _only(stages: Sequence[int]) -> StageSpace:
+def _space_of(stages: Sequence[int]) -> StageSpace:
     """The stage space that holds just these stages of a chain."""
     ends = np.concatenate([[0], np.cumsum(stages)])
     inside = np.arange(int(ends[-1])) < ends[:, None]

@@ -1,4 +1,4 @@
-"""Accelerators, clusters and presets of real chips."""
+"""Accelerators, clusters and networks: their values, real ones by name, their files; area, energy and precision."""
 
 from phaze.hardware.accelerator import Accelerator, AcceleratorArray, MatrixRates
 from phaze.hardware.area_energy import EnergyModel, area_mm2, areas_mm2, energy_model

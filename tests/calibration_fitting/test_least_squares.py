@@ -14,7 +14,9 @@ START = Calibration(name="start", matrix=0.9, memory=0.9, link=0.9)
 
 
 def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
-    return np.array([PARTS @ [1 / one.matrix, 1 / one.memory, 1 / one.link] for one in calibrations])
+    return np.array(
+        [PARTS @ [1 / calibration.matrix, 1 / calibration.memory, 1 / calibration.link] for calibration in calibrations]
+    )
 
 
 def test_a_fit_finds_the_calibration_that_made_the_data() -> None:
@@ -40,7 +42,7 @@ def test_a_term_that_changes_nothing_is_called_unseen_and_kept() -> None:
 
 def test_terms_that_always_go_together_are_called_inseparable() -> None:
     def together(calibrations: Sequence[Calibration]) -> np.ndarray:
-        return np.array([PARTS[:, 0] / one.matrix / one.memory for one in calibrations])
+        return np.array([PARTS[:, 0] / calibration.matrix / calibration.memory for calibration in calibrations])
 
     fit = fit_terms(together, together([TRUTH])[0].tolist(), START, ("matrix", "memory"))
     assert fit.inseparable == (("matrix", "memory"),)
@@ -49,7 +51,9 @@ def test_terms_that_always_go_together_are_called_inseparable() -> None:
 
 def test_terms_are_chosen_by_what_runs_show_and_the_others_have_a_reason() -> None:
     def hardly(calibrations: Sequence[Calibration]) -> np.ndarray:
-        return predict(calibrations) * [[one.vector**-0.5 * one.network**-0.01] for one in calibrations]
+        return predict(calibrations) * [
+            [calibration.vector**-0.5 * calibration.network**-0.01] for calibration in calibrations
+        ]
 
     candidates = ("network", "matrix", "overlap", "memory", "link")
     assert separable_terms(hardly, START, candidates, 2) == (
@@ -62,7 +66,7 @@ def test_terms_are_chosen_by_what_runs_show_and_the_others_have_a_reason() -> No
     )
 
     def together(calibrations: Sequence[Calibration]) -> np.ndarray:
-        return np.array([PARTS[:, 0] / one.matrix / one.memory for one in calibrations])
+        return np.array([PARTS[:, 0] / calibration.matrix / calibration.memory for calibration in calibrations])
 
     chosen, left = separable_terms(together, START, ("matrix", "memory"), 2)
     assert (chosen, left) == (("matrix",), {"memory": "the runs cannot separate it from matrix"})
@@ -75,4 +79,4 @@ def test_a_term_back_at_its_start_leaves_its_part_of_the_error() -> None:
 
 def test_too_few_runs_are_refused_with_the_two_terms_that_they_separate_least() -> None:
     with pytest.raises(QuestionError, match=r"2 measured runs for 3 terms .* They cannot separate \w+ from \w+\."):
-        fit_terms(lambda some: predict(some)[:, :2], [1.0, 2.0], START, ("matrix", "memory", "link"))
+        fit_terms(lambda calibrations: predict(calibrations)[:, :2], [1.0, 2.0], START, ("matrix", "memory", "link"))

@@ -43,8 +43,8 @@ def test_kernels_are_summed_by_class_over_the_steps_of_a_trace(tmp_path: Path) -
         span("aten::mm", 0, 5, "cpu_op"),
     ]
     trace = read_trace(written(tmp_path, events))
-    found = (trace.matrix_s, trace.vector_s, trace.link_s, trace.step_s)
-    assert found == pytest.approx((400e-6, 200e-6, 100e-6, 900e-6))
+    seconds = (trace.matrix_s, trace.vector_s, trace.link_s, trace.step_s)
+    assert seconds == pytest.approx((400e-6, 200e-6, 100e-6, 900e-6))
     assert (trace.kernels, trace.steps) == (3, 2)
 
 
@@ -80,33 +80,33 @@ def traced(idle_s: float, *, launches_ahead: bool) -> StepTrace:
 
 def test_a_fit_explains_the_trace_that_a_calibration_made() -> None:
     trace = traced(3 * 1e-3, launches_ahead=False)
-    found = fit_trace(trace, [PASS], START, name="traced")
-    calibration = found.calibration
+    fit = fit_trace(trace, [PASS], START, name="traced")
+    calibration = fit.calibration
     assert (calibration.matrix, calibration.memory, calibration.overhead_s) == pytest.approx((0.5, 0.8, 1e-3))
-    for measured, predicted in found.residuals.values():
+    for measured, predicted in fit.residuals.values():
         assert predicted == pytest.approx(measured)
 
 
 def test_the_update_gives_memory_and_all_else_the_rate_of_vector_work() -> None:
     trace = replace(traced(0.0, launches_ahead=False), update_s=0.5, vector_s=0.4)
-    found = fit_trace(trace, [PASS], START, name="traced", update_bytes_s=0.4)
-    assert (found.calibration.memory, found.calibration.vector) == pytest.approx((0.8, 0.01 / 0.4))
-    assert found.residuals["update"] == pytest.approx((0.5, 0.5))
+    fit = fit_trace(trace, [PASS], START, name="traced", update_bytes_s=0.4)
+    assert (fit.calibration.memory, fit.calibration.vector) == pytest.approx((0.8, 0.01 / 0.4))
+    assert fit.residuals["update"] == pytest.approx((0.5, 0.5))
 
 
 def test_a_device_that_waits_for_its_host_shows_the_overhead_per_launch() -> None:
     passes = [PASS, replace(PASS, **{name: getattr(PASS, name) / 1e4 for name in ("tensor_s", "vector_s", "memory_s")})]
-    found = fit_trace(traced(0.3, launches_ahead=True), passes, START, name="traced")
-    assert found.unseen == ()
-    assert found.calibration.stack.launches_ahead
-    assert found.calibration.overhead_s == pytest.approx(0.1, rel=0.2)
+    fit = fit_trace(traced(0.3, launches_ahead=True), passes, START, name="traced")
+    assert fit.unseen == ()
+    assert fit.calibration.stack.launches_ahead
+    assert fit.calibration.overhead_s == pytest.approx(0.1, rel=0.2)
 
 
 def test_a_device_that_hardly_waits_does_not_show_it() -> None:
     start = replace(START, overhead_s=7e-6)
-    found = fit_trace(traced(1e-3, launches_ahead=True), [PASS], start, name="traced")
-    assert found.unseen == ("overhead_s",)
-    assert found.calibration.overhead_s == 7e-6
+    fit = fit_trace(traced(1e-3, launches_ahead=True), [PASS], start, name="traced")
+    assert fit.unseen == ("overhead_s",)
+    assert fit.calibration.overhead_s == 7e-6
 
 
 def test_a_trace_with_products_only_cannot_separate_matrix_from_memory() -> None:

@@ -34,7 +34,7 @@ FITTED = {chip for family in fitted_families().values() for chip in family["chip
 def test_chips_that_were_fitted_say_so_and_all_others_are_ideal() -> None:
     assert {"a100-40gb", "a100-80gb"} <= FITTED
     assert not {"tpuv4-paper", "cpu"} & FITTED
-    for chip in (one.accelerator for one in presets()):
+    for chip in (entry.accelerator for entry in presets()):
         calibration = calibration_of(chip)
         assert calibration.is_ideal == (chip.name not in FITTED)
         assert ("fitted to published runs" in calibration.name) == (chip.name in FITTED)
@@ -157,7 +157,7 @@ def test_the_network_efficiency_belongs_to_all_but_the_innermost_links() -> None
     inside, across = ((size, stride) for size, stride in ((8, 1), (8, 8)))
     for (size, stride), factor in ((inside, 1.0), (across, 2.0)):
         real, ideal = (
-            float(price_collective("all_gather", 2**40, cluster, size, stride, calibration=one).seconds)
-            for one in (calibration, IDEAL)
+            float(price_collective("all_gather", 2**40, cluster, size, stride, calibration=chosen).seconds)
+            for chosen in (calibration, IDEAL)
         )
         assert real == pytest.approx(factor * ideal, rel=1e-3)

@@ -59,11 +59,11 @@ def test_the_papers_network_reduces_as_the_paper_counts() -> None:
 
 
 def test_many_sizes_are_priced_at_once() -> None:
-    found = price_collective("all_reduce", np.array([[1e6, 2e6], [0.0, S]]), LEVELS, 32)
-    assert found.seconds.shape == found.sent_bytes.shape == found.energy_j.shape == (2, 2)
-    assert found.seconds[1, 1] == seconds("all_reduce", LEVELS, 32)
-    assert found.sent_bytes[0, 1] == 2 * found.sent_bytes[0, 0]
-    assert found.energy_j[0, 0] > 0
+    estimate = price_collective("all_reduce", np.array([[1e6, 2e6], [0.0, S]]), LEVELS, 32)
+    assert estimate.seconds.shape == estimate.sent_bytes.shape == estimate.energy_j.shape == (2, 2)
+    assert estimate.seconds[1, 1] == seconds("all_reduce", LEVELS, 32)
+    assert estimate.sent_bytes[0, 1] == 2 * estimate.sent_bytes[0, 0]
+    assert estimate.energy_j[0, 0] > 0
 
 
 def test_a_device_sends_what_the_formulas_say() -> None:
@@ -76,8 +76,8 @@ def test_one_device_talks_to_nobody() -> None:
 
 
 def test_efficiency_slows_bandwidth_and_leaves_latency() -> None:
-    found = price_collective("point_to_point", S, FLAT, 2, calibration=Calibration(name="half", link=0.5))
-    assert found.seconds == pytest.approx(A + 2 * S / B)
+    estimate = price_collective("point_to_point", S, FLAT, 2, calibration=Calibration(name="half", link=0.5))
+    assert estimate.seconds == pytest.approx(A + 2 * S / B)
 
 
 @given(clusters(), st.sampled_from(Collective), st.floats(0, 1e12), st.floats(0, 1e12), st.integers(1, 8))
@@ -85,8 +85,8 @@ def test_more_bytes_never_take_less_time(
     cluster: Cluster, collective: Collective, few: float, more: float, size: int
 ) -> None:
     size = min(size, cluster.device_count)
-    found = price_collective(collective, np.sort([few, more]), cluster, size).seconds
-    assert found[0] <= found[1]
+    estimate = price_collective(collective, np.sort([few, more]), cluster, size).seconds
+    assert estimate[0] <= estimate[1]
 
 
 @pytest.mark.parametrize("tensor_bytes", [-1.0, np.nan, np.inf, "much", None, 10**400, [[1], [2, 3]]])

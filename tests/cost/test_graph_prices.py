@@ -49,9 +49,9 @@ def test_the_more_specific_price_wins() -> None:
 def test_a_fused_group_with_such_an_op_is_priced_op_by_op() -> None:
     groups = [group for group in fuse_epilogues(GRAPH) if any(op.function == "gelu_tanh" for op in group.ops)]
     assert all(group.epilogue for group in groups)
-    found = price_groups(GRAPH, groups, CHIPS, prices={"gelu_tanh": costs_a_second}).spread_s
+    together_s = price_groups(GRAPH, groups, CHIPS, prices={"gelu_tanh": costs_a_second}).spread_s
     alone = price_ops(GRAPH, groups[0].ops, CHIPS, prices={"gelu_tanh": costs_a_second}).spread_s
-    np.testing.assert_allclose(found[0], alone.sum(axis=0))
+    np.testing.assert_allclose(together_s[0], alone.sum(axis=0))
 
 
 def test_a_price_that_fails_or_answers_with_something_else_is_named() -> None:

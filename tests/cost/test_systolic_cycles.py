@@ -53,10 +53,10 @@ def by_hand(batch: int, m: int, n: int, k: int, rows: int, cols: int, arrays: in
 def test_spread_cycles_are_the_least_over_every_candidate(
     batch: int, m: int, n: int, k: int, rows: int, cols: int, arrays: int
 ) -> None:
-    found = product_cycles(array_grid([rows], [cols], [arrays]), batch, m, n, k)
-    assert found.total.tolist() == [by_hand(batch, m, n, k, rows, cols, arrays)]
-    assert found.without_fill[0] <= found.total[0]
-    assert found.without_fill[0] * rows * cols * arrays >= batch * m * n * k
+    cycles = product_cycles(array_grid([rows], [cols], [arrays]), batch, m, n, k)
+    assert cycles.total.tolist() == [by_hand(batch, m, n, k, rows, cols, arrays)]
+    assert cycles.without_fill[0] <= cycles.total[0]
+    assert cycles.without_fill[0] * rows * cols * arrays >= batch * m * n * k
 
 
 @pytest.mark.parametrize("k", [1, 10, 100])

@@ -112,8 +112,10 @@ def test_a_work_is_evaluated_once_for_accelerators_that_it_cannot_tell_apart() -
     wider = replace(TPU, name="wider", vector_lanes=2 * TPU.vector_lanes)
     larger = replace(TPU, name="larger", hbm_bytes=2 * TPU.hbm_bytes)
     chips = AcceleratorArray.of([TPU, wider, larger])
-    found = [len(distinct_accelerators(kind, chips)[0]) for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH)]
-    assert found == [1, 2, 2]
+    evaluated = [
+        len(distinct_accelerators(kind, chips)[0]) for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH)
+    ]
+    assert evaluated == [1, 2, 2]
 
 
 @pytest.mark.parametrize("largest", [1, 2**24])
@@ -122,6 +124,6 @@ def test_rows_are_equal_exactly_where_their_numbers_are(largest: int, rows: list
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phaze.cost.work_prices, "_LARGEST_TABLE", largest)
-        first, at = distinct_rows(columns)
-    assert [rows[first[number]] for number in at] == rows
+        first, numbers = distinct_rows(columns)
+    assert [rows[first[number]] for number in numbers] == rows
     assert len({rows[index] for index in first}) == len(first)
