@@ -130,15 +130,9 @@ def find_placement(
         bound_s = _proven_bound_s(prepared, answer, effort, cutoff_s, gap)
     placements = [assemble(prepared, plan.parallelism, plan.stages) for plan in answer.plans]
     best = placements[0] if placements else None
-    if best is not None:
-        status = PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - EQUAL_RESULTS) else PlacementStatus.WITHIN
-    else:
-        status = PlacementStatus.UNKNOWN
-        if answer.bound_s >= cutoff_s * (1 - gap):
-            status = PlacementStatus.INFEASIBLE if math.isinf(cutoff_s) else PlacementStatus.CUT_OFF
     is_explained = best is None and math.isinf(cutoff_s)
     return PlacementResult(
-        status=status,
+        status=_status(best, bound_s, cutoff_s, is_searched=answer.bound_s >= cutoff_s * (1 - gap)),
         best=best,
         alternatives=tuple(Alternative(slower, _reason(placements[0], slower)) for slower in placements[1:]),
         bound_s=bound_s,
@@ -147,6 +141,15 @@ def find_placement(
         nodes=answer.nodes,
         simulated=answer.simulated,
     )
+
+
+def _status(best: Placement | None, bound_s: float, cutoff_s: float, *, is_searched: bool) -> PlacementStatus:
+    """What is known: how well the best plan is proven, or whether everything below the cutoff was searched in vain."""
+    if best is not None:
+        return PlacementStatus.OPTIMAL if bound_s >= best.time_s * (1 - EQUAL_RESULTS) else PlacementStatus.WITHIN
+    if not is_searched:
+        return PlacementStatus.UNKNOWN
+    return PlacementStatus.INFEASIBLE if math.isinf(cutoff_s) else PlacementStatus.CUT_OFF
 
 
 def _proven_bound_s(
