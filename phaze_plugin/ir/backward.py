@@ -20,7 +20,7 @@ from phaze.ir.rule import Dim, Dims, Factor, Rule
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
-__all__ = ["add_backward", "derive_backward", "split_tied_gradients"]
+__all__ = ["add_backward", "derive_backward", "split_tied_gradients", "without_backward"]
 
 _DERIVED_NOTE = "backward derived by rule"
 """The note for people on a graph whose backward ops were derived here; code reads `Graph.is_backward_derived`."""
@@ -53,21 +53,26 @@ def derive_backward(graph: Graph) -> Graph:
     """
     if graph.is_backward_derived or not any(op.phase is not Phase.FORWARD for op in graph.ops):
         return add_backward(graph)
+    try:
+        return add_backward(without_backward(graph))
+    except GraphError as error:
+        note = f"backward kept as captured, so that few of its ops can be sliced: {error}"
+        return replace(graph, why_backward_kept=str(error), notes=(*graph.notes, note))
+
+
+def without_backward(graph: Graph) -> Graph:
+    """The forward ops alone, with the tensors that they read and make."""
     forward = graph.ops_of(Phase.FORWARD)
     made = {name for op in forward for name in op.outputs}
     used = made | {name for op in forward for name in op.inputs}
-    bare = replace(
+    return replace(
         graph,
         ops=forward,
         tensors={name: tensor for name, tensor in graph.tensors.items() if name in used},
         outputs=tuple(name for name in graph.outputs if name in made),
         gradients=(),
+        is_backward_derived=False,
     )
-    try:
-        return add_backward(bare)
-    except GraphError as error:
-        note = f"backward kept as captured, so that few of its ops can be sliced: {error}"
-        return replace(graph, why_backward_kept=str(error), notes=(*graph.notes, note))
 
 
 def _find_loss(graph: Graph) -> str:

@@ -249,9 +249,10 @@ def _attention(request: GradientRequest) -> Answers:
 
 
 def _lookup(request: GradientRequest) -> Answers:
-    reads = (request.came_in(), request.operand(1))
-    (gradient,) = request.emit("scatter_add", reads, (request.operand(0),), kind=OpKind.SCATTER)
-    return gradient, None
+    """The gradient of the table; several index tensors pick along several of its dimensions, as resizing does."""
+    ids = [request.operand(index) for index in range(1, len(request.op.inputs))]
+    (gradient,) = request.emit("scatter_add", (request.came_in(), *ids), (request.operand(0),), kind=OpKind.SCATTER)
+    return gradient, *[None] * len(ids)
 
 
 def _dispatch(request: GradientRequest) -> Answers:

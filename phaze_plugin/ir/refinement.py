@@ -7,6 +7,9 @@ every other; this is repeated until nothing changes. Cuts that do not divide eac
 both hold: the first one stays. Nothing passes through factors that are looked up or must stay whole, nor through
 dimensions that are covered in part.
 
+A backward that was derived by rule is derived again from the refined forward ops, because its ops speak of the factors
+of theirs by name. One that was captured is refined like the forward.
+
 With a `batch_size` that divides no other dimension (a prime chosen for the capture), every factor that it divides is
 made of the batch and gets its mark. Names follow first appearance in the rule, so that equal ops have equal rules.
 """
@@ -17,6 +20,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from phaze.ir.backward import add_backward, without_backward
 from phaze.ir.graph import Graph
 from phaze.ir.op import Op
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
@@ -33,6 +37,8 @@ the limit only ends a walk that would never settle."""
 
 def refine_factors(graph: Graph, batch_size: int | None = None) -> Graph:
     """The graph with every factor split as finely as views anywhere in it tell; batch factors marked where asked."""
+    if graph.is_backward_derived:
+        return add_backward(refine_factors(without_backward(graph), batch_size))
     cuts = _find_cuts(graph)
     written: dict[object, Rule] = {}
     ops = []

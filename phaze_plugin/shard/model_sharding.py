@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from phaze.errors import ShardError
+from phaze.errors import GraphError, ShardError
 from phaze.ir import Graph, Layer, Phase, Role
 from phaze.shard.layer_sharding import MICROSECONDS, ShardedLayer, shard_layer
 from phaze.shard.layout import Layout, LayoutConstraint, Split, check_constraints
@@ -102,7 +102,7 @@ def shard_model(graph: Graph, axis: Axis, options: ShardOptions | None = None) -
                 for combination in _combinations(graph, layer, axis, options)
                 if (sharded := _solve_layer(graph, layer, axis, options, combination)) is not None
             }
-        except ShardError as error:
+        except (GraphError, ShardError) as error:  # a GraphError says which factor of a rule cannot be split
             raise ShardError(f"layer {layer.name!r}, {error}") from error
         if not tables[layer.key]:
             raise ShardError(f"layer {layer.name!r} has no sharding {axis.tp} ways under these constraints.")

@@ -164,6 +164,19 @@ def test_a_function_without_a_known_gradient_gets_one_op_that_reads_its_float_in
     assert backward.kind is OpKind.OPAQUE
 
 
+def test_a_lookup_by_several_indices_scatters_its_gradient_to_the_table() -> None:
+    builder = GraphBuilder("resized")
+    x = builder.argument("x", (4, 5), Role.PARAMETER)
+    ids = [builder.argument(name, shape, Role.BATCH, DType.INT64) for name, shape in (("i", (8, 1)), ("j", (10,)))]
+    rule = Rule.parse("r c, p 1, q -> p q | r=4? c=5? p=8 q=10")
+    (y,) = builder.add("y", OpKind.LOOKUP, "lookup", rule, (x, *ids))
+    (loss,) = builder.add("loss", OpKind.REDUCTION, "sum", reduction_rule((8, 10), (0, 1)), (y,))
+    graph = builder.build((loss,)).with_backward()
+    (backward,) = [op for op in graph.ops if op.kind is OpKind.SCATTER]
+    assert backward.inputs == ("y.gradient", "i", "j")
+    assert {name: graph.tensors[gradient].shape for name, gradient in graph.gradients} == {"x": (4, 5)}
+
+
 def test_an_elementwise_function_without_a_known_gradient_sums_it_over_what_was_broadcast() -> None:
     builder = GraphBuilder("opaque")
     x, y = (builder.argument(name, shape, Role.PARAMETER) for name, shape in (("x", (2, 3)), ("y", (3,))))

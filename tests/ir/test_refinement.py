@@ -32,6 +32,14 @@ def test_rows_and_columns_are_split_as_the_views_around_say() -> None:
     assert str(graph.op("relu").rule) == "(b0 d0) (d1 d2) -> (b0 d0) (d1 d2) | b0=31* d0=4 d1=3 d2=5"
 
 
+def test_a_derived_backward_speaks_of_the_factors_of_its_forward_ops() -> None:
+    graph = refine_factors(linear_between_views(31, 4, 3, 5), 31)
+    assert graph.is_backward_derived
+    for op in graph.ops:
+        if op.gradient_of:
+            assert {*op.rule.factors} <= {*graph.op(op.gradient_of).rule.factors}
+
+
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
 def test_a_refined_graph_scales_to_what_is_built_at_that_size(length: int, heads: int, size: int, batch: int) -> None:
     graph = refine_factors(linear_between_views(31, length, heads, size), 31)

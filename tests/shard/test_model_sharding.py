@@ -15,6 +15,7 @@ from phaze.errors import ShardError
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode
 from phaze.ir.backward import derive_backward
 from phaze.ir.layers import single_layer
+from phaze.ir.rule import Rule
 from phaze.shard import (
     Axis,
     LayoutConstraint,
@@ -201,6 +202,18 @@ def test_a_parameter_too_small_to_split_is_refused_by_op() -> None:
         ShardError, match=r"op 'transformer.wte': none of its factors \(v=3, i=4, s=8\) can be split 8 ways"
     ):
         sharded(graph, 8, "off")
+
+
+def test_a_factor_that_cannot_be_split_leaves_this_tp_out_by_the_name_of_its_layer() -> None:
+    graph = phaze.import_graph("gpt2", sequence_length=64).with_backward()
+    ops = [
+        replace(op, rule=Rule.parse(str(op.rule).replace("f=3072", "f=3072!")))
+        if op.id == "transformer.h.0.mlp.c_fc.bias_add.gradient"
+        else op
+        for op in graph.ops
+    ]
+    with pytest.raises(ShardError, match=r"layer 'transformer\.h\.0', factor .* must stay whole"):
+        sharded(replace(graph, ops=tuple(ops)), 2, "off")
 
 
 @pytest.mark.parametrize(

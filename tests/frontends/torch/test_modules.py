@@ -15,6 +15,7 @@ from phaze.frontends.torch.example_inputs import read_inputs
 from phaze.frontends.torch.fake_model import LossCall, Objective, make_fake_model
 from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph, OpKind, Phase
+from phaze.ir.backward import derive_backward
 
 X = (5, 6, 8)
 
@@ -182,6 +183,32 @@ def test_tied_weights_are_one_parameter_with_a_gradient_a_layer() -> None:
     assert graph.layer_graph.tied_parameters == {"first.weight": (0, 4)}
     gradients = [gradient for parameter, gradient in graph.gradients if parameter == "first.weight"]
     assert [graph.layer_graph.layer_of[graph.producer(gradient).id] for gradient in gradients] == [0, 4]  # type: ignore[union-attr]
+
+
+class Resized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.nn.functional.interpolate(torch.relu(self.first(x)), scale_factor=2, mode="nearest"))
+
+
+def test_a_resized_image_has_a_backward_by_rule() -> None:
+    graph = phaze.import_graph(Resized(), (2, 3, 8, 8), loss_fn=mean)
+    derived = derive_backward(graph)
+    assert derived.is_backward_derived
+    assert {name for name, _ in derived.gradients} == {name for name, _ in Resized().named_parameters()}
+    assert derived.coverage().unknown == ()
+
+
+class LogitsFirst(models.Tower):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return x, super().forward(x)
+
+
+def test_a_loss_is_found_behind_the_logits() -> None:
+    assert phaze.import_graph(LogitsFirst(), X).gradients == phaze.import_graph(models.Tower(), X).gradients
 
 
 def test_a_sequential_has_a_layer_for_each_child_with_parameters() -> None:
