@@ -24,15 +24,17 @@ class Capabilities:
     combinations that the target runs wrongly or not at all although it has both halves. `master_zero_stages` are ZeRO
     stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
     says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
-    `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their equal layers
-    (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`: full
-    recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
+    `needs_micro_batches_per_stage` are schedules that run only where every pipeline has at least as many microbatches
+    as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
+    equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`:
+    full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
     zero_stages: frozenset[int] = frozenset({0})
     master_zero_stages: frozenset[int] = frozenset()
     excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
+    needs_micro_batches_per_stage: frozenset[PipelineSchedule] = frozenset()
     recompute_modes: frozenset[str] = frozenset({"none", "selective", "full"})
     allows_uneven_stages: bool = False
     allows_mixed_tp: bool = False
@@ -45,7 +47,8 @@ class Capabilities:
     trims_recompute: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedules", frozenset(PipelineSchedule(name) for name in self.schedules))
+        for field in ("schedules", "needs_micro_batches_per_stage"):
+            object.__setattr__(self, field, frozenset(PipelineSchedule(name) for name in getattr(self, field)))
         for name in ("zero_stages", "master_zero_stages"):
             object.__setattr__(self, name, frozenset(getattr(self, name)))
         pairs = frozenset((PipelineSchedule(schedule), zero) for schedule, zero in self.excluded_pairs)
@@ -90,3 +93,7 @@ class Capabilities:
     def supports(self, schedule: PipelineSchedule, zero: int) -> bool:
         """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""
         return schedule in self.schedules and zero in self.zero_stages and (schedule, zero) not in self.excluded_pairs
+
+    def fills_stages(self, schedule: PipelineSchedule, micro_batches: int, stages: int) -> bool:
+        """Whether a pipeline of so many stages has enough microbatches for this schedule."""
+        return schedule not in self.needs_micro_batches_per_stage or micro_batches >= stages

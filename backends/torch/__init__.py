@@ -49,10 +49,12 @@ class TorchTarget:
     def capabilities(self) -> Capabilities:
         """FSDP2 keeps shards beside gathered parameters: under ZeRO 1 and 2 these are the master copy, or too much.
 
-        Zero-bubble schedules give wrong gradients with FSDP2 and are left out.
+        Zero-bubble schedules give wrong gradients with FSDP2 and are left out. torch's 1F1B refuses fewer microbatches
+        than stages.
         """
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}),
+            needs_micro_batches_per_stage=frozenset({PipelineSchedule.ONE_F_ONE_B}),
             zero_stages=frozenset({0, 3}),
             master_zero_stages=frozenset({1, 2}),
             allows_uneven_stages=True,

@@ -72,6 +72,10 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
             reasons.append(f"a pipeline with schedule {schedule.value}")
         elif (schedule, chosen.zero) in capabilities.excluded_pairs:
             reasons.append(f"schedule {schedule.value} together with ZeRO stage {chosen.zero}")
+        micro_batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+        if not capabilities.fills_stages(schedule, micro_batches, len(plan.stages)):
+            count = f"{micro_batches} microbatch{'es' if micro_batches > 1 else ''}"
+            reasons.append(f"schedule {schedule.value} with {count} in {len(plan.stages)} stages")
     if len({stage.tp for stage in plan.stages}) > 1 and not capabilities.allows_mixed_tp:
         reasons.append("stages of different tp")
     used = {device for stage in plan.stages for device in stage.devices}

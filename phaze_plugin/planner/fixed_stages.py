@@ -164,7 +164,9 @@ def _schedules_and_zero(
         if is_single != (pp == 1) or (schedule is PipelineSchedule.INTERLEAVED) != (chunks > 1):
             continue
         is_given = fixed.keys() & {"zero", "schedule"} or is_single
-        if is_given or capabilities.supports(schedule, zero):
+        is_run = capabilities.supports(schedule, zero)
+        is_run &= capabilities.fills_stages(schedule, problem.micro_batches // dp, pp * chunks)
+        if is_given or is_run:
             yield schedule, zero
 
 

@@ -28,6 +28,13 @@ def test_an_excluded_pair_is_not_supported_but_its_halves_are() -> None:
     assert capabilities.supports(PipelineSchedule.GPIPE, 3)
 
 
+def test_a_schedule_may_need_as_many_microbatches_as_stages() -> None:
+    capabilities = Capabilities(needs_micro_batches_per_stage=frozenset({PipelineSchedule.ONE_F_ONE_B}))
+    assert capabilities.fills_stages(PipelineSchedule.ONE_F_ONE_B, micro_batches=2, stages=2)
+    assert not capabilities.fills_stages(PipelineSchedule.ONE_F_ONE_B, micro_batches=1, stages=2)
+    assert capabilities.fills_stages(PipelineSchedule.GPIPE, micro_batches=1, stages=2)
+
+
 def test_names_become_members_and_unknown_ones_are_refused() -> None:
     assert Capabilities(schedules={"1f1b"}).schedules == {PipelineSchedule.ONE_F_ONE_B}  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'2f2b' is not a valid PipelineSchedule"):

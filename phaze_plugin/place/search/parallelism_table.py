@@ -186,8 +186,10 @@ def _allowed(
     dp: IntArray,
     pp: IntArray,
 ) -> BoolArray:
-    """Whether a schedule runs with each depth: one stage or several, enough layers, and groups for interleaving."""
+    """Whether a schedule runs with each depth: one stage or several, enough layers and microbatches, full groups."""
     allowed = (pp == 1) if schedule is PipelineSchedule.NONE else (pp > 1) & (pp * chunks <= space.layers)
+    if schedule in problem.capabilities.needs_micro_batches_per_stage:
+        allowed &= problem.micro_batches // dp >= pp * chunks
     if chunks > 1:
         allowed &= -(-problem.micro_batches // dp) % pp == 0
         possible = [bool(chunk_sizes(space.layers, depth * chunks)) for depth in range(1, space.layers // chunks + 1)]
