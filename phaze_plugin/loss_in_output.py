@@ -9,10 +9,13 @@ __all__ = ["loss_candidates"]
 
 
 def loss_candidates(output: Any) -> list[Any]:
-    """What may be the loss, likeliest first: the output itself, what it has under `loss`, the first of a tuple."""
+    """What may be the loss, likeliest first: the output itself, what it has under `loss`, the members of a tuple.
+
+    A caller takes the first that is a scalar with a gradient: models return (loss, logits) and (logits, loss) alike.
+    """
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))
-    elif isinstance(output, tuple | list) and output:
-        candidates.append(output[0])
+    elif isinstance(output, tuple | list):
+        candidates.extend(output)
     return candidates

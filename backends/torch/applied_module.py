@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,7 @@ def apply_to_module(
         raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
     _check_model(plan, model)
     device_mesh = _mesh_of_plan(plan, mesh)
-    loss = _loss_function(loss_fn)
+    loss = _loss_function(loss_fn, model)
     arrange = _arrange_function(plan, model, device_mesh)
     pipeline = None
     if plan.strategy.pp > 1:
@@ -225,25 +226,46 @@ def _arrange_function(plan: Plan, model: torch.nn.Module, mesh: DeviceMesh) -> A
     return arrange
 
 
-def _loss_function(loss_fn: Callable[..., torch.Tensor] | None) -> LossFunction:
-    """A function that calls a module and returns the scalar loss; a `loss_fn` takes the batch's `targets` itself."""
+def _loss_function(loss_fn: Callable[..., torch.Tensor] | None, model: torch.nn.Module) -> LossFunction:
+    """A function that calls a module and returns the scalar loss.
+
+    The batch's `targets` go to whoever declares them: to the model, to `loss_fn`, or to both.
+    """
+    model_takes_targets = loss_fn is None or "targets" in inspect.signature(model.forward).parameters
+    loss_takes_targets = loss_fn is not None and (not model_takes_targets or _declares_targets(loss_fn))
 
     def loss(module: Callable[..., object], *args: object, **kwargs: object) -> torch.Tensor:
-        targets = kwargs.pop("targets", None) if loss_fn is not None else None
+        targets = kwargs.get("targets")
+        if not model_takes_targets:
+            kwargs.pop("targets", None)
         with shared_gradient_sums():
             output = module(*args, **kwargs)
             if loss_fn is None:
                 return to_whole(loss_of_output(output))
-            return to_whole(loss_fn(output) if targets is None else loss_fn(output, targets))
+            is_given = loss_takes_targets and targets is not None
+            return to_whole(loss_fn(output, targets) if is_given else loss_fn(output))
 
     return loss
 
 
+def _declares_targets(loss_fn: Callable[..., torch.Tensor]) -> bool:
+    """Whether a function of the output takes a second argument: one without a default, or one named `targets`."""
+    called = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [value for value in inspect.signature(called).parameters.values() if value.kind in positional]
+    second = parameters[1] if len(parameters) > 1 else None
+    return second is not None and (second.default is inspect.Parameter.empty or second.name == "targets")
+
+
 def loss_of_output(output: object) -> torch.Tensor:
-    """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises PlanError."""
-    for candidate in loss_candidates(output):
-        if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
-            return candidate
+    """The scalar with a gradient that a model returns: itself, under `loss`, or in a tuple; raises PlanError."""
+    tensors = [candidate for candidate in loss_candidates(output) if isinstance(candidate, torch.Tensor)]
+    scalars = [tensor for tensor in tensors if tensor.numel() == 1 and tensor.is_floating_point()]
+    for scalar in scalars:
+        if scalar.requires_grad:
+            return scalar
+    if scalars:
+        return scalars[0]
     raise PlanError(
         f"the model returned a {type(output).__name__} without a scalar loss; pass labels in the batch, or loss_fn= to "
         "apply (a function of the output, and of targets= where those are in the batch)."

@@ -2,6 +2,7 @@
 
 `arrange_module` does all three in place. `schedule_gradient_sync` decides, microbatch by microbatch, when copies of the
 model exchange gradients and drop gathered parameters (ZeRO). `checkpoint_block` recomputes a block in backward.
+`without_caches` keeps Hugging Face models from collecting keys and values while they train.
 
 This file needs torch alone: target 'fsdp' exports it.
 """
@@ -9,8 +10,8 @@ This file needs torch alone: target 'fsdp' exports it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from phaze.backends.torch.split_parameters import (
 )
 from phaze.backends.torch.split_tensor import SplitTensor, TorchFunction, is_split
 
-__all__ = ["arrange_module", "checkpoint_block", "schedule_gradient_sync"]
+__all__ = ["arrange_module", "checkpoint_block", "schedule_gradient_sync", "without_caches"]
 
 
 def arrange_module(
@@ -47,7 +48,7 @@ def arrange_module(
     """Arrange a module in place, and return its tensor-parallel axis (None where tp is 1).
 
     The mesh has axes replicate, shard and tp. `cuts` are of parameters by name, and `blocks` are the recompute modes of
-    the module's repeated layers by path; FSDP2 gathers each block by itself.
+    the module's repeated layers by path; FSDP2 gathers each block by itself, unless it shares parameters with others.
     """
     axis = None
     if mesh["tp"].size() > 1:
@@ -58,22 +59,41 @@ def arrange_module(
         checkpoint_block(module.get_submodule(path), mode)
     copies = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduction_dtype)
-    for submodule in (*(module.get_submodule(path) for path in blocks), module):
+    for submodule in (*_blocks_of_their_own(module, blocks), module):
         fully_shard(submodule, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
     accept_whole_states(module)
     if axis is not None:
         for path in blocks:
             _let_split_tensors_through(module.get_submodule(path))
-        _read_parts_while_running(module)
+        _run_forward_inside(module, parameters_as_parts)
+    _run_forward_inside(module, functools.partial(without_caches, module))
     return axis
 
 
-def _read_parts_while_running(module: torch.nn.Module) -> None:
-    """Enter `parameters_as_parts` for every forward, behind FSDP2's own hook, which wants to see what is stored."""
+def _blocks_of_their_own(module: torch.nn.Module, paths: Iterable[str]) -> list[torch.nn.Module]:
+    """The blocks that share no parameter with the rest of the module: FSDP2 gathers each of them by itself.
+
+    Tied parameters must lie in one group of FSDP2. It is the module's own, which is gathered from beginning to end: a
+    tied embedding is read by the first layer and by the last.
+    """
+    holders: dict[int, set[int]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            holders.setdefault(id(parameter), set()).add(id(part))
+    blocks = []
+    for block in (module.get_submodule(path) for path in paths):
+        parts = {id(part) for part in block.modules()}
+        if all(holders[id(parameter)] <= parts for parameter in block.parameters()):
+            blocks.append(block)
+    return blocks
+
+
+def _run_forward_inside(module: torch.nn.Module, make_context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter a context for every forward, behind FSDP2's own hook, which wants to see what is stored."""
     entered: list[AbstractContextManager[None]] = []
 
     def before_forward(*_: object) -> None:
-        entered.append(parameters_as_parts())
+        entered.append(make_context())
         entered[-1].__enter__()
 
     def after_forward(*_: object) -> None:
@@ -82,6 +102,26 @@ def _read_parts_while_running(module: torch.nn.Module) -> None:
 
     module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward, always_call=True)
+
+
+@contextmanager
+def without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """Switch off `config.use_cache` of a model and its parts while gradients are recorded, and put it back behind.
+
+    Training never reads these caches of keys and values. Blocks that are computed again in backward would fill them
+    twice, and pipeline stages would send them. Generation, which records no gradients, keeps them.
+    """
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    switched = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    if not torch.is_grad_enabled():
+        switched = []
+    for config in switched:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in switched:
+            config.use_cache = True
 
 
 def schedule_gradient_sync(module: FSDPModule, zero: int, *, is_last: bool) -> None:

@@ -383,6 +383,8 @@ def reduce(
 @rule_for("cat", "concat")
 def cat(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> SplitTensor:
     """Tensors joined along a dimension that is whole."""
+    # torch leaves out empty vectors, whatever the others' shapes are: caches of keys and values begin as such.
+    tensors = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
     leader = next((tensor for tensor in tensors if isinstance(tensor, SplitTensor)), None)
     if leader is None or _positive(leader, dim) == leader.split_dim:
         raise NoRule

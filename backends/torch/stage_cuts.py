@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from phaze.backends.torch.arrange import without_caches
 from phaze.backends.torch.split_tensor import TorchFunction
 from phaze.errors import PlanError
 
@@ -164,7 +165,7 @@ def dry_run(module: torch.nn.Module, paths: Sequence[str], batch: Mapping[str, o
     for name, submodule in clone.named_modules():
         submodule.register_forward_pre_hook(_note_call(name, submodule, paths, dtype, run), with_kwargs=True)
         submodule.register_forward_hook(_note_result(name, submodule, run))
-    with mode, _FollowsDependence(run):
+    with mode, without_caches(clone), _FollowsDependence(run):
         clone(**inputs)
     run.dependents.clear()
     run.replacements.clear()

@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch._export.utils import _compiling_state_context
@@ -180,17 +181,23 @@ class Objective(torch.nn.Module):
 
 
 def _find_loss(output: object) -> torch.Tensor:
-    """The scalar that a model returns: itself, under `loss`, or first in a tuple; raises where there is none."""
-    for candidate in loss_candidates(output):
-        if _is_scalar(candidate):
-            return candidate
+    """The scalar that a model returns: itself, under `loss`, or in a tuple; raises where there is none.
+
+    A scalar without a gradient is taken only where no other is there; the trial run then says why it cannot be trained.
+    """
+    scalars = [candidate for candidate in loss_candidates(output) if _is_scalar(candidate)]
+    for scalar in scalars:
+        if scalar.requires_grad:
+            return scalar
+    if scalars:
+        return scalars[0]
     raise ImportModelError(
         f"the model returns {_described(output)}, which holds no scalar loss; pass labels among the inputs where the "
         "model computes its own loss, or loss_fn=(a function of the output, and of targets= where those are given)."
     )
 
 
-def _is_scalar(value: object) -> bool:
+def _is_scalar(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch_plans import planned
-from torch_training import batch_of, build_model
+from torch_plans import imported, planned
+from torch_training import batch_of, build_model, second_of_output, word_loss
 
 import phaze
 from phaze.backends.torch import TorchTarget
+from phaze.backends.torch.applied_module import loss_of_output
+from phaze.backends.torch.arrange import arrange_module, without_caches
 from phaze.errors import PlanError
 
 
@@ -85,3 +87,71 @@ def test_zero_bubble_pipelines_and_partly_sharded_copies_are_never_planned_for_t
     capabilities = TorchTarget().capabilities
     assert {schedule.value for schedule in capabilities.schedules} == {"gpipe", "1f1b", "interleaved-1f1b"}
     assert plan.strategy.zero in capabilities.zero_stages == frozenset({0, 3})
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is a layer by itself, and a head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(12, 8), torch.nn.Linear(8, 12)
+        self.block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return word_loss(self.head(self.block(self.words(tokens))), tokens)
+
+
+def test_modules_that_share_a_parameter_are_gathered_together(alone: None) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.arange(8).reshape(2, 4)
+    model(tokens).backward()
+    expected = model.words.weight.grad
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    arrange_module(
+        model,
+        mesh,
+        cuts={},
+        splits_sequences=False,
+        blocks={"words": "none", "block": "none"},
+        zero=3,
+        compute_dtype=torch.float32,
+        reduction_dtype=torch.float32,
+    )
+    model(tokens).backward()
+    assert torch.allclose(model.words.weight.grad.full_tensor(), expected)
+
+
+def test_caches_are_off_while_gradients_are_recorded_and_as_they_were_behind() -> None:
+    model = build_model("llama-cached")
+    with without_caches(model):
+        assert not model.config.use_cache
+    assert model.config.use_cache
+    with torch.no_grad(), without_caches(model):
+        assert model.config.use_cache
+
+
+def test_the_loss_is_the_scalar_with_a_gradient_wherever_it_stands() -> None:
+    loss, count, logits = torch.zeros((), requires_grad=True), torch.tensor(3.0), torch.zeros(2, 3, requires_grad=True)
+    for output in (loss, (loss, logits), (logits, loss), [count, logits, loss], {"loss": loss}):
+        assert loss_of_output(output) is loss
+    with pytest.raises(PlanError, match="a tuple without a scalar loss"):
+        loss_of_output((logits, None))
+
+
+@pytest.mark.parametrize("kind", ["nanogpt", "nanogpt-indexed"])
+def test_targets_go_to_the_model_that_declares_them(alone: None, kind: str) -> None:
+    plan, batch = planned(kind, 1, {"dp": 1}), batch_of(kind)
+    expected = build_model(kind)(**batch)[1].detach()
+    run = plan.apply(build_model(kind), loss_fn=second_of_output if kind == "nanogpt-indexed" else None)
+    assert torch.allclose(run.backward(**run.share(batch)), expected)
+
+
+def test_a_pipeline_with_fewer_microbatches_than_stages_is_no_1f1b() -> None:
+    question = {"cluster": "cpu:4", "global_batch_size": 2, "precision": "fp32", "target": "torch", "compares": False}
+    strategy = {"tp": 2, "pp": 2, "micro_batch_size": 2}
+    plan = phaze.evaluate(imported("hand-written"), strategy=strategy, **question).plan
+    assert plan.strategy.schedule == "gpipe"
+    with pytest.raises(PlanError):
+        phaze.evaluate(imported("hand-written"), strategy={**strategy, "schedule": "1f1b"}, **question)

@@ -184,3 +184,11 @@ def test_devices_hold_equal_chunks_of_which_the_last_are_shorter(length: int, si
     whole = torch.arange(length)
     parts = [local_part(whole, Axis(None, 2, index), 0, 1) for index in range(2)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_empty_vectors_are_left_out_of_a_join_as_torch_does() -> None:
+    value = SplitTensor(torch.ones(2, 2, 3, 4), Axis(None, 2, 0), (2, 4, 3, 4), 1)
+    joined = torch.cat([torch.tensor([]), value], dim=-2)
+    assert isinstance(joined, SplitTensor)
+    assert tuple(joined.shape) == (2, 4, 3, 4)
+    assert torch.equal(joined.local, value.local)

@@ -14,7 +14,9 @@ from phaze.ir import Graph
 @functools.cache
 def imported(kind: str) -> Graph:
     batch = batch_of(kind)
-    given = {**given_loss(kind), "targets": batch["targets"]} if given_loss(kind) else {}
+    given = given_loss(kind)
+    if "targets" in batch and "targets" not in inputs_of(kind, batch):
+        given["targets"] = batch["targets"]
     return phaze.import_graph(build_model(kind), inputs_of(kind, batch), **given)
 
 

@@ -1,6 +1,7 @@
 """Small models for training in torch: real weights, equal in every process that builds them."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,30 @@ class Headless(HandWritten):
 
 def word_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class NanoGpt(HandWritten):
+    """One in the way of nanoGPT: modules by name, a tied head, logits and loss in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.transformer = torch.nn.ModuleDict({"wte": self.words, "wpe": self.places, "h": self.blocks})
+        self.transformer["ln_f"] = self.norm
+        del self.words, self.places, self.blocks, self.norm
+        self.transformer["wte"].weight = self.head.weight
+
+    def forward(  # type: ignore[override]
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
+        for block in self.transformer["h"]:
+            x = block(x)
+        logits = self.head(self.transformer["ln_f"](x))
+        return logits, None if targets is None else word_loss(logits, targets)
+
+
+def second_of_output(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return output[1]
 
 
 class Uncut(HandWritten):
@@ -150,13 +175,109 @@ def _bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+def _neox() -> torch.nn.Module:
+    config = transformers.GPTNeoXConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=96, **_IDS
+    )
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def _qwen3() -> torch.nn.Module:
+    config = transformers.Qwen3Config(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=96,
+        **_IDS,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+_SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    **_IDS,
+}
+
+
+def _gemma3() -> torch.nn.Module:
+    config = transformers.Gemma3TextConfig(**_SMALL, head_dim=8, sliding_window=8)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def _mamba() -> torch.nn.Module:
+    config = transformers.MambaConfig(
+        num_hidden_layers=2, hidden_size=32, state_size=4, vocab_size=96, tie_word_embeddings=True, **_IDS
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+def _mixtral() -> torch.nn.Module:
+    config = transformers.MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def _qwen2_moe() -> torch.nn.Module:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.Qwen2MoeConfig(**_SMALL, **experts, shared_expert_intermediate_size=48)
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def _deepseek_v3() -> torch.nn.Module:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+    config = transformers.DeepseekV3Config(**{**_SMALL, **experts, **groups, **ranks, **heads})
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _gpt_oss() -> torch.nn.Module:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**_SMALL, **experts, head_dim=8, sliding_window=8)
+    return transformers.GptOssForCausalLM(config)
+
+
+def _with_cache(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+    """The model as Hugging Face makes it: it collects keys and values for generation."""
+
+    def built() -> torch.nn.Module:
+        model = build()
+        for part in model.modules():
+            if hasattr(getattr(part, "config", None), "use_cache"):
+                part.config.use_cache = True
+        return model
+
+    return built
+
+
 _BUILDERS = {
+    "gpt2-cached": _with_cache(_gpt2),
+    "llama-cached": _with_cache(_llama),
+    "t5-cached": _with_cache(_t5),
+    "neox-cached": _with_cache(_neox),
+    "qwen3-cached": _with_cache(_qwen3),
+    "gemma3": _gemma3,
+    "mamba": _mamba,
+    "mixtral": _mixtral,
+    "qwen2-moe": _qwen2_moe,
+    "deepseek-v3": _deepseek_v3,
+    "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "llama": _llama,
     "t5": _t5,
     "bert": _bert,
     "hand-written": HandWritten,
     "headless": Headless,
+    "nanogpt": NanoGpt,
+    "nanogpt-indexed": NanoGpt,
     "uncut": Uncut,
     "odd": Odd,
 }
@@ -168,12 +289,15 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
     names = ("tokens", "targets") if kind in ("hand-written", "headless", "uncut", "odd") else ("input_ids", "labels")
+    if kind.startswith("nanogpt"):
+        names = ("idx", "targets")
     return dict(zip(names, (tokens, labels), strict=True))
 
 
 def given_loss(kind: str) -> dict[str, Any]:
     """The loss that is given beside a model, as `optimize` and `apply` take it."""
-    return {"loss_fn": word_loss} if kind == "headless" else {}
+    losses = {"headless": word_loss, "nanogpt-indexed": second_of_output}
+    return {"loss_fn": losses[kind]} if kind in losses else {}
 
 
 def inputs_of(kind: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -186,5 +310,7 @@ def loss_of(kind: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
     output = model(**inputs_of(kind, batch))
     if kind == "headless":
         return word_loss(output, batch["targets"])
+    if isinstance(output, tuple):
+        return second_of_output(output)
     loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
     return loss

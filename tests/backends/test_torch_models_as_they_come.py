@@ -1,0 +1,29 @@
+"""Models as people bring them, without any change for Phaze, train in processes as they do in one."""
+
+import pytest
+from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
+
+CASES: dict[str, Strategy] = {
+    "llama-cached tp2": {"tp": 2},
+    "llama-cached tp2 recompute": {"tp": 2, "recompute": "full"},
+    "llama-cached pp2": {"pp": 2, "schedule": "1f1b"},
+    "gpt2-cached tp2": {"tp": 2},
+    "neox-cached tp2": {"tp": 2},
+    "qwen3-cached tp2": {"tp": 2},
+    "t5-cached tp2": {"tp": 2},
+    "nanogpt dp2": {"dp": 2},
+    "nanogpt tp2": {"tp": 2},
+    "nanogpt pp2": {"pp": 2},
+    "nanogpt-indexed tp2": {"tp": 2},
+    "nanogpt-indexed pp2": {"pp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return run_strategies(tmp_path_factory.mktemp("ranks"), 2, CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_as_it_comes_trains_as_in_one_process(answers: Answers, name: str) -> None:
+    check_equality(answers(name))
