@@ -153,5 +153,5 @@ def test_a_pipeline_with_fewer_microbatches_than_stages_is_no_1f1b() -> None:
     strategy = {"tp": 2, "pp": 2, "micro_batch_size": 2}
     plan = phaze.evaluate(imported("hand-written"), strategy=strategy, **question).plan
     assert plan.strategy.schedule == "gpipe"
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="no plan is possible"):
         phaze.evaluate(imported("hand-written"), strategy={**strategy, "schedule": "1f1b"}, **question)
