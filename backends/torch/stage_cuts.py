@@ -131,7 +131,8 @@ class DryRun:
     """What one run of the whole model on fake tensors tells.
 
     Attributes:
-        stages: the stages that run each module with parameters, by the module's path.
+        stages: the stages that need the parameters of each module which has some itself, by the module's path.
+        called: the stages in which the call of each module runs, by the module's path.
         results: what each call of a module returned, without storage, by the module's path.
         boundaries: what crosses each cut.
         reached: the stage that the run has reached.
@@ -141,6 +142,7 @@ class DryRun:
     """
 
     stages: dict[str, set[int]] = field(default_factory=dict)
+    called: dict[str, set[int]] = field(default_factory=dict)
     results: dict[str, list[object]] = field(default_factory=dict)
     boundaries: list[Boundary] = field(default_factory=list)
     reached: int = 0
@@ -163,15 +165,33 @@ def dry_run(module: torch.nn.Module, paths: Sequence[str], batch: Mapping[str, o
         inputs = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(batch))
     run = DryRun()
     for name, submodule in clone.named_modules():
-        submodule.register_forward_pre_hook(_note_call(name, submodule, paths, dtype, run), with_kwargs=True)
+        submodule.register_forward_pre_hook(_note_call(name, paths, dtype, run), with_kwargs=True)
         submodule.register_forward_hook(_note_result(name, submodule, run))
     with mode, without_caches(clone), _FollowsDependence(run):
         clone(**inputs)
     run.dependents.clear()
     run.replacements.clear()
+    run.stages.update(_stages_of_parameters(clone, run))
     if run.reached < len(paths):
         raise PlanError(f"{paths[run.reached]!r} is never called, so {type(module).__name__} cannot be cut before it.")
     return run
+
+
+def _stages_of_parameters(module: torch.nn.Module, run: DryRun) -> dict[str, set[int]]:
+    """The stages that need the parameters of each module which has some itself.
+
+    A module that is never called, such as the output projection of torch.nn's attention, is read by the nearest one
+    around it that is. Where that one runs in several stages, the module is left out: nothing tells which of them reads
+    it, and mostly it is another name of a tied module, or unused.
+    """
+    stages = {}
+    for name, submodule in module.named_modules():
+        reader = name
+        while reader and reader not in run.called:
+            reader = reader.rpartition(".")[0]
+        if submodule._parameters and (reader == name or len(run.called[reader]) == 1):
+            stages[name] = set(run.called[reader])
+    return stages
 
 
 def clone_with_tensors(module: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
@@ -225,7 +245,7 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _note_call(name: str, module: torch.nn.Module, paths: Sequence[str], dtype: torch.dtype, run: DryRun) -> PreHook:
+def _note_call(name: str, paths: Sequence[str], dtype: torch.dtype, run: DryRun) -> PreHook:
     """Before a module's call: begin a stage where a cut stands, and note which stage runs the module."""
 
     def hook(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -233,8 +253,7 @@ def _note_call(name: str, module: torch.nn.Module, paths: Sequence[str], dtype: 
             run.boundaries.append(_boundary((args, kwargs), run, dtype))
             _replace_crossing_tensors((args, kwargs), run)
             run.reached += 1
-        if module._parameters:
-            run.stages.setdefault(name, set()).add(run.reached)
+        run.called.setdefault(name, set()).add(run.reached)
         leaves, tree = tree_flatten((args, kwargs))
         return tree_unflatten([run.replacements.get(id(leaf), leaf) for leaf in leaves], tree)
 
@@ -277,8 +296,8 @@ def _note_result(name: str, module: torch.nn.Module, run: DryRun) -> Callable[..
         for tensor in tensors_in(result) if has_parameters else []:
             dependent = DependentTensor(tensor, run.reached, not tensor.is_floating_point())
             run.dependents.setdefault(id(tensor), dependent)
-        if module._parameters:  # a module around a cut may read its own parameters on both sides of it
-            run.stages[name].update(range(min(run.stages[name]), run.reached + 1))
+        # A module around a cut may read its own parameters on both sides of it.
+        run.called[name].update(range(min(run.called[name]), run.reached + 1))
         shapes = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, result)
         run.results.setdefault(name, []).append(shapes)
 

@@ -7,6 +7,7 @@ from torch_training import build_model
 
 from phaze.backends.torch.pipeline import find_cut_paths
 from phaze.backends.torch.stage_cuts import cut_paths, dry_run
+from phaze.backends.torch.stage_models import build_stage
 from phaze.errors import PlanError
 from phaze.hooks import PluginManager
 
@@ -56,3 +57,27 @@ def test_what_has_no_gradient_but_depends_on_parameters_crosses_a_cut_or_is_refu
     assert run.stages[""] == {0, 1}
     with pytest.raises(PlanError, match="reads what an earlier stage compared or counted"):
         dry_run(Gated(late=True), ["blocks.1"], batch, torch.float32)
+
+
+class Encoder(torch.nn.Module):
+    """Attention of torch.nn, which reads its output projection without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.spare = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.encoder(x).square().mean()
+        return result
+
+
+def test_a_module_that_is_read_without_a_call_stays_with_its_reader() -> None:
+    model, paths = Encoder(), ["encoder.layers.1"]
+    run = dry_run(model, paths, {"x": torch.zeros(2, 3, 8)}, torch.float32)
+    assert run.stages["encoder.layers.0.self_attn.out_proj"] == {0}
+    assert run.stages["encoder.layers.1.self_attn.out_proj"] == {1}
+    assert "spare" not in run.stages
+    last = build_stage(model, paths, run, 1).module
+    assert last.get_submodule("encoder.layers.1.self_attn.out_proj").weight is not None

@@ -83,6 +83,20 @@ class NanoGpt(HandWritten):
         return logits, None if targets is None else word_loss(logits, targets)
 
 
+class TorchEncoder(HandWritten):
+    """One whose blocks are torch.nn's own."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        result: torch.Tensor = self.head(self.norm(self.encoder(x)))
+        return result
+
+
 def second_of_output(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return output[1]
 
@@ -276,6 +290,7 @@ _BUILDERS = {
     "bert": _bert,
     "hand-written": HandWritten,
     "headless": Headless,
+    "encoder": TorchEncoder,
     "nanogpt": NanoGpt,
     "nanogpt-indexed": NanoGpt,
     "uncut": Uncut,
@@ -288,7 +303,8 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     torch.manual_seed(seed)
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
-    names = ("tokens", "targets") if kind in ("hand-written", "headless", "uncut", "odd") else ("input_ids", "labels")
+    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder")
+    names = ("tokens", "targets") if is_written else ("input_ids", "labels")
     if kind.startswith("nanogpt"):
         names = ("idx", "targets")
     return dict(zip(names, (tokens, labels), strict=True))
