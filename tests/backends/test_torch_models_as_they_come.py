@@ -1,4 +1,7 @@
-"""Models as people bring them, without any change for Phaze, train in processes as they do in one."""
+"""Models as people bring them, without any change for Phaze, train in processes as they do in one.
+
+Kinds whose names end in `-cached` collect keys and values for generation, as Hugging Face makes them.
+"""
 
 import pytest
 from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
@@ -16,6 +19,7 @@ CASES: dict[str, Strategy] = {
     "nanogpt pp2": {"pp": 2},
     "nanogpt-indexed tp2": {"tp": 2},
     "nanogpt-indexed pp2": {"pp": 2},
+    "encoder pp2": {"pp": 2},
 }
 
 
@@ -26,4 +30,4 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_as_it_comes_trains_as_in_one_process(answers: Answers, name: str) -> None:
-    check_equality(answers(name))
+    check_equality(answers(name), most=2e-6)

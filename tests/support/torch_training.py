@@ -1,7 +1,7 @@
 """Small models for training in torch: real weights, equal in every process that builds them."""
 
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,15 +142,15 @@ def build_model(kind: str) -> torch.nn.Module:
         return _BUILDERS[kind]()
 
 
-def _gpt2() -> torch.nn.Module:
+def _gpt2(use_cache: bool = False) -> torch.nn.Module:
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=False, **drops, **_IDS
+        n_layer=4, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=use_cache, **drops, **_IDS
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama() -> torch.nn.Module:
+def _llama(use_cache: bool = False) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=4,
         hidden_size=32,
@@ -158,13 +158,13 @@ def _llama() -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=96,
-        use_cache=False,
+        use_cache=use_cache,
         **_IDS,
     )
     return transformers.LlamaForCausalLM(config)
 
 
-def _t5() -> torch.nn.Module:
+def _t5(use_cache: bool = False) -> torch.nn.Module:
     config = transformers.T5Config(
         num_layers=2,
         num_decoder_layers=2,
@@ -176,7 +176,7 @@ def _t5() -> torch.nn.Module:
         dropout_rate=0.0,
         decoder_start_token_id=0,
         pad_token_id=2,
-        use_cache=False,
+        use_cache=use_cache,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -259,25 +259,12 @@ def _gpt_oss() -> torch.nn.Module:
     return transformers.GptOssForCausalLM(config)
 
 
-def _with_cache(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
-    """The model as Hugging Face makes it: it collects keys and values for generation."""
-
-    def built() -> torch.nn.Module:
-        model = build()
-        for part in model.modules():
-            if hasattr(getattr(part, "config", None), "use_cache"):
-                part.config.use_cache = True
-        return model
-
-    return built
-
-
 _BUILDERS = {
-    "gpt2-cached": _with_cache(_gpt2),
-    "llama-cached": _with_cache(_llama),
-    "t5-cached": _with_cache(_t5),
-    "neox-cached": _with_cache(_neox),
-    "qwen3-cached": _with_cache(_qwen3),
+    "gpt2-cached": partial(_gpt2, use_cache=True),
+    "llama-cached": partial(_llama, use_cache=True),
+    "t5-cached": partial(_t5, use_cache=True),
+    "neox-cached": _neox,
+    "qwen3-cached": _qwen3,
     "gemma3": _gemma3,
     "mamba": _mamba,
     "mixtral": _mixtral,
