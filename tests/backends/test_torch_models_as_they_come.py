@@ -20,6 +20,14 @@ CASES: dict[str, Strategy] = {
     "nanogpt-indexed tp2": {"tp": 2},
     "nanogpt-indexed pp2": {"pp": 2},
     "encoder pp2": {"pp": 2},
+    "gemma3 dp2 zero3": {"dp": 2, "zero": 3},
+    "gemma3 tp2": {"tp": 2},
+    "mamba dp2 zero3": {"dp": 2, "zero": 3},
+    "mixtral dp2": {"dp": 2},
+    "mixtral tp2": {"tp": 2},
+    "qwen2-moe dp2": {"dp": 2},
+    "deepseek-v3 dp2": {"dp": 2},
+    "gpt-oss dp2": {"dp": 2},
 }
 
 
