@@ -226,7 +226,7 @@ def test_linen_modules_with_other_state_are_told_what_to_pass_instead() -> None:
             plan.apply(model, inputs=inputs)
 
 
-def test_a_sequence_that_the_width_does_not_divide_is_not_split() -> None:
+def test_a_sequence_that_tp_does_not_divide_is_not_split() -> None:
     loss, (weights, batch) = small()
     inputs = (weights, {name: rows[:, :15] for name, rows in batch.items()})
     strategy = {**FIXED, "dp": 1, "tp": 4, "micro_batch_size": 16}
