@@ -34,7 +34,7 @@ def die_once(task: tuple[int, str]) -> int:
     return value
 
 
-def answer(**options: Any) -> phaze.SearchResult:
+def search_tiny(**options: Any) -> phaze.SearchResult:
     return phaze.search(tiny_model(), space=some_points(4), **{**QUESTION, **options})
 
 
@@ -59,7 +59,7 @@ def search_in_processes(journal: str) -> None:
 
 
 def children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_script_may_search_at_its_top_and_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_a_script_may_search_at_its_top_and_is_not_run_again_by_its_workers(tmp_
         "import phaze\n"
         "print('begun')\n"
         "space = phaze.space.grid(tensor_cores=1, tensor_rows=64, tensor_cols=64, vector_cores=1, buffer_mib=16)\n"
-        f"found = phaze.search('model.json', space=space, executor='processes:1', **{QUESTION})\n"
-        "print(found.best.name)\n"
+        f"result = phaze.search('model.json', space=space, executor='processes:1', **{QUESTION})\n"
+        "print(result.best.name)\n"
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("begun\nt1x64x64-v1x64-b16m\n", "")
@@ -113,18 +113,18 @@ def test_processes_that_keep_dying_are_an_error() -> None:
 
 
 def test_a_search_is_the_same_in_one_process_in_threads_and_in_processes() -> None:
-    first = answer(executor="serial")
+    first = search_tiny(executor="serial")
     for executor in (ThreadPoolExecutor(3), "processes:2"):
-        other = answer(executor=executor)
-        assert other.best == first.best
-        assert other.certificate == first.certificate
-        assert other.explored == first.explored
+        again = search_tiny(executor=executor)
+        assert again.best == first.best
+        assert again.certificate == first.certificate
+        assert again.explored == first.explored
 
 
 def test_a_dask_cluster_gives_the_same_answer_with_a_worker_killed_on_the_way() -> None:
     from distributed import LocalCluster
 
-    first = answer(executor="serial")
+    first = search_tiny(executor="serial")
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
         pids = [worker.pid for worker in cluster.workers.values()]
         killed: list[int] = []
@@ -135,16 +135,16 @@ def test_a_dask_cluster_gives_the_same_answer_with_a_worker_killed_on_the_way() 
                 os.kill(pids[0], signal.SIGKILL)
 
         address = cluster.scheduler_address.replace("tcp://", "dask://")
-        other = answer(executor=address, progress=kill_one)
+        again = search_tiny(executor=address, progress=kill_one)
         assert killed
-    assert other.best == first.best
-    assert other.certificate == first.certificate
+    assert again.best == first.best
+    assert again.certificate == first.certificate
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes:0", "processes:x", 3])
 def test_an_executor_that_cannot_be_is_refused(executor: object) -> None:
     with pytest.raises(QuestionError, match="executor is"):
-        answer(executor=executor)
+        search_tiny(executor=executor)
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error() -> None:

@@ -142,7 +142,11 @@ def test_what_a_journal_has_is_not_computed_again(tmp_path: Path) -> None:
     size = os.stat(path).st_size
     heard: list[str] = []
     second = phaze.search(
-        tiny_model(), space=some_points(3), journal=path, progress=lambda one: heard.append(one.doing), **QUESTION
+        tiny_model(),
+        space=some_points(3),
+        journal=path,
+        progress=lambda progress: heard.append(progress.doing),
+        **QUESTION,
     )
     assert second.best == first.best
     assert os.stat(path).st_size == size

@@ -39,7 +39,7 @@ def test_the_same_seed_samples_the_same_designs() -> None:
 
 def test_every_evaluation_is_of_a_point_not_seen_before_until_none_is_left() -> None:
     best_first = small_search(hbm_gib=(1,))
-    assert [one.evaluations for one in sampled(best_first, 5, 9)] == [5, 8]
+    assert [best.evaluations for best in sampled(best_first, 5, 9)] == [5, 8]
     seen = []
     lattice = _Lattice(best_first.question)
     for _ in range(lattice.size):
@@ -54,7 +54,7 @@ def test_a_proposal_outside_the_space_becomes_the_nearest_point_of_it() -> None:
         tensor_cols=(32,),
         vector_cores=(1, 2, 4, 8),
         buffer_mib=(8,),
-        where=lambda every: every.vector_cores <= every.tensor_cores,
+        where=lambda points: points.vector_cores <= points.tensor_cores,
     )
     lattice = _Lattice(small_question([tiny_model()], points, micro_batch_size=(2,), hbm_gib=(1,)))
     place, point, _ = lattice.take({"tensor_cores": 2, "vector_cores": 3})
@@ -66,9 +66,9 @@ def test_sampling_ends_when_it_has_found_enough() -> None:
     best_first = small_search(hbm_gib=(1,))
     best = best_first.state.best
     assert best is not None
-    (found,) = sample_designs(best_first.question, [8], enough_samples_per_s=0.5 * best.value)
-    assert found.evaluations < 8
-    assert found.samples_per_s >= 0.5 * best.value
+    (enough,) = sample_designs(best_first.question, [8], enough_samples_per_s=0.5 * best.value)
+    assert enough.evaluations < 8
+    assert enough.samples_per_s >= 0.5 * best.value
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.01])
@@ -94,8 +94,8 @@ def test_a_trial_is_told_its_throughput_or_is_not_among_the_best_few(gap: float)
 def test_what_is_no_better_in_any_number_is_no_quicker() -> None:
     known = _Beaten(2)
     assert not known.covers(np.array([1.0, 1.0]), 5.0)
-    for at in range(600):  # more than there is room for at first
-        known.add(np.array([1.0 + at, 600.0 - at]), 5.0)
+    for index in range(600):  # more than there is room for at first
+        known.add(np.array([1.0 + index, 600.0 - index]), 5.0)
     assert known.covers(np.array([1.0, 600.0]), 5.0)
     assert known.covers(np.array([300.0, 302.0]), 4.0)
     assert not known.covers(np.array([300.0, 302.0]), 5.1)

@@ -29,11 +29,11 @@ QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "seri
 def test_a_memory_is_chosen_only_where_the_plan_fits_beside_what_allocators_reserve() -> None:
     asked = {**QUESTION, "space": some_points(3), "calibration": Calibration(reserve=0.5)}
     needed_gib = phaze.search(tiny_model(), **{**asked, "hbm_gib": (1,)}).best.models[0].needed_bytes / 2**30
-    found = phaze.search(tiny_model(), **{**asked, "hbm_gib": (1.2 * needed_gib / 0.95, 1)})
-    (plan,) = found.plans.values()
+    result = phaze.search(tiny_model(), **{**asked, "hbm_gib": (1.2 * needed_gib / 0.95, 1)})
+    (plan,) = result.plans.values()
     assert plan.is_feasible
-    assert found.best.hbm_gib == 1
-    small, large = (row.value for row in found.memories)
+    assert result.best.hbm_gib == 1
+    small, large = (row.value for row in result.memories)
     assert small is not None
     assert large is not None
     assert small < large
@@ -52,11 +52,11 @@ def test_where_energy_counts_the_proof_is_about_the_largest_memory_and_says_so(c
         "executor": "serial",
         "gap": 0.0,
     }
-    found = phaze.search(tiny_model(3, 512), hbm_gib=sizes, **asked, **change)
-    assert found.best.value == found.certificate.value
-    assert found.certificate.points == 2
-    assert "energy is that of the fastest plans with the largest memory" in found.certificate.scope
-    assert all(plan.is_feasible for plan in found.plans.values())
+    result = phaze.search(tiny_model(3, 512), hbm_gib=sizes, **asked, **change)
+    assert result.best.value == result.certificate.value
+    assert result.certificate.points == 2
+    assert "energy is that of the fastest plans with the largest memory" in result.certificate.scope
+    assert all(plan.is_feasible for plan in result.plans.values())
 
 
 @pytest.mark.parametrize("seed", [68, *range(4)])
@@ -154,12 +154,12 @@ def test_wherever_a_search_is_interrupted_its_bound_holds_and_every_accelerator_
     assert whole is not None
     has_found = False
     for last in range(1, len(reports) + 1):
-        found = stopped_at(last)
-        assert found is not None or not has_found  # what was found is not lost again
-        if found is not None:
+        result = stopped_at(last)
+        assert result is not None or not has_found  # what was found is not lost again
+        if result is not None:
             has_found = True
-            assert found.certificate.bound >= whole.best.value * (1 - 1e-9)
-            assert [row.name for row in found.explored] == list(question.points.names)
+            assert result.certificate.bound >= whole.best.value * (1 - 1e-9)
+            assert [row.name for row in result.explored] == list(question.points.names)
     assert has_found
 
 

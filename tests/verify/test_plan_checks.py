@@ -35,19 +35,19 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(small_plan(hbm_mib=80).to_json())
-    return found
+    plan: dict[str, Any] = json.loads(small_plan(hbm_mib=80).to_json())
+    return plan
 
 
 def changed(path: tuple[Any, ...]) -> dict[str, Any]:
     """The document with one number made a little larger."""
-    found = copy.deepcopy(document())
-    parent: Any = found
+    plan = copy.deepcopy(document())
+    parent: Any = plan
     for key in path[:-1]:
         parent = parent[key]
     old = parent[path[-1]]
     parent[path[-1]] = old + 1 if isinstance(old, int) else old * 1.001 + 1e-12
-    return found
+    return plan
 
 
 def holds(plan: Plan) -> bool:

@@ -26,7 +26,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wrong(path: Path, model: object = None) -> list[Finding]:
-    return [one for one in check_search(path, model or tiny_model(), points=3) if not one.holds]
+    return [finding for finding in check_search(path, model or tiny_model(), points=3) if not finding.holds]
 
 
 def changed(journal: Path, path: Path, lines: list[str]) -> Path:
@@ -43,10 +43,10 @@ def test_a_finished_search_holds_with_pruned_points_evaluated(journal: Path) -> 
 def test_a_bound_that_was_raised_is_found(journal: Path, tmp_path: Path) -> None:
     lines = journal.read_text().splitlines()[1:]
     records = [json.loads(line) for line in lines]
-    at = next(at for at, record in enumerate(records) if record["result"].get("bound_s") and "bound/" in record["task"])
-    records[at]["result"]["bound_s"] *= 1.01
+    raised = next(record for record in records if record["result"].get("bound_s") and "bound/" in record["task"])
+    raised["result"]["bound_s"] *= 1.01
     path = changed(journal, tmp_path / "raised", [json.dumps(record) for record in records])
-    assert records[at]["task"] in [finding.what for finding in wrong(path)]
+    assert raised["task"] in [finding.what for finding in wrong(path)]
 
 
 def test_an_unfinished_search_and_a_line_too_many_are_found(journal: Path, tmp_path: Path) -> None:
@@ -60,8 +60,7 @@ def test_an_unfinished_search_and_a_line_too_many_are_found(journal: Path, tmp_p
 
 
 def test_another_model_is_found_before_anything_is_computed(journal: Path) -> None:
-    found = wrong(journal, tiny_model(size=256))
-    assert [finding.what for finding in found] == ["its models"]
+    assert [finding.what for finding in wrong(journal, tiny_model(size=256))] == ["its models"]
 
 
 def test_models_of_another_number_or_order_are_named(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_a_check_that_is_interrupted_finds_nothing_wrong(tmp_path: Path, task: s
 
     def interrupt(doing: str) -> None:
         heard.append(doing)
-        if [one for one in heard if task in one] == [doing]:  # the first time
+        if [name for name in heard if task in name] == [doing]:  # the first time
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""One call from models and a space to an accelerator, with plans that hold."""
+"""`phaze.search`: one call from models and a space to an accelerator, with plans that hold."""
 
 import csv
 import io
@@ -11,33 +11,32 @@ from plans import small_graph
 
 import phaze
 from phaze.errors import PlanError, QuestionError
-from phaze.explore.objectives import pareto_front
 from phaze.explore.search_result import SearchProgress
 from phaze.verify.plan_checks import check_plan
 
 QUESTION: dict[str, Any] = {**SMALL, "executor": "serial"}
 
 
-def answer(**options: Any) -> phaze.SearchResult:
+def search_tiny(**options: Any) -> phaze.SearchResult:
     return phaze.search(tiny_model(), space=some_points(6), **{**QUESTION, **options})
 
 
 def test_the_plan_of_the_best_accelerator_takes_the_time_that_was_found_and_verifies() -> None:
-    found = answer(hbm_gib=(0.003, 0.5, 1))
-    (plan,) = found.plans.values()
-    assert plan.step_time_s == pytest.approx(found.best.models[0].step_time_s, rel=1e-12)
-    assert plan.cluster.accelerator.name == found.best.name
-    assert plan.cluster.accelerator.hbm_bytes == found.best.hbm_gib * 2**30
+    result = search_tiny(hbm_gib=(0.003, 0.5, 1))
+    (plan,) = result.plans.values()
+    assert plan.step_time_s == pytest.approx(result.best.models[0].step_time_s, rel=1e-12)
+    assert plan.cluster.accelerator.name == result.best.name
+    assert plan.cluster.accelerator.hbm_bytes == result.best.hbm_gib * 2**30
     assert plan.is_feasible
     assert all(finding.holds for finding in check_plan(plan, tiny_model()))
-    assert found.certificate.bound >= found.best.value
+    assert result.certificate.bound >= result.best.value
 
 
 def test_a_plan_of_sliced_layers_takes_the_time_that_was_found_and_verifies() -> None:
-    found = answer(tp=(4,), devices=16, micro_batch_size=(4,), global_batch_size=16)
-    (plan,) = found.plans.values()
+    result = search_tiny(tp=(4,), devices=16, micro_batch_size=(4,), global_batch_size=16)
+    (plan,) = result.plans.values()
     assert plan.strategy.sequence_parallel
-    assert plan.step_time_s == pytest.approx(found.best.models[0].step_time_s, rel=1e-12)
+    assert plan.step_time_s == pytest.approx(result.best.models[0].step_time_s, rel=1e-12)
     assert all(finding.holds for finding in check_plan(plan, tiny_model()))
 
 
@@ -47,55 +46,55 @@ def test_memories_that_were_not_looked_at_are_not_listed() -> None:
             raise KeyboardInterrupt
 
     options = {"hbm_gib": (0.003, 0.5, 1), "progress": interrupt}
-    found = answer(**options)
-    assert [row.hbm_gib for row in found.memories] == [1]
-    assert found.best.hbm_gib == 1
-    assert found.certificate.is_finished
+    result = search_tiny(**options)
+    assert [row.hbm_gib for row in result.memories] == [1]
+    assert result.best.hbm_gib == 1
+    assert result.certificate.is_finished
 
 
 def test_the_least_memory_that_costs_nothing_is_chosen() -> None:
-    found = answer(hbm_gib=(0.003, 0.5, 1))
-    assert [row.hbm_gib * 2**30 for row in found.memories] == [round(0.003 * 2**30), 2**29, 2**30]
-    assert found.best.hbm_gib == 0.5
-    assert found.memories[1].value == found.memories[2].value == found.best.value
+    result = search_tiny(hbm_gib=(0.003, 0.5, 1))
+    assert [row.hbm_gib * 2**30 for row in result.memories] == [round(0.003 * 2**30), 2**29, 2**30]
+    assert result.best.hbm_gib == 0.5
+    assert result.memories[1].value == result.memories[2].value == result.best.value
 
 
 def test_every_accelerator_is_listed_with_its_bound_and_how_it_was_dealt_with() -> None:
-    found = answer()
-    rows = list(csv.DictReader(io.StringIO(found.explored_csv())))
+    result = search_tiny()
+    rows = list(csv.DictReader(io.StringIO(result.explored_csv())))
     assert [row["name"] for row in rows] == list(some_points(6).names)
     assert {row["state"] for row in rows} <= {"evaluated", "pruned"}
-    assert all(float(row["bound"]) <= found.certificate.bound * (1 + 1e-12) for row in rows)
-    assert sum(box.points for box in found.certificate.pruned) == sum(bool(row["box"]) for row in rows)
-    (best,) = (row for row in rows if row["name"] == found.best.name)
-    assert (best["state"], float(best["value"])) == ("evaluated", found.best.value)
-    assert found.certificate.points == 6 * 2
-    assert json.loads(found.to_json())["best"]["name"] == found.best.name
+    assert all(float(row["bound"]) <= result.certificate.bound * (1 + 1e-12) for row in rows)
+    assert sum(box.points for box in result.certificate.pruned) == sum(bool(row["box"]) for row in rows)
+    (best,) = (row for row in rows if row["name"] == result.best.name)
+    assert (best["state"], float(best["value"])) == ("evaluated", result.best.value)
+    assert result.certificate.points == 6 * 2
+    assert json.loads(result.to_json())["best"]["name"] == result.best.name
 
 
 @pytest.mark.parametrize("objective", ["throughput", "throughput-per-area", "throughput-per-energy"])
 def test_ratios_of_several_models_are_told_and_their_mean_is_the_value(objective: str) -> None:
     models = [tiny_model(), tiny_model(4, name="other")]
-    found = phaze.search(models, space=some_points(4), **{**QUESTION, "objective": objective})
-    ratios = [row.ratio for row in found.best.models]
-    assert found.best.value == pytest.approx(sum(one for one in ratios if one) / 2)
-    assert "times tpuv4-paper" in str(found)
-    assert answer().best.models[0].ratio is None
+    result = phaze.search(models, space=some_points(4), **{**QUESTION, "objective": objective})
+    ratios = [row.ratio for row in result.best.models]
+    assert result.best.value == pytest.approx(sum(ratio for ratio in ratios if ratio) / 2)
+    assert "times tpuv4-paper" in str(result)
+    assert search_tiny().best.models[0].ratio is None
 
 
 def test_the_proof_names_what_was_chosen_from() -> None:
-    found = answer(micro_batch_size=(1, 2), schedule=("1f1b",)).certificate.scope
-    assert found.startswith("for 1f1b pipelines, microbatches of 1, 2, tp 1, all other degrees")
-    assert answer(schedule=()).certificate.scope.startswith("for one stage, microbatches")
+    scope = search_tiny(micro_batch_size=(1, 2), schedule=("1f1b",)).certificate.scope
+    assert scope.startswith("for 1f1b pipelines, microbatches of 1, 2, tp 1, all other degrees")
+    assert search_tiny(schedule=()).certificate.scope.startswith("for one stage, microbatches")
 
 
 def test_progress_tells_what_is_left_the_best_and_its_gap() -> None:
     heard: list[SearchProgress] = []
-    answer(gap=0.0, progress=heard.append)
+    search_tiny(gap=0.0, progress=heard.append)
     assert heard[0].left == heard[0].points == 6
     assert heard[0].best is None
     assert heard[-1].best is not None
-    assert all(one.gap is None or one.gap >= 0 for one in heard)
+    assert all(progress.gap is None or progress.gap >= 0 for progress in heard)
 
 
 def test_an_interrupted_search_returns_the_best_so_far_and_says_what_is_open() -> None:
@@ -103,18 +102,18 @@ def test_an_interrupted_search_returns_the_best_so_far_and_says_what_is_open() -
         if progress.best is not None:
             raise KeyboardInterrupt
 
-    found = answer(gap=0.0, progress=interrupt)
-    assert not found.certificate.is_finished
-    assert found.certificate.gap > 0
-    assert "not finished: what was not looked at may reach" in str(found)
-    assert {row.state for row in found.explored} <= {"open", "pruned", "evaluated"}
+    result = search_tiny(gap=0.0, progress=interrupt)
+    assert not result.certificate.is_finished
+    assert result.certificate.gap > 0
+    assert "not finished: what was not looked at may reach" in str(result)
+    assert {row.state for row in result.explored} <= {"open", "pruned", "evaluated"}
     with pytest.raises(PlanError, match="nothing was found"):
-        answer(time_limit_s=1e-9)
+        search_tiny(time_limit_s=1e-9)
 
 
 def test_a_model_that_fits_nowhere_names_itself_and_the_memory() -> None:
     with pytest.raises(PlanError, match=r"tiny fits on no accelerator of the space.*0\.00012207 GiB.*hbm_gib"):
-        answer(hbm_gib=(2**-13,))
+        search_tiny(hbm_gib=(2**-13,))
 
 
 def test_a_model_that_no_tp_can_slice_says_why_and_which_tp_does() -> None:
@@ -145,9 +144,3 @@ def test_a_wrong_argument_is_named(change: dict[str, Any], told: str) -> None:
     question = {"space": some_points(2), **QUESTION, **change}
     with pytest.raises(QuestionError, match=told):
         phaze.search(tiny_model(), **question)
-
-
-def test_the_front_keeps_what_nothing_beats_and_the_first_of_equals() -> None:
-    points = [(2.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.5, 2.0), (2.0, 1.0, 1.0), (2.0, 1.0, 0.5)]
-    assert pareto_front(points) == [2, 4]
-    assert pareto_front(points[:4]) == [0, 2]

@@ -9,13 +9,13 @@ from plans import small_graph
 
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.objectives import pareto_front
-from phaze.explore.search_state import EvaluatedDesign
+from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
 
 
-def every_point(best_first: BestFirstSearch) -> list[EvaluatedDesign]:
+def evaluate_every_point(best_first: BestFirstSearch) -> list[EvaluatedDesign]:
     """Each accelerator of the space, evaluated without a cutoff and without any bound."""
-    found = []
+    designs = []
     for point in range(len(best_first.question.points)):
         alone = best_first.state.unbounded_box(point)
         models = range(len(best_first.question.names))
@@ -24,34 +24,38 @@ def every_point(best_first: BestFirstSearch) -> list[EvaluatedDesign]:
             for model in models
         ]
         evaluations = best_first.tasks.evaluate([f"every/{point}/{model}" for model in models], tasks)
-        found.append(best_first.state.judge(alone, evaluations))
-    return found
+        designs.append(best_first.state.judge(alone, evaluations))
+    return designs
 
 
-def assert_exact(best_first: BestFirstSearch, every: list[EvaluatedDesign] | None = None) -> None:
+def assert_exact(best_first: BestFirstSearch, designs: list[EvaluatedDesign] | None = None) -> None:
     """The best, its ties and every bound agree with the evaluations."""
-    every, state = every or every_point(best_first), best_first.state
+    designs, state = designs or evaluate_every_point(best_first), best_first.state
     assert state.best is not None
-    most = max(one.value for one in every)
-    ties = [one.point for one in every if one.value >= most * (1 - 3e-6)]
+    most = max(design.value for design in designs)
+    ties = [design.point for design in designs if design.value >= most * (1 - 3e-6)]
     assert state.best.value == pytest.approx(most, rel=3e-6)
     assert state.best.point == min(ties, key=lambda point: (state.areas_mm2[point], point))
-    bounds = {int(point): bound for box, bound in state.closed for point in box.points}
-    bounds |= {point: one.upper_bound for point, one in state.evaluated.items()}
+    bounds = bounds_by_point(state)
     assert max(bounds.values()) <= most * (1 + 3e-6)
-    assert sorted(bounds) == list(range(len(every)))
-    for one in every:
-        assert one.value <= bounds[one.point] * (1 + 1e-9)
+    assert sorted(bounds) == list(range(len(designs)))
+    for design in designs:
+        assert design.value <= bounds[design.point] * (1 + 1e-9)
     if best_first.question.wants_front:
-        mine = sorted(state.evaluated.values(), key=lambda one: one.point)
-        fronts = [
-            [
-                list_[at].point
-                for at in pareto_front([state.objective.coordinates(one.costs) for one in list_ if one.costs])
-            ]
-            for list_ in (mine, every)
-        ]
-        assert fronts[0] == fronts[1]
+        evaluated = sorted(state.evaluated.values(), key=lambda design: design.point)
+        assert front_points(state, evaluated) == front_points(state, designs)
+
+
+def front_points(state: SearchState, designs: list[EvaluatedDesign]) -> list[int]:
+    """The positions in the space of the designs that no other beats."""
+    coordinates = [state.objective.coordinates(design.costs) for design in designs if design.costs]
+    return [designs[index].point for index in pareto_front(coordinates)]
+
+
+def bounds_by_point(state: SearchState) -> dict[int, float]:
+    """The upper bound of every accelerator, pruned or evaluated."""
+    pruned = {int(point): bound for box, bound in state.closed for point in box.points}
+    return pruned | {point: design.upper_bound for point, design in state.evaluated.items()}
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,10 @@ def test_two_models_are_joined_by_their_ratios_to_the_reference(combine: str) ->
     best = best_first.state.best
     assert best is not None
     times = [evaluation.time_s or math.nan for evaluation in best.evaluations]
-    one, other = (
-        8 / time_s / base for time_s, base in zip(times, best_first.state.objective.reference_values, strict=True)
-    )
-    assert one != pytest.approx(other)
-    assert best.value == pytest.approx(min(one, other) if combine == "worst" else (one + 3 * other) / 4)
+    references = best_first.state.objective.reference_values
+    first, second = (8 / time_s / reference for time_s, reference in zip(times, references, strict=True))
+    assert first != pytest.approx(second)
+    assert best.value == pytest.approx(min(first, second) if combine == "worst" else (first + 3 * second) / 4)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "throughput-per-area", "throughput-per-energy"])
@@ -94,7 +97,9 @@ def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughput
     alone = [searched(small_question([model], some_points(1), **asked)).question.questions[0] for model in models]
     reference_values = []
     for model, model_question in enumerate(alone):
-        slicings = tuple((0.0, best_first.state.slicings[at].slicing) for at in best_first.state.slicings_of(model))
+        slicings = tuple(
+            (0.0, best_first.state.slicings[index].slicing) for index in best_first.state.slicings_of(model)
+        )
         task = EvaluateTask(
             model_question=model_question,
             accelerator=model_question.cluster.accelerator,
@@ -102,20 +107,19 @@ def test_the_front_of_several_models_is_about_the_mean_ratio_of_their_throughput
             cutoff_s=math.inf,
         )
         reference_values.append(8 / (evaluate_design(task).time_s or math.nan))
-    for one in best_first.state.evaluated.values():
-        assert one.costs is not None
-        ratios = [8 / one.costs.time_s(model) / base for model, base in enumerate(reference_values)]
-        assert best_first.state.objective.coordinates(one.costs)[0] == pytest.approx(sum(ratios) / 2)
+    for design in best_first.state.evaluated.values():
+        assert design.costs is not None
+        ratios = [8 / design.costs.time_s(model) / base for model, base in enumerate(reference_values)]
+        assert best_first.state.objective.coordinates(design.costs)[0] == pytest.approx(sum(ratios) / 2)
 
 
 def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
     best_first = searched(small_question([tiny_model()], some_points(12, seed=9), gap=0.3, micro_batch_size=(1, 2)))
-    bounds = {int(point): bound for box, bound in best_first.state.closed for point in box.points}
-    bounds |= {point: one.upper_bound for point, one in best_first.state.evaluated.items()}
-    for one in every_point(best_first):
-        assert one.value <= bounds[one.point] * (1 + 1e-9)
-        least_s = min(float(swept.bounds.step_s[one.point]) for swept in best_first.state.slicings)
-        assert one.value <= 8 / least_s
+    bounds = bounds_by_point(best_first.state)
+    for design in evaluate_every_point(best_first):
+        assert design.value <= bounds[design.point] * (1 + 1e-9)
+        least_s = min(float(swept.bounds.step_s[design.point]) for swept in best_first.state.slicings)
+        assert design.value <= 8 / least_s
 
 
 @pytest.mark.parametrize(
@@ -139,15 +143,14 @@ def test_sub_spaces_of_200_accelerators_are_exact_and_their_fronts_too(seed: int
     best, front = (
         searched(small_question([small_graph()], points, tp=(1, 2), front=is_front)) for is_front in (False, True)
     )
-    every = every_point(best)
-    assert_exact(best, every)
-    assert_exact(front, every)
+    designs = evaluate_every_point(best)
+    assert_exact(best, designs)
+    assert_exact(front, designs)
 
 
 @pytest.mark.exhaustive
 def test_the_bound_is_at_least_the_evaluated_throughput_on_1000_accelerators() -> None:
     best_first = searched(small_question([small_graph()], some_points(1000, seed=7), gap=0.01))
-    bounds = {int(point): bound for box, bound in best_first.state.closed for point in box.points}
-    bounds |= {point: one.upper_bound for point, one in best_first.state.evaluated.items()}
-    for one in every_point(best_first):
-        assert one.value <= bounds[one.point] * (1 + 1e-9)
+    bounds = bounds_by_point(best_first.state)
+    for design in evaluate_every_point(best_first):
+        assert design.value <= bounds[design.point] * (1 + 1e-9)
