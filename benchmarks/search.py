@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--network", default="paper", help="paper (default) or tpuv4-pod, TPU v4's own links")
     parser.add_argument("--gap", type=float, default=0.01)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--schedules", default="1f1b,zero-bubble", metavar="NAME,NAME", help="pipelines to choose from")
+    parser.add_argument("--schedule", default="1f1b,zero-bubble", metavar="NAME,NAME", help="pipelines to choose from")
     parser.add_argument(
         "--samples", default="", metavar="N,N", help="evaluations of the sampled search: 100,1000,10000"
     )
@@ -127,7 +127,7 @@ def _keep(row: dict[str, Any], out: str | None) -> None:
 
 def _prepared_search(arguments: argparse.Namespace, workers: Workers) -> BestFirstSearch:
     asked = _question(arguments.network, "paper", (32, 64, 80), arguments.gap)
-    asked["schedule"] = arguments.schedules.split(",")
+    asked["schedule"] = arguments.schedule.split(",")
     question = ask_search(arguments.model, None, asked, PluginManager.load())
     journal = Journal.open(arguments.journal, question.journal_header()) if arguments.journal else Journal()
     return BestFirstSearch(question=question, workers=workers, journal=journal)

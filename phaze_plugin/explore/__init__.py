@@ -1,1 +1,1 @@
-"""The search over accelerators: bounds that prune, executors, a journal."""
+"""The search for the accelerator to build: lower bounds that prune, workers that evaluate, a journal that resumes."""

@@ -137,7 +137,7 @@ class BoxTasks:
 
         With `is_quick`, bounds are computed without a cutoff and with little effort.
         """
-        names, tasks, targets = [], [], []
+        names, tasks, bounded_entries = [], [], []
         bounded = [self._with_swept_bounds(box) for box in boxes]
         for box in bounded:
             closing_s = [self.state.closing_time_s(box, model) for model in range(len(self._question.names))]
@@ -152,12 +152,12 @@ class BoxTasks:
                 problem = slicing.problem_with(swept.bounds.pass_s[box.points].min(axis=0), chip)
                 tasks.append(BoundTask(problem=problem, cutoff_s=cutoff_s, is_paper=slicing.is_paper))
                 names.append(f"{'quick' if is_quick else 'bound'}/{box.name}/{slicing.name}")
-                targets.append((box, index))
+                bounded_entries.append((box, index))
         self.state.bound_count += len(tasks)
         records = self._journaled.run(
             names, tasks, bound_step_time, lambda bound_s: _BoundRecord(seconds_or_none(bound_s)), _BoundRecord
         )
-        for (box, index), record in zip(targets, records, strict=True):
+        for (box, index), record in zip(bounded_entries, records, strict=True):
             bound_s = math.inf if record.bound_s is None else record.bound_s
             box.bounds_s[index] = max(float(box.bounds_s[index]), bound_s)
         return bounded
@@ -177,7 +177,7 @@ class BoxTasks:
 
     def schedule_boxes(self, boxes: Sequence[DesignBox]) -> list[DesignBox]:
         """Schedule the layers of boxes where slicings are open, and bound the boxes again with what this proves."""
-        names, tasks, targets = [], [], []
+        names, tasks, scheduled_parts = [], [], []
         for box in boxes:
             chips = tuple(self._question.points.at(point) for point in box.points.tolist())
             for swept, is_open in zip(self.state.slicings, self.open_slicings(box), strict=True):
@@ -186,7 +186,7 @@ class BoxTasks:
                     options = schedule_options(self._question.questions[slicing.model])
                     tasks.append(ScheduleTask(slicing=slicing, accelerators=chips, options=options))
                     names.append(f"schedule/{box.name}/{slicing.name}")
-                    targets.append((box, swept))
+                    scheduled_parts.append((box, swept))
         records = self._journaled.run(
             names,
             tasks,
@@ -194,7 +194,7 @@ class BoxTasks:
             lambda rows: _ScheduleRecord(tuple(tuple(row) for row in rows)),
             _ScheduleRecord,
         )
-        for (box, swept), record in zip(targets, records, strict=True):
+        for (box, swept), record in zip(scheduled_parts, records, strict=True):
             pass_s: FloatArray = swept.bounds.pass_s
             pass_s[box.points] = np.maximum(pass_s[box.points], np.array(record.pass_s))
         for box in boxes:

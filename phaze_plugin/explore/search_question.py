@@ -114,7 +114,7 @@ class SearchQuestion:
             "schedule": [kind.value for kind in self.schedules],
             "objective": self.metric.value,
             "weights": list(self.weights),
-            "combine": COMBINATIONS[self.takes_worst],
+            "combine": "worst" if self.takes_worst else "average",
             "front": self.wants_front,
             "gap": self.gap,
         }

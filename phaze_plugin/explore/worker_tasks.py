@@ -132,6 +132,7 @@ def bound_step_time(task: BoundTask) -> float:
     if task.is_paper:
         placement = place_as_paper(task.problem)
         return math.inf if placement is None else min(placement.time_s, task.cutoff_s)
+    # Without a cutoff closed forms must do; a search that knows where to stop tightens them.
     effort = None if math.isinf(task.cutoff_s) else SearchEffort()
     return bound_placement(task.problem, cutoff_s=task.cutoff_s, effort=effort)
 
