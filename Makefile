@@ -10,6 +10,9 @@ PIP := $(PYTHON_IN_VENV) -m pip --disable-pip-version-check install --quiet --co
 ROOMS := phaze_plugin frontends backends hooks
 MAIN_JOB ?= optimize gpt2-xl --cluster a100-80gb:8 --global-batch 512 --explain
 
+# Two workers, and the process groups that tests start, share the cores: more threads in each only wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1
+
 # What an installation depends on: the project's description and version, the pinned versions, which files exist (a
 # strict editable install links every file, so their contents may change freely) and where the clone lies.
 FINGERPRINT := $(shell { pwd; cat pyproject.toml tests/constraints.txt phaze_plugin/__init__.py; \
@@ -31,10 +34,10 @@ run: compiler-noted $(RUN_STAMP)
 	@$(VENV)/bin/phaze $(MAIN_JOB)
 
 test: compiler-required check
-	@$(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20
+	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20
 
 test-full: compiler-required check
-	@$(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20 -m '' --hypothesis-profile=full
+	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20 -m '' --hypothesis-profile=full
 
 check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .

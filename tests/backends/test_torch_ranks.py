@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from oracles.traffic_count import planned_traffic
 from torch_plans import imported, planned, unforced
-from torch_rank_cases import Answers, Strategy, check_equality, run_cases, run_strategies
+from torch_rank_cases import Answers, Cases, Strategy, check_equality, run_cases, strategy_cases
 from torch_training import build_model
-
-import phaze
 
 DEFAULT: dict[int, dict[str, Strategy]] = {
     2: {
@@ -59,6 +57,10 @@ DEGREES: dict[int, list[Strategy]] = {
 }
 
 
+UNFORCED = {"gpt2": 300_000, "uncut": 300_000}
+UNFORCED_IN_FULL = {"gpt2": 500_000, "llama": 600_000, "bert": 700_000, "hand-written": 400_000}
+
+
 def full_cases(world: int) -> dict[str, Strategy]:
     """Every model with all degrees, copies whole and sharded, with and without recompute."""
     cases: dict[str, Strategy] = {}
@@ -76,9 +78,22 @@ def full_cases(world: int) -> dict[str, Strategy]:
     return cases
 
 
+def unforced_cases(kinds: Mapping[str, int]) -> Cases:
+    """Cases of twenty steps for plans exactly as `optimize` returns them, under a limit of memory for each kind."""
+    plans = {kind: unforced(kind, memory_bytes) for kind, memory_bytes in kinds.items()}
+    return {f"unforced {kind}": (kind, plan, 20) for kind, plan in plans.items()}
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answers]:
-    return {world: run_strategies(tmp_path_factory.mktemp("ranks"), world, cases) for world, cases in DEFAULT.items()}
+def unforced_plans() -> Cases:
+    return unforced_cases(UNFORCED)
+
+
+@pytest.fixture(scope="module")
+def answers(unforced_plans: Cases, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answers]:
+    """All cases of the default run: one program starts every group of processes."""
+    worlds = {world: strategy_cases(world, strategies) for world, strategies in DEFAULT.items()}
+    return run_cases(tmp_path_factory.mktemp("ranks"), {**worlds, 8: {**worlds[8], **unforced_plans}})
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in DEFAULT.items() for name in cases])
@@ -136,23 +151,19 @@ def test_copies_send_the_planned_bytes(answers: dict[int, Answers], world: int, 
         assert live["copies"] == pytest.approx(stages[rank // copies].dp_bytes, rel=0.05)
 
 
-UNFORCED = {"gpt2": 300_000, "uncut": 300_000}
-UNFORCED_IN_FULL = {"gpt2": 500_000, "llama": 600_000, "bert": 700_000, "hand-written": 400_000}
-
-
-def check_unforced(folder: Path, kinds: Mapping[str, int]) -> dict[str, phaze.Plan]:
+def check_unforced(answers: Answers, cases: Cases) -> None:
     """Twenty steps of plans exactly as they are returned, their losses against those of one process."""
-    plans = {kind: unforced(kind, memory_bytes) for kind, memory_bytes in kinds.items()}
-    answers = run_cases(folder, 8, {kind: (kind, plan, 20) for kind, plan in plans.items()})
-    for kind in kinds:
-        check_equality(answers(kind))
-        assert len(answers(kind)["curve"]) == 20
-        assert answers(kind)["curve_error"] < 1e-4
-    return plans
+    for name in cases:
+        check_equality(answers(name))
+        assert len(answers(name)["curve"]) == 20
+        assert answers(name)["curve_error"] < 1e-4
 
 
-def test_plans_under_limits_of_memory_train_as_one_process_does(tmp_path: Path) -> None:
-    plans = check_unforced(tmp_path, UNFORCED)
+def test_plans_under_limits_of_memory_train_as_one_process_does(
+    answers: dict[int, Answers], unforced_plans: Cases
+) -> None:
+    check_unforced(answers[8], unforced_plans)
+    plans = {kind: plan for kind, plan, _ in unforced_plans.values()}
     strategies = [plan.strategy for plan in plans.values()]
     assert all(plan.provenance.target == "torch" for plan in plans.values())
     assert any(strategy.tp > 1 for strategy in strategies)
@@ -165,13 +176,14 @@ def test_plans_under_limits_of_memory_train_as_one_process_does(tmp_path: Path) 
 
 @pytest.mark.exhaustive
 def test_plans_of_more_models_train_as_one_process_does(tmp_path: Path) -> None:
-    check_unforced(tmp_path, UNFORCED_IN_FULL)
+    cases = unforced_cases(UNFORCED_IN_FULL)
+    check_unforced(run_cases(tmp_path, {8: cases})[8], cases)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_combination_in_processes_equals_one_process(tmp_path: Path, world: int) -> None:
-    cases = full_cases(world)
-    answer_of = run_strategies(tmp_path, world, cases)
+    cases = strategy_cases(world, full_cases(world))
+    answer_of = run_cases(tmp_path, {world: cases})[world]
     for name in cases:
         check_equality(answer_of(name))

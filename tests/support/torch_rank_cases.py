@@ -1,4 +1,4 @@
-"""Cases for `torch_ranks.py`: plans that one group of processes runs one after another, and what must be equal."""
+"""Cases for `torch_ranks.py`: plans that groups of processes run one after another, and what must be equal."""
 
 import json
 import os
@@ -15,37 +15,55 @@ import phaze
 
 SCRIPT = ROOT / "tests" / "support" / "torch_ranks.py"
 Strategy = Mapping[str, object]
+Cases = Mapping[str, tuple[str, phaze.Plan, int]]
+"""By name: the kind of model, its plan, and how many steps it is trained for after the first."""
 Answers = Callable[[str], dict[str, Any]]
 
 
-def run_cases(folder: Path, world: int, cases: Mapping[str, tuple[str, phaze.Plan, int]]) -> Answers:
-    """Run plans (of a kind of model, for some steps of training) in one group of processes."""
-    told = []
-    for index, (kind, plan, steps) in enumerate(cases.values()):
-        plan.save(folder / f"{index}.json")
-        told.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps})
-    (folder / "cases.json").write_text(json.dumps(told))
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(world)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    failures = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("failures-*")))
-    assert done.returncode == 0, failures + done.stderr[-2000:]
-    answers = dict(zip(cases, json.loads((folder / "answers.json").read_text()), strict=True))
-    return lambda name: answers[name]
-
-
-def run_strategies(folder: Path, world: int, strategies: Mapping[str, Strategy]) -> Answers:
+def strategy_cases(world: int, strategies: Mapping[str, Strategy]) -> Cases:
+    """Cases of one step for strategies that are given; a case's name begins with its kind of model."""
     cases = {}
     for name, strategy in strategies.items():
         kind = name.partition(" ")[0]
         precision = "bf16" if "bf16" in name else "fp32"
         cases[name] = (kind, planned(kind, world, strategy, precision=precision), 0)
-    return run_cases(folder, world, cases)
+    return cases
+
+
+def run_cases(folder: Path, worlds: Mapping[int, Cases]) -> dict[int, Answers]:
+    """What every case gave, run in one group of processes for each size of the world."""
+    for world, cases in worlds.items():
+        write_cases(folder / str(world), cases)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), *map(str, worlds)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=1500 * len(worlds),
+    )
+    failures = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*/failures-*")))
+    assert done.returncode == 0, failures + done.stderr[-2000:]
+    return {world: read_answers(folder / str(world), cases) for world, cases in worlds.items()}
+
+
+def write_cases(folder: Path, cases: Cases) -> None:
+    folder.mkdir()
+    documents = []
+    for index, (kind, plan, steps) in enumerate(cases.values()):
+        plan.save(folder / f"{index}.json")
+        documents.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps})
+    (folder / "cases.json").write_text(json.dumps(documents))
+
+
+def read_answers(folder: Path, cases: Cases) -> Answers:
+    answers = dict(zip(cases, json.loads((folder / "answers.json").read_text()), strict=True))
+    return lambda name: answers[name]
+
+
+def run_strategies(folder: Path, world: int, strategies: Mapping[str, Strategy]) -> Answers:
+    """What one step of each strategy gave, in one group of processes."""
+    return run_cases(folder, {world: strategy_cases(world, strategies)})[world]
 
 
 def check_equality(answer: dict[str, Any], most: float = 1e-5) -> None:

@@ -1,7 +1,11 @@
 """Run as a program: ranks of one process group, over gloo, that apply plans to models and compare with one process.
 
-`python torch_ranks.py FOLDER WORLD` reads cases (JSON) from FOLDER/cases.json, spawns WORLD ranks, and writes what rank
-0 gathered to FOLDER/answers.json: for each case errors relative to the unsharded model, or the message of a failure.
+`python torch_ranks.py FOLDER WORLD...` reads, for one size of the process group after the other, cases (JSON) from
+FOLDER/WORLD/cases.json, starts WORLD ranks, and writes what rank 0 gathered to FOLDER/WORLD/answers.json: for each case
+errors relative to the unsharded model, or the message of a failure.
+
+Ranks are forked from a process that has imported everything and has captured one model: importing torch, transformers
+and what captures graphs takes each rank longer than most of its cases.
 """
 
 import json
@@ -30,8 +34,18 @@ LEARNING_RATE = 0.05
 PATIENCE = timedelta(seconds=int(os.environ.get("PHAZE_TEST_PATIENCE_S", "120")))
 
 
-def main(folder: Path, world: int) -> None:
-    processes.start_processes(serve, args=(folder, world), nprocs=world, start_method="spawn")
+def main(folder: Path, worlds: Iterable[int]) -> None:
+    torch.set_num_threads(1)  # a thread pool would not survive the fork
+    import_what_ranks_need()
+    for world in worlds:
+        processes.start_processes(serve, args=(folder / str(world), world), nprocs=world, start_method="fork")
+
+
+def import_what_ranks_need() -> None:
+    """Modules that are imported when a model is built or captured for the first time."""
+    for kind in ("llama", "t5", "bert", "gpt2"):
+        model, batch = build_model(kind), batch_of(kind)
+    phaze.import_graph(model, batch)
 
 
 def serve(rank: int, folder: Path, world: int) -> None:
@@ -252,4 +266,4 @@ def curve(case: dict[str, Any], plan: phaze.Plan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), [int(size) for size in sys.argv[2:]])
