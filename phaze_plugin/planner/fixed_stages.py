@@ -27,7 +27,7 @@ from phaze.planner.strategy_search import Answer, Candidate, graph_at, nearest_t
 from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slice_model
 from phaze.question import Question
 
-__all__ = ["fixed_parallelism", "price_fixed_stages"]
+__all__ = ["price_fixed_stages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,12 +118,6 @@ def _cut(graph: Graph, question: Question) -> list[tuple[int, ...]]:
         raise PlanError(f"strategy has stages of {sum(counts)} layers; the model has {layers}.")
     firsts = [sum(counts[:index]) for index in range(len(counts))]
     return [tuple(range(first, first + count)) for first, count in zip(firsts, counts, strict=True)]
-
-
-def fixed_parallelism(question: Question) -> Parallelism:
-    """The strategy of a question that leaves nothing open but sequence parallelism."""
-    names = ("dp", "tp", "pp", "chunks", "zero", "schedule", "micro_batch_size", "recompute")
-    return Parallelism(**{name: question.fixed[name] for name in names})  # type: ignore[arg-type]
 
 
 def _filled(

@@ -63,7 +63,7 @@ def test_a_model_that_is_sharded_already_is_refused(alone: None) -> None:
 
 
 def test_an_unknown_option_is_refused_by_name(data_parallel: phaze.Plan) -> None:
-    with pytest.raises(PlanError, match="no option 'optimiser' for torch; expected some of inputs, optimizer"):
+    with pytest.raises(PlanError, match="no option 'optimiser' for target 'torch'; expected some of inputs, optimizer"):
         data_parallel.apply(build_model("uncut"), optimiser=None)
 
 
