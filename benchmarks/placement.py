@@ -42,7 +42,7 @@ from phaze.place import (
     place_paper,
     reconstruct,
 )
-from phaze.planner import ProfileOptions, placement_graph, profile_layer
+from phaze.profile.layer_passes import ProfileOptions, placement_graph, profile_layer
 from phaze.shard import Axis, ShardingProblem, shard_model, unsharded
 
 RELATIVE = 1e-9

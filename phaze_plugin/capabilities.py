@@ -1,10 +1,9 @@
 """What a target can run: the part of the plan space in which a search for that target stays.
 
 A placement is executable on a target if all of these hold: its pipeline schedule, ZeRO stage and recompute modes are
-listed, the first two no excluded pair, and each freedom that it takes (stages of unequal layers, tensor widths that
-differ between stages, idle devices, a microbatch count that the pipelines do not divide, a sequence that the tensor
-width does not divide and that is split all the same, parameters split along a factor that is not the major one of its
-dimension) is allowed.
+listed, the first two no excluded pair, and each freedom that it takes (stages of unequal layers, values of tp that
+differ between stages, idle devices, a microbatch count that dp does not divide, a sequence that tp does not divide and
+that is split all the same, parameters split along a factor that is not the major one of its dimension) is allowed.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Capabilities:
     def _check_spreading(self) -> None:
         is_uneven = self.allows_uneven_stages or self.allows_mixed_tp
         if is_uneven or PipelineSchedule.INTERLEAVED in self.schedules:
-            raise ValueError("spreads_ends goes with even stages of one width, one on each device")
+            raise ValueError("spreads_ends goes with even stages of one tp, one on each device")
         if any(self.supports(schedule, zero) for schedule in self.schedules for zero in (2, 3)):
             raise ValueError("spreads_ends goes with ZeRO-0 and 1 in pipelines; expected the others as excluded_pairs")
 

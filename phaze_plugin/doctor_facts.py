@@ -19,6 +19,7 @@ import phaze
 from phaze.errors import PluginWarning
 from phaze.hooks import Offer, Origin, PluginManager, Registry
 from phaze.installed import installed_plugins, installed_version, missing_libraries
+from phaze.tolerances import SOLVER_OBJECTIVE
 
 if TYPE_CHECKING:
     from phaze.solvers import LinearSolver
@@ -169,6 +170,6 @@ def _trouble_with(solver: LinearSolver, variable_count: int) -> str | None:
     if refusal is not None:
         return refusal
     result = solver.solve(problem, WorkLimits())
-    if result.status is not SolveStatus.OPTIMAL or abs(result.objective + variable_count) > 1e-6:
+    if result.status is not SolveStatus.OPTIMAL or abs(result.objective + variable_count) > SOLVER_OBJECTIVE:
         return result.report.message or f"it answered {result.status} {result.objective}, expected {-variable_count}"
     return None

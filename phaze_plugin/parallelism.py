@@ -56,7 +56,7 @@ class Parallelism:
         ep: devices that experts are divided over, of the dp x cp ones; only 1 is planned today.
         tp: devices that each layer is split over (tensor parallelism).
         sequence_parallel: whether tensors between layers are split along the sequence over the tp devices.
-        pp: pipeline depth in devices (times tp).
+        pp: devices along the pipeline; each position takes tp of them in every copy.
         schedule: the order of the pipeline's passes; "none" for a single stage.
         chunks: stages on each device; more than one only in interleaved pipelines.
         micro_batch_size: sequences in a microbatch.
@@ -99,7 +99,7 @@ class Choices:
     """What a search may choose from, per field of `Parallelism`; None allows every degree that is possible.
 
     Attributes:
-        dp: numbers of pipelines.
+        dp: copies of the pipeline.
         tp: tensor-parallel degrees.
         pp: pipeline depths.
         micro_batch_size: sequences in a microbatch.
@@ -242,13 +242,15 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
     has_pipeline = schedule not in (None, PipelineSchedule.NONE)
     if pp == 1 and (has_pipeline or chunks != 1):
         raise QuestionError(
-            f"strategy has pp 1 and schedule {_told(schedule)} with chunks {settled.get('chunks')}; a single stage has "
+            f"strategy has pp 1 and schedule {_told(schedule)} with chunks {chunks}; a single stage has "
             "schedule 'none' and 1 chunk."
         )
     if schedule is PipelineSchedule.NONE and pp not in (None, 1):
         raise QuestionError(f"strategy has schedule 'none' and pp {pp}; several stages need a schedule.")
     if chunks != 1 and schedule not in (None, PipelineSchedule.INTERLEAVED):
-        raise QuestionError(f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected interleaved.")
+        raise QuestionError(
+            f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected 'interleaved-1f1b'."
+        )
     stages, modes = settled.get("stages"), settled.get("recompute", ())
     assert stages is None or isinstance(stages, tuple)
     assert isinstance(modes, tuple)

@@ -188,8 +188,8 @@ class Question:
         if not usable:
             raise QuestionError(
                 f"strategy has dp {dp}, but {self.global_batch_size} samples are only "
-                f"{self.global_batch_size // min(sizes)} microbatches of {min(sizes)}; expected one per pipeline or "
-                "more. Use a smaller dp, a larger batch or smaller microbatches."
+                f"{self.global_batch_size // min(sizes)} microbatches of {min(sizes)}; expected at least one for "
+                "each of the dp copies. Use a smaller dp, a larger batch or smaller microbatches."
             )
         return usable
 
@@ -356,7 +356,7 @@ def _usable_sizes(wanted: tuple[int, ...], batch_size: int, graph: Graph) -> tup
     if not usable:
         raise QuestionError(
             f"no microbatch size of {list(wanted)} divides the global batch of {batch_size}; pass a micro_batch_size "
-            "and a global_batch_size of which one divides the other."
+            "that divides global_batch_size."
         )
     return usable
 

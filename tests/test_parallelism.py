@@ -82,7 +82,7 @@ def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> Non
         ({"stages": "4"}, "stages '4'; expected how many layers"),
         ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
         ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),
-        ({"chunks": 2, "schedule": "gpipe"}, "chunks 2 with schedule 'gpipe'; expected interleaved"),
+        ({"chunks": 2, "schedule": "gpipe"}, "chunks 2 with schedule 'gpipe'; expected 'interleaved-1f1b'"),
         ({"pp": 2, "stages": [1, 2, 3]}, "3 stages; expected pp x chunks, 2 x 1"),
         ({"recompute": ["none", "full"]}, "say with `stages`"),
         ({"stages": [1, 2, 3], "recompute": ["none", "full"]}, "2 recompute modes for 3 stages"),

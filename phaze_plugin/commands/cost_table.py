@@ -31,7 +31,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
-        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
+        "--micro-batch-size", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
     )
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
     parser.add_argument("--fuse", action="store_true", help="join elementwise epilogues to their matrix ops")
@@ -52,8 +52,8 @@ def run(arguments: Namespace, console: Console) -> int:
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     graph = import_graph(arguments.model, **options).with_backward()
-    if arguments.micro_batch is not None:
-        graph = graph.with_micro_batch(arguments.micro_batch)
+    if arguments.micro_batch_size is not None:
+        graph = graph.with_micro_batch(arguments.micro_batch_size)
     graph = cast_graph(fuse_attention(graph) if arguments.fused_attention else graph, recipe)
     prices = plugin_prices(plugins)
     report = cost_report(graph, chip, recipe=recipe, is_fused=arguments.fuse, prices=prices)

@@ -28,7 +28,10 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
-        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default: as saved, else 1)"
+        "--micro-batch-size",
+        type=positive_integer,
+        metavar="N",
+        help="sequences per microbatch (default: as saved, else 1)",
     )
     for role in ("parameters", "batch"):
         parser.add_argument(
@@ -48,8 +51,8 @@ def run(arguments: Namespace, console: Console) -> int:
     if arguments.model is None:
         return _list_models(arguments, console)
     graph = import_graph(arguments.model, **_options(arguments))
-    if arguments.micro_batch is not None:
-        graph = graph.with_micro_batch(arguments.micro_batch)
+    if arguments.micro_batch_size is not None:
+        graph = graph.with_micro_batch(arguments.micro_batch_size)
     if arguments.out is not None:
         graph.save(arguments.out)
     document = summarize(graph) | ({} if arguments.out is None else {"saved_to": arguments.out})

@@ -86,7 +86,7 @@ def configure(parser: ArgumentParser) -> None:
         "--tp", type=positive_integer, default=1, metavar="N", help="devices that share a layer (default 1)"
     )
     parser.add_argument(
-        "--micro-batch", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
+        "--micro-batch-size", type=positive_integer, metavar="N", help="sequences per microbatch (default 1)"
     )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
@@ -169,8 +169,8 @@ def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     recipe = precision_recipe(arguments.precision)
     lengths = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     graph = import_graph(arguments.model, **lengths).with_backward()
-    if arguments.micro_batch is not None:
-        graph = graph.with_micro_batch(arguments.micro_batch)
+    if arguments.micro_batch_size is not None:
+        graph = graph.with_micro_batch(arguments.micro_batch_size)
     axis = Axis(cluster, arguments.tp, calibration_of(cluster.accelerator))
     graph = cast_graph(graph, recipe)
     if arguments.tp == 1:

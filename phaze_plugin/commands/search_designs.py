@@ -46,7 +46,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
     parser.add_argument(
-        "--schedule", type=words, metavar="NAME,NAME", help="pipelines to try (default 1f1b,zero-bubble)"
+        "--schedule", type=words, metavar="NAME,NAME", help="pipeline schedules to try (default 1f1b,zero-bubble)"
     )
     parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
     parser.add_argument(

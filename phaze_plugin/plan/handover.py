@@ -83,7 +83,7 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
         reasons.append(f"{plan.cluster.device_count - len(used)} idle devices")
     uneven = plan.question.global_batch_size % (chosen.dp * chosen.micro_batch_size) > 0
     if uneven and not capabilities.allows_uneven_micro_batches:
-        reasons.append("a batch that dp does not divide")
+        reasons.append("a batch that dp x micro_batch_size does not divide")
     strided = sorted(
         name for name, splits in plan.layouts.parameters.items() if any(split.outer > 1 for split in splits)
     )

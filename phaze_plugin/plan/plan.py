@@ -72,8 +72,8 @@ class StageLayer:
 class Stage:
     """One stage: its layers, and the ranks that run it, all copies, tensor-parallel neighbours side by side.
 
-    `place` counts pipeline devices and `chunk` the stages of one; the memory is that of one device of the place, all
-    its chunks together, by item, with `total` and `capacity`.
+    `place` is the stage's position along pp and `chunk` its number among the stages of that position. The memory is
+    that of one device there, all its chunks together, by item, with `total` and `capacity`.
     """
 
     layers: tuple[StageLayer, ...]

@@ -54,6 +54,7 @@ def price_fixed_stages(question: Question, watch: Watch) -> Answer:
             model = slice_model(question, graph_at(question, size), tp)
         except ShardError as error:
             refused[tp] = str(error)
+            watch.step()
             continue
         slices = profile_model(model, profile_options(question, profiled_modes(question)))
         try:

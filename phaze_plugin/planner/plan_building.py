@@ -222,11 +222,12 @@ def _provenance(question: Question, answer: Answer) -> Provenance:
         for layer_pass in passes
     )
     coverage = question.graph.coverage()
+    scheduling = "exact schedule" if question.solver is None else "the paper's integer program on the named solver"
     refused = [f"tp {tp} is left out: {reason}" for tp, reason in answer.refused.items()]
     return Provenance(
         prices=question.calibration.name,
         target=str(question.target),
-        method="integer program per layer, exact schedule per pass, placement by bounded search, event simulation",
+        method=f"integer program per layer, {scheduling} per pass, placement by bounded search, event simulation",
         schedules=len(passes),
         schedules_proven=proven,
         coverage_flops=coverage.flops_share,

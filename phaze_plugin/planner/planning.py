@@ -103,7 +103,8 @@ class Evaluation:
             lines += [
                 "",
                 f"the best plan takes {seconds_text(self.best.step_time_s)}; this strategy is "
-                f"{self.slower_than_best:.2%} slower.",
+                f"{abs(self.slower_than_best):.2%} {'slower' if self.slower_than_best >= 0 else 'faster'}"
+                f"{'' if self.is_feasible else ', but does not fit'}.",
                 f"best: {strategy_text(self.best.strategy)}",
                 f"most valuable single change: {self.change or 'none helps'}",
             ]

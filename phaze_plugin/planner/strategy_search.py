@@ -213,7 +213,7 @@ def graph_at(question: Question, size: int) -> Graph:
 
 
 def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluster | None = None) -> PlacementProblem:
-    """The placement problem of some slices, on the request's cluster or another one."""
+    """The placement problem of some slices, on the question's cluster or another one."""
     return PlacementProblem(
         graph=slices.placement,
         profiles=slices.profiles,

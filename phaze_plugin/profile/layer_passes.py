@@ -1,9 +1,10 @@
 """The `LayerProfile` of a sharded layer: its forward, backward and recompute passes are priced and scheduled.
 
 Each pass is scheduled on its own, with collectives as jobs on the link. Backward is divided in two
-(`_backward_parts`). The first part are the ops that lead to a gradient which leaves the layer (`leading_to_inputs`);
-its time is that of their own schedule. The second part makes the gradients of parameters; its time is what the whole
-backward takes longer than the first part. The bounds of the two parts add up to no more than the bound of the whole.
+(`_backward_parts`). The first part consists of the ops that lead to a gradient which leaves the layer
+(`leading_to_inputs`); its time is that of their own schedule. The second part makes the gradients of parameters; its
+time is what the whole backward takes longer than the first part. The bounds of the two parts add up to no more than
+the bound of the whole.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class ProfileOptions:
     Attributes:
         is_fused: whether elementwise epilogues are fused into the matrix op before them.
         gap: the relative gap to which schedules are proven.
-        work: the work (see `schedule_layer`) after which a schedule keeps the gap that it has; None for no limit.
+        work: the work (see `schedule_layer`) after which a schedule keeps the gap that it has; None for the default
+            limit.
         prices: prices of ops that plugins bring.
         cache: schedules that were found so far.
         gradient_bytes: bytes per parameter in which the gradients of microbatches are summed.

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from phaze.errors import GraphError, PlacementError
 from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
+from phaze.tolerances import CLAIM_MARGIN
 
 __all__ = [
     "BoundaryTensor",
@@ -52,7 +53,7 @@ class Bounded:
             if not (np.isfinite(numbers) & (numbers >= 0)).all():
                 raise PlacementError(f"seconds are {getattr(self, name)}; expected finite numbers of at least 0.")
             object.__setattr__(self, name, numbers)
-        if self.value.shape != self.bound.shape or (self.bound > self.value * (1 + 1e-9)).any():
+        if self.value.shape != self.bound.shape or (self.bound > self.value * (1 + CLAIM_MARGIN)).any():
             raise PlacementError(f"bounds {self.bound} do not lie under their values {self.value}.")
 
     @classmethod
@@ -88,7 +89,7 @@ class LayerProfile:
         stashed_bytes: what stays between forward and backward.
         peak_working_bytes: the most that lives on top of that while the layer runs.
         outputs: tensors that other layers read.
-        is_tensor_parallel: whether the layer is sliced at this width.
+        is_tensor_parallel: whether the layer is sliced at this tp.
         tied_parameters: how many of the parameters are shared with other layers, by the name of the tie.
 
     Raises:

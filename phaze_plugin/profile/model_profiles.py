@@ -65,7 +65,7 @@ class ModelProfiles:
         sharded: the layouts of every layer.
         placement: its layers as placement sees them.
         modes: recompute modes that were profiled.
-        profiles: by layer, width and recompute mode.
+        profiles: by layer, tp and recompute mode.
         reports: the passes behind the profiles.
     """
 
@@ -92,7 +92,7 @@ class ModelProfiles:
 
 
 def profile_options(question: Question, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
-    """How the passes of a request are scheduled: with little work, unless the optimum is asked for."""
+    """How the passes of a question are scheduled: with little work, unless the optimum is asked for."""
     return ProfileOptions(
         gap=question.gap,
         work=None if question.gap == 0.0 else _WORK,

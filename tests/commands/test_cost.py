@@ -20,7 +20,7 @@ def test_the_table_names_ops_and_what_binds_them(capsys: pytest.CaptureFixture[s
 
 
 def test_json_holds_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json", "--micro-batch", "2"]) == 0
+    assert main([*SMALL, "--json", "--micro-batch-size", "2"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["calibration"] == "a100, fitted to published runs"
     assert document["total_s"] == pytest.approx(sum(row["total_s"] for row in document["rows"]))

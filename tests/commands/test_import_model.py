@@ -18,7 +18,7 @@ def test_the_summary_has_the_figures_of_the_model(capsys: pytest.CaptureFixture[
 
 
 def test_json_holds_the_graph_s_own_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "gpt3-175b", "--json", "--micro-batch", "2"]) == 0
+    assert main(["import", "gpt3-175b", "--json", "--micro-batch-size", "2"]) == 0
     document = json.loads(capsys.readouterr().out)
     graph = phaze.import_graph("gpt3-175b").with_micro_batch(2)
     assert document["parameter_count"] == graph.parameter_count
@@ -36,7 +36,9 @@ def test_a_saved_graph_imports_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert phaze.load_graph(path) == phaze.import_graph("gpt2", sequence_length=128)
 
 
-@pytest.mark.parametrize("arguments", [["--micro-batch", "0"], ["--sequence-length", "-3"], ["--micro-batch", "many"]])
+@pytest.mark.parametrize(
+    "arguments", [["--micro-batch-size", "0"], ["--sequence-length", "-3"], ["--micro-batch-size", "many"]]
+)
 def test_impossible_numbers_are_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["import", "gpt2", *arguments])
@@ -96,7 +98,7 @@ def test_a_stablehlo_file_is_imported_with_roles_by_path_or_index(
     assert main(["import", str(path)]) == 1
     assert "pass parameters= or batch= by name or index" in " ".join(capsys.readouterr().err.split())
     for option in (["--parameters", "w"], ["--parameters", "0"], ["--batch", "x"]):
-        assert main(["import", str(path), *option, "--json", "--micro-batch", "8"]) == 0
+        assert main(["import", str(path), *option, "--json", "--micro-batch-size", "8"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert (document["parameter_count"], document["inputs"]) == (48, {"x": [8, 6]})
         assert document["matmul_flops"] == {"forward": 2 * 8 * 6 * 8, "backward": 2 * 8 * 6 * 8}

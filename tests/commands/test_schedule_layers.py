@@ -41,7 +41,7 @@ def test_without_a_layer_every_distinct_one_has_a_line(capsys: pytest.CaptureFix
 
 
 def test_a_layer_is_drawn_with_its_bound_and_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BLOCK, "--micro-batch", "2"]) == 0
+    assert main([*BLOCK, "--micro-batch-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "transformer.h.0 on 8 tensor and 2 vector cores" in out
     assert "tensor all |" in out

@@ -55,7 +55,7 @@ def test_no_zero_stage_at_all_is_refused() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"allows_uneven_stages": True}, "even stages of one width"),
+        ({"allows_uneven_stages": True}, "even stages of one tp"),
         ({"schedules": frozenset({PipelineSchedule.INTERLEAVED})}, "one on each device"),
         ({"zero_stages": frozenset({0, 2})}, "ZeRO-0 and 1"),
     ],

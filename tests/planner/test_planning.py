@@ -357,7 +357,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(wrong: dict[str, object]
         ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
         ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),
         ({"pp": 2, "stages": [6]}, "expected pp x chunks"),
-        ({"chunks": 2, "schedule": "gpipe"}, "expected interleaved"),
+        ({"chunks": 2, "schedule": "gpipe"}, "expected 'interleaved-1f1b'"),
         ("dp=8", "expected a mapping"),
     ],
 )

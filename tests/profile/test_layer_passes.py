@@ -6,7 +6,7 @@ from sharding import A100S
 
 import phaze
 from phaze.ir import Graph
-from phaze.planner import ProfileOptions, placement_graph, profile_layer
+from phaze.profile.layer_passes import ProfileOptions, placement_graph, profile_layer
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
 from phaze.shard import Axis, SequenceParallel, ShardedLayer, ShardingProblem, ShardOptions, shard_model, unsharded
 

@@ -81,14 +81,11 @@ class Infeasibility:
     def __str__(self) -> str:
         """The reasons and remedies in lines."""
         if self.least is None:
-            lines = [*self.reasons] or ["no allowed combination of degrees divides the devices and microbatches."]
+            lines = [*self.reasons] or ["no allowed dp, tp and pp divide the devices and microbatches."]
         else:
             parallelism = self.least.parallelism
-            dp = "1 pipeline" if parallelism.dp == 1 else f"{parallelism.dp} pipelines"
-            lines = [
-                f"even the plan that needs least memory ({dp} of {parallelism.pp} x {parallelism.tp} devices, "
-                f"ZeRO-{parallelism.zero}) is over:"
-            ]
+            degrees = f"dp {parallelism.dp} x tp {parallelism.tp} x pp {parallelism.pp}"
+            lines = [f"even the plan that needs least memory ({degrees}, ZeRO-{parallelism.zero}) is over:"]
             lines += [f"  device {stage.device} by {stage.over_bytes / 2**30:.3g} GiB" for stage in self.over]
         lines += [f"would fit: {remedy.text}" for remedy in self.remedies] or ["no single change that was tried fits."]
         return "\n".join(lines)
@@ -139,7 +136,7 @@ def _reasons(problem: PlacementProblem) -> Iterator[str]:
         yield f"{min(depths)} stages need a layer each; the model has {layers}."
         return
     if copies and problem.needs_even_micro_batches and all(batches % count for count in copies):
-        yield f"{copies[0]} pipelines cannot share {batches} microbatches evenly, as the target needs it."
+        yield f"dp {copies[0]} does not divide {batches} microbatches, as the target needs it."
     if not depths or min(depths) == 1 or set(problem.choices.schedule) != {PipelineSchedule.INTERLEAVED}:
         return
     cuts = {depth * chunks for depth in depths for chunks in problem.choices.chunks}

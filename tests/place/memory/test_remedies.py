@@ -119,7 +119,7 @@ def test_devices_that_cannot_be_divided_are_infeasible_without_a_plan() -> None:
     assert result.status is PlacementStatus.INFEASIBLE
     assert result.infeasibility is not None
     assert result.infeasibility.least is None
-    assert "no allowed combination of degrees" in str(result.infeasibility)
+    assert "no allowed dp, tp and pp" in str(result.infeasibility)
 
 
 INTERLEAVED = {"schedule": (PipelineSchedule.INTERLEAVED,), "pp": (2,), "chunks": (2,)}
@@ -129,7 +129,7 @@ INTERLEAVED = {"schedule": (PipelineSchedule.INTERLEAVED,), "pp": (2,), "chunks"
     ("changes", "reason"),
     [
         ({"pp": (3,)}, "3 stages need a layer each; the model has 2."),
-        ({"dp": (3,), "dp_divides_batch": True}, "3 pipelines cannot share 4 microbatches evenly"),
+        ({"dp": (3,), "dp_divides_batch": True}, "dp 3 does not divide 4 microbatches"),
         (INTERLEAVED, "2 layers cannot be cut into 2 x 2 nearly equal chunks"),
         ({**INTERLEAVED, "dp": (4,)}, "2 devices need a multiple of 2 microbatches each; there are 1."),
     ],
