@@ -225,7 +225,7 @@ def test_microbatches_too_large_for_a_given_dp_are_left_out() -> None:
     found = phaze.evaluate(small_graph(), strategy={"dp": 4}, micro_batch_size=(1, 2, 4, 8), **question).plan
     assert found.strategy.dp == 4
     assert found.strategy.micro_batch_size <= 2
-    with pytest.raises(QuestionError, match="8 samples are only 2 microbatches of 4; expected one per pipeline"):
+    with pytest.raises(QuestionError, match="8 samples are only 2 microbatches of 4; expected at least one for"):
         phaze.evaluate(small_graph(), strategy={"dp": 4, "micro_batch_size": 4}, **question)
 
 
