@@ -139,8 +139,7 @@ class _ScriptlessContext(SpawnContext):
         """End every process that still runs, as a search that is over waits for nobody."""
         for process in self._made:
             if process.is_alive():
-                # Not terminate(): a process that has not come to its own interpreter yet may lose that signal.
-                process.kill()
+                process.terminate()
 
 
 @contextmanager
