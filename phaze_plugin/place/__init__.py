@@ -13,7 +13,7 @@ from phaze.place.search.best_placement import (
     find_placement,
     is_beaten,
 )
-from phaze.place.search.parallelism_search import SearchEffort
+from phaze.place.search.parallelism_search import FoundPlan, PlanKind, SearchEffort
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts, evaluate_placement
 from phaze.place.simulation.timeline import Event, EventKind, Timeline
@@ -36,6 +36,7 @@ __all__ = [
     "EventKind",
     "Fit",
     "Flow",
+    "FoundPlan",
     "Infeasibility",
     "LayerProfile",
     "PaperInstance",
@@ -48,6 +49,7 @@ __all__ = [
     "PlacementProblem",
     "PlacementResult",
     "PlacementStatus",
+    "PlanKind",
     "PreparedProblem",
     "RecomputeMode",
     "Remedy",

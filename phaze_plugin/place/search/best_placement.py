@@ -7,8 +7,8 @@ bounds for what the answer proves (`_proven_bound_s`). `bound_placement` and `is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from phaze.parallelism import Parallelism
@@ -16,8 +16,11 @@ from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.search.parallelism_search import (
+    FoundPlan,
+    PlanKind,
     SearchAnswer,
     SearchEffort,
+    best_by_kind,
     is_refuted,
     search_parallelisms,
     try_parallelism,
@@ -67,6 +70,8 @@ class PlacementResult:
         strategies: strategies whose stages were looked at.
         nodes: partial pipelines that were extended.
         simulated: pipelines that were simulated.
+        best_by_kind: the fastest plan of each kind that the search came across, which proves nothing of it; `assemble`
+            makes its placement.
     """
 
     status: PlacementStatus
@@ -77,6 +82,7 @@ class PlacementResult:
     strategies: int
     nodes: int
     simulated: int
+    best_by_kind: Mapping[PlanKind, FoundPlan] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -135,6 +141,7 @@ def find_placement(
         status=_status(best, bound_s, cutoff_s, is_searched=answer.bound_s >= cutoff_s * (1 - gap)),
         best=best,
         alternatives=tuple(Alternative(slower, _reason(placements[0], slower)) for slower in placements[1:]),
+        best_by_kind=answer.best_by_kind,
         bound_s=bound_s,
         infeasibility=explain_infeasibility(prepared, smaller_micro_batches) if is_explained else None,
         strategies=answer.strategies,
@@ -175,7 +182,8 @@ def _answer_if_best(
     proof = search_parallelisms(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
     if proof.plans or proof.bound_s < best_s * (1 - gap):
         return None
-    return replace(proof, plans=() if plan is None else (plan,))
+    plans = () if plan is None else (plan,)
+    return replace(proof, plans=plans, best_by_kind=best_by_kind(plans, prepared.problem.choices.recompute))
 
 
 def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -27,9 +29,19 @@ from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages, warm_starts
+from phaze.profile.layer_profile import RecomputeMode
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
-__all__ = ["FoundPlan", "SearchAnswer", "SearchEffort", "is_refuted", "search_parallelisms", "try_parallelism"]
+__all__ = [
+    "FoundPlan",
+    "PlanKind",
+    "SearchAnswer",
+    "SearchEffort",
+    "best_by_kind",
+    "is_refuted",
+    "search_parallelisms",
+    "try_parallelism",
+]
 
 _HOPELESS = 10
 """Interleaved strategies with more pipelines than so many times the node limit are not searched beyond their warm
@@ -77,12 +89,29 @@ class FoundPlan:
     stages: tuple[tuple[int, int], ...]
 
 
+class PlanKind(StrEnum):
+    """Kinds of plans that people compare; a plan is of several kinds."""
+
+    NO_PIPELINE = "no pipeline"
+    PIPELINE = "a pipeline"
+    GPIPE = "schedule gpipe"
+    ONE_F_ONE_B = "schedule 1f1b"
+    INTERLEAVED = "schedule interleaved-1f1b"
+    ZERO_BUBBLE = "schedule zero-bubble"
+    NO_ZERO = "no ZeRO"
+    ZERO = "ZeRO"
+    NO_RECOMPUTE = "no recompute"
+    FULL_RECOMPUTE = "full recompute"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchAnswer:
     """The best strategies with their stages, fastest first, and a bound under every plan of the problem.
 
     Attributes:
         plans: the best plan of each of the best strategies.
+        best_by_kind: the fastest plan of each kind that the search came across. Nothing is proven of it, and a kind
+            whose plans were all ruled out by their bounds is missing.
         bound_s: no plan takes less.
         strategies: strategies whose stages were looked at.
         nodes: partial pipelines that were extended.
@@ -90,6 +119,7 @@ class SearchAnswer:
     """
 
     plans: tuple[FoundPlan, ...]
+    best_by_kind: Mapping[PlanKind, FoundPlan]
     bound_s: float
     strategies: int
     nodes: int
@@ -195,11 +225,37 @@ def search_parallelisms(
     best_s = progress.plans[0].time_s if progress.plans else cutoff_s
     return SearchAnswer(
         plans=tuple(progress.plans[:top]),
+        best_by_kind=best_by_kind(progress.plans, prepared.problem.choices.recompute),
         bound_s=best_s if left_s >= best_s * (1 - EQUAL_SEARCH_TIMES) else left_s,
         strategies=progress.strategies,
         nodes=progress.nodes,
         simulated=progress.simulated,
     )
+
+
+def best_by_kind(plans: Iterable[FoundPlan], modes: Sequence[RecomputeMode]) -> dict[PlanKind, FoundPlan]:
+    """Of plans in order of their time, the first of each kind."""
+    best: dict[PlanKind, FoundPlan] = {}
+    for plan in plans:
+        for kind in _kinds(plan, modes):
+            best.setdefault(kind, plan)
+    return best
+
+
+def _kinds(plan: FoundPlan, modes: Sequence[RecomputeMode]) -> list[PlanKind]:
+    """What kinds a plan is of; ``modes`` are those that its stages index."""
+    schedule = plan.parallelism.schedule
+    kinds = [PlanKind.ZERO if plan.parallelism.zero else PlanKind.NO_ZERO]
+    if schedule is PipelineSchedule.NONE:
+        kinds.append(PlanKind.NO_PIPELINE)
+    else:
+        kinds += [PlanKind.PIPELINE, PlanKind(f"schedule {schedule}")]
+    used = {modes[mode] for _, mode in plan.stages}
+    if used == {RecomputeMode.NONE}:
+        kinds.append(PlanKind.NO_RECOMPUTE)
+    elif used == {RecomputeMode.FULL}:
+        kinds.append(PlanKind.FULL_RECOMPUTE)
+    return kinds
 
 
 def try_parallelism(

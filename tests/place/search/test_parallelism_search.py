@@ -14,10 +14,12 @@ from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.search.parallelism_search import SearchEffort, search_parallelisms
+from phaze.place.search.parallelism_search import PlanKind, SearchEffort, search_parallelisms
 from phaze.place.search.parallelism_table import list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import best_stages
+from phaze.place.simulation.placement import assemble
+from phaze.profile.layer_profile import RecomputeMode
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -192,3 +194,28 @@ def test_the_orders_of_passes_are_not_shared_between_problems() -> None:
     search_parallelisms(prepared)
     assert not PreparedProblem.of(problem).programs
     assert np.isfinite(prepared.update_s)
+
+
+@examples(30)
+@given(seeds)
+def test_the_best_of_each_kind_is_a_plan_of_that_kind_and_the_best_plan_is_the_best_of_its_kinds(seed: int) -> None:
+    problem = random_problem(seed, largest=5, most_devices=8)
+    prepared = PreparedProblem.of(problem)
+    answer = search_parallelisms(prepared)
+    assert bool(answer.best_by_kind) == bool(answer.plans)
+    for kind, plan in answer.best_by_kind.items():
+        placement = assemble(prepared, plan.parallelism, plan.stages)
+        modes = {stage.recompute for stage in placement.stages}
+        is_of_kind = {
+            PlanKind.NO_PIPELINE: plan.parallelism.pp == 1,
+            PlanKind.PIPELINE: plan.parallelism.pp > 1,
+            PlanKind.NO_ZERO: plan.parallelism.zero == 0,
+            PlanKind.ZERO: plan.parallelism.zero > 0,
+            PlanKind.NO_RECOMPUTE: modes == {RecomputeMode.NONE},
+            PlanKind.FULL_RECOMPUTE: modes == {RecomputeMode.FULL},
+        }
+        assert is_of_kind.get(kind, kind == f"schedule {plan.parallelism.schedule}")
+        assert placement.time_s == pytest.approx(plan.time_s)
+        assert plan.time_s >= answer.plans[0].time_s
+    if answer.plans:
+        assert answer.plans[0] in answer.best_by_kind.values()
