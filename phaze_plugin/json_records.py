@@ -15,7 +15,7 @@ import types
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ _Record = TypeVar("_Record")
 def to_document(value: object) -> Any:
     """The value as JSON knows it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_document(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_document(getattr(value, field.name)) for field in fields(value) if _is_saved(field)}
     if isinstance(value, StrEnum):
         return value.value
     if isinstance(value, Mapping):
@@ -60,7 +60,12 @@ def from_document(kind: type[_Record], document: object, where: str) -> _Record:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {field.name: hints[field.name] for field in fields(kind) if _is_saved(field)}
+
+
+def _is_saved(field: Field[Any]) -> bool:
+    """Whether a field belongs to the document; one with ``metadata={"is_saved": False}`` lives in memory only."""
+    return bool(field.metadata.get("is_saved", True))
 
 
 def _read(hint: Any, value: object, where: str) -> Any:

@@ -34,7 +34,12 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
     model, inputs = find_model(arguments.model)
     with shown_progress() as progress:
         plan = phaze.optimize(
-            model, inputs, progress=progress, time_limit_s=arguments.time_limit, **question_options(arguments)
+            model,
+            inputs,
+            explain=arguments.explain,
+            progress=progress,
+            time_limit_s=arguments.time_limit,
+            **question_options(arguments),
         )
     if arguments.out is not None:
         plan.save(arguments.out)

@@ -21,6 +21,8 @@ __all__ = ["compare_plans", "explain_plan", "export_plan", "verify_plan"]
 def _configure_explain(parser: ArgumentParser) -> None:
     """Add the arguments of `phaze explain`."""
     parser.add_argument("plan", metavar="PLAN", help="a plan that was saved")
+    more = "; only where the plan was saved without its explanation and its model is not known by name"
+    add_model_argument(parser, "--model", more, required=False)
     add_json_option(parser)
 
 
@@ -28,7 +30,8 @@ def _run_explain(arguments: Namespace, console: Console) -> int:
     """Print the plan and its explanation."""
     import phaze
 
-    plan = phaze.load_plan(arguments.plan)
+    model, inputs = (None, None) if arguments.model is None else find_model(arguments.model)
+    plan = phaze.load_plan(arguments.plan, model, inputs).explained()
     show(console, arguments, json.loads(plan.to_json()), str(plan), "", plan.explain())
     return ExitCode.FINE
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
 from phaze.cost import Calibration
@@ -29,6 +29,7 @@ __all__ = [
     "FORMAT",
     "VERSION",
     "Change",
+    "Explainer",
     "Hashes",
     "Layouts",
     "ModelFacts",
@@ -212,12 +213,22 @@ class RunFacts:
     is_cached: bool = False
 
 
+class Explainer(Protocol):
+    """What looks for the runners-up and the changes of a plan when somebody asks, and remembers them."""
+
+    def known(self, plan: Plan) -> Plan:
+        """The plan with what was looked for so far."""
+
+    def explained(self, plan: Plan, model: object, inputs: object) -> Plan:
+        """The plan with everything that an explanation says; where that cannot be found, its notes say why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What `phaze.optimize` returns; see the module's words and those of its parts.
 
     `bound_s`: no plan for the chosen slices of layers is faster. `gap` is (step_time_s - bound_s) / step_time_s.
-    `is_explained` is False where an interruption left out runners-up or changes.
+    `is_explained` is False while nobody has looked for runners-up and changes; `explain()` does, by the `explainer`.
     """
 
     model: ModelFacts
@@ -243,6 +254,7 @@ class Plan:
     remedies: tuple[Remedy, ...] = ()
     is_explained: bool = True
     run: RunFacts = field(default_factory=RunFacts)
+    explainer: Explainer | None = field(default=None, compare=False, repr=False, metadata={"is_saved": False})
 
     @property
     def is_feasible(self) -> bool:
@@ -257,7 +269,7 @@ class Plan:
         return cluster_from_json(dict(self.hardware))
 
     def to_json(self) -> str:
-        """The plan as one JSON document."""
+        """The plan as one JSON document, with as much of its explanation as was looked for so far."""
         document = {"format": FORMAT, "version": VERSION, **_document(self)}
         return json.dumps(document, indent=1, allow_nan=False)
 
@@ -265,11 +277,23 @@ class Plan:
         """Write the plan: whole or not at all."""
         write_whole(path, self.to_json() + "\n")
 
-    def explain(self) -> str:
-        """Why: what binds, what other kinds of plans would cost, what other hardware would bring, what would fit."""
+    def explained(self, model: object = None, inputs: object = None) -> Plan:
+        """The plan with its runners-up and changes, which are looked for once, when somebody asks.
+
+        A plan from a file is searched again for them: by the `model` given here, else by the model's name.
+        """
+        if self.is_explained or self.explainer is None:
+            return self
+        return self.explainer.explained(self, model, inputs)
+
+    def explain(self, model: object = None, inputs: object = None) -> str:
+        """Why: what binds, what other kinds of plans would cost, what other hardware would bring, what would fit.
+
+        Arguments are those of `explained`.
+        """
         from phaze.report.plan_text import explanation
 
-        return explanation(self)
+        return explanation(self.explained(model, inputs))
 
     def apply(self, model: object, mesh: object = None, *, loss_fn: object = None, **options: object) -> Any:
         """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
@@ -302,7 +326,8 @@ class Plan:
 
 
 def _document(plan: Plan) -> dict[str, object]:
-    document: dict[str, object] = to_document(plan)
+    known = plan if plan.is_explained or plan.explainer is None else plan.explainer.known(plan)
+    document: dict[str, object] = to_document(known)
     return document
 
 

@@ -1,15 +1,16 @@
 """The explanation of a plan: what binds, runners-up of other kinds, and what more memory, links or devices would bring.
 
-Every figure comes from the same search on the same slices with one thing changed (`_short_search`). That search is cut
-short: the step time that it reports is reached, but a longer search might find a slightly better one. The four most
-promising pairs of a microbatch size and a tp are tried, the plan's own pair first; pairs that were pruned by their
-bound are not looked at. Faster links change the slices themselves, so only the plan's own pair is sliced again.
+Runners-up come out of the search that found the plan, as far as it came across their kind (`_seen`). What is missing is
+looked for by the same search on the same slices with one thing changed (`_short_search`). That search is cut short: the
+step time that it reports is reached, but a longer search might find a better one. The most promising slices are tried,
+the plan's own first; those that were pruned by their bound are not looked at. Faster links change the slices
+themselves, so only the plan's own ones are made again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from phaze.capabilities import Capabilities
@@ -17,11 +18,11 @@ from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
-from phaze.place import Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
+from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
-from phaze.planner.plan_building import MEMORY_ITEMS, strategy_of
+from phaze.planner.plan_building import MEMORY_ITEMS, complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
 from phaze.profile.model_profiles import profile_model, profile_options, slice_model
@@ -36,8 +37,8 @@ _SHORT_EFFORT = SearchEffort(nodes=300, nodes_per_strategy=60, strategies=600)
 _SHORT_GAP = 0.01
 """A short search ends at this gap: people compare kinds of plans by percents, not by less."""
 
-_MOST_PAIRS = 4
-"""How many pairs of a microbatch size and a tp a short search tries; more pairs rarely change what it reports."""
+_MOST_SLICES = 2
+"""How many of the slices that were placed a short search tries; more rarely change what it reports."""
 
 
 def binding(plan: Plan) -> tuple[str, ...]:
@@ -84,21 +85,39 @@ class _Kind:
 
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
-    """The best plan of each other kind."""
+    """The best plan of each other kind: one that the search came across, else one that is looked for now."""
     kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
     watch.expect(len(kinds))
-    searched = []
+    found: dict[str, RunnerUp] = {}
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
-        searched.append(_runner_up(kind, answer))
+        found[kind.name] = _seen(kind, answer) or _runner_up(kind, answer)
         watch.step()
-    return tuple(_best_seen(kind, runner_up, searched) for kind, runner_up in zip(kinds, searched, strict=True))
+    return tuple(_best_of_kind(kind, found) for kind in kinds)
 
 
-def _best_seen(kind: _Kind, runner_up: RunnerUp, searched: Sequence[RunnerUp]) -> RunnerUp:
-    """The best plan of a kind among all that were found: a plan may be of several kinds."""
-    best = runner_up
-    for runner in searched:
+def _seen(kind: _Kind, answer: Answer) -> RunnerUp | None:
+    """The fastest plan of a kind that the search of the answer came across."""
+    best: tuple[float, Parallelism] | None = None
+    for candidate in answer.candidates:
+        plans = dict.fromkeys(candidate.result.best_by_kind.values())
+        for plan in plans if best is None else (plan for plan in plans if plan.time_s < best[0]):
+            strategy = _strategy_of_found(candidate, plan)
+            if kind.has(strategy) and (best is None or plan.time_s < best[0]):
+                best = (plan.time_s, strategy)
+    return None if best is None else RunnerUp(kind=kind.name, strategy=best[1], step_time_s=best[0], reason="")
+
+
+def _strategy_of_found(candidate: Candidate, plan: FoundPlan) -> Parallelism:
+    """The complete strategy of a plan that the search of a candidate came across."""
+    modes = candidate.problem.choices.recompute
+    return complete_strategy(candidate.slices, plan.parallelism, [modes[mode] for _, mode in plan.stages])
+
+
+def _best_of_kind(kind: _Kind, found: Mapping[str, RunnerUp]) -> RunnerUp:
+    """The fastest of all plans that were found for any kind: a plan may be of several kinds."""
+    best = found[kind.name]
+    for runner in found.values():
         if runner.strategy is None or runner.step_time_s is None or not kind.has(runner.strategy):
             continue
         if best.step_time_s is None or runner.step_time_s < best.step_time_s:
@@ -107,11 +126,13 @@ def _best_seen(kind: _Kind, runner_up: RunnerUp, searched: Sequence[RunnerUp]) -
 
 
 def _promising(answer: Answer) -> list[Candidate]:
-    """The plan's own slices, then others by the time that was found for them."""
+    """The plan's own slices, then others by the time that was found for them, then those most like the plan's own."""
+    size, tp = answer.candidate.slices.micro_batch_size, answer.candidate.slices.tp
 
-    def order(candidate: Candidate) -> tuple[bool, float]:
-        best = candidate.result.best
-        return candidate is not answer.candidate, math.inf if best is None else best.time_s
+    def order(candidate: Candidate) -> tuple[bool, float, float]:
+        best, slices = candidate.result.best, candidate.slices
+        unlike = abs(math.log2(slices.tp / tp)) + abs(math.log2(slices.micro_batch_size / size))
+        return candidate is not answer.candidate, math.inf if best is None else best.time_s, unlike
 
     return sorted(answer.candidates, key=order)
 
@@ -192,7 +213,7 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
         if kind.includes(candidate.slices.micro_batch_size, candidate.slices.tp)
     ]
     narrowed = [(candidate, problem) for candidate in included if (problem := kind.narrow(candidate.problem))]
-    for candidate, problem in narrowed[:_MOST_PAIRS]:
+    for candidate, problem in narrowed[:_MOST_SLICES]:
         cutoff_s = math.inf if best is None else best[1].time_s
         placement: Placement | None
         if problem is candidate.problem and candidate.result.best is not None:
@@ -211,7 +232,7 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
     elif not narrowed:
         reason = "not possible here"
     else:
-        is_proven &= len(narrowed) <= _MOST_PAIRS
+        is_proven &= len(narrowed) <= _MOST_SLICES
         reason = "nothing fits" if is_proven else "a short search found nothing that fits"
     return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
 
@@ -248,7 +269,7 @@ def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, .
     for text, changed in changed_clusters:
         watch.report(text)
         least_s = answer.placement.time_s if changed.device_count == cluster.device_count else math.inf
-        problems = [replace(candidate.problem, cluster=changed) for candidate in _promising(answer)[:_MOST_PAIRS]]
+        problems = [replace(candidate.problem, cluster=changed) for candidate in _promising(answer)[:_MOST_SLICES]]
         outcomes.append(Change(text=text, step_time_s=best_of(problems, least_s)))
         watch.step()
     if cluster.levels:
@@ -281,7 +302,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
 def unrestricted_s(answer: Answer) -> float | None:
     """The step time without the target's limits, on the same slices."""
     everything = Capabilities.everything()
-    problems = (replace(pair.problem, capabilities=everything) for pair in _promising(answer)[:_MOST_PAIRS])
+    problems = (replace(pair.problem, capabilities=everything) for pair in _promising(answer)[:_MOST_SLICES])
     return best_of(problems, answer.placement.time_s)
 
 

@@ -16,7 +16,10 @@ import phaze
 from phaze.errors import FormatError, PlanError
 from phaze.json_records import to_document
 from phaze.plan.plan import Plan, PlanStatus, RunFacts, plan_from_document, read_plan
+from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.plan_building import question_facts
+from phaze.planner.progress import Watch
+from phaze.planner.strategy_search import choose
 from phaze.question import Question, content_hash
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ def active_world(plugins: PluginManager) -> World | None:
 
 
 def plan_together(world: World, ask: Callable[[], Question], answer: Callable[[Question], Plan]) -> Plan:
-    """The plan of rank 0 on every rank.
+    """The plan of rank 0 on every rank; one that is asked to explain itself searches again, on that rank.
 
     Raises on every rank what was raised on one: there as it was, elsewhere as a PlanError that names the rank; and
     PlanError where ranks ask for different things.
@@ -56,7 +59,9 @@ def plan_together(world: World, ask: Callable[[], Question], answer: Callable[[Q
         except Exception as failure:
             error, outcome = failure, {"error": f"{type(failure).__name__}: {failure}"}
     _raise_together(error, answers := _gather(world, outcome))
-    return plan_from_document(answers[0]["plan"], "the plan of rank 0")
+    plan = plan_from_document(answers[0]["plan"], "the plan of rank 0")
+    asked = question
+    return replace(plan, explainer=PlanExplainer(lambda model, inputs: FoundSearch(asked, choose(asked, Watch()))))
 
 
 def _gather(world: World, report: dict[str, Any]) -> list[dict[str, Any]]:

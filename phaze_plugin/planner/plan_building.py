@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import phaze
 from phaze.hardware.hardware_files import cluster_to_json
+from phaze.ir import RecomputeMode
 from phaze.ir.layers import Boundary
 from phaze.json_records import from_document, to_document
 from phaze.parallelism import Parallelism
@@ -31,7 +33,7 @@ from phaze.question import Question, content_hash, tokens_per_sample
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
 
-__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "question_facts", "strategy_of"]
+__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "complete_strategy", "question_facts", "strategy_of"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 PROVEN_GAP = 0.01
@@ -106,12 +108,19 @@ def _status(answer: Answer, gap: float) -> PlanStatus:
 
 
 def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:
-    """A placement's complete strategy: what was searched, and what its slices and stages add."""
+    """A placement's complete strategy."""
+    return complete_strategy(candidate.slices, placement.parallelism, [stage.recompute for stage in placement.stages])
+
+
+def complete_strategy(
+    slices: ModelProfiles, parallelism: Parallelism, recompute: Sequence[RecomputeMode]
+) -> Parallelism:
+    """What placement searched, with what slices and stages add."""
     return replace(
-        placement.parallelism,
-        micro_batch_size=candidate.slices.micro_batch_size,
-        sequence_parallel=any(candidate.slices.sharded.is_sequence_split),
-        recompute=tuple(stage.recompute for stage in placement.stages),
+        parallelism,
+        micro_batch_size=slices.micro_batch_size,
+        sequence_parallel=any(slices.sharded.is_sequence_split),
+        recompute=tuple(recompute),
     )
 
 

@@ -13,6 +13,7 @@ from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, RunFacts
 from phaze.planner import explanation
+from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.launch import active_world, plan_together
 from phaze.planner.plan_building import build_plan
@@ -32,6 +33,7 @@ def optimize(
     model: object,
     inputs: object = None,
     *,
+    explain: bool = False,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], object] | None = None,
     plugins: PluginManager | None = None,
@@ -42,6 +44,8 @@ def optimize(
     Args:
         model: anything that `import_graph` takes: a torch module, a JAX function, a built-in name, a file, a Graph.
         inputs: examples of the model's inputs, where they cannot be found.
+        explain: look for the best plans of other kinds and for what other hardware would bring at once; by default
+            `plan.explain()` looks for them.
         time_limit_s: ends the search with the best plan so far, marked as interrupted; so does Ctrl-C.
         progress: called with a `phaze.planner.Progress` after every piece of work.
         plugins: the loaded plugins; by default all that are installed.
@@ -65,9 +69,11 @@ def optimize(
     plugins = plugins or installed_plugins()
     world = active_world(plugins)
     if world is None:
-        return plan_for(ask(model, inputs, options, plugins), watch)
+        return plan_for(ask(model, inputs, options, plugins), watch, explain=explain)
     return plan_together(
-        world, lambda: ask(model, inputs, options, plugins), lambda question: plan_for(question, watch)
+        world,
+        lambda: ask(model, inputs, options, plugins),
+        lambda question: plan_for(question, watch, explain=explain),
     )
 
 
@@ -164,34 +170,26 @@ def _watch(progress: Callable[[Progress], object] | None, time_limit_s: float | 
     return Watch(listener=progress, time_limit_s=time_limit_s)
 
 
-def plan_for(question: Question, watch: Watch) -> Plan:
-    """The best plan for a question.
+def plan_for(question: Question, watch: Watch, *, explain: bool = False) -> Plan:
+    """The best plan for a question, explained at once or when somebody asks.
 
-    Where the user fixed a strategy, the plan is priced whether it fits or not; otherwise it is explained.
+    Where the user fixed a strategy, the plan is priced whether it fits or not, and there is nothing more to explain.
     """
     if question.strategy:
         return _priced_plan(question, watch)
     answer = choose(question, watch)
-    plan = _explained(question, answer, build_plan(question, answer), watch)
-    return replace(plan, run=RunFacts(seconds=watch.elapsed_s))
-
-
-def _explained(question: Question, answer: Answer, plan: Plan, watch: Watch) -> Plan:
-    """The plan with what its reader asks next; an interruption leaves that out."""
+    plan = build_plan(question, answer)
     plan = replace(plan, binds=explanation.binding(plan))
     if not answer.is_feasible:
-        return replace(plan, remedies=explanation.remedies(question, answer))
-    if answer.is_interrupted:
-        return replace(plan, is_explained=False)
-    try:
-        plan = replace(plan, runners_up=explanation.runners_up(answer, watch))
-        plan = replace(plan, changes=explanation.changes(question, answer, watch))
-        if question.target.name is not None:
-            facts = replace(plan.provenance, unrestricted_step_time_s=explanation.unrestricted_s(answer))
-            plan = replace(plan, provenance=facts)
-    except (TimeLimitError, KeyboardInterrupt):
-        return replace(plan, is_explained=False)
-    return plan
+        plan = replace(plan, remedies=explanation.remedies(question, answer))
+    else:
+        explainer = PlanExplainer(lambda model, inputs: FoundSearch(question, answer))
+        plan = replace(plan, is_explained=False, explainer=explainer)
+        if explain and not answer.is_interrupted:
+            explainer.watch = watch
+            plan = explainer.explained(plan)
+            explainer.watch = Watch()
+    return replace(plan, run=RunFacts(seconds=watch.elapsed_s))
 
 
 def _priced_plan(question: Question, watch: Watch) -> Plan:

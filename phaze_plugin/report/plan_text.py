@@ -164,7 +164,7 @@ def explanation(plan: Plan) -> str:
     sections = (
         ("what binds", plan.binds),
         ("would fit", [f"{remedy.text}: optimize(..., {remedy.argument}={remedy.value})" for remedy in plan.remedies]),
-        ("the best of other kinds", [_runner_up_text(plan, other) for other in plan.runners_up]),
+        ("the best of other kinds that were seen", [_runner_up_text(plan, other) for other in plan.runners_up]),
         ("other hardware", [_change_text(plan, change.text, change.step_time_s) for change in plan.changes]),
         ("how the numbers were obtained", _provenance(plan)),
     )
@@ -207,7 +207,7 @@ def _provenance(plan: Plan) -> list[str]:
             f"{seconds_text(facts.unrestricted_step_time_s)}"
         )
     if not plan.is_explained:
-        lines.append("an interruption left out what other kinds of plans or other hardware would cost")
+        lines.append("what other kinds of plans or other hardware would cost was not looked for")
     return [*lines, *facts.notes]
 
 

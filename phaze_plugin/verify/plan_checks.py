@@ -40,9 +40,6 @@ __all__ = ["Finding", "check_plan"]
 _RUN = ("run",)
 """Fields of a plan that say how it was made, and differ from run to run."""
 
-_EXPLANATION = ("runners_up", "changes", "provenance", "is_explained")
-"""Fields of a plan that its explanation adds."""
-
 _SEARCHED = (
     "run",
     "question",
@@ -171,9 +168,7 @@ def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch:
     if plan.status is PlanStatus.INTERRUPTED:
         again, left_out = build_plan(question, answer), _SEARCHED
     else:
-        again = plan_for(question.with_strategy(plan.question.strategy), watch)
-        if not plan.is_explained:
-            left_out = (*_RUN, *_EXPLANATION)
+        again = plan_for(question.with_strategy(plan.question.strategy), watch, explain=plan.is_explained)
     claimed, derived = _leaves(plan, left_out), _leaves(again, left_out)
     wrong = [
         path for path in dict.fromkeys((*claimed, *derived)) if not _is_equal(claimed.get(path), derived.get(path))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phaze.errors import PlanError
+from phaze.errors import PhazeError, PlanError, shown
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.installed import installed_plugins
@@ -16,10 +16,12 @@ from phaze.ir.backward import derive_backward
 from phaze.json_records import to_document
 from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, read_plan
+from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.explanation import binding
 from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
+from phaze.planner.strategy_search import choose
 from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster, tokens_per_sample
 
 if TYPE_CHECKING:
@@ -44,10 +46,10 @@ def load_plan(
 
     Raises FormatError for a damaged file, PlanError for a plan of something else.
     """
-    plan = read_plan(path)
+    plugins = plugins or installed_plugins()
+    plan = _with_explainer(read_plan(path), model, inputs, plugins)
     if model is None and cluster is None:
         return plan
-    plugins = plugins or installed_plugins()
     differing = differences(plan, model, inputs, cluster, plugins)
     if differing and reprice:
         if model is None:
@@ -60,6 +62,26 @@ def load_plan(
             "Make a new plan, or pass reprice=True to price its strategy on what is given now."
         )
     return plan
+
+
+def _with_explainer(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Plan:
+    """The plan with the means to explain itself: its question is asked of its model again."""
+
+    def find(asked_model: object, asked_inputs: object) -> FoundSearch | str:
+        named = model if asked_model is None else asked_model
+        try:
+            search_model = plan.model.name if named is None else named
+            question = question_for(plan, search_model, inputs if asked_inputs is None else asked_inputs, plugins)
+        except (PhazeError, OSError) as error:
+            return f"the plan was saved without its explanation, and its model cannot be had again ({error}) {_PASS}"
+        if question.graph_hash != plan.hashes.graph:
+            return f"the plan was saved without its explanation, and {shown(search_model)} is another model; {_PASS}"
+        return FoundSearch(question, choose(question, Watch()))
+
+    return replace(plan, explainer=PlanExplainer(find))
+
+
+_PASS = "pass its model, plan.explain(model), or `phaze explain PLAN --model MODEL`"
 
 
 def question_for(

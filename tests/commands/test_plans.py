@@ -39,9 +39,12 @@ def test_optimize_prints_the_plan_and_saves_it(folder: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     for words in ("small-gpt", "strategy  dp", "MFU", "what binds", "saved to"):
         assert words in out
-    documents = [json.loads((folder / name).read_text()) for name in ("again.json", "roomy.json")]
-    assert all(document.pop("run") for document in documents)
-    assert documents[0] == documents[1]
+    explained, plain = (json.loads((folder / name).read_text()) for name in ("again.json", "roomy.json"))
+    added = ("is_explained", "runners_up", "changes", "run")
+    assert [explained[name] == plain[name] for name in added] == [False] * len(added)
+    assert {name: explained[name] for name in explained if name not in added} == {
+        name: plain[name] for name in plain if name not in added
+    }
 
 
 def test_json_is_the_plan_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +73,8 @@ def test_a_wrong_attribute_is_explained(model: str, message: str, capsys: pytest
 
 def test_explain_reads_a_saved_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(folder / "tight.json")]) == 0
+    assert "--model" in capsys.readouterr().out  # the explanation was not saved, and no built-in model has this name
+    assert main(["explain", str(folder / "tight.json"), "--model", str(folder / "model.json")]) == 0
     assert "the best of other kinds" in capsys.readouterr().out
 
 

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import pickle
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from graphs import tiny_graph
@@ -12,7 +14,7 @@ from plans import FITTED_CHIP, IDEAL_CHIP, QUESTION, checked, small_cluster, sma
 import phaze
 from phaze.errors import PhazeError, PlanError, QuestionError
 from phaze.parallelism import Parallelism
-from phaze.plan.plan import PlanStatus
+from phaze.plan.plan import PlanStatus, plan_from_document
 from phaze.planner import Progress
 
 
@@ -124,11 +126,52 @@ class _InterruptingExplanation:
 
 
 def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
-    plan = phaze.optimize(small_graph(), cluster=small_cluster(), progress=_InterruptingExplanation(), **QUESTION)
+    listener = _InterruptingExplanation()
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), explain=True, progress=listener, **QUESTION)
     assert not plan.is_explained
     assert plan.runners_up == ()
     assert plan.bound_s == small_plan().bound_s
     checked(plan)
+    assert plan.explained().runners_up  # asked again, without the interruption
+
+
+def test_nothing_is_looked_for_beside_the_plan_until_somebody_asks() -> None:
+    doing: list[str] = []
+    question = {**QUESTION, "micro_batch_size": (2,)}
+    plan = phaze.optimize(
+        small_graph(), cluster=small_cluster(), progress=lambda progress: doing.append(progress.doing), **question
+    )
+    assert not [words for words in doing if "another kind" in words or "twice" in words]
+    assert (plan.runners_up, plan.changes, plan.is_explained) == ((), (), False)
+    assert "was not looked for" not in plan.explain()
+    saved = plan_from_document(json.loads(plan.to_json()))
+    assert saved == plan.explained() != plan
+    assert saved.is_explained
+    at_once = phaze.optimize(small_graph(), cluster=small_cluster(), explain=True, **question)
+    assert replace(at_once, run=saved.run) == saved
+    checked(at_once)
+
+
+def test_a_plan_from_a_file_explains_itself_as_far_as_its_model_can_be_had(tmp_path: Path) -> None:
+    question = {**QUESTION, "micro_batch_size": (2,)}
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), **question)
+    plan.save(tmp_path / "plan.json")
+    loaded = phaze.load_plan(tmp_path / "plan.json")
+    assert loaded == plan
+    text = " ".join(loaded.explain().split())
+    assert "saved without its explanation, and its model cannot be had again" in text
+    assert "plan.explain(model)" in text
+    assert "is another model; pass its model" in " ".join(loaded.explain(small_graph(num_layers=3)).split())
+    assert "the best of other kinds" not in text
+    assert loaded.explained(small_graph()) == plan.explained()
+    assert json.loads(loaded.to_json())["is_explained"]
+    assert phaze.load_plan(tmp_path / "plan.json", small_graph()).explained() == plan.explained()
+
+
+def test_a_copy_of_a_plan_in_another_process_is_equal_and_has_no_search_behind_it() -> None:
+    copied = pickle.loads(pickle.dumps(small_plan()))
+    assert copied == small_plan()
+    assert copied.explainer is None
 
 
 def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
@@ -423,7 +466,7 @@ def test_layout_constraints_are_kept() -> None:
 
 
 def test_twice_the_devices_are_among_the_changes_and_never_slower() -> None:
-    plan = small_plan(hbm_mib=80)
+    plan = small_plan(hbm_mib=80).explained()
     assert len(plan.changes) == 3
     for change in plan.changes:
         assert change.step_time_s is not None
@@ -431,7 +474,7 @@ def test_twice_the_devices_are_among_the_changes_and_never_slower() -> None:
 
 
 def test_runners_up_are_of_other_kinds_and_not_faster_than_the_bound() -> None:
-    plan = small_plan(hbm_mib=80)
+    plan = small_plan(hbm_mib=80).explained()
     kinds = [other.kind for other in plan.runners_up]
     assert len(set(kinds)) == len(kinds)
     assert len(kinds) >= 4
