@@ -2,7 +2,15 @@
 
 from phaze.shard.layer_sharding import ShardedLayer, shard_layer, unsharded
 from phaze.shard.layout import PARTIAL, WHOLE, Layout, LayoutConstraint, Split
-from phaze.shard.model_sharding import SequenceParallel, ShardedModel, ShardOptions, sequence_lengths, shard_model
+from phaze.shard.least_seconds import least_model_seconds
+from phaze.shard.model_sharding import (
+    SequenceParallel,
+    ShardedModel,
+    ShardOptions,
+    sequence_lengths,
+    shard_model,
+    shard_variants,
+)
 from phaze.shard.op_splits import OpSplit
 from phaze.shard.resharding import Axis
 from phaze.shard.sharding_problem import ShardingProblem
@@ -21,9 +29,11 @@ __all__ = [
     "ShardedModel",
     "ShardingProblem",
     "Split",
+    "least_model_seconds",
     "sequence_lengths",
     "shard_layer",
     "shard_model",
+    "shard_variants",
     "slice_layer",
     "unsharded",
 ]

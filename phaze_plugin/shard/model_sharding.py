@@ -21,8 +21,8 @@ Gradients of boundary tensors have the layouts of the tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from phaze.errors import GraphError, ShardError
@@ -33,7 +33,7 @@ from phaze.shard.resharding import Axis
 from phaze.shard.sharding_problem import ShardingProblem, check_heads, leaving_tensors, splits_of_layer
 from phaze.solvers import AUTOMATIC_SOLVERS, ProblemBuilder, SolverChain, WorkLimits, solve_linear
 
-__all__ = ["SequenceParallel", "ShardOptions", "ShardedModel", "sequence_lengths", "shard_model"]
+__all__ = ["SequenceParallel", "ShardOptions", "ShardedModel", "sequence_lengths", "shard_model", "shard_variants"]
 
 SEQUENCE_DIM = 1
 """The dimension of an activation [batch, sequence, ...] that runs along the sequence."""
@@ -119,6 +119,29 @@ def shard_model(graph: Graph, axis: Axis, options: ShardOptions | None = None) -
         parameters=parameters,
         is_sequence_split=tuple(combination.leaves_split for combination in chosen),
     )
+
+
+def shard_variants(
+    graph: Graph,
+    axis: Axis,
+    options: ShardOptions | None = None,
+    modes: Sequence[SequenceParallel] = (SequenceParallel.ON, SequenceParallel.OFF),
+) -> dict[SequenceParallel, ShardedModel]:
+    """The best sharding under each of several modes of sequence parallelism; modes that have none are left out.
+
+    The mode of `options` is not read. Raises the first mode's ShardError where no mode has a sharding.
+    """
+    options = options or ShardOptions()
+    variants: dict[SequenceParallel, ShardedModel] = {}
+    errors: list[ShardError] = []
+    for mode in modes:
+        try:
+            variants[mode] = shard_model(graph, axis, replace(options, sequence_parallel=mode))
+        except ShardError as error:
+            errors.append(error)
+    if errors and not variants:
+        raise errors[0]
+    return variants
 
 
 def _parameters_read(graph: Graph, layer: Layer) -> list[str]:

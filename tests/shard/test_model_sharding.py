@@ -23,6 +23,7 @@ from phaze.shard import (
     ShardedModel,
     ShardOptions,
     shard_model,
+    shard_variants,
     slice_layer,
 )
 from phaze.shard.op_splits import head_factors
@@ -186,6 +187,27 @@ def test_tied_parameters_have_one_layout_and_t5_branches() -> None:
 def test_a_block_reads_as_its_golden_dump(name: str, mode: str) -> None:
     text = format_sharded_layer(sharded(phaze.import_graph(name), 8, mode).layers[1])
     assert text == (GOLDEN / f"sharded_{name}_8_{mode}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b"])
+def test_variants_are_what_each_mode_gives_alone(name: str) -> None:
+    graph = phaze.import_graph(name, sequence_length=256)
+    variants = shard_variants(graph, Axis(A100S, 4), modes=tuple(SequenceParallel))
+    assert tuple(variants) == tuple(SequenceParallel)
+    for mode, model in variants.items():
+        alone = sharded(graph, 4, mode)
+        assert model.seconds == alone.seconds
+        assert model.parameters == alone.parameters
+        assert model.is_sequence_split == alone.is_sequence_split
+
+
+def test_a_variant_that_constraints_forbid_is_left_out() -> None:
+    """What is pinned along the sequence cannot be had where nothing is split along it."""
+    graph = phaze.import_graph("gpt2", sequence_length=64)
+    pinned = ShardOptions(constraints=(LayoutConstraint(graph.layers[1].outputs[0], 1),))
+    assert [*shard_variants(graph, Axis(A100S, 2), pinned)] == [SequenceParallel.ON]
+    with pytest.raises(ShardError, match="25 heads"):
+        shard_variants(phaze.import_graph("gpt2-xl"), Axis(A100S, 4))
 
 
 def test_heads_that_do_not_divide_are_refused_by_op_factor_and_size() -> None:

@@ -1,0 +1,71 @@
+"""No slicing of a model, and no schedule of one, takes less than the bound that needs neither."""
+
+import pytest
+from graphs import TINY_CONFIGS, graphs, tiny_graph
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+import phaze
+from phaze.cost import IDEAL, Calibration, calibration_of
+from phaze.errors import ShardError
+from phaze.hardware import parse_cluster
+from phaze.ir import Graph
+from phaze.profile.layer_passes import ProfileOptions, least_pass_seconds
+from phaze.shard import Axis, SequenceParallel, ShardOptions, least_model_seconds, shard_model
+
+CLUSTERS = ("a100-80gb:8", "tpuv4:8", "h100:8", "tpuv4-paper:8")
+
+
+def assert_bounded(graph: Graph, axis: Axis, mode: SequenceParallel, options: ProfileOptions) -> None:
+    """Neither the sharding's own seconds nor the least of any schedule of it lies below the bound."""
+    model = shard_model(graph, axis, ShardOptions(sequence_parallel=mode))
+    least_s = least_model_seconds(graph, axis)
+    assert least_s <= model.seconds * (1 + 1e-12)
+    assert least_s <= sum(least_pass_seconds(layer, options) for layer in model.layers) * (1 + 1e-12)
+
+
+def calibrations(cluster: str) -> tuple[Calibration, Calibration]:
+    return IDEAL, calibration_of(parse_cluster(cluster).accelerator)
+
+
+@pytest.mark.parametrize("cluster", ["a100-80gb:8", "tpuv4:8"])
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_every_family_at_toy_size_is_bounded(family: str, cluster: str) -> None:
+    graph, tp = tiny_graph(family), 2 if "num_key_value_heads" in TINY_CONFIGS[family] else 3
+    for calibration in calibrations(cluster):
+        axis = Axis(parse_cluster(cluster), tp, calibration)
+        assert_bounded(graph, axis, SequenceParallel.FREE, ProfileOptions())
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b", "mixtral-8x7b", "t5-large"])
+def test_real_models_are_bounded_within_reach(name: str) -> None:
+    graph = phaze.import_graph(name, sequence_length=512).with_micro_batch(2)
+    cluster = parse_cluster("a100-80gb:8")
+    for tp in (2, 8):
+        axis = Axis(cluster, tp)
+        assert_bounded(graph, axis, SequenceParallel.ON, ProfileOptions())
+        # A bound that is far away would hold and be of no use.
+        model = shard_model(graph, axis, ShardOptions(sequence_parallel=SequenceParallel.ON))
+        assert least_model_seconds(graph, axis) > 0.3 * sum(layer.compute_s for layer in model.layers)
+
+
+@settings(max_examples=40)
+@given(
+    graphs(),
+    st.integers(2, 3),
+    st.sampled_from(CLUSTERS),
+    st.sampled_from(SequenceParallel),
+    st.booleans(),
+)
+def test_random_graphs_are_bounded(graph: Graph, tp: int, cluster: str, mode: SequenceParallel, fuses: bool) -> None:
+    for calibration in calibrations(cluster):
+        try:
+            assert_bounded(graph, Axis(parse_cluster(cluster), tp, calibration), mode, ProfileOptions(is_fused=fuses))
+        except ShardError:
+            reject()
+
+
+def test_what_plugins_price_counts_as_nothing() -> None:
+    graph, axis = tiny_graph("gpt2"), Axis(parse_cluster("a100-80gb:8"), 3)
+    assert least_model_seconds(graph, axis, priced_elsewhere=("contraction",)) == 0.0
+    assert least_model_seconds(graph, axis, priced_elsewhere=("gelu",)) == least_model_seconds(graph, axis)
