@@ -24,18 +24,12 @@ byte by which devices exceed their memory is added:
     T >= min over pipelines of (sum over stages of what each adds to the mean and p * its bytes in flight) - p * usable
 
 (of the scratch of its chunks a device needs the largest, which is at least their mean). The minimum is a shortest path
-over states, computed once per position by `InterleavedBounds.__init__` and looked up by `InterleavedBounds.extend`.
-`InterleavedBounds._weigh_paths` chooses the means: path (1) with weights that fall by 1 - 1/(v m) per device towards
+over states, computed once per position by `InterleavedBounds._least_rest` and looked up by `InterleavedBounds.extend`.
+`InterleavedBounds._weights` chooses the means: path (1) with weights that fall by 1 - 1/(v m) per device towards
 the first, and once more with all weight on the last device; paths (2) and (3) with equal weights. For each of the four,
 several prices p are tried: what a recompute mode costs per byte that it frees.
 
-One device by itself (`slowest_device_s`). Means over devices mix recompute modes in any proportion; a device of few
-chunks cannot. Path (1) of chunk 0 says for device r
-
-    T >= least t of the stages (0, 0)..(0, r-1) + m X_r + least exposed reduction of (0, 0) + least finish of device 0
-
-where X_r is the least sum of t over one candidate for each chunk of r, such that held bytes, stash in flight and the
-mean of their scratch fit together. A stage's candidates are all that lie on some pipeline; nothing makes them match.
+What each device can choose for its chunks together is bounded in `device_choice_bounds.py`.
 
 Closed form for many strategies at once, on chains (`interleaved_closed_form_s`). Since chunks have n or n+1 layers,
 layer l can only lie in a few of the K stages. With a_k the weight of a second of stage k in the mean of path (1), w_k
@@ -53,19 +47,21 @@ the mean device can hold what it must.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.place.bounds.device_choice_bounds import build_device_choices
 from phaze.place.bounds.layer_table import LayerTable
-from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
+from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.simulation.pass_orders import in_flight
-from phaze.tolerances import BOUND_MARGIN, GREEDY_MARGIN, MEMORY_MARGIN
+from phaze.tolerances import BOUND_MARGIN, GREEDY_MARGIN
 
-__all__ = ["InterleavedBounds", "interleaved_closed_form_s", "slowest_device_s"]
+__all__ = ["InterleavedBounds", "interleaved_closed_form_s"]
 
 _NUMBERS_AT_ONCE = 2_000_000
 """How many numbers the largest array of the closed form may have: more strategies at once save calls of numpy, and cost
@@ -114,6 +110,7 @@ class InterleavedBounds:
         stages: S v.
         usable_bytes: memory of one device.
         in_flight: microbatches in flight per (device, chunk).
+        choices: what each device can choose for its chunks.
     """
 
     def __init__(
@@ -121,20 +118,17 @@ class InterleavedBounds:
         candidates: CandidateStages,
         parallelism: Parallelism,
         micro_batches: int,
-        states: int,
         usable_bytes: float,
         prices_s_per_byte: tuple[float, ...],
+        space: StageSpace,
     ) -> None:
         self.candidates, self.micro_batches, self.pp = candidates, micro_batches, parallelism.pp
         self.through_s = candidates.forward_s + candidates.backward_s
         self.usable_bytes, self.stages = usable_bytes, parallelism.stages
         self.in_flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, micro_batches, parallelism.chunks)
+        self.choices = build_device_choices(candidates, parallelism, micro_batches, usable_bytes, self.in_flight, space)
         # A stashed byte stands as often as microbatches are in flight, and what frees it is paid for every microbatch.
         self._prices = np.array([0.0, *prices_s_per_byte]) * (micro_batches / float(self.in_flight.mean()))
-        self._weights = self._weigh_paths(parallelism)
-        self._slowest_device_s = slowest_device_s(
-            candidates, parallelism, micro_batches, states, usable_bytes, self.in_flight
-        )
         self._features = np.stack(
             [
                 candidates.forward_s,
@@ -147,27 +141,34 @@ class InterleavedBounds:
                 candidates.scratch_bytes,
             ]
         )
-        self._least_rest = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
-        self._least_rest[self.stages, :, -1] = 0.0
+
+    @cached_property
+    def _least_rest(self) -> FloatArray:
+        """Per (stages chosen, mean and price, state): the least that the stages to come add to each mean."""
+        candidates, states = self.candidates, len(self.candidates.first) - 1
+        least = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
+        least[self.stages, :, -1] = 0.0
         for position in range(self.stages - 1, -1, -1):
             spent = self._weights[position] @ self._features
-            spent += self._least_rest[position + 1][:, candidates.target]
-            self._least_rest[position] = candidates.least_by_source(spent, states)
+            spent += least[position + 1][:, candidates.target]
+            least[position] = candidates.least_by_source(spent, states)
+        return least
 
-    def _weigh_paths(self, parallelism: Parallelism) -> FloatArray:
+    @cached_property
+    def _weights(self) -> FloatArray:
         """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds to the mean."""
-        pp, chunks, micro_batches = self.pp, parallelism.chunks, self.micro_batches
+        pp, chunks, micro_batches = self.pp, self.stages // self.pp, self.micro_batches
         falling = (1 - 1 / (chunks * micro_batches)) ** np.arange(pp - 1, -1, -1.0)
         only_last = (np.arange(pp) == pp - 1).astype(float)
         equal = np.full(pp, 1 / pp)
-        forward, backward_2, backward_3 = _path_2_and_3_weights(parallelism, micro_batches)
+        forward, backward_2, backward_3 = _path_2_and_3_weights(pp, chunks, micro_batches)
         is_first_stage = (np.arange(self.stages) == 0).astype(float)
         is_on_first_device = (np.arange(self.stages) % pp == 0).astype(float)
         share, share_of_first_chunks = np.full(self.stages, 1 / pp), (np.arange(self.stages) < pp) / pp
         none = np.zeros(self.stages)
         means = []  # of each: the weights of devices; the weights of F, B, finish, exposed and all reduction per stage
         for device_weights in (falling / falling.sum(), only_last):
-            through = _path_1_weights(parallelism, micro_batches, device_weights)
+            through = _path_1_weights(pp, chunks, micro_batches, device_weights)
             seconds = np.stack([through, through, is_on_first_device, is_first_stage, none], axis=1)
             means.append((device_weights, seconds))
         means.append((equal, np.stack([forward, backward_2, share, share_of_first_chunks, none], axis=1)))
@@ -207,40 +208,19 @@ class InterleavedBounds:
         by_device = self.micro_batches * through + np.maximum(before + finish[:, :1], forward_before + finish)
         refund = np.tile(self._prices, _MEANS)[:, None] * self.usable_bytes
         means = spent + self._least_rest[position + 1][:, candidates.target[options]] - refund
-        bound = np.maximum(by_device.max(axis=1), self._slowest_device_s)
-        bound = np.maximum(bound, means.max(axis=0) * (1 - BOUND_MARGIN))
+        bound = np.maximum(by_device.max(axis=1), means.max(axis=0) * (1 - BOUND_MARGIN))
         fits = held[:, device] + scratch[:, device] + stash[:, device] <= self.usable_bytes
         rows = np.concatenate([rows.reshape(count, -1), spent.T], axis=1)
         return rows, np.where(fits, bound, np.inf)
-
-    def is_over(self, states: int) -> bool:
-        """Whether it is proven that no pipeline fits: some device, or the mean of them, needs too much in each."""
-        candidates, pp = self.candidates, self.pp
-        chunks = self.stages // pp
-        least = np.full((pp + 1, states), np.inf)  # per device, and last of the mean over devices
-        least[:, -1] = 0.0
-        for position in range(self.stages - 1, -1, -1):
-            chunk, device = divmod(position, pp)
-            needed_bytes = candidates.held_bytes + self.in_flight[device, chunk] * candidates.stashed_bytes
-            needed_bytes = needed_bytes + candidates.scratch_bytes / chunks
-            shares = np.zeros((pp + 1, 1))
-            shares[device], shares[pp] = 1.0, 1 / pp
-            least = candidates.least_by_source(shares * needed_bytes + least[:, candidates.target], states)
-        return bool((least[:, 0] > self.usable_bytes * (1 + MEMORY_MARGIN)).any())
-
-    def chunk_bytes(self, position: int, options: IntArray) -> FloatArray:
-        """Held bytes and stash in flight of candidates at one position of the pipeline."""
-        chunk, device = divmod(position, self.pp)
-        stashed = self.in_flight[device, chunk] * self.candidates.stashed_bytes[options]
-        return np.asarray(self.candidates.held_bytes[options] + stashed)
 
     def positions_of_busiest_device(self, pipeline: IntArray) -> set[int]:
         """Positions in the pipeline of the stages of the device that takes longest."""
         device = int(self.through_s[pipeline].reshape(-1, self.pp).sum(axis=0).argmax())
         return set(range(device, self.stages, self.pp))
 
-    def count_pipelines(self, states: int) -> float:
+    def count_pipelines(self) -> float:
         """How many pipelines there are, whether they fit or not."""
+        states = len(self.candidates.first) - 1
         counts: FloatArray = np.zeros(states)
         counts[-1] = 1.0
         for _ in range(self.stages):
@@ -257,83 +237,21 @@ class InterleavedBounds:
         return np.asarray((total <= self.usable_bytes).all(axis=1))
 
 
-def _path_1_weights(parallelism: Parallelism, micro_batches: int, device_weights: FloatArray) -> FloatArray:
+def _path_1_weights(pp: int, chunks: int, micro_batches: int, device_weights: FloatArray) -> FloatArray:
     """Per stage: the weight of its t in the mean of path (1) over devices with these weights, and over all chunks."""
-    pp, chunks = parallelism.pp, parallelism.chunks
     devices_after = np.concatenate([np.cumsum(device_weights[::-1])[::-1][1:], [0.0]])
     chunks_after = (chunks - 1 - np.arange(chunks)[:, None]) / chunks
     stays = device_weights * (micro_batches - pp * chunks_after)
     return np.asarray((chunks_after + devices_after / chunks + stays).ravel())
 
 
-def _path_2_and_3_weights(parallelism: Parallelism, micro_batches: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _path_2_and_3_weights(pp: int, chunks: int, micro_batches: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Per stage, in means over all devices: the weight of its F in paths (2) and (3), of its B in (2), of it in (3)."""
-    pp, chunks = parallelism.pp, parallelism.chunks
     forward, backward_2, backward_3 = np.full((3, chunks, pp), float(micro_batches))
     forward[0] += pp - 1 - np.arange(pp)
     backward_3[:-1] -= pp
     backward_3[-1] -= 1
     return forward.ravel() / pp, backward_2.ravel() / pp, backward_3.ravel() / pp
-
-
-def slowest_device_s(
-    candidates: CandidateStages,
-    parallelism: Parallelism,
-    micro_batches: int,
-    states: int,
-    usable_bytes: float,
-    flight: IntArray,
-) -> float:
-    """A bound under all pipelines from each device by itself.
-
-    It is infinite where some device can hold no choice of chunks, or where there is no pipeline at all.
-    """
-    pp, chunks = parallelism.pp, parallelism.chunks
-    through = candidates.forward_s + candidates.backward_s
-    options = [np.flatnonzero(row) for row in _on_pipelines(candidates, parallelism.stages, states)]
-    if not all(len(stage_options) for stage_options in options):
-        return np.inf
-    before = np.cumsum([0.0, *(float(through[stage_options].min()) for stage_options in options[: pp - 1])])
-    finish = sum(float(candidates.finish_s[options[chunk * pp]].min()) for chunk in range(chunks))
-    tail = float(candidates.exposed_s[options[0]].min()) + finish
-    fixed_bytes = candidates.held_bytes + candidates.scratch_bytes / chunks
-    bound = 0.0
-    for device in range(pp):
-        seconds, held = np.zeros(1), np.zeros(1)
-        for chunk in range(chunks):
-            stage_options = options[chunk * pp + device]
-            size = fixed_bytes[stage_options] + flight[device, chunk] * candidates.stashed_bytes[stage_options]
-            seconds, held = _undominated_sums(
-                seconds, held, through[stage_options], size, usable_bytes * (1 + MEMORY_MARGIN)
-            )
-            if not len(seconds):
-                return np.inf
-        bound = max(bound, before[device] + micro_batches * float(seconds[0]) + tail)
-    return bound * (1 - BOUND_MARGIN)
-
-
-def _on_pipelines(candidates: CandidateStages, stages: int, states: int) -> BoolArray:
-    """Per (stage, candidate): whether some pipeline from the first to the last state has the candidate there."""
-    source, target = candidates.source, candidates.target
-    reached = np.zeros((stages + 1, states), dtype=bool)
-    leads_to_end = reached.copy()
-    reached[0, 0] = leads_to_end[stages, -1] = True
-    for stage in range(stages):
-        reached[stage + 1, target[reached[stage, source]]] = True
-        leads_to_end[stages - 1 - stage, source[leads_to_end[stages - stage, target]]] = True
-    return reached[:-1, source] & leads_to_end[1:, target]
-
-
-def _undominated_sums(
-    seconds: FloatArray, held: FloatArray, more_s: FloatArray, more_bytes: FloatArray, usable_bytes: float
-) -> tuple[FloatArray, FloatArray]:
-    """All sums of one old and one new option that fit and that no other beats in seconds and bytes, shortest first."""
-    seconds, held = np.add.outer(seconds, more_s).ravel(), np.add.outer(held, more_bytes).ravel()
-    order = np.lexsort((held, seconds))
-    order = order[held[order] <= usable_bytes]
-    least_held = np.minimum.accumulate(held[order])
-    kept = order[np.concatenate([[True], least_held[1:] < least_held[:-1]])] if len(order) else order
-    return seconds[kept], held[kept]
 
 
 def interleaved_closed_form_s(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
@@ -400,7 +318,7 @@ def _least_behind(per_layer: FloatArray) -> FloatArray:
 def _stage_weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Per (stage, strategy): w of its device, a of its seconds, and its microbatches in flight.
 
-    These are the falling weights of `InterleavedBounds._weigh_paths` and `_path_1_weights`, with geometric sums in
+    These are the falling weights of `InterleavedBounds._weights` and `_path_1_weights`, with geometric sums in
     closed form.
     """
     chunks, pp, micro_batches = strategies.chunks, strategies.pp, strategies.micro_batches

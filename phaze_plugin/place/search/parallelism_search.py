@@ -5,7 +5,8 @@ Each strategy passes four gates, and each gate has a higher bound under its time
 1. closed forms over the whole model (`closed_form_bounds.py`, asked by `list_parallelisms`);
 2. filling its stages from the front (`stage_filling.py`), or the closed form of interleaved pipelines; both by
    `_raise_bounds`;
-3. the tables of partial pipelines on its own candidate stages (`StageSearch.root_bound`);
+3. the tables of partial pipelines on its own candidate stages, or of interleaved pipelines what each device can choose
+   (`StageSearch.root_bound`);
 4. branch and bound over its pipelines (`stage_search.py`), which simulates; by `_solve`.
 
 A strategy is let through a gate only while its bound is below the k-th best simulated time, or below a target that
@@ -26,9 +27,10 @@ import numpy as np
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
+from phaze.place.search.interleaved_starts import interleaved_start
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages, warm_starts
+from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages
 from phaze.profile.layer_profile import RecomputeMode
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
@@ -44,8 +46,8 @@ __all__ = [
 ]
 
 _HOPELESS = 10
-"""Interleaved strategies with more pipelines than so many times the node limit are not searched beyond their warm
-start: their bounds are loose, so that branch and bound would spend all its nodes and prove nothing."""
+"""Interleaved strategies with more pipelines than so many times the node limit are not searched beyond their start:
+branch and bound would spend all its nodes and prove hardly more than `device_choice_bounds.py` did before."""
 
 _FOREVER_S = 1e30
 """Stands for an infinite target, with which stage filling would compute infinity minus infinity."""
@@ -321,13 +323,13 @@ def _search_below(
     for index in below[np.argsort(strategies.bound_s[below], kind="stable")].tolist():
         known_s = float(strategies.bound_s[index])
         while progress.solves_next(target_s if len(progress.plans) < progress.top else min(known_s, target_s)):
-            _solve(heapq.heappop(progress.open_strategies), strategies, progress)
+            _solve(prepared, heapq.heappop(progress.open_strategies), strategies, progress)
         if known_s >= target_s or progress.rejects(known_s) or progress.strategies >= progress.effort.strategies:
             break
         progress.strategies += 1
         parallelism, reach_s = strategies.parallelism(index), min(progress.cutoff_s, _REACH * target_s)
         search = prepared.stage_search_below(parallelism, reach_s)
-        bound_s = math.inf if search is None else max(known_s, search.root_bound())
+        bound_s = math.inf if search is None else max(known_s, search.root_bound(known_s, reach_s))
         strategies.bound_s[index] = math.inf
         if search is not None and bound_s < reach_s:
             waiting = _OpenStrategy(bound_s, index, reach_s, parallelism, search)
@@ -335,7 +337,7 @@ def _search_below(
         elif search is not None:  # stages beyond the reach were left out: no plan is below it, and no more is known
             strategies.bound_s[index] = max(known_s, reach_s)
     while progress.solves_next(target_s):
-        _solve(heapq.heappop(progress.open_strategies), strategies, progress)
+        _solve(prepared, heapq.heappop(progress.open_strategies), strategies, progress)
 
 
 def _reopen_beyond_reach(strategies: ParallelismTable, target_s: float, progress: _Progress) -> None:
@@ -366,20 +368,18 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
     return bounds
 
 
-def _solve(waiting: _OpenStrategy, strategies: ParallelismTable, progress: _Progress) -> None:
+def _solve(
+    prepared: PreparedProblem, waiting: _OpenStrategy, strategies: ParallelismTable, progress: _Progress
+) -> None:
     """Find the best stages of a strategy, and keep them if they are among the best."""
     search, effort = waiting.search, progress.effort
     reach_s = min(progress.cutoff_s, waiting.reach_s)
     node_limit = min(effort.nodes_per_strategy, max(effort.nodes - progress.nodes, 0))
     known_pipelines: tuple[Pipeline, ...] = ()
     if isinstance(search.bounds, InterleavedBounds):
-        states = search.last_state + 1
-        known_pipelines = warm_starts(search, search.bounds, reach_s)
-        if not known_pipelines and search.bounds.is_over(states):
-            strategies.bound_s[waiting.index] = math.inf
-            return
-        node_limit = node_limit if search.bounds.count_pipelines(states) <= _HOPELESS * node_limit else 0
-    answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap)
+        known_pipelines = interleaved_start(search, search.bounds, reach_s, prepared.space.is_chain)
+        node_limit = node_limit if search.bounds.count_pipelines() <= _HOPELESS * node_limit else 0
+    answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap, waiting.bound_s)
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
     is_proven = answer.bound_s >= min(answer.time_s, reach_s)

@@ -182,7 +182,7 @@ class PreparedProblem:
             case PipelineSchedule.INTERLEAVED:
                 prices = self.stage_sums[parallelism.tp].recompute_s_per_byte
                 usable_bytes = self.problem.usable_bytes
-                return InterleavedBounds(candidates, parallelism, micro_batches, states, usable_bytes, prices)
+                return InterleavedBounds(candidates, parallelism, micro_batches, usable_bytes, prices, self.space)
             case _:
                 return PathBounds(candidates, parallelism, micro_batches, states, singles_needed)
 

@@ -5,8 +5,7 @@ proves it slower than the best simulated time, or than a given cutoff; complete 
 is counted in nodes (extended pipelines), never in seconds: the same input gives the same answer. If nodes run out, the
 answer says how low the unexplored bounds were.
 
-The bounds of interleaved pipelines are too loose to lead the search to good pipelines quickly. For them `warm_starts`
-builds one by a dynamic program that evens out the stages, and improves it by local changes.
+Of interleaved pipelines a good one is known before (`interleaved_starts.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.bounds.partial_pipeline_bounds import StageBounds
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.candidate_stages import CandidateStages
-from phaze.tolerances import CLAIM_MARGIN, EQUAL_SEARCH_TIMES
+from phaze.tolerances import EQUAL_SEARCH_TIMES
 
-__all__ = ["Pipeline", "SingleDeviceStages", "StageSearch", "StageSearchAnswer", "best_stages", "warm_starts"]
+__all__ = ["Pipeline", "SingleDeviceStages", "StageSearch", "StageSearchAnswer", "best_stages"]
 
 Pipeline = tuple[int, ...]
 """The stages of a pipeline, or its first ones, as indices of candidate stages."""
@@ -32,22 +31,6 @@ Pipeline = tuple[int, ...]
 _SIMULATED_AT_ONCE = 32
 """How many complete pipelines wait to be simulated together. A batch costs hardly more than one pipeline; but a time
 that is known earlier prunes more. The first pipeline of a search does not wait."""
-
-_IMPROVEMENTS = 8
-"""How many local changes a warm start gets at most. Each costs one batch of estimates; the changes end
-earlier where none helps."""
-
-_PROMISING = 1.1
-"""A warm start up to this much slower than the cutoff is worth local changes; of a slower one, estimates
-would be spent with little hope."""
-
-_CLOSE = 1.01
-"""A warm start whose estimate is within this factor of the cutoff is worth a simulation, since an estimate
-may err a little in either direction."""
-
-_OVERFULL_PENALTY = 100
-"""By how many times its seconds a stage is penalised if it needs twice its share of a device's memory: so much that any
-pipeline which keeps to the shares is preferred, yet one that exceeds them least is found where none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +68,11 @@ class StageSearch:
     last_state: int
     singles: SingleDeviceStages = SingleDeviceStages()
 
-    def root_bound(self) -> float:
-        """A bound under every pipeline: the least over all first stages."""
+    def root_bound(self, known_s: float = 0.0, target_s: float = math.inf) -> float:
+        """A bound under every pipeline, where it lies between what is known already and the target."""
         candidates = self.candidates
+        if isinstance(self.bounds, InterleavedBounds):
+            return self.bounds.choices.bound_s(known_s, target_s)
         options = np.arange(candidates.first[0], candidates.first[1])
         if not len(options):
             return math.inf
@@ -166,13 +151,17 @@ def best_stages(
     node_limit: int,
     known_pipelines: tuple[Pipeline, ...] = (),
     gap: float = 0.0,
+    bound_s: float = -math.inf,
 ) -> StageSearchAnswer:
-    """The fastest pipeline below the cutoff, but for the gap; pipelines that are already known are simulated first."""
+    """The fastest pipeline below the cutoff, but for the gap; pipelines that are already known are simulated first.
+
+    ``bound_s`` is a bound under every pipeline, if one is known.
+    """
     best = _Incumbent(
         time_s=math.inf, cutoff_s=cutoff_s, gap=gap, waiting=[(0.0, pipeline) for pipeline in known_pipelines]
     )
     _simulate_waiting(search, best)
-    stack = [_Node(-math.inf, 0, search.singles.least, search.bounds.root, ())]
+    stack = [_Node(bound_s, 0, search.singles.least, search.bounds.root, ())]
     nodes = 0
     while stack:
         node = stack.pop()
@@ -243,100 +232,3 @@ def _simulate_waiting(search: StageSearch, best: _Incumbent) -> None:
     index = int(np.argmin(times))
     if times[index] < best.time_s:
         best.time_s, best.pipeline = float(times[index]), waiting[index]
-
-
-def warm_starts(search: StageSearch, bounds: InterleavedBounds, cutoff_s: float) -> tuple[Pipeline, ...]:
-    """A good interleaved pipeline, if one is found: shares of the work as even as they come.
-
-    If it comes near the cutoff, boundaries and modes of the busiest device's stages are changed one at a time as long
-    as that helps. Times are estimates; what stays clearly above the cutoff is not worth a simulation.
-    """
-    states = search.last_state + 1
-    even = [_even_pipeline(bounds, states, saves_memory) for saves_memory in (False, True)]
-    starts = [pipeline for pipeline in even if pipeline is not None and bounds.fits(pipeline[None])[0]]
-    if not starts:
-        return ()
-    times = search.estimated(np.array(starts))
-    best, time_s = starts[int(times.argmin())], float(times.min())
-    by_ends = _candidates_by_ends(search.candidates)
-    for _ in range(_IMPROVEMENTS if time_s < _PROMISING * cutoff_s else 0):
-        positions = bounds.positions_of_busiest_device(best)
-        neighbours = _neighbours(search.candidates, best, by_ends, positions)
-        neighbours = neighbours[bounds.fits(neighbours)] if len(neighbours) else neighbours
-        if not len(neighbours):
-            break
-        times = search.estimated(neighbours)
-        if times.min() >= time_s * (1 - CLAIM_MARGIN):
-            break
-        best, time_s = neighbours[int(times.argmin())], float(times.min())
-    return (tuple(best.tolist()),) if time_s < _CLOSE * cutoff_s else ()
-
-
-def _even_pipeline(bounds: InterleavedBounds, states: int, saves_memory: bool) -> IntArray | None:
-    """Candidates of a pipeline whose largest stage is as short as it can be.
-
-    Stages of later devices count as longer, by as much as `InterleavedBounds` weighs them. If memory is saved, stages
-    that exceed their share of a device's memory are penalised.
-    """
-    candidates = bounds.candidates
-    memory_share = bounds.usable_bytes * bounds.pp / bounds.stages
-    fall = 1 - bounds.pp / (bounds.stages * bounds.micro_batches)
-
-    def cost(position: int, options: IntArray) -> FloatArray:
-        seconds = bounds.through_s[options] / fall ** (position % bounds.pp)
-        if not saves_memory:
-            return np.asarray(seconds)
-        excess = np.maximum(bounds.chunk_bytes(position, options) / memory_share - 1, 0.0)
-        return np.asarray(seconds * (1 + excess * _OVERFULL_PENALTY))
-
-    all_candidates = np.arange(len(candidates.mode))
-    least = np.full((bounds.stages + 1, states), np.inf)
-    least[bounds.stages, -1] = 0.0
-    for position in range(bounds.stages - 1, -1, -1):
-        largest = np.maximum(cost(position, all_candidates), least[position + 1][candidates.target])
-        least[position] = candidates.least_by_source(largest, states)
-    if not np.isfinite(least[0, 0]):
-        return None
-    pipeline, state = [], 0
-    for position in range(bounds.stages):
-        options = np.arange(candidates.first[state], candidates.first[state + 1])
-        largest = np.maximum(cost(position, options), least[position + 1][candidates.target[options]])
-        chosen = options[int(np.argmin(largest))]
-        pipeline.append(int(chosen))
-        state = int(candidates.target[chosen])
-    return np.array(pipeline)
-
-
-def _candidates_by_ends(candidates: CandidateStages) -> dict[tuple[int, int], list[int]]:
-    """Candidates by their source and target."""
-    by_ends: dict[tuple[int, int], list[int]] = {}
-    for index, ends in enumerate(zip(candidates.source.tolist(), candidates.target.tolist(), strict=True)):
-        by_ends.setdefault(ends, []).append(index)
-    return by_ends
-
-
-def _neighbours(
-    candidates: CandidateStages, pipeline: IntArray, by_ends: dict[tuple[int, int], list[int]], positions: set[int]
-) -> IntArray:
-    """Pipelines that differ at some positions in one boundary by one state, or in the mode of one stage."""
-    neighbours: list[list[int]] = []
-    stages = pipeline.tolist()
-    for position, stage in enumerate(stages):
-        if position not in positions and position + 1 not in positions:
-            continue
-        source, target = int(candidates.source[stage]), int(candidates.target[stage])
-        neighbours += [
-            [*stages[:position], other_mode, *stages[position + 1 :]]
-            for other_mode in by_ends[source, target]
-            if other_mode != stage
-        ]
-        if position + 1 == len(stages):
-            break
-        end = int(candidates.target[stages[position + 1]])
-        for boundary in (target - 1, target + 1):
-            for left in by_ends.get((source, boundary), ()):
-                neighbours += [
-                    [*stages[:position], left, right, *stages[position + 2 :]]
-                    for right in by_ends.get((boundary, end), ())
-                ]
-    return np.array(neighbours, dtype=np.int64).reshape(-1, len(stages))
