@@ -18,21 +18,35 @@ what the inner ones leave to each device:
 
 With inner links at least as fast as outer ones this is never slower than one ring on the outermost links. An axis of
 one device has nobody to talk to and costs nothing.
+
+On a dimension of a torus, w bytes/s on a link in one direction, devices send both ways at once: the rate r is 2w on a
+closed ring and w on an open line, whose ends have one neighbour.
+
+    all-gather, reduce-scatter   h a + (n-1)/n S/r              h: n/2 messages on a ring, n-1 on a line, rounded down
+    all-to-all                   h a + floor(n^2/4)/n S/r       what crosses the middle of the row
+
+An axis over m dimensions runs them at the same time: the tensor is cut into m parts, and part j goes through the
+dimensions in order j, j+1, ..; a step takes as long as its slowest dimension (`_transfer_s_per_byte`). On m equal
+dimensions of n this is (1 - 1/n^m) S / (m r), as in "How to Scale Your Model" (jax-ml.github.io/scaling-book). Where
+dimensions differ so much that one after the other is faster, that is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
 from phaze.errors import CostError, shown
-from phaze.hardware import Cluster, InterconnectLevel
+from phaze.hardware import Cluster, InterconnectLevel, Links
 from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.cluster import AxisSpan
 
 __all__ = [
     "Collective",
@@ -85,67 +99,146 @@ def price_collective(
         sizes = np.array(np.nan)
     if not (np.isfinite(sizes) & (sizes >= 0)).all():
         raise CostError(f"{collective} of {shown(tensor_bytes)} bytes; expected finite sizes of at least 0.")
-    levels = cluster.axis_levels(axis_size, axis_stride)
-    steps = _STEPS[Collective(collective)](levels, sizes)
-    sent = sum((step.sent_bytes for step in steps), start=np.zeros_like(sizes))
-    seconds = sum(step.seconds(_efficiency(step.level, cluster, calibration)) for step in steps)
+    spans = cluster.axis_spans(axis_size, axis_stride)
+    cost = _PRICES[Collective(collective)]([_Hop.of(span, calibration) for span in spans])
+    sent = sizes * cost.sent_share
     per_byte = (energy or energy_model()).link_j_per_byte
     return CollectiveEstimate(
-        seconds=np.asarray(seconds) + np.zeros_like(sizes), sent_bytes=sent, energy_j=sent * per_byte
+        seconds=cost.latency_s + sizes * cost.s_per_byte, sent_bytes=sent, energy_j=sent * per_byte
     )
 
 
-def _efficiency(level: InterconnectLevel, cluster: Cluster, calibration: Calibration) -> float:
-    """The reached share of a level's bandwidth: that of the innermost links, or of the network outside."""
-    inner = cluster.levels[0]
-    is_inner = (level.bandwidth_bytes_per_s, level.latency_s) == (inner.bandwidth_bytes_per_s, inner.latency_s)
-    return calibration.link if is_inner else calibration.network
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """A price for a tensor of S bytes: ``latency_s + S * s_per_byte``, each device sending ``S * sent_share`` bytes."""
+
+    latency_s: float = 0.0
+    s_per_byte: float = 0.0
+    sent_share: float = 0.0
+
+    def __add__(self, other: _Cost) -> _Cost:
+        return _Cost(
+            self.latency_s + other.latency_s, self.s_per_byte + other.s_per_byte, self.sent_share + other.sent_share
+        )
+
+    def on_part(self, share: float) -> _Cost:
+        """The price of the same on a part of the tensor."""
+        return _Cost(self.latency_s, self.s_per_byte * share, self.sent_share * share)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """What a collective does on one level: the bytes that each device sends there, in so many messages in sequence."""
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """One level of an axis: its members and their links, with the share of the bandwidth that is reached."""
 
     level: InterconnectLevel
-    sent_bytes: _Floats
-    messages: int
+    efficiency: float
 
-    def seconds(self, efficiency: float) -> _Floats:
-        """Latencies and transfer at this share of the level's bandwidth."""
-        transfer_s = self.sent_bytes / (self.level.bandwidth_bytes_per_s * efficiency)
-        return self.messages * self.level.latency_s + transfer_s
+    @classmethod
+    def of(cls, span: AxisSpan, calibration: Calibration) -> _Hop:
+        return cls(span.level, calibration.link if span.is_inner else calibration.network)
+
+    @property
+    def size(self) -> int:
+        return self.level.size
+
+    @property
+    def is_row(self) -> bool:
+        return self.level.links.is_row
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        return self.level.rate_bytes_per_s * self.efficiency
+
+    @property
+    def latency_s(self) -> float:
+        """Of all messages in sequence: around a ring they go both ways."""
+        messages = self.size // 2 if self.level.links is Links.RING else self.size - 1
+        return messages * self.level.latency_s
+
+    @property
+    def gathered_share(self) -> float:
+        """What a device sends of the tensor in an all-gather: all but its own part."""
+        return (self.size - 1) / self.size
+
+    @property
+    def exchanged_share(self) -> float:
+        """What a device sends in an all-to-all; in a row it also passes on what others sent."""
+        return (self.size**2 // 4) / self.size if self.is_row else (self.size - 1) / self.size
 
 
-def _ring(level: InterconnectLevel, sizes: _Floats) -> _Step:
-    """One pass around a ring: every device sends all but its own part, in n - 1 messages."""
-    return _Step(level, sizes * (level.size - 1) / level.size, level.size - 1)
+_Share = Callable[[_Hop], float]
+"""The part of a tensor that a device sends on one level."""
 
 
-def _scatter(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
+def _groups(hops: Sequence[_Hop]) -> Iterator[tuple[_Hop, ...]]:
+    """The levels of an axis, rows that stand beside each other as one torus."""
+    for is_row, members in groupby(hops, key=lambda hop: hop.is_row):
+        group = tuple(members)
+        yield from (group,) if is_row else ((hop,) for hop in group)
+
+
+def _scatter(hops: Sequence[_Hop]) -> _Cost:
     """Reduce-scatter or all-gather: each level works on what the levels inside it leave to a device."""
-    steps: list[_Step] = []
-    for level in levels:
-        steps.append(_ring(level, sizes))
-        sizes = sizes / level.size
+    total, left = _Cost(), 1.0
+    for group in _groups(hops):
+        members = math.prod(hop.size for hop in group)
+        cost = _Cost(
+            sum(hop.latency_s for hop in group),
+            _transfer_s_per_byte(group, lambda hop: hop.gathered_share, shrinks=True),
+            (members - 1) / members,
+        )
+        total, left = total + cost.on_part(left), left / members
+    return total
+
+
+def _reduce(hops: Sequence[_Hop]) -> _Cost:
+    """All-reduce: a reduce-scatter and an all-gather."""
+    return _scatter(hops) + _scatter(hops)
+
+
+def _exchange(hops: Sequence[_Hop]) -> _Cost:
+    """All-to-all: every byte crosses each level once."""
+    total = _Cost()
+    for group in _groups(hops):
+        total += _Cost(
+            sum(hop.latency_s for hop in group),
+            _transfer_s_per_byte(group, lambda hop: hop.exchanged_share, shrinks=False),
+            sum(hop.exchanged_share for hop in group),
+        )
+    return total
+
+
+def _transfer_s_per_byte(group: Sequence[_Hop], share: _Share, *, shrinks: bool) -> float:
+    """Seconds per byte of the tensor, on one level or on the dimensions of a torus together.
+
+    Orders are the rotations of the dimensions. Either one part for each order goes at the same time, or the whole
+    tensor goes in the best order. ``shrinks`` says whether a dimension leaves 1/n of the tensor to the next.
+    """
+    count = len(group)
+    orders = [[*group[start:], *group[:start]] for start in range(count)]
+    costs = [_seconds_by_step(order, share, shrinks) for order in orders]
+    together: float = sum(max(step) for step in zip(*costs, strict=True)) / count
+    return min([together, *(sum(steps) for steps in costs)])
+
+
+def _seconds_by_step(order: Sequence[_Hop], share: _Share, shrinks: bool) -> list[float]:
+    """Seconds per byte in each dimension, one after the other."""
+    steps, left = [], 1.0
+    for hop in order:
+        steps.append(left * share(hop) / hop.rate_bytes_per_s)
+        left /= hop.size if shrinks else 1
     return steps
 
 
-def _reduce(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
-    """All-reduce: a reduce-scatter and an all-gather."""
-    return 2 * _scatter(levels, sizes)
-
-
-def _exchange(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
-    """All-to-all: every byte crosses each level once."""
-    return [_ring(level, sizes) for level in levels]
-
-
-def _send(levels: Sequence[InterconnectLevel], sizes: _Floats) -> list[_Step]:
+def _send(hops: Sequence[_Hop]) -> _Cost:
     """Point to point: one message on the outermost level."""
-    return [_Step(level, sizes, 1) for level in levels[-1:]]
+    if not hops:
+        return _Cost()
+    level, efficiency = hops[-1].level, hops[-1].efficiency
+    return _Cost(level.latency_s, 1 / (level.bandwidth_bytes_per_s * efficiency), 1.0)
 
 
-_STEPS = {
+_PRICES = {
     Collective.ALL_REDUCE: _reduce,
     Collective.ALL_GATHER: _scatter,
     Collective.REDUCE_SCATTER: _scatter,

@@ -13,7 +13,7 @@ from phaze.hardware.chips_and_networks import (
     preset_names,
     presets,
 )
-from phaze.hardware.cluster import Cluster, InterconnectLevel
+from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
 from phaze.hardware.cluster_text import find_accelerator, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hardware.packaged_data import Fact
@@ -26,6 +26,7 @@ __all__ = [
     "EnergyModel",
     "Fact",
     "InterconnectLevel",
+    "Links",
     "MatrixRates",
     "Network",
     "NetworkLevel",

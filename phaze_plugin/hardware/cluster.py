@@ -1,12 +1,15 @@
 """Clusters: many equal devices and the links between them, in levels; which levels a mesh axis uses.
 
 Level 1 joins ``size`` devices, level 2 joins ``size`` groups of level 1, and so on: device ranks are written in mixed
-radix with the innermost level as the fastest digit. Bandwidth is per device and direction, so that groups which
-communicate at the same time do not slow each other.
+radix with the innermost level as the fastest digit. Bandwidth is per device and direction. Behind a switch, groups that
+communicate at the same time do not slow each other. The dimensions of a torus are levels too, each a row of devices
+whose bandwidth is that of one link in one direction (`Links`).
 
 A mesh axis of ``size`` devices at ``stride`` holds the ranks base + stride * (0 .. size-1), where the stride is the
 product of the axes inside it. It uses a level by the factor by which it moves inside that level's blocks; where its
 groups do not line up with the blocks (an axis of 6 in nodes of 8), every step is charged to the next level outside.
+Where an axis takes every k-th device of a row, k such groups share the links of that row: each has 1/k of the
+bandwidth, and a message passes k links.
 """
 
 from __future__ import annotations
@@ -14,27 +17,69 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.field_checks import non_negative, positive, positive_integer
 
-__all__ = ["Cluster", "InterconnectLevel"]
+__all__ = ["AxisSpan", "Cluster", "InterconnectLevel", "Links"]
+
+
+class Links(StrEnum):
+    """How the members of a level are joined."""
+
+    SWITCH = "switch"
+    """Every member reaches every other one at its full bandwidth."""
+    RING = "ring"
+    """Neighbours are joined, and the last one to the first: a dimension of a torus."""
+    LINE = "line"
+    """Neighbours are joined: a dimension of a torus without the links that close it."""
+
+    @property
+    def is_row(self) -> bool:
+        """Whether this is a dimension of a torus."""
+        return self is not Links.SWITCH
 
 
 @dataclass(frozen=True, slots=True)
 class InterconnectLevel:
-    """One level of links: ``size`` members, each with this bandwidth per direction and this latency per message."""
+    """One level of links: ``size`` members, each with this bandwidth per direction and this latency per message.
+
+    In a row (`Links`) the bandwidth is that of one link in one direction.
+    """
 
     size: int
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
+    links: Links = Links.SWITCH
 
     def __post_init__(self) -> None:
         """Check every field and settle its type."""
         object.__setattr__(self, "size", positive_integer("interconnect level", "size", self.size))
         for field, check in (("bandwidth_bytes_per_s", positive), ("latency_s", non_negative)):
             object.__setattr__(self, field, check("interconnect level", field, getattr(self, field)))
+        if self.links not in list(Links):
+            raise HardwareError(
+                f"interconnect level: links is {shown(self.links)}; expected one of {', '.join(Links)}."
+            )
+        object.__setattr__(self, "links", Links(self.links))
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What one member can send at once: a ring has a link in either direction."""
+        return self.bandwidth_bytes_per_s * (2 if self.links is Links.RING else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSpan:
+    """The part of a mesh axis that lies in one level: so many members, with the bandwidth that each has of the level.
+
+    ``is_inner`` says whether these are links inside of a node or a torus, not those of the network between them.
+    """
+
+    level: InterconnectLevel
+    is_inner: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +116,10 @@ class Cluster:
             )
 
     def axis_levels(self, size: int, stride: int = 1) -> tuple[InterconnectLevel, ...]:
+        """The levels of `axis_spans` alone."""
+        return tuple(span.level for span in self.axis_spans(size, stride))
+
+    def axis_spans(self, size: int, stride: int = 1) -> tuple[AxisSpan, ...]:
         """The part of a mesh axis that lies in each level, innermost first; sizes multiply to ``size``.
 
         An axis that needs more devices than the cluster has is a `HardwareError`.
@@ -81,15 +130,30 @@ class Cluster:
                 f"mesh axis of {size} devices at stride {stride} needs {extent} devices; the cluster has "
                 f"{self.device_count} {self.accelerator.name}. Use a smaller axis or a larger cluster."
             )
-        spans: list[InterconnectLevel] = []
-        covered, block = stride, 1
-        for level in self.levels:
-            block *= level.size
+        spans: list[AxisSpan] = []
+        covered, inside = stride, 1
+        for level, is_inner in zip(self.levels, self.inner_levels, strict=True):
+            block = inside * level.size
             end = extent if block >= self.device_count else _reach(block, covered, extent)
             if end > covered:
-                spans.append(InterconnectLevel(end // covered, level.bandwidth_bytes_per_s, level.latency_s))
+                part = _part_of_level(level, end // covered, hop=max(1, math.ceil(covered / inside)))
+                spans.append(AxisSpan(part, is_inner))
                 covered = end
+            inside = block
         return tuple(spans)
+
+    @property
+    def inner_levels(self) -> tuple[bool, ...]:
+        """For each level, whether it joins the devices of a node or a torus: the innermost one, and all rows."""
+        return tuple(index == 0 or level.links.is_row for index, level in enumerate(self.levels))
+
+
+def _part_of_level(level: InterconnectLevel, size: int, hop: int) -> InterconnectLevel:
+    """The links that ``size`` members have, of a level of which they are every ``hop``-th one."""
+    if not level.links.is_row:
+        return InterconnectLevel(size, level.bandwidth_bytes_per_s, level.latency_s)
+    links = level.links if size * hop >= level.size else Links.LINE
+    return InterconnectLevel(size, level.bandwidth_bytes_per_s / hop, level.latency_s * hop, links)
 
 
 def _reach(block: int, covered: int, extent: int) -> int:

@@ -3,6 +3,8 @@
 {"version": 1, "kind": "accelerator", "accelerator": {<fields>, "rates": {<dtype>: rate}}}
 {"version": 1, "kind": "cluster", "cluster": {"device_count": n, "accelerator": {...} or "NAME",
  "levels": [{"size": n, "bandwidth_bytes_per_s": x, "latency_s": x}, ...]}}
+
+A level may also have "links": "ring" or "line" for a dimension of a torus; a switch is not written.
 """
 
 from __future__ import annotations
@@ -54,7 +56,12 @@ def accelerator_from_json(document: object) -> Accelerator:
 
 def cluster_to_json(cluster: Cluster) -> dict[str, object]:
     """The cluster's fields as JSON values."""
-    return asdict(cluster)
+    document = asdict(cluster)
+    for level in document["levels"]:
+        links = level.pop("links")
+        if links.is_row:
+            level["links"] = links.value
+    return document
 
 
 def cluster_from_json(document: object, plugins: PluginManager | None = None) -> Cluster:

@@ -271,9 +271,7 @@ class PlainCosts:
         """The devices that are used; the outermost level is made larger if the cluster's levels hold fewer."""
         cluster, used, levels = self.problem.cluster, self._used_devices, self.problem.cluster.levels
         if math.prod(level.size for level in levels) < used:
-            last = levels[-1]
-            larger = InterconnectLevel(last.size * used, last.bandwidth_bytes_per_s, last.latency_s)
-            levels = (*levels[:-1], larger)
+            levels = (*levels[:-1], replace(levels[-1], size=levels[-1].size * used))
         return Cluster(cluster.accelerator, used, levels)
 
     def _between_stages_s(self, collective: Collective, size: float, members: int) -> float:
@@ -283,13 +281,12 @@ class PlainCosts:
         key = (collective, size, members, "between")
         if key not in self.known_s:
             cluster, stride = self.problem.cluster, self.parallelism.dp * self.parallelism.tp
-            far = cluster.levels[-1]
+            far, is_inner = cluster.levels[-1], cluster.inner_levels[-1]
             if self._used_devices <= math.prod(level.size for level in cluster.levels):
-                used = Cluster(cluster.accelerator, self._used_devices, cluster.levels)
-                far = used.axis_levels(self.parallelism.pp, stride)[-1]
+                span = self._used_cluster().axis_spans(self.parallelism.pp, stride)[-1]
+                far, is_inner = span.level, span.is_inner
             level = InterconnectLevel(members, far.bandwidth_bytes_per_s, far.latency_s)
             part = Cluster(cluster.accelerator, members, (level,))
-            is_inner = far.bandwidth_bytes_per_s == cluster.levels[0].bandwidth_bytes_per_s
             self.known_s[key] = self._seconds(collective, size, part, members, is_inner=is_inner)
         return self.known_s[key]
 

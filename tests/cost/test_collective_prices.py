@@ -1,3 +1,5 @@
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.errors import CostError, HardwareError
-from phaze.hardware import Cluster, InterconnectLevel, parse_cluster, preset
+from phaze.hardware import Cluster, InterconnectLevel, Links, parse_cluster, preset
 
 CHIP = preset("h100").accelerator
 A, B = 2e-6, 50e9
@@ -53,6 +55,68 @@ def test_hierarchy_is_never_slower_than_one_ring_on_the_outer_links() -> None:
         assert seconds(collective, LEVELS, 32) < seconds(collective, flat, 32)
 
 
+W, AH = 45e9, 1e-6
+
+
+def torus(*sizes: int, links: Links = Links.RING) -> Cluster:
+    rows = tuple(InterconnectLevel(size, W, AH, links) for size in sizes)
+    return Cluster(CHIP, math.prod(sizes), rows)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 16])
+def test_a_closed_ring_of_a_torus_sends_both_ways(n: int) -> None:
+    once = n // 2 * AH + (n - 1) / n * S / (2 * W)
+    assert seconds("all_gather", torus(n), n) == pytest.approx(once, rel=1e-12)
+    assert seconds("all_reduce", torus(n), n) == pytest.approx(2 * once, rel=1e-12)
+    assert seconds("point_to_point", torus(n), n) == pytest.approx(AH + S / W, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 16])
+def test_a_line_of_a_torus_has_one_way_in_and_one_out_at_its_ends(n: int) -> None:
+    once = (n - 1) * AH + (n - 1) / n * S / W
+    assert seconds("reduce_scatter", torus(n, links=Links.LINE), n) == pytest.approx(once, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 16])
+def test_an_all_to_all_on_a_ring_moves_every_byte_as_far_as_it_has_to_go(n: int) -> None:
+    """Bytes times links passed, over the links of one device: the nearer way round."""
+    distance = sum(min(step, n - step) for step in range(1, n))
+    expected = n // 2 * AH + distance * (S / n) / (2 * W)
+    assert seconds("all_to_all", torus(n), n) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 16])
+def test_an_all_to_all_on_a_line_takes_as_long_as_its_middle_link(n: int) -> None:
+    across = (n // 2) * (n - n // 2) * S / n
+    expected = (n - 1) * AH + across / W
+    assert seconds("all_to_all", torus(n, links=Links.LINE), n) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "dims"), [(4, 2), (16, 2), (4, 3), (8, 3)])
+def test_an_axis_over_equal_dimensions_of_a_torus_uses_the_links_of_all(n: int, dims: int) -> None:
+    cluster, members = torus(*[n] * dims), n**dims
+    once = dims * (n // 2) * AH + (1 - 1 / members) * S / (2 * W * dims)
+    assert seconds("all_gather", cluster, members) == pytest.approx(once, rel=1e-12)
+    assert seconds("all_reduce", cluster, members) == pytest.approx(2 * once, rel=1e-12)
+    assert seconds("all_to_all", cluster, members) == pytest.approx(
+        dims * (n // 2) * AH + (n * n // 4) / n * S / (2 * W), rel=1e-12
+    )
+
+
+def test_a_part_of_a_ring_is_a_line_and_groups_between_each_other_share_it() -> None:
+    ring = torus(16)
+    assert seconds("all_gather", ring, 4) == pytest.approx(3 * AH + 3 / 4 * S / W, rel=1e-12)
+    every_fourth = 2 * (4 * AH) + 3 / 4 * S / (2 * W / 4)
+    assert seconds("all_gather", ring, 4, 4) == pytest.approx(every_fourth, rel=1e-12)
+
+
+def test_slices_over_the_data_centre_network_exchange_what_the_torus_leaves_to_each_device() -> None:
+    rows = (InterconnectLevel(4, W, AH, Links.RING), InterconnectLevel(4, W, AH, Links.RING))
+    cluster = Cluster(CHIP, 32, (*rows, InterconnectLevel(2, B2, A2)))
+    inner = 4 * AH + 15 / 16 * S / (4 * W)
+    assert seconds("reduce_scatter", cluster, 32) == pytest.approx(inner + A2 + S / 16 / 2 / B2, rel=1e-12)
+
+
 def test_the_papers_network_reduces_as_the_paper_counts() -> None:
     cluster = parse_cluster("tpuv4-paper:64@paper")
     assert seconds("all_reduce", cluster, 64) == pytest.approx(2 * 63 / 64 * S / (4 * 2**30), rel=1e-12)
@@ -87,6 +151,28 @@ def test_more_bytes_never_take_less_time(
     size = min(size, cluster.device_count)
     estimate = price_collective(collective, np.sort([few, more]), cluster, size).seconds
     assert estimate[0] <= estimate[1]
+
+
+@given(clusters(), st.sampled_from(Collective), st.integers(1, 64), st.integers(0, 2), st.floats(1, 10))
+def test_more_bandwidth_or_less_latency_never_costs_time(
+    cluster: Cluster, collective: Collective, size: int, index: int, times: float
+) -> None:
+    size, index = min(size, cluster.device_count), index % len(cluster.levels)
+    level = cluster.levels[index]
+    faster = replace(
+        level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * times, latency_s=level.latency_s / times
+    )
+    better = replace(cluster, levels=(*cluster.levels[:index], faster, *cluster.levels[index + 1 :]))
+    assert seconds(collective, better, size) <= seconds(collective, cluster, size) * (1 + 1e-12)
+
+
+@given(clusters(), st.sampled_from(Collective), st.integers(1, 64), st.floats(1, 1e9))
+def test_a_price_is_latency_plus_bytes_times_a_rate(
+    cluster: Cluster, collective: Collective, size: int, more: float
+) -> None:
+    size = min(size, cluster.device_count)
+    start, one, many = price_collective(collective, [0.0, 1e6, 1e6 * more], cluster, size).seconds
+    assert many == pytest.approx(start + (one - start) * more, rel=1e-6)
 
 
 @pytest.mark.parametrize("tensor_bytes", [-1.0, np.nan, np.inf, "much", None, 10**400, [[1], [2, 3]]])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.errors import HardwareError
-from phaze.hardware import Cluster, InterconnectLevel, preset
+from phaze.hardware import Cluster, InterconnectLevel, Links, preset
 
 CHIP = preset("a100-80gb").accelerator
 FAST, SLOW = InterconnectLevel(8, 300e9, 1e-6), InterconnectLevel(8, 25e9, 5e-6)
@@ -56,6 +56,32 @@ def test_the_parts_of_an_axis_multiply_to_its_size(cluster: Cluster, size: int, 
             cluster.axis_levels(size, stride)
         return
     assert math.prod(level.size for level in cluster.axis_levels(size, stride)) == size
+
+
+ROW = InterconnectLevel(8, 45e9, 1e-6, Links.RING)
+TORUS = Cluster(CHIP, 128, (ROW, ROW, InterconnectLevel(2, 6e9, 1e-5)))
+
+
+def test_a_whole_dimension_of_a_torus_is_a_ring_and_a_part_of_one_a_line() -> None:
+    assert TORUS.axis_levels(8) == (ROW,)
+    assert TORUS.axis_levels(4) == (InterconnectLevel(4, 45e9, 1e-6, Links.LINE),)
+
+
+def test_an_axis_between_others_on_a_row_has_its_share_of_the_links() -> None:
+    assert TORUS.axis_levels(4, 2) == (InterconnectLevel(4, 45e9 / 2, 2e-6, Links.RING),)
+    assert TORUS.axis_levels(2, 2) == (InterconnectLevel(2, 45e9 / 2, 2e-6, Links.LINE),)
+    assert TORUS.axis_levels(16, 4) == (InterconnectLevel(2, 45e9 / 4, 4e-6, Links.RING), ROW)
+
+
+def test_links_of_a_node_and_a_torus_are_inner_and_those_between_slices_are_not() -> None:
+    assert TORUS.inner_levels == (True, True, False)
+    assert [span.is_inner for span in TORUS.axis_spans(128)] == [True, True, False]
+    assert NODES.inner_levels == (True, False)
+
+
+def test_links_of_another_kind_are_refused() -> None:
+    with pytest.raises(HardwareError, match="links is 'mesh'; expected one of switch, ring, line"):
+        InterconnectLevel(4, 1e9, 0.0, "mesh")  # type: ignore[arg-type]
 
 
 def test_a_mesh_axis_that_does_not_fit_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from phaze.hardware import Accelerator, Cluster, InterconnectLevel, MatrixRates
+from phaze.hardware import Accelerator, Cluster, InterconnectLevel, Links, MatrixRates
 
 RATES = st.sampled_from([0.0625, 0.125, 0.25, 0.5, 1.0, 2.0])
 
@@ -26,7 +26,12 @@ def accelerators(draw: st.DrawFn) -> Accelerator:
 
 @st.composite
 def levels(draw: st.DrawFn) -> InterconnectLevel:
-    return InterconnectLevel(draw(st.integers(2, 9)), draw(st.floats(1e8, 1e12)), draw(st.floats(0, 1e-4)))
+    return InterconnectLevel(
+        draw(st.integers(2, 9)),
+        draw(st.floats(1e8, 1e12)),
+        draw(st.floats(0, 1e-4)),
+        draw(st.sampled_from(Links)),
+    )
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
-from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
+from phaze.hardware import Cluster, InterconnectLevel, Links, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
 from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Parallelism, PipelineSchedule
 from phaze.place import PlacementProblem, find_placement
@@ -115,14 +115,18 @@ def random_problem(
     modes = modes if len(graph.layers) < 5 else tuple(random.sample(modes, min(len(modes), 2)))
     bandwidth = random.choice([1e5, 1e6, 1e8])
     nodes = (InterconnectLevel(2, 4 * bandwidth, 1e-3), InterconnectLevel(8, bandwidth, 1e-2))
+    flat = (InterconnectLevel(16, bandwidth),)
+    torus = (
+        InterconnectLevel(2, bandwidth, 1e-3, Links.LINE),
+        InterconnectLevel(4, bandwidth, 1e-3, Links.RING),
+        InterconnectLevel(2, bandwidth / 4, 1e-2),
+    )
     memory = int(random.choice([8e6, 20e6, 80e6, 1e9]))
     chip = replace(preset("a100-80gb").accelerator, hbm_bytes=memory_bytes or memory)
     return PlacementProblem(
         graph=graph,
         profiles=random_profiles(random, graph, tp_degrees, modes),
-        cluster=Cluster(
-            chip, random.randrange(1, most_devices + 1), random.choice([nodes, (InterconnectLevel(16, bandwidth),)])
-        ),
+        cluster=Cluster(chip, random.randrange(1, most_devices + 1), random.choice([nodes, flat, torus])),
         micro_batches=random.randrange(1, most_micro_batches + 1),
         recipe=precision_recipe(random.choice(["bf16-adam", "fp32-sgd", "bf16-adam-bf16-gradients"])),
         capabilities=random_capabilities(random),

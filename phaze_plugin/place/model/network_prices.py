@@ -48,10 +48,14 @@ class Network:
 
     @property
     def least_s_per_byte(self) -> float:
-        """Seconds per byte on the fastest link."""
-        shares = [self.calibration.link, *[self.calibration.network] * len(self.cluster.levels)]
-        rates = [share * level.bandwidth_bytes_per_s for share, level in zip(shares, self.cluster.levels, strict=False)]
-        return 1.0 / max(rates) if rates else 0.0
+        """Seconds per byte on the fastest links: of a torus, on all of its dimensions together."""
+        cluster = self.cluster
+        rates = [
+            level.rate_bytes_per_s * (self.calibration.link if is_inner else self.calibration.network)
+            for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True)
+        ]
+        torus = sum(rate for rate, level in zip(rates, cluster.levels, strict=True) if level.links.is_row)
+        return 1.0 / max(*rates, torus) if rates else 0.0
 
     def depths(self, most: int) -> IntArray:
         """`depth` of 0, 1, .. up to ``most`` devices."""
@@ -87,8 +91,7 @@ class Network:
         """
         levels = self.cluster.levels
         if used > self.joined:
-            last = levels[-1]
-            levels = (*levels[:-1], InterconnectLevel(last.size * used, last.bandwidth_bytes_per_s, last.latency_s))
+            levels = (*levels[:-1], replace(levels[-1], size=levels[-1].size * used))
         return Cluster(self.cluster.accelerator, used, levels)
 
     def between_stages(self, collective: Collective, members: int, stages: int, stride: int, used: int) -> Price:
@@ -98,11 +101,9 @@ class Network:
         key = (collective, members, -stages, self.depth(used) * self.joined * 2 + min(stride, self.joined))
         if key in self.known:
             return self.known[key]
-        farthest = self._part(used).axis_levels(stages, stride)[-1]
-        level = InterconnectLevel(members, farthest.bandwidth_bytes_per_s, farthest.latency_s)
-        inner = self.cluster.levels[0]
-        is_inner = farthest.bandwidth_bytes_per_s == inner.bandwidth_bytes_per_s
-        share = self.calibration if is_inner else replace(self.calibration, link=self.calibration.network)
+        farthest = self._part(used).axis_spans(stages, stride)[-1]
+        level = InterconnectLevel(members, farthest.level.bandwidth_bytes_per_s, farthest.level.latency_s)
+        share = self.calibration if farthest.is_inner else replace(self.calibration, link=self.calibration.network)
         alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
         self.known[key] = alone.collective(collective, members, 1, members)
         return self.known[key]
