@@ -20,10 +20,12 @@ from phaze.hardware import PrecisionRecipe
 from phaze.installed import installed_plugins
 from phaze.json_records import from_document, read_document, to_document, write_whole
 from phaze.parallelism import Parallelism
+from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:
     from phaze.hardware import Cluster
+    from phaze.place.simulation.timeline import Timeline
 
 __all__ = [
     "FORMAT",
@@ -31,8 +33,11 @@ __all__ = [
     "Change",
     "Explainer",
     "Hashes",
+    "Landscape",
+    "LayerKind",
     "Layouts",
     "ModelFacts",
+    "OpTime",
     "Plan",
     "PlanStatus",
     "Provenance",
@@ -49,7 +54,8 @@ __all__ = [
 ]
 
 FORMAT = "phaze-plan"
-VERSION = 2
+VERSION = 3
+"""Version 3 keeps what its pages draw: the passes of stages, the ops of layers, and the strategies that were met."""
 
 
 class PlanStatus(StrEnum):
@@ -63,10 +69,14 @@ class PlanStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageLayer:
-    """One layer of a stage: its number in the model, and its path (`first .. last` where it spans several modules)."""
+    """One layer of a stage: its number in the model, and its path (`first .. last` where it spans several modules).
+
+    `kind` is the position in `Plan.layer_kinds` of what it takes.
+    """
 
     index: int
     path: str
+    kind: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +84,8 @@ class Stage:
     """One stage: its layers, and the ranks that run it, all copies, tensor-parallel neighbours side by side.
 
     `place` is the stage's position along pp and `chunk` its number among the stages of that position. The memory is
-    that of one device there, all its chunks together, by item, with `total` and `capacity`.
+    that of one device there, all its chunks together, by item, with `total` and `capacity`. `passes` are the parts of
+    its seconds, of which `Plan.timeline` is made.
     """
 
     layers: tuple[StageLayer, ...]
@@ -87,6 +98,56 @@ class Stage:
     backward_s: float
     memory_bytes: Mapping[str, float]
     fit: str
+    passes: StagePasses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """One op of a layer, with what is fused into it, for one microbatch on one device.
+
+    `phase` is forward, backward or recompute. `binding` says what decides its time: compute, memory, fill or overhead
+    of the chip, or the link of a collective. Views take no time and are left out.
+    """
+
+    name: str
+    phase: str
+    start_s: float
+    seconds: float
+    binding: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What equal layers under one recompute mode take: a microbatch's passes, and the ops in them as scheduled."""
+
+    name: str
+    recompute: str
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    ops: tuple[OpTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape:
+    """Strategies that the search met, as columns: simulated ones, then the others by the bound under their time.
+
+    `memory_bytes` is that of the fullest device, None where nothing was simulated. `state` is "simulated", "pruned"
+    (its bound does not beat the plan) or "open" (not looked at before the effort was spent). Of `met` strategies the
+    fastest are listed.
+    """
+
+    met: int
+    dp: tuple[int, ...]
+    tp: tuple[int, ...]
+    pp: tuple[int, ...]
+    chunks: tuple[int, ...]
+    zero: tuple[int, ...]
+    micro_batch_size: tuple[int, ...]
+    schedule: tuple[str, ...]
+    state: tuple[str, ...]
+    seconds: tuple[float, ...]
+    memory_bytes: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +309,8 @@ class Plan:
     gap: float
     provenance: Provenance
     hashes: Hashes
+    layer_kinds: tuple[LayerKind, ...]
+    landscape: Landscape
     binds: tuple[str, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -267,6 +330,16 @@ class Plan:
         from phaze.hardware.hardware_files import cluster_from_json
 
         return cluster_from_json(dict(self.hardware))
+
+    @property
+    def micro_batches(self) -> int:
+        """Microbatches that the fullest pipeline runs in a step."""
+        strategy = self.strategy
+        return strategy.micro_batches_per_pipeline(self.question.global_batch_size // strategy.micro_batch_size)
+
+    def timeline(self) -> Timeline:
+        """What every device of one pipeline does when, simulated again from the stages' passes."""
+        return simulate_stages(self.strategy, self.micro_batches, [stage.passes for stage in self.stages])
 
     def to_json(self) -> str:
         """The plan as one JSON document, with as much of its explanation as was looked for so far."""

@@ -26,7 +26,9 @@ from phaze.plan.plan import (
     StageLayer,
     TimeSplit,
 )
+from phaze.planner.layer_times import LayerKinds, layer_kinds
 from phaze.planner.plan_energy import step_energy
+from phaze.planner.search_landscape import landscape
 from phaze.planner.strategy_search import Answer, Candidate, step_flops
 from phaze.profile.model_profiles import ModelProfiles
 from phaze.question import Question, content_hash, tokens_per_sample
@@ -48,6 +50,7 @@ def build_plan(question: Question, answer: Answer) -> Plan:
     samples_per_s = question.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
     gap = (seconds - bound_s) / seconds
+    kinds = layer_kinds(answer)
     # A plan keeps what its JSON keeps, so that a saved plan equals the one in memory.
     facts = from_document(QuestionFacts, to_document(question_facts(question)), "question")
     peak = question.cluster.accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count
@@ -63,7 +66,7 @@ def build_plan(question: Question, answer: Answer) -> Plan:
         question=facts,
         status=_status(answer, gap),
         strategy=strategy_of(answer.candidate, placement),
-        stages=_stages(answer),
+        stages=_stages(answer, kinds),
         layouts=_layouts(answer),
         step_time_s=seconds,
         step_time_parts=time_split(answer),
@@ -80,6 +83,8 @@ def build_plan(question: Question, answer: Answer) -> Plan:
             question=content_hash(json.dumps(to_document(facts), sort_keys=True)),
             version=phaze.__version__,
         ),
+        layer_kinds=kinds.listed,
+        landscape=landscape(answer),
     )
 
 
@@ -124,12 +129,14 @@ def complete_strategy(
     )
 
 
-def _stages(answer: Answer) -> tuple[Stage, ...]:
+def _stages(answer: Answer, kinds: LayerKinds) -> tuple[Stage, ...]:
     placement, layers = answer.placement, answer.candidate.slices.graph.layers
     ranks = _ranks(placement)
     return tuple(
         Stage(
-            layers=tuple(StageLayer(layer, layers[layer].name) for layer in stage.layers),
+            layers=tuple(
+                StageLayer(layer, layers[layer].name, kinds.number(layer, stage.recompute)) for layer in stage.layers
+            ),
             place=stage.device,
             chunk=stage.chunk,
             tp=stage.tp,
@@ -139,6 +146,7 @@ def _stages(answer: Answer) -> tuple[Stage, ...]:
             backward_s=stage.backward_s,
             memory_bytes=_memory(placement.memory[stage.device]),
             fit=placement.memory[stage.device].fit.value,
+            passes=stage.passes,
         )
         for stage in placement.stages
     )

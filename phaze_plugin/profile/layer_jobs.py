@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.cost import IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
+from phaze.cost import BINDINGS, IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
 from phaze.errors import ScheduleError
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind
@@ -32,6 +32,9 @@ __all__ = ["PricedPass", "price_pass"]
 
 FloatArray = NDArray[np.float64]
 
+BINDING_NAMES = (*(binding.value for binding in BINDINGS), "link")
+"""What may decide the time of a job: what decides that of an op, or the link of a collective."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedPass:
@@ -45,6 +48,7 @@ class PricedPass:
     spread_s: FloatArray
     energy_j: FloatArray
     spread_energy_j: FloatArray
+    bindings: NDArray[np.uint8]  # codes of `BINDING_NAMES`
     memory_s: FloatArray  # [accelerator]
     tensor_cores: NDArray[np.int64]
     vector_cores: NDArray[np.int64]
@@ -54,7 +58,8 @@ class PricedPass:
     def problem(self, accelerator: int = 0) -> SchedulingProblem:
         """The scheduling problem on one of the accelerators."""
         rows = (self.latency_s, self.spread_s, self.energy_j, self.spread_energy_j)
-        columns = zip(self.names, self.resources, *(row[accelerator].tolist() for row in rows), strict=True)
+        bindings = [BINDING_NAMES[code] for code in self.bindings[accelerator].tolist()]
+        columns = zip(self.names, self.resources, *(row[accelerator].tolist() for row in rows), bindings, strict=True)
         return SchedulingProblem(
             jobs=tuple(Job(*column) for column in columns),
             edges=self.edges,
@@ -120,6 +125,9 @@ def price_pass(
         spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
         energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
         spread_energy_j=_columns(estimate.spread_energy_j, placed, {}, len(groups)),
+        bindings=_columns(estimate.spread_binding, placed, dict.fromkeys(links, len(BINDINGS)), len(groups)).astype(
+            np.uint8
+        ),
         memory_s=np.maximum(moved_s, _launch_floor_s(links, estimate, calibration)),
         tensor_cores=chips.tensor_cores,
         vector_cores=chips.vector_cores,
@@ -158,7 +166,7 @@ def _seconds(op: Op, link_s: Callable[[Op], float] | None) -> float:
 
 
 def _columns(
-    values: FloatArray, placed: Sequence[int], links: Mapping[int, float | FloatArray], count: int
+    values: FloatArray | NDArray[np.uint8], placed: Sequence[int], links: Mapping[int, float | FloatArray], count: int
 ) -> FloatArray:
     """[accelerator, op] from [priced op, accelerator] and the seconds of links."""
     columns = np.zeros((values.shape[1], count))

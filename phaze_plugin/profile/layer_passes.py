@@ -88,7 +88,7 @@ class ProfileOptions:
 class PassReport:
     """One pass of one microbatch on one device: its time, energy, that of its links, and links that nothing hides.
 
-    `ops` counts what was scheduled and `method` says how; both are empty for a pass that does nothing.
+    `ops` counts what was scheduled, `method` says how and `schedule` when; all are empty for a pass that does nothing.
     """
 
     time_s: float = 0.0
@@ -98,6 +98,7 @@ class PassReport:
     exposed_link_s: float = 0.0
     ops: int = 0
     method: str = ""
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
         exposed_link_s=exposed_link_s(schedule) + alone_s,
         ops=len(schedule.jobs),
         method=schedule.method,
+        schedule=schedule,
     )
 
 

@@ -61,7 +61,7 @@ class Job:
     """One operator; `spread_s` is its time on all cores of its kind (infinite: it cannot be spread).
 
     An infinite `latency_s` says that the job cannot run on this accelerator. The energies are those on one core and
-    spread. Raises ScheduleError on negative or NaN.
+    spread. `binding` says for people what decides the spread time. Raises ScheduleError on negative or NaN.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Job:
     spread_s: float = math.inf
     energy_j: float = 0.0
     spread_energy_j: float = 0.0
+    binding: str = ""
 
     def __post_init__(self) -> None:
         for field_name in ("latency_s", "spread_s", "energy_j", "spread_energy_j"):

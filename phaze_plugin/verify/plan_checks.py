@@ -47,6 +47,7 @@ _SEARCHED = (
     "bound_s",
     "gap",
     "binds",
+    "landscape",
     "runners_up",
     "changes",
     "remedies",

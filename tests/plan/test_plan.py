@@ -66,7 +66,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs(tmp_path: Path) -
     ("change", "message"),
     [
         ({"format": "other"}, "not a saved plan"),
-        ({"version": 99}, "reads version 2"),
+        ({"version": 99}, "reads version 3"),
         ({"mfu": "high"}, "plan.mfu is 'high'; expected a finite number"),
         ({"mfu": None}, "plan.mfu is None"),
         ({"status": "fine"}, "plan.status is 'fine'; expected one of optimal"),
@@ -132,3 +132,34 @@ def test_comparison_shows_what_differs_and_the_speedup() -> None:
     assert "model" not in names
     assert "times the first one's" in str(comparison)
     assert phaze.compare(one, one).speedup == 1.0
+
+
+def test_a_saved_plan_is_simulated_again_to_its_own_step_time(tmp_path: Path) -> None:
+    plan = phaze.evaluate(
+        small_graph(), cluster=small_cluster(), strategy={"pp": 2, "dp": 4}, compares=False, **QUESTION
+    ).plan
+    plan.save(tmp_path / "plan.json")
+    timeline = phaze.load_plan(tmp_path / "plan.json").timeline()
+    assert timeline.time_s == plan.step_time_s
+    assert timeline.devices == 2
+    assert max(event.micro_batch for event in timeline.events) == plan.micro_batches - 1
+
+
+def test_the_ops_of_a_layer_fill_its_passes() -> None:
+    for kind in small_plan().layer_kinds:
+        for phase, seconds in (("forward", kind.forward_s), ("backward", kind.backward_s)):
+            ends = [op.start_s + op.seconds for op in kind.ops if op.phase == phase]
+            assert max(ends) <= seconds * (1 + 1e-9)
+        assert {op.binding for op in kind.ops} <= {"compute", "memory", "fill", "overhead", "link"}
+
+
+def test_the_landscape_holds_the_plan_and_nothing_faster_that_was_simulated() -> None:
+    plan, met = small_plan(), small_plan().landscape
+    simulated = [index for index, state in enumerate(met.state) if state == "simulated"]
+    best = min(simulated, key=lambda index: met.seconds[index])
+    assert met.seconds[best] == pytest.approx(plan.step_time_s)
+    assert (met.dp[best], met.pp[best], met.zero[best]) == (plan.strategy.dp, plan.strategy.pp, plan.strategy.zero)
+    assert all(
+        seconds >= plan.bound_s for seconds, state in zip(met.seconds, met.state, strict=True) if state == "open"
+    )
+    assert met.met >= len(met.state)

@@ -72,6 +72,7 @@ class PlacementResult:
         simulated: pipelines that were simulated.
         best_by_kind: the fastest plan of each kind that the search came across, which proves nothing of it; `assemble`
             makes its placement.
+        search: the search behind it, with every strategy that it came across; None where nothing was searched.
     """
 
     status: PlacementStatus
@@ -83,6 +84,7 @@ class PlacementResult:
     nodes: int
     simulated: int
     best_by_kind: Mapping[PlanKind, FoundPlan] = field(default_factory=dict)
+    search: SearchAnswer | None = None
 
     @property
     def gap(self) -> float:
@@ -147,6 +149,7 @@ def find_placement(
         strategies=answer.strategies,
         nodes=answer.nodes,
         simulated=answer.simulated,
+        search=answer,
     )
 
 

@@ -118,6 +118,8 @@ class SearchAnswer:
         strategies: strategies whose stages were looked at.
         nodes: partial pipelines that were extended.
         simulated: pipelines that were simulated.
+        solved: the best simulated plan of every strategy that came so far, fastest first.
+        bounded: all strategies, with the bound that each had in the end: infinite where it is solved or ruled out.
     """
 
     plans: tuple[FoundPlan, ...]
@@ -126,6 +128,8 @@ class SearchAnswer:
     strategies: int
     nodes: int
     simulated: int
+    solved: tuple[FoundPlan, ...]
+    bounded: ParallelismTable
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -220,9 +224,11 @@ def search_parallelisms(
     strategies = _strategies(prepared)
     is_loose = np.isin(strategies.schedule, _LOOSELY_BOUNDED)
     left_s = math.inf
-    for group in (strategies.take(~is_loose), strategies.take(is_loose)):
+    for mask in (~is_loose, is_loose):
+        group = strategies.take(mask)
         if len(group):
             left_s = min(left_s, _search_group(prepared, group, left_s if proves else math.inf, progress, proves))
+        strategies.bound_s[mask] = group.bound_s
     left_s = min(left_s, progress.unproven_s)
     best_s = progress.plans[0].time_s if progress.plans else cutoff_s
     return SearchAnswer(
@@ -232,6 +238,8 @@ def search_parallelisms(
         strategies=progress.strategies,
         nodes=progress.nodes,
         simulated=progress.simulated,
+        solved=tuple(progress.plans),
+        bounded=strategies,
     )
 
 

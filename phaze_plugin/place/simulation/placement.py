@@ -15,11 +15,12 @@ from phaze.errors import PlacementError
 from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.place.model.stage_costs import StageCosts
-from phaze.place.model.stage_space import FloatArray, IntArray
+from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.event_simulation import Simulation, StageTimes, simulate
-from phaze.place.simulation.pass_orders import Pass, in_flight
-from phaze.place.simulation.timeline import KINDS, EventKind, EventTable, Timeline
+from phaze.place.simulation.pass_orders import in_flight
+from phaze.place.simulation.stage_passes import StagePasses, build_timeline
+from phaze.place.simulation.timeline import Timeline
 from phaze.profile.layer_profile import RecomputeMode
 
 __all__ = ["PlacedStage", "Placement", "TimeParts", "assemble", "evaluate_placement", "stage_times"]
@@ -37,6 +38,7 @@ class PlacedStage:
         tp: devices that share each of its layers.
         forward_s: one forward, receiving included.
         backward_s: one backward with its weights' part, receiving and recompute included.
+        passes: the parts of both, and of what follows the last pass.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +48,7 @@ class PlacedStage:
     tp: int
     forward_s: float
     backward_s: float
+    passes: StagePasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,7 @@ def assemble(
         recompute_s=sums.recompute_s[index],
         work_s=sums.forward_s[index] + sums.backward_input_s[index] + sums.backward_weight_s[index],
     )
-    times = stage_times(costs, stages_and_modes, parallelism)
+    times, passes = stage_times(costs, stages_and_modes, parallelism), _passes(rows)
     simulation = simulate(prepared.program(parallelism), times)
     flight = in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
     memory = [
@@ -198,13 +201,14 @@ def assemble(
                 tp=int(costs.devices[stage]),
                 forward_s=float(costs.forward_s[mode, stage]),
                 backward_s=float(costs.backward_s[mode, stage] + costs.weight_s[mode, stage]),
+                passes=passes[position],
             )
             for position, (stage, mode) in enumerate(stages_and_modes)
         ),
         memory=tuple(memory),
         time_s=float(simulation.time_s[0]),
         parts=_parts(parallelism, micro_batches, rows, times, simulation),
-        timeline=_timeline(prepared, parallelism, rows, simulation),
+        timeline=build_timeline(prepared.program(parallelism).order, passes, simulation),
     )
 
 
@@ -220,6 +224,25 @@ def stage_times(costs: StageCosts, stages_and_modes: Sequence[tuple[int, int]], 
             name: _by_device(getattr(costs, name)[listed], parallelism) for name in ("reduction_s", "tie_s", "finish_s")
         },
     )
+
+
+def _passes(rows: _StageRows) -> list[StagePasses]:
+    """What the tables say of each chosen stage, in the order of the pipeline."""
+    costs, listed = rows.costs, rows.index[1]
+    columns = {
+        "forward_s": costs.forward_s[rows.index],
+        "backward_s": costs.backward_s[rows.index],
+        "weight_s": costs.weight_s[rows.index],
+        "receive_s": rows.received_s,
+        "receive_gradient_s": rows.returned_s,
+        "recompute_s": rows.recompute_s,
+        "exposed_reduction_s": costs.exposed_s[rows.index],
+        "reduction_s": costs.reduction_s[listed],
+        "shared_reduction_s": costs.tie_s[listed],
+        "update_s": costs.finish_s[listed],
+    }
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [StagePasses(**dict(zip(columns, row, strict=True))) for row in values]
 
 
 def _by_device(values: FloatArray, parallelism: Parallelism) -> FloatArray:
@@ -246,42 +269,3 @@ def _parts(
         reduction_s=settled - ended,
         update_s=float(simulation.device_end_s[0, device]) - settled,
     )
-
-
-def _timeline(
-    prepared: PreparedProblem, parallelism: Parallelism, rows: _StageRows, simulation: Simulation
-) -> Timeline:
-    """Every pass in its parts (receive, or recompute, which hides it; then the layers), and what follows the last."""
-    order, ends = prepared.program(parallelism).order, simulation.pass_end_s[0]
-    device = np.broadcast_to(np.arange(parallelism.pp)[:, None], ends.shape)
-    stage = order.chunk * parallelism.pp + device
-    durations = np.stack([getattr(rows.costs, name)[rows.index] for name in ("forward_s", "backward_s", "weight_s")])
-    starts = ends - durations[order.kind, stage]
-    again = starts + np.where(order.kind == Pass.BACKWARD, rows.recompute_s[stage], 0.0)
-    sent = np.stack([rows.received_s, rows.returned_s, np.zeros(parallelism.stages)])
-    ready = np.maximum(again, starts + sent[order.kind, stage])
-    runs = np.array([KINDS.index(kind) for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.WEIGHT)])
-    computed, reduced, updated = (
-        ends_s[0] for ends_s in (simulation.compute_end_s, simulation.reduced_s, simulation.device_end_s)
-    )
-    no_stage = np.full(parallelism.pp, -1)
-
-    def pass_events(kind: IntArray, start: FloatArray, end: FloatArray) -> EventTable:
-        return EventTable(
-            device=device, kind=kind, stage=stage, micro_batch=order.micro_batch, start_s=start, end_s=end
-        )
-
-    def device_events(kind: EventKind, start: FloatArray, end: FloatArray) -> EventTable:
-        number = np.full(start.shape, KINDS.index(kind))
-        return EventTable(
-            device=device[:, 0], kind=number, stage=no_stage, micro_batch=no_stage, start_s=start, end_s=end
-        )
-
-    parts = (
-        pass_events(np.full(ends.shape, KINDS.index(EventKind.RECOMPUTE)), starts, again),
-        pass_events(np.full(ends.shape, KINDS.index(EventKind.RECEIVE)), again, ready),
-        pass_events(runs[order.kind], ready, ends),
-        device_events(EventKind.REDUCE, computed, reduced),
-        device_events(EventKind.UPDATE, reduced, updated),
-    )
-    return Timeline(parallelism.pp, float(simulation.time_s[0]), EventTable.joined(parts))

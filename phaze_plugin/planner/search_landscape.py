@@ -1,0 +1,101 @@
+"""The strategies that a search met, as a plan keeps them: what was simulated, and what its bound ruled out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from phaze.parallelism import Parallelism
+from phaze.place import PreparedProblem
+from phaze.place.simulation.placement import assemble
+from phaze.plan.plan import Landscape
+from phaze.planner.strategy_search import Answer, Candidate
+
+__all__ = ["landscape"]
+
+_MOST_SIMULATED = 40
+"""Simulated strategies of one microbatch size and tp that are listed: their memory takes a simulation each."""
+
+_MOST_BOUNDED = 600
+"""Strategies in all that are listed by their bound: enough to see where they lie, in a file of some hundred KiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Met:
+    """One strategy that the search met, with the columns of `Landscape`."""
+
+    dp: int
+    tp: int
+    pp: int
+    chunks: int
+    zero: int
+    micro_batch_size: int
+    schedule: str
+    state: str
+    seconds: float
+    memory_bytes: float | None
+
+
+def landscape(answer: Answer) -> Landscape:
+    """Every simulated strategy, and the most promising of those that were only bounded."""
+    simulated = [met for candidate in answer.candidates for met in _simulated(candidate)]
+    known = {_degrees(met) for met in simulated}
+    bounded = [
+        met
+        for candidate in answer.candidates
+        for met in _bounded(candidate, answer.placement.time_s)
+        if _degrees(met) not in known
+    ]
+    listed = [*sorted(simulated, key=_order), *sorted(bounded, key=_order)[:_MOST_BOUNDED]]
+    columns = {field.name: tuple(getattr(met, field.name) for met in listed) for field in fields(_Met)}
+    return Landscape(met=len(simulated) + len(bounded), **columns)
+
+
+def _degrees(met: _Met) -> tuple[object, ...]:
+    return (met.dp, met.tp, met.pp, met.chunks, met.zero, met.micro_batch_size, met.schedule)
+
+
+def _order(met: _Met) -> tuple[object, ...]:
+    return (met.seconds, *_degrees(met))
+
+
+def _simulated(candidate: Candidate) -> Iterator[_Met]:
+    """The strategies of one microbatch size and tp whose best stages were found, and their memory."""
+    search = candidate.result.search
+    if search is None:
+        return
+    prepared = PreparedProblem.of(candidate.problem)
+    for plan in search.solved[:_MOST_SIMULATED]:
+        placement = assemble(prepared, plan.parallelism, plan.stages)
+        fullest_bytes = max(memory.total_bytes + memory.reserved_bytes for memory in placement.memory)
+        yield _met(candidate, plan.parallelism, "simulated", placement.time_s, fullest_bytes)
+
+
+def _bounded(candidate: Candidate, best_s: float) -> Iterator[_Met]:
+    """The strategies of one microbatch size and tp that have only a bound."""
+    search = candidate.result.search
+    if search is None:
+        return
+    table = search.bounded
+    for index, bound_s in enumerate(table.bound_s.tolist()):
+        if math.isfinite(bound_s):
+            state = "open" if bound_s < best_s else "pruned"
+            yield _met(candidate, table.parallelism(index), state, bound_s, None)
+
+
+def _met(
+    candidate: Candidate, parallelism: Parallelism, state: str, seconds: float, memory_bytes: float | None
+) -> _Met:
+    return _Met(
+        dp=parallelism.dp,
+        tp=parallelism.tp,
+        pp=parallelism.pp,
+        chunks=parallelism.chunks,
+        zero=parallelism.zero,
+        micro_batch_size=candidate.slices.micro_batch_size,
+        schedule=parallelism.schedule.value,
+        state=state,
+        seconds=seconds,
+        memory_bytes=memory_bytes,
+    )
