@@ -34,6 +34,17 @@ def _opt(layers: int, hidden: int, heads: int, **others: object) -> dict[str, ob
     return {"model_type": "opt", **sizes, "max_position_embeddings": 2048, "vocab_size": 50272, **others}
 
 
+def _llama3(layers: int, hidden: int, intermediate: int, heads: int, **others: object) -> dict[str, object]:
+    return _llama(
+        layers, hidden, intermediate, heads, num_key_value_heads=8, vocab_size=128256, seq_length=8192, **others
+    )
+
+
+def _qwen2(layers: int, hidden: int, intermediate: int, heads: int, groups: int, **others: object) -> dict[str, object]:
+    sizes = _llama(layers, hidden, intermediate, heads, num_key_value_heads=groups, seq_length=4096, **others)
+    return {**sizes, "model_type": "qwen2", "rms_norm_eps": 1e-6}
+
+
 NAMED_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "bert-large": {
         "model_type": "bert",
@@ -56,6 +67,29 @@ NAMED_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "opt-1.3b": _opt(24, 2048, 32),
     "llama3-8b": _llama(32, 4096, 14336, 32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
     "llama3-70b": _llama(80, 8192, 28672, 64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+    "llama3.1-8b": _llama3(32, 4096, 14336, 32),
+    "llama3.1-70b": _llama3(80, 8192, 28672, 64),
+    "llama3.1-405b": _llama3(126, 16384, 53248, 128),
+    "llama3.2-1b": _llama3(16, 2048, 8192, 32, tie_word_embeddings=True),
+    "llama3.2-3b": _llama3(28, 3072, 8192, 24, tie_word_embeddings=True),
+    "llama3.3-70b": _llama3(80, 8192, 28672, 64),
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, vocab_size=152064),
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, vocab_size=152064),
+    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, vocab_size=152064),
+    "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8, vocab_size=152064),
+    "mistral-7b": {
+        **_llama(32, 4096, 14336, 32, num_key_value_heads=8, vocab_size=32000, seq_length=8192, sliding_window=4096),
+        "model_type": "mistral",
+    },
+    "mixtral-8x22b": {
+        **_llama(56, 6144, 16384, 48, num_key_value_heads=8, vocab_size=32000, seq_length=4096),
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "mixtral-8x7b": {
         **_llama(32, 4096, 14336, 32, num_key_value_heads=8, vocab_size=32000),
         "model_type": "mixtral",
