@@ -1,8 +1,9 @@
 # `make run` and `make test` do all their own set-up in .venv; nothing is installed again until something changed.
-# Needs: a Python of at least 3.11 with venv, and for the tests a C++ compiler. Nothing needs root.
+# Needs: a Python of at least 3.11 with venv, and for the tests a C++ compiler and a Chromium, which the tests look at
+# pages with. Nothing needs root; where it is there, on Debian and Ubuntu, a missing Chromium is installed.
 
 .NOTPARALLEL:
-.PHONY: help run test test-full check package clean compiler-noted compiler-required unlinked
+.PHONY: help run test test-full check package clean compiler-noted compiler-required browser-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -33,10 +34,10 @@ help:
 run: compiler-noted $(RUN_STAMP)
 	@$(VENV)/bin/phaze $(MAIN_JOB)
 
-test: compiler-required check
+test: compiler-required browser-required check
 	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20
 
-test-full: compiler-required check
+test-full: compiler-required browser-required check
 	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20 -m '' --hypothesis-profile=full
 
 check: $(TEST_STAMP)
@@ -82,3 +83,12 @@ compiler-noted:
 compiler-required:
 	@{ $(FIND_COMPILER); } >/dev/null || { \
 		echo 'no C++ compiler found, and the tests need one ($(COMPILER_ADVICE); or set CXX)' >&2; exit 1; }
+
+BROWSER_ADVICE := Debian, Ubuntu: apt install chromium; Fedora: dnf install chromium; macOS: brew install --cask chromium
+FIND_BROWSER := command -v "$${CHROMIUM:-chromium}" || command -v chromium-browser || command -v google-chrome
+
+browser-required:
+	@{ $(FIND_BROWSER); } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo 'installing chromium, which the tests look at pages with' && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; } || { \
+		echo 'no Chromium found, and the tests need one to look at pages ($(BROWSER_ADVICE); or set CHROMIUM)' >&2; exit 1; }

@@ -7,6 +7,7 @@ from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
 from phaze.commands.import_model import import_model
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
+from phaze.commands.report_page import write_report
 from phaze.commands.saved_plan_commands import compare_plans, explain_plan, export_plan, verify_plan
 from phaze.commands.schedule_layers import schedule_command
 from phaze.commands.search_designs import search_designs
@@ -23,6 +24,7 @@ COMMANDS: tuple[Command, ...] = (
     explain_plan,
     evaluate_strategy,
     compare_plans,
+    write_report,
     search_designs,
     verify_plan,
     export_plan,

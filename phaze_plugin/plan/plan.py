@@ -132,9 +132,9 @@ class LayerKind:
 class Landscape:
     """Strategies that the search met, as columns: simulated ones, then the others by the bound under their time.
 
-    `memory_bytes` is that of the fullest device, None where nothing was simulated. `state` is "simulated", "pruned"
-    (its bound does not beat the plan) or "open" (not looked at before the effort was spent). Of `met` strategies the
-    fastest are listed.
+    `memory_bytes` is that of the fullest device, or a bound under it where nothing was simulated. `state` is
+    "simulated", "pruned" (its bound does not beat the plan) or "open" (not looked at before the effort was spent). Of
+    `met` strategies the fastest are listed.
     """
 
     met: int
@@ -147,7 +147,7 @@ class Landscape:
     schedule: tuple[str, ...]
     state: tuple[str, ...]
     seconds: tuple[float, ...]
-    memory_bytes: tuple[float | None, ...]
+    memory_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,20 +387,34 @@ class Plan:
 
         return export_plan(self, installed_plugins(), target, model)
 
+    def to_html(self) -> str:
+        """The plan's page: one self-contained HTML document, with as much of its explanation as was looked for."""
+        from phaze.report.plan_page import plan_page
+
+        return plan_page(_known(self))
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan's page: whole or not at all."""
+        write_whole(path, self.to_html())
+
     def __str__(self) -> str:
         from phaze.report.plan_text import summary
 
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from phaze.report.plan_text import summary_html
+        from phaze.report.notebook_views import plan_view
 
-        return summary_html(self)
+        return plan_view(self)
+
+
+def _known(plan: Plan) -> Plan:
+    """The plan with as much of its explanation as was looked for so far."""
+    return plan if plan.is_explained or plan.explainer is None else plan.explainer.known(plan)
 
 
 def _document(plan: Plan) -> dict[str, object]:
-    known = plan if plan.is_explained or plan.explainer is None else plan.explainer.known(plan)
-    document: dict[str, object] = to_document(known)
+    document: dict[str, object] = to_document(_known(plan))
     return document
 
 

@@ -34,7 +34,7 @@ class _Met:
     schedule: str
     state: str
     seconds: float
-    memory_bytes: float | None
+    memory_bytes: float
 
 
 def landscape(answer: Answer) -> Landscape:
@@ -81,12 +81,10 @@ def _bounded(candidate: Candidate, best_s: float) -> Iterator[_Met]:
     for index, bound_s in enumerate(table.bound_s.tolist()):
         if math.isfinite(bound_s):
             state = "open" if bound_s < best_s else "pruned"
-            yield _met(candidate, table.parallelism(index), state, bound_s, None)
+            yield _met(candidate, table.parallelism(index), state, bound_s, float(table.least_bytes[index]))
 
 
-def _met(
-    candidate: Candidate, parallelism: Parallelism, state: str, seconds: float, memory_bytes: float | None
-) -> _Met:
+def _met(candidate: Candidate, parallelism: Parallelism, state: str, seconds: float, memory_bytes: float) -> _Met:
     return _Met(
         dp=parallelism.dp,
         tp=parallelism.tp,

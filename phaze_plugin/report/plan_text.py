@@ -1,8 +1,7 @@
-"""A plan as people read it: a table within 100 columns, an explanation, and the same as HTML."""
+"""A plan as people read it in a terminal: a table within 100 columns, and an explanation."""
 
 from __future__ import annotations
 
-import html
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 
-__all__ = ["explanation", "seconds_text", "strategy_text", "summary", "summary_html", "verdict"]
+__all__ = ["explanation", "provenance_lines", "seconds_text", "strategy_text", "summary", "verdict"]
 
 COLUMNS = 100
 MOST_STAGES = 16
@@ -166,7 +165,7 @@ def explanation(plan: Plan) -> str:
         ("would fit", [f"{remedy.text}: optimize(..., {remedy.argument}={remedy.value})" for remedy in plan.remedies]),
         ("the best of other kinds that were seen", [_runner_up_text(plan, other) for other in plan.runners_up]),
         ("other hardware", [_change_text(plan, change.text, change.step_time_s) for change in plan.changes]),
-        ("how the numbers were obtained", _provenance(plan)),
+        ("how the numbers were obtained", provenance_lines(plan)),
     )
     for heading, texts in sections:
         if texts:
@@ -192,7 +191,8 @@ def _change_text(plan: Plan, text: str, step_time_s: float | None) -> str:
     return f"{text}: {seconds_text(step_time_s)} per step ({faster:+.1%} throughput)"
 
 
-def _provenance(plan: Plan) -> list[str]:
+def provenance_lines(plan: Plan) -> list[str]:
+    """How the numbers were obtained, a line for each fact."""
     facts = plan.provenance
     lines = [
         f"prices: {facts.prices}" + (" (nothing is fitted to measurements)" if facts.prices == "ideal" else ""),
@@ -209,13 +209,3 @@ def _provenance(plan: Plan) -> list[str]:
     if not plan.is_explained:
         lines.append("what other kinds of plans or other hardware would cost was not looked for")
     return [*lines, *facts.notes]
-
-
-def summary_html(plan: Plan) -> str:
-    """The summary for notebooks."""
-    text = summary(plan)
-    head, _, table = text.partition("\n\n")
-    title, _, rest = head.partition("\n")
-    return (
-        f"<div><strong>{html.escape(title)}</strong><pre>{html.escape(rest)}</pre><pre>{html.escape(table)}</pre></div>"
-    )

@@ -56,6 +56,23 @@ def test_a_missing_compiler_is_said_first_and_ends_the_tests(clone: Path, tools:
     assert "Python" not in done.stderr
 
 
+def test_a_missing_browser_is_said_with_how_to_get_one_and_ends_the_tests(clone: Path, tools: Path) -> None:
+    add_program(tools, "c++", "exit 0")
+    done = make("test", clone, tools)
+    assert done.returncode != 0
+    assert "no Chromium found, and the tests need one to look at pages (Debian, Ubuntu: apt install" in done.stderr
+    assert "Python" not in done.stderr
+
+
+@pytest.mark.parametrize("variables", [{"CHROMIUM": "my-browser"}, {}])
+def test_a_browser_is_found_by_its_usual_names_and_by_its_variable(
+    clone: Path, tools: Path, variables: dict[str, str]
+) -> None:
+    add_program(tools, "c++", "exit 0")
+    add_program(tools, variables.get("CHROMIUM", "google-chrome"), "exit 0")
+    assert "Chromium" not in make("test", clone, tools, **variables).stderr
+
+
 def test_a_missing_compiler_is_a_note_to_make_run(clone: Path, tools: Path) -> None:
     done = make("run", clone, tools)
     assert done.stderr.startswith("note: no C++ compiler found; the tests need one")

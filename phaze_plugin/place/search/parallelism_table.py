@@ -50,6 +50,7 @@ class ParallelismTable:
         zero: ZeRO stage.
         micro_batches: microbatches of the fullest pipeline.
         bound_s: no plan with the strategy takes less.
+        least_bytes: the fullest device holds at least as much.
     """
 
     tp: IntArray
@@ -60,6 +61,7 @@ class ParallelismTable:
     zero: IntArray
     micro_batches: IntArray
     bound_s: FloatArray
+    least_bytes: FloatArray
 
     def __len__(self) -> int:
         """How many strategies."""
@@ -118,7 +120,8 @@ def list_parallelisms(
                 is_listed = is_allowed & (grid_dp > 1) if zero > min(zero_stages) else is_allowed
                 dp, pp = grid_dp[is_listed], grid_pp[is_listed]
                 bounds = ClosedFormBounds.of(problem, space, sums, network, zero, dp)
-                has_room = bounds.least_bytes() <= problem.usable_bytes * pp * (1 + MEMORY_MARGIN)
+                least_bytes = bounds.least_bytes() / pp
+                has_room = least_bytes <= problem.usable_bytes * (1 + MEMORY_MARGIN)
                 part = ParallelismTable(
                     tp=np.full(len(dp), sums.tp),
                     dp=dp,
@@ -128,6 +131,7 @@ def list_parallelisms(
                     zero=np.full(len(dp), zero),
                     micro_batches=-(-problem.micro_batches // dp),
                     bound_s=bounds.time_bound_s(schedule, chunks, pp, update_s) * (1 - BOUND_MARGIN),
+                    least_bytes=least_bytes,
                 )
                 parts.append(part.take(has_room) if checks_memory else part)
     return ParallelismTable(

@@ -1,0 +1,88 @@
+"""A plan's strategy and its certainty in sentences, for people who do not know the letters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from phaze.cost.calibration import fitted_families
+from phaze.parallelism import Parallelism
+from phaze.plan.plan import Plan
+
+__all__ = ["plural", "strategy_sentence", "uncertainty_text"]
+
+_ZERO_WORDS = {
+    1: "their optimizer state sharded over the copies (ZeRO-1)",
+    2: "their optimizer state and gradients sharded over the copies (ZeRO-2)",
+    3: "parameters, gradients and optimizer state sharded over the copies (ZeRO-3)",
+}
+
+_SCHEDULE_WORDS = {
+    "gpipe": "all forwards before all backwards (GPipe)",
+    "1f1b": "forwards and backwards in turn (1F1B)",
+    "interleaved-1f1b": "interleaved 1F1B",
+    "zero-bubble": "weight gradients put off into the bubbles (zero-bubble)",
+}
+
+_RECOMPUTE_WORDS = {
+    "full": "everything is recomputed in backward",
+    "selective": "attention is recomputed in backward",
+    "products": "every other product is recomputed in backward",
+}
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: 1 stage, 2 stages."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def strategy_sentence(plan: Plan) -> str:
+    """What every device does, in two or three sentences."""
+    strategy = plan.strategy
+    whole = "the whole model" if strategy.pp == 1 else f"a pipeline of {plural(strategy.pp, 'stage')}"
+    if strategy.chunks > 1:
+        whole = f"a pipeline of {strategy.pp} devices with {plural(strategy.chunks, 'chunk')} each"
+    copies = f"{strategy.dp:,} copies of {whole}" if strategy.dp > 1 else f"One copy of {whole}"
+    parts = [copies]
+    if strategy.pp > 1:
+        parts.append(f"run with {_SCHEDULE_WORDS.get(strategy.schedule, strategy.schedule)}")
+    if strategy.tp > 1:
+        along = " and activations between layers split along the sequence" if strategy.sequence_parallel else ""
+        parts.append(f"every layer split over {strategy.tp} devices{along}")
+    if strategy.dp > 1 and strategy.zero:
+        parts.append(_ZERO_WORDS[strategy.zero])
+    each = f"Each copy runs {plural(plan.micro_batches, 'microbatch').replace('batchs', 'batches')} of "
+    each += f"{plural(strategy.micro_batch_size, 'sequence')} a step"
+    return f"{', '.join(parts)}. {each}; {_recompute_words(strategy)}."
+
+
+def _recompute_words(strategy: Parallelism) -> str:
+    counts = Counter(str(mode) for mode in strategy.recompute)
+    if set(counts) <= {"none"}:
+        return "nothing is recomputed"
+    if len(counts) == 1:
+        return _RECOMPUTE_WORDS.get(next(iter(counts)), "some work is recomputed in backward")
+    total = sum(counts.values())
+    told = [
+        f"{_RECOMPUTE_WORDS.get(mode, mode)} on {count} of {total} stages"
+        for mode, count in counts.items()
+        if mode != "none"
+    ]
+    return " and ".join(told)
+
+
+def uncertainty_text(plan: Plan) -> str:
+    """How far such predictions were off where they could be checked, or that nothing was checked."""
+    calibration = plan.question.calibration
+    if calibration.is_ideal:
+        return "Prices are ideal: nothing was fitted to measurements, and real steps take longer."
+    family = next((family for family in fitted_families().values() if family["name"] == calibration.name), None)
+    if family is None:
+        return f"Prices: {calibration.name}; how far they are off was not measured."
+    errors = [row["dataset_left_out"] or row["row_left_out"] for row in family["errors"].values()]
+    runs = sum(row["rows"] for row in family["errors"].values())
+    least, most = f"{min(errors):.0%}", f"{max(errors):.0%}"
+    spread = most if least == most else f"{least} to {most}"
+    return (
+        f"Prices are fitted to {runs} published runs. Runs that were left out of the fit were missed by {spread} on "
+        "average; expect as much here."
+    )
