@@ -1,16 +1,10 @@
 """Tensor parallelism: which factor of which op is split, by an integer program over factor rules."""
 
+from phaze.shard.layer_boundaries import SequenceParallel, sequence_lengths
 from phaze.shard.layer_sharding import ShardedLayer, shard_layer, unsharded
 from phaze.shard.layout import PARTIAL, WHOLE, Layout, LayoutConstraint, Split
 from phaze.shard.least_seconds import least_model_seconds
-from phaze.shard.model_sharding import (
-    SequenceParallel,
-    ShardedModel,
-    ShardOptions,
-    sequence_lengths,
-    shard_model,
-    shard_variants,
-)
+from phaze.shard.model_sharding import ShardedModel, ShardingTables, ShardOptions, shard_model, shard_variants
 from phaze.shard.op_splits import OpSplit
 from phaze.shard.resharding import Axis
 from phaze.shard.sharding_problem import ShardingProblem
@@ -28,6 +22,7 @@ __all__ = [
     "ShardedLayer",
     "ShardedModel",
     "ShardingProblem",
+    "ShardingTables",
     "Split",
     "least_model_seconds",
     "sequence_lengths",

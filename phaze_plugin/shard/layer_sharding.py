@@ -31,8 +31,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from phaze.errors import ShardError
 from phaze.ir import Op, Phase, Role
+from phaze.shard.layer_tables import MICROSECONDS, PARTIAL_PENALTY, layer_tables
 from phaze.shard.layout import WHOLE, Layout
 from phaze.shard.op_splits import OpSplit, Ways
 from phaze.shard.resharding import IMPOSSIBLE, collective_of
@@ -40,31 +43,33 @@ from phaze.shard.sharding_problem import (
     ShardingProblem,
     check_heads,
     chooses_its_split,
+    compute_seconds,
     leaving_tensors,
     seconds_of_splits,
     settle_s,
     splits_of_layer,
 )
-from phaze.solvers import ProblemBuilder, SolveStatus, WorkLimits, solve_linear
+from phaze.solvers import AUTOMATIC_SOLVERS, ProblemBuilder, SolveStatus, WorkLimits, solve_linear
 
 __all__ = ["Reshard", "ShardedLayer", "ShardingProgram", "add_up", "reshards_of_layer", "shard_layer", "unsharded"]
 
-MICROSECONDS = 1e6
-"""Microseconds in a second: solvers' tolerances are made for coefficients near 1, and ops take microseconds."""
-
-PARTIAL_PENALTY = 1e-3
-"""Microseconds charged for leaving a sum partial: between equal answers, the one that settles it at once wins."""
+NO_SOLVER = "eliminated exactly, no solver"
+"""How an answer was proven that needed no solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedLayer:
-    """The chosen split of every op, the layout of every parameter, and the seconds they take (compute, moves)."""
+    """The chosen split of every op, the layout of every parameter, and the seconds they take (compute, moves).
+
+    `method` says how the splits were proven the cheapest: without a solver, or by which.
+    """
 
     problem: ShardingProblem
     splits: Mapping[str, OpSplit]
     parameters: Mapping[str, Layout]
     compute_s: float
     move_s: float
+    method: str = ""
 
     @property
     def seconds(self) -> float:
@@ -91,7 +96,28 @@ def shard_layer(problem: ShardingProblem) -> ShardedLayer:
     for op in problem.layer.forward:
         check_heads(problem, op)
     splits = splits_of_layer(problem, problem.ops)
-    return ShardingProgram(problem, splits, seconds_of_splits(problem, problem.ops, splits)).solve()
+    tables = layer_tables(problem, splits) if problem.solver is AUTOMATIC_SOLVERS else None
+    if tables is None:
+        return ShardingProgram(problem, splits, seconds_of_splits(problem, problem.ops, splits)).solve()
+    compute_s = compute_seconds(problem, problem.ops, splits)
+    minimum = tables.minimise(tables.prices(problem, compute_s))
+    if not np.isfinite(minimum.costs):
+        raise no_sharding(problem, "no splits of its ops agree")
+    return eliminated(problem, tables.chosen(minimum), compute_s)
+
+
+def eliminated(
+    problem: ShardingProblem, chosen: Mapping[str, OpSplit], compute_s: Mapping[tuple[str, Ways], float]
+) -> ShardedLayer:
+    """The answer that consists of chosen splits, which were found without a solver."""
+    return add_up(problem, chosen, sum(compute_s[op.id, chosen[op.id].ways] for op in problem.ops), NO_SOLVER)
+
+
+def no_sharding(problem: ShardingProblem, reason: object) -> ShardError:
+    """The error of a layer that has no sharding."""
+    return ShardError(
+        f"layer {problem.layer.name!r} has no sharding {problem.axis.tp} ways under these constraints ({reason})."
+    )
 
 
 def unsharded(problem: ShardingProblem) -> ShardedLayer:
@@ -103,7 +129,7 @@ def unsharded(problem: ShardingProblem) -> ShardedLayer:
     return add_up(problem, splits, 0.0)
 
 
-def add_up(problem: ShardingProblem, chosen: Mapping[str, OpSplit], compute_s: float) -> ShardedLayer:
+def add_up(problem: ShardingProblem, chosen: Mapping[str, OpSplit], compute_s: float, method: str = "") -> ShardedLayer:
     """Add up what chosen splits cost in moves, from the layouts alone."""
     move_s = sum(settle_s(problem, op, chosen[op.id]) for op in problem.ops)
     move_s += sum(
@@ -116,7 +142,9 @@ def add_up(problem: ShardingProblem, chosen: Mapping[str, OpSplit], compute_s: f
         for name, layout in zip(op.inputs, chosen[op.id].operands, strict=True)
         if problem.graph.tensors[name].role is Role.PARAMETER
     }
-    return ShardedLayer(problem=problem, splits=chosen, parameters=parameters, compute_s=compute_s, move_s=move_s)
+    return ShardedLayer(
+        problem=problem, splits=chosen, parameters=parameters, compute_s=compute_s, move_s=move_s, method=method
+    )
 
 
 def reshards_of_layer(problem: ShardingProblem, chosen: Mapping[str, OpSplit]) -> list[Reshard]:
@@ -280,10 +308,7 @@ class ShardingProgram:
         """The cheapest splits; raises ShardError where there are none."""
         result = solve_linear(self.builder.build(), WorkLimits(), self.problem.solver)
         if result.status is not SolveStatus.OPTIMAL or result.solution is None:
-            raise ShardError(
-                f"layer {self.problem.layer.name!r} has no sharding {self.problem.axis.tp} ways under these "
-                f"constraints ({result.status}: {result.report})."
-            )
+            raise no_sharding(self.problem, f"{result.status}: {result.report}")
         chosen = {
             op.id: next(
                 split
@@ -292,7 +317,7 @@ class ShardingProgram:
             )
             for op in self.problem.ops
         }
-        return add_up(self.problem, chosen, self._compute_s(chosen))
+        return add_up(self.problem, chosen, self._compute_s(chosen), f"integer program on {result.report.solver}")
 
     def _compute_s(self, chosen: Mapping[str, OpSplit]) -> float:
         """Seconds of the local ops alone: those of the splits, less the collectives that belong to the ops."""

@@ -1,53 +1,49 @@
 """Tensor parallelism of a whole model: every distinct layer is solved once, and layouts between layers are chosen.
 
 Between layers an activation [batch, sequence, ...] is whole or split along the sequence; other tensors are whole. Each
-distinct layer is solved (`layer_sharding.py`) for every combination of what enters (a), what leaves (b) and the layouts
-of its tied parameters (c). A small integer program, `_CombinationProgram`, picks one combination per layer:
+distinct layer is solved for every combination of what enters, what leaves and the layouts of its tied parameters
+(`layer_boundaries.py`): for all of them at once by elimination (`layer_tables.py`), or one after the other by a solver
+(`layer_sharding.py`) where one is named or elimination would take too long. Then one combination is picked for each
+layer (`combination_choice.py`).
 
-Variables
-    y[l,a,b,c]  binary, 1 where layer l has this combination
-
-Objective, in microseconds
-    minimise    sum over layers l of y[l,a,b,c] seconds[l,a,b,c]
-
-Constraints
- 1. each layer has one combination                                   `one_combination_per_layer`
- 2. what a layer leaves is what every layer that it feeds receives   `boundaries_agree`
- 3. layers that share a tied parameter give it the same layout       `tied_parameters_agree`
-
-Gradients of boundary tensors have the layouts of the tensors.
+What depends on rules alone is worked out once in `ShardingTables` and serves all microbatch sizes of a model.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from phaze.errors import GraphError, ShardError
-from phaze.ir import Graph, Layer, Phase, Role
-from phaze.shard.layer_sharding import MICROSECONDS, ShardedLayer, shard_layer
-from phaze.shard.layout import Layout, LayoutConstraint, Split, check_constraints
+from phaze.ir import Graph, Layer
+from phaze.shard.combination_choice import choose_combinations
+from phaze.shard.layer_boundaries import (
+    Combination,
+    SequenceParallel,
+    combination_layouts,
+    entering_names,
+    leaving_names,
+    parameters_read,
+    sequence_layouts,
+    tied_names,
+)
+from phaze.shard.layer_sharding import ShardedLayer, eliminated, shard_layer
+from phaze.shard.layer_tables import MICROSECONDS, BoundaryChoice, LayerTables, layer_tables
+from phaze.shard.layout import WHOLE, Layout, LayoutConstraint, check_constraints
+from phaze.shard.op_splits import OpSplit, Ways
 from phaze.shard.resharding import Axis
-from phaze.shard.sharding_problem import ShardingProblem, check_heads, leaving_tensors, splits_of_layer
-from phaze.solvers import AUTOMATIC_SOLVERS, ProblemBuilder, SolverChain, WorkLimits, solve_linear
+from phaze.shard.sharding_problem import (
+    ShardingProblem,
+    check_heads,
+    compute_seconds,
+    has_equal_splits,
+    splits_of_layer,
+)
+from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
 
-__all__ = ["SequenceParallel", "ShardOptions", "ShardedModel", "sequence_lengths", "shard_model", "shard_variants"]
-
-SEQUENCE_DIM = 1
-"""The dimension of an activation [batch, sequence, ...] that runs along the sequence."""
-
-FEWEST_DIMS = 3
-"""The dimensions of an activation: batch, sequence and at least one of features. With fewer it has no sequence."""
-
-
-class SequenceParallel(StrEnum):
-    """Whether activations between layers are split along the sequence."""
-
-    ON = "on"
-    OFF = "off"
-    FREE = "free"
+__all__ = ["ShardOptions", "ShardedModel", "ShardingTables", "shard_model", "shard_variants"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,41 +73,73 @@ class ShardedModel:
         return sum(layer.seconds for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Combination:
-    """What enters, what leaves, and the layouts of tied parameters, in the order of `_tied_names`."""
-
-    enters_split: bool
-    leaves_split: bool
-    tied: tuple[Layout, ...] = ()
-
-
-def shard_model(graph: Graph, axis: Axis, options: ShardOptions | None = None) -> ShardedModel:
+def shard_model(
+    graph: Graph, axis: Axis, options: ShardOptions | None = None, tables: ShardingTables | None = None
+) -> ShardedModel:
     """Shard every layer of a graph.
 
-    Raises ShardError where a layer is not tensor-parallel at this tp, or where constraints contradict each other or
-    match nothing.
+    `tables` are those of the same model at other microbatch sizes, where there are any. Raises ShardError where a layer
+    is not tensor-parallel at this tp, or where constraints contradict each other or match nothing.
     """
     options = options or ShardOptions()
+    (model,) = shard_variants(graph, axis, options, (options.sequence_parallel,), tables).values()
+    return model
+
+
+def shard_variants(
+    graph: Graph,
+    axis: Axis,
+    options: ShardOptions | None = None,
+    modes: Sequence[SequenceParallel] = (SequenceParallel.ON, SequenceParallel.OFF),
+    tables: ShardingTables | None = None,
+) -> dict[SequenceParallel, ShardedModel]:
+    """The best sharding under each of several modes of sequence parallelism; modes that have none are left out.
+
+    Ops are priced once for all modes. The mode of `options` is not read; `tables` are as in `shard_model`. Raises the
+    first mode's ShardError where no mode has a sharding.
+    """
+    options, tables = options or ShardOptions(), tables or ShardingTables()
     check_constraints(options.constraints, graph.tensors)
-    tables: dict[str, dict[_Combination, ShardedLayer]] = {}
+    compute_s: dict[str, dict[tuple[str, Ways], float]] = {layer.key: {} for layer in graph.distinct_layers}
+    variants: dict[SequenceParallel, ShardedModel] = {}
+    errors: list[ShardError] = []
+    for mode in modes:
+        try:
+            variants[mode] = _shard(graph, axis, replace(options, sequence_parallel=mode), tables, compute_s)
+        except ShardError as error:
+            errors.append(error)
+    if errors and not variants:
+        raise errors[0]
+    return variants
+
+
+def _shard(
+    graph: Graph,
+    axis: Axis,
+    options: ShardOptions,
+    tables: ShardingTables,
+    compute_s: Mapping[str, dict[tuple[str, Ways], float]],
+) -> ShardedModel:
+    """The best sharding; `compute_s` keeps the seconds of splits, by layer, that other modes may have, too."""
+    answers: dict[str, _LayerAnswers] = {}
     for layer in graph.distinct_layers:
         try:
-            tables[layer.key] = {
-                combination: sharded
-                for combination in _combinations(graph, layer, axis, options)
-                if (sharded := _solve_layer(graph, layer, axis, options, combination)) is not None
-            }
+            answers[layer.key] = _answers(graph, layer, axis, options, tables, compute_s[layer.key])
         except (GraphError, ShardError) as error:  # a GraphError says which factor of a rule cannot be split
             raise ShardError(f"layer {layer.name!r}, {error}") from error
-        if not tables[layer.key]:
+        if not answers[layer.key].seconds:
             raise ShardError(f"layer {layer.name!r} has no sharding {axis.tp} ways under these constraints.")
-    chosen = _CombinationProgram(graph, tables).solve(options.solver)
-    layers = tuple(tables[layer.key][combination] for layer, combination in zip(graph.layers, chosen, strict=True))
+    chosen = choose_combinations(graph, {key: answer.seconds for key, answer in answers.items()}, options.solver)
+    keys = [layer.key for layer in graph.layers]
+    sharded = {
+        (key, combination): answers[key].sharded(combination)
+        for key, combination in dict.fromkeys(zip(keys, chosen, strict=True))
+    }
+    layers = tuple(sharded[key, combination] for key, combination in zip(keys, chosen, strict=True))
     parameters: dict[str, Layout] = {}
-    for layer, sharded in zip(graph.layers, layers, strict=True):
+    for layer, answer in zip(graph.layers, layers, strict=True):
         # Equal layers share one answer under the first one's names, which are in the same order as this layer's.
-        parameters |= dict(zip(_parameters_read(graph, layer), sharded.parameters.values(), strict=True))
+        parameters |= dict(zip(parameters_read(graph, layer), answer.parameters.values(), strict=True))
     return ShardedModel(
         graph=graph,
         axis=axis,
@@ -121,59 +149,100 @@ def shard_model(graph: Graph, axis: Axis, options: ShardOptions | None = None) -
     )
 
 
-def shard_variants(
-    graph: Graph,
-    axis: Axis,
-    options: ShardOptions | None = None,
-    modes: Sequence[SequenceParallel] = (SequenceParallel.ON, SequenceParallel.OFF),
-) -> dict[SequenceParallel, ShardedModel]:
-    """The best sharding under each of several modes of sequence parallelism; modes that have none are left out.
+@dataclass(frozen=True, slots=True)
+class _LayerAnswers:
+    """The least seconds of a layer under each combination that it can be sharded for, and the answers behind them."""
 
-    The mode of `options` is not read. Raises the first mode's ShardError where no mode has a sharding.
+    seconds: Mapping[Combination, float]
+    sharded: Callable[[Combination], ShardedLayer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _KnownLayer:
+    """What of a layer's problem does not depend on prices: its splits, what it is solved for, and its tables.
+
+    The tables are None where elimination would take too long or a solver is named.
     """
-    options = options or ShardOptions()
-    variants: dict[SequenceParallel, ShardedModel] = {}
-    errors: list[ShardError] = []
-    for mode in modes:
-        try:
-            variants[mode] = shard_model(graph, axis, replace(options, sequence_parallel=mode))
-        except ShardError as error:
-            errors.append(error)
-    if errors and not variants:
-        raise errors[0]
-    return variants
+
+    problem: ShardingProblem
+    splits: Mapping[str, list[OpSplit]]
+    kept: _KeptValues
+    tables: LayerTables | None
 
 
-def _parameters_read(graph: Graph, layer: Layer) -> list[str]:
-    """Parameters in the order in which the layer's forward first reads them."""
-    inputs = (name for op in layer.forward for name in op.inputs)
-    return list(dict.fromkeys(name for name in inputs if graph.tensors[name].role is Role.PARAMETER))
+class ShardingTables:
+    """What was worked out for the layers of one model, whatever its microbatch size: splits, combinations, tables.
+
+    Whoever shards a model at several microbatch sizes makes one of these and passes it on. Layers are known by their
+    place in the model; what was worked out for one of another structure is not used.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, _KnownLayer] = {}
+
+    def layer(self, problem: ShardingProblem, options: ShardOptions) -> _KnownLayer:
+        """What is known of a layer, worked out where it is not known yet; raises ShardError where it has no splits."""
+        is_automatic = options.solver is AUTOMATIC_SOLVERS
+        rules = (options.constraints, options.may_stride_parameters, options.may_split_norms)
+        key = (problem.layer.index, problem.axis.tp, options.sequence_parallel, rules, is_automatic)
+        known = self._known.get(key)
+        if known is None or not has_equal_splits(known.problem, problem):
+            splits = splits_of_layer(problem, problem.ops)
+            kept = _kept_values(problem, options, splits)
+            tables = layer_tables(problem, splits, kept.variables(problem)) if is_automatic else None
+            known = self._known[key] = _KnownLayer(problem=problem, splits=splits, kept=kept, tables=tables)
+        return known
 
 
-def _tied_names(graph: Graph, layer: Layer) -> list[str]:
-    """The layer's parameters that other layers use, too."""
-    tied = graph.layer_graph.tied_parameters
-    return [name for name in _parameters_read(graph, layer) if name in tied]
+@dataclass(frozen=True, slots=True)
+class _KeptValues:
+    """What a layer is solved for: the values of what enters, of what leaves, and the layouts of each tied parameter."""
+
+    enters: tuple[bool, ...]
+    leaves: tuple[bool, ...]
+    tied: tuple[tuple[Layout, ...], ...]
+
+    def combinations(self) -> Iterator[Combination]:
+        """Every combination of the values."""
+        for enters_split, leaves_split in itertools.product(self.enters, self.leaves):
+            for layouts in itertools.product(*self.tied):
+                yield Combination(enters_split, leaves_split, layouts)
+
+    def places(self, combination: Combination) -> tuple[int, ...]:
+        """The place of a combination's values among those of each variable."""
+        ends = (self.enters.index(combination.enters_split), self.leaves.index(combination.leaves_split))
+        return (*ends, *map(tuple.index, self.tied, combination.tied))
+
+    def variables(self, problem: ShardingProblem) -> list[BoundaryChoice]:
+        """The values as kept variables of the layer's tables."""
+        graph, layer = problem.graph, problem.layer
+        ends = ((self.enters, entering_names(graph, layer)), (self.leaves, leaving_names(graph, layer)))
+        choices = []
+        for values, names in ends:
+            layouts = {
+                name: [split if is_split else WHOLE for is_split in values]
+                for name, split in sequence_layouts(graph, names, problem.axis).items()
+            }
+            choices.append(BoundaryChoice(len(values), layouts))
+        tied = zip(tied_names(graph, layer), self.tied, strict=True)
+        return choices + [BoundaryChoice(len(layouts), {name: layouts}) for name, layouts in tied]
 
 
-def _combinations(graph: Graph, layer: Layer, axis: Axis, options: ShardOptions) -> Iterator[_Combination]:
-    """Every combination that a layer is solved for."""
-    allowed = {
-        SequenceParallel.ON: (True,),
-        SequenceParallel.OFF: (False,),
-        SequenceParallel.FREE: (False, True),
-    }[options.sequence_parallel]
-    enters = allowed if _sequence_layouts(graph, layer.inputs, axis) else (False,)
-    leaves = allowed if _sequence_layouts(graph, layer.outputs, axis) else (False,)
-    tied = [_layouts_of_parameter(graph, layer, axis, options, name) for name in _tied_names(graph, layer)]
-    for enters_split, leaves_split in itertools.product(enters, leaves):
-        for layouts in itertools.product(*tied):
-            yield _Combination(enters_split, leaves_split, layouts)
+def _kept_values(
+    problem: ShardingProblem, options: ShardOptions, splits: Mapping[str, Sequence[OpSplit]]
+) -> _KeptValues:
+    """What a layer is solved for under these options."""
+    graph, layer = problem.graph, problem.layer
+    allowed = options.sequence_parallel.may_be_split
+    return _KeptValues(
+        enters=allowed if sequence_layouts(graph, layer.inputs, problem.axis) else (False,),
+        leaves=allowed if sequence_layouts(graph, layer.outputs, problem.axis) else (False,),
+        tied=tuple(_layouts_of_parameter(layer, splits, name) for name in tied_names(graph, layer)),
+    )
 
 
-def _layouts_of_parameter(graph: Graph, layer: Layer, axis: Axis, options: ShardOptions, name: str) -> list[Layout]:
+def _layouts_of_parameter(layer: Layer, splits: Mapping[str, Sequence[OpSplit]], name: str) -> tuple[Layout, ...]:
     """The layouts that some split of the layer's ops gives a parameter."""
-    splits = splits_of_layer(_problem(graph, layer, axis, options, {}), layer.forward)
     layouts = (
         layout
         for op in layer.forward
@@ -181,156 +250,73 @@ def _layouts_of_parameter(graph: Graph, layer: Layer, axis: Axis, options: Shard
         for operand, layout in zip(op.inputs, split.operands, strict=True)
         if operand == name
     )
-    return list(dict.fromkeys(layouts))
+    return tuple(dict.fromkeys(layouts))
 
 
-def _solve_layer(
-    graph: Graph, layer: Layer, axis: Axis, options: ShardOptions, combination: _Combination
-) -> ShardedLayer | None:
-    """The best sharding under a combination; None where constraints and tied layouts leave none."""
-    layouts: dict[str, Layout] = {}
-    if combination.enters_split:
-        layouts |= _sequence_layouts(graph, (*layer.inputs, *_gradients_leaving(graph, layer)), axis)
-    if combination.leaves_split:
-        layouts |= _sequence_layouts(graph, (*layer.outputs, *_gradients_entering(graph, layer)), axis)
-    layouts |= dict(zip(_tied_names(graph, layer), combination.tied, strict=True))
-    problem = _problem(graph, layer, axis, options, layouts)
-    # Heads that do not divide are an error under every combination, so that they are named and not passed over below.
-    for op in layer.forward:
-        check_heads(problem, op)
-    if not combination.tied and not options.constraints:
-        return shard_layer(problem)
-    try:
-        return shard_layer(problem)
-    except ShardError:
-        return None
-
-
-def _problem(
-    graph: Graph, layer: Layer, axis: Axis, options: ShardOptions, layouts: Mapping[str, Layout]
-) -> ShardingProblem:
-    return ShardingProblem(
+def _answers(
+    graph: Graph,
+    layer: Layer,
+    axis: Axis,
+    options: ShardOptions,
+    tables: ShardingTables,
+    compute_s: dict[tuple[str, Ways], float],
+) -> _LayerAnswers:
+    """The answers of a layer under all combinations, without a solver where none is named and tables stay small."""
+    problem = ShardingProblem(
         graph=graph,
         layer=layer,
         axis=axis,
-        layouts=layouts,
         constraints=options.constraints,
         may_split_sequence=options.sequence_parallel is not SequenceParallel.OFF,
         may_stride_parameters=options.may_stride_parameters,
         may_split_norms=options.may_split_norms,
         solver=options.solver,
     )
+    # Heads that do not divide are an error under every combination, so that they are named and not passed over below.
+    for op in layer.forward:
+        check_heads(problem, op)
+    try:
+        known = tables.layer(problem, options)
+    except ShardError:
+        if not options.constraints:
+            raise
+        return _solved_answers(problem, ())
+    if known.tables is None:
+        return _solved_answers(problem, tuple(known.kept.combinations()))
+    return _eliminated_answers(problem, known, known.tables, compute_s)
 
 
-def _sequence_layouts(graph: Graph, names: tuple[str, ...], axis: Axis) -> dict[str, Layout]:
-    """Among some tensors those with a sequence of at least tp positions, each with the layout split along it."""
-    layouts = {}
-    for name in names:
-        if graph.producer(name) is None or not _has_sequence(graph, name):
-            continue
-        length = graph.tensors[name].shape[SEQUENCE_DIM]
-        if length >= axis.tp:
-            split = Split(dim=SEQUENCE_DIM, outer=1, chunk=-(-length // axis.tp), ways=axis.tp)
-            layouts[name] = Layout((split,))
-    return layouts
+def _eliminated_answers(
+    problem: ShardingProblem, known: _KnownLayer, tables: LayerTables, compute_s: dict[tuple[str, Ways], float]
+) -> _LayerAnswers:
+    """The answers under all combinations at once."""
+    compute_s |= compute_seconds(problem, problem.ops, known.splits, compute_s)
+    minimum = tables.minimise(tables.prices(problem, compute_s))
+
+    def sharded(combination: Combination) -> ShardedLayer:
+        chosen = tables.chosen(minimum, known.kept.places(combination))
+        return eliminated(_at(problem, combination), chosen, compute_s)
+
+    costs = {
+        combination: float(minimum.costs[known.kept.places(combination)]) / MICROSECONDS
+        for combination in known.kept.combinations()
+    }
+    return _LayerAnswers({combination: cost for combination, cost in costs.items() if math.isfinite(cost)}, sharded)
 
 
-def _gradients_entering(graph: Graph, layer: Layer) -> tuple[str, ...]:
-    made = {name for op in (*layer.forward, *layer.backward) for name in op.outputs}
-    read = dict.fromkeys(name for op in layer.backward for name in op.inputs)
-    producers = {name: graph.producer(name) for name in read if name not in made}
-    return tuple(name for name, op in producers.items() if op is not None and op.phase is Phase.BACKWARD)
+def _solved_answers(problem: ShardingProblem, combinations: Sequence[Combination]) -> _LayerAnswers:
+    """The answers under each combination by a solver; those that constraints and tied layouts forbid are left out."""
+    answers: dict[Combination, ShardedLayer] = {}
+    for combination in combinations:
+        try:
+            answers[combination] = shard_layer(_at(problem, combination))
+        except ShardError:
+            if not combination.tied and not problem.constraints:
+                raise
+    return _LayerAnswers({combination: answer.seconds for combination, answer in answers.items()}, answers.__getitem__)
 
 
-def _gradients_leaving(graph: Graph, layer: Layer) -> tuple[str, ...]:
-    return tuple(name for name, phase in leaving_tensors(graph, layer) if phase is Phase.BACKWARD)
-
-
-class _CombinationProgram:
-    """Variables and rows of the integer program in the module's docstring."""
-
-    def __init__(self, graph: Graph, tables: Mapping[str, Mapping[_Combination, ShardedLayer]]) -> None:
-        self.graph = graph
-        self.builder = ProblemBuilder("boundary layouts")
-        self.combinations = [list(tables[layer.key]) for layer in graph.layers]
-        self.chosen = [
-            self.builder.binaries(
-                len(combinations),
-                cost=[MICROSECONDS * tables[layer.key][combination].seconds for combination in combinations],
-            ).tolist()
-            for layer, combinations in zip(graph.layers, self.combinations, strict=True)
-        ]
-        self.one_combination_per_layer()
-        self.boundaries_agree()
-        self.tied_parameters_agree()
-
-    def one_combination_per_layer(self) -> None:
-        """Add constraint 1."""
-        for variables in self.chosen:
-            self.builder.rows(variables, lower=1.0, upper=1.0)
-
-    def boundaries_agree(self) -> None:
-        """Add constraint 2."""
-        for boundary in self.graph.layer_graph.boundaries:
-            if _has_sequence(self.graph, boundary.tensor):
-                for consumer in boundary.consumers:
-                    self._equal(
-                        self._where(boundary.producer, lambda combination: combination.leaves_split),
-                        self._where(consumer, lambda combination: combination.enters_split),
-                    )
-
-    def tied_parameters_agree(self) -> None:
-        """Add constraint 3."""
-        for name, users in self.graph.layer_graph.tied_parameters.items():
-            first, *further = users
-            for user in further:
-                layouts = {*self._tied_layouts(first, name)} | {*self._tied_layouts(user, name)}
-                for layout in sorted(layouts, key=str):
-                    self._equal(self._where_tied(first, name, layout), self._where_tied(user, name, layout))
-
-    def _tied_layouts(self, layer: int, name: str) -> list[Layout]:
-        """The layout of a tied parameter in each combination of a layer."""
-        place = _tied_names(self.graph, self.graph.layers[layer]).index(name)
-        return [combination.tied[place] for combination in self.combinations[layer]]
-
-    def _where_tied(self, layer: int, name: str, layout: Layout) -> list[int]:
-        layouts = self._tied_layouts(layer, name)
-        return [variable for variable, given in zip(self.chosen[layer], layouts, strict=True) if given == layout]
-
-    def _where(self, layer: int, is_meant: Callable[[_Combination], bool]) -> list[int]:
-        """The variables of a layer's combinations for which something holds."""
-        pairs = zip(self.chosen[layer], self.combinations[layer], strict=True)
-        return [variable for variable, combination in pairs if is_meant(combination)]
-
-    def _equal(self, left: list[int], right: list[int]) -> None:
-        """The sums of two lists of variables are equal."""
-        coefficients = [1.0] * len(left) + [-1.0] * len(right)
-        self.builder.rows([*left, *right], coefficients, lower=0.0, upper=0.0)
-
-    def solve(self, solver: SolverChain) -> list[_Combination]:
-        """One combination per layer, of least total seconds; raises ShardError where layers cannot agree."""
-        result = solve_linear(self.builder.build(), WorkLimits(), solver)
-        if result.solution is None:
-            raise ShardError("layers cannot agree on boundary layouts and tied parameters under these constraints.")
-        return [
-            next(
-                combination
-                for variable, combination in zip(variables, combinations, strict=True)
-                if result.solution[variable] > 0.5
-            )
-            for variables, combinations in zip(self.chosen, self.combinations, strict=True)
-        ]
-
-
-def sequence_lengths(graph: Graph) -> tuple[int, ...]:
-    """The lengths along which tensors between layers could be split, ascending."""
-    names = [boundary.tensor for boundary in graph.layer_graph.boundaries]
-    return tuple(sorted({graph.tensors[name].shape[SEQUENCE_DIM] for name in names if _has_sequence(graph, name)}))
-
-
-def _has_sequence(graph: Graph, name: str) -> bool:
-    """Whether a tensor that some op makes is an activation [batch, sequence, ...]."""
-    producer = graph.producer(name)
-    assert producer is not None
-    dims = producer.rule.results[producer.outputs.index(name)]
-    return len(dims) >= FEWEST_DIMS and any(producer.rule.factor(factor).is_batch for factor in dims[0].factors)
+def _at(problem: ShardingProblem, combination: Combination) -> ShardingProblem:
+    """The problem with the layouts of a combination."""
+    layouts = combination_layouts(problem.graph, problem.layer, problem.axis, combination)
+    return replace(problem, layouts=layouts)

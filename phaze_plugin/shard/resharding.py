@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phaze.cost import IDEAL, Calibration, Collective, price_collective
 from phaze.hardware import Cluster
@@ -61,6 +62,12 @@ class Axis:
         """The time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
         cost = self._costs[collective]
         return cost.latency_s + cost.s_per_byte * self._priced_bytes(collective, tensor_bytes)
+
+    def seconds_of_many(self, collective: Collective, tensor_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The times of a collective on tensors of so many bytes each; equal to `seconds` on each of them."""
+        cost = self._costs[collective]
+        priced = tensor_bytes / self.tp if collective is Collective.ALL_TO_ALL else tensor_bytes
+        return cost.latency_s + cost.s_per_byte * priced
 
     def joules(self, collective: Collective, tensor_bytes: float) -> float:
         """The energy of one device's part of a collective."""

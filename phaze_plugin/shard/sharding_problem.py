@@ -7,14 +7,14 @@ parameters and the target forbid. `seconds_of_splits` prices those that are left
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from phaze.cost import Collective, price_ops
 from phaze.errors import ShardError
 from phaze.ir import FactorKind, Graph, Layer, Op, OpKind, Phase, Role
-from phaze.ir.rule import factor_names, names_of
+from phaze.ir.rule import Rule, factor_names, names_of
 from phaze.shard.layout import WHOLE, Layout, LayoutConstraint, admits
 from phaze.shard.op_splits import OpSplit, Ways, head_factors, split_choices, splits_of_op, statistics_bytes
 from phaze.shard.resharding import Axis
@@ -24,6 +24,8 @@ __all__ = [
     "ShardingProblem",
     "check_heads",
     "chooses_its_split",
+    "compute_seconds",
+    "has_equal_splits",
     "leaving_tensors",
     "seconds_of_splits",
     "settle_s",
@@ -177,20 +179,30 @@ def seconds_of_splits(
     problem: ShardingProblem, ops: Sequence[Op], splits: Mapping[str, list[OpSplit]]
 ) -> dict[str, list[float]]:
     """The seconds of every split: the local op on all cores, and the collectives that belong to the op itself."""
+    compute_s = compute_seconds(problem, ops, splits)
+    return {
+        op.id: [compute_s[op.id, split.ways] + settle_s(problem, op, split) for split in splits[op.id]] for op in ops
+    }
+
+
+def compute_seconds(
+    problem: ShardingProblem,
+    ops: Sequence[Op],
+    splits: Mapping[str, Sequence[OpSplit]],
+    known: Container[tuple[str, Ways]] = (),
+) -> dict[tuple[str, Ways], float]:
+    """The seconds of the local op of every split on all cores, by op and factors split; not those already known."""
     local_ops: dict[tuple[str, Ways], Op] = {}
     for op in ops:
         for split in splits[op.id]:
             key = (op.id, split.ways)
-            if key not in local_ops:
+            if key not in local_ops and key not in known:
                 local_ops[key] = replace(op, rule=op.rule.local(dict(split.ways))) if split.ways else op
     axis = problem.axis
     estimate = price_ops(
         problem.graph, list(local_ops.values()), axis.cluster.accelerator, calibration=axis.calibration, prices={}
     )
-    compute_s = dict(zip(local_ops, estimate.spread_s[:, 0].tolist(), strict=True))
-    return {
-        op.id: [compute_s[op.id, split.ways] + settle_s(problem, op, split) for split in splits[op.id]] for op in ops
-    }
+    return dict(zip(local_ops, estimate.spread_s[:, 0].tolist(), strict=True))
 
 
 def settle_s(problem: ShardingProblem, op: Op, split: OpSplit) -> float:
@@ -202,6 +214,48 @@ def settle_s(problem: ShardingProblem, op: Op, split: OpSplit) -> float:
     for name, made, settled in zip(op.outputs, split.made, split.results, strict=True):
         total += problem.axis.move_s(made, settled, problem.graph.tensors[name].size_bytes)
     return total
+
+
+def has_equal_splits(known: ShardingProblem, problem: ShardingProblem) -> bool:
+    """Whether what was worked out for a layer holds for the same layer at another microbatch size.
+
+    It does where the ops differ in the sizes of batch factors only, and where these stand in dimensions of their own:
+    the batch is never split, so that no layout then depends on it.
+    """
+    tensors, others = known.graph.tensors, problem.graph.tensors
+    if problem.layer is known.layer:
+        return problem.graph is known.graph
+    return (
+        len(problem.ops) == len(known.ops)
+        and (problem.layer.inputs, problem.layer.outputs) == (known.layer.inputs, known.layer.outputs)
+        and all(map(_differ_in_batch_only, known.ops, problem.ops))
+        and all(tensors[name].role is others[name].role for op in problem.ops for name in op.inputs)
+    )
+
+
+def _differ_in_batch_only(known: Op, op: Op) -> bool:
+    if known is op:
+        return True
+    is_same_op = (known.id, known.kind, known.function, known.phase, known.gradient_of) == (
+        op.id,
+        op.kind,
+        op.function,
+        op.phase,
+        op.gradient_of,
+    )
+    return is_same_op and (known.inputs, known.outputs) == (op.inputs, op.outputs) and _rules_alike(known.rule, op.rule)
+
+
+def _rules_alike(known: Rule, rule: Rule) -> bool:
+    if known.operands != rule.operands or known.results != rule.results or len(known.factors) != len(rule.factors):
+        return False
+    batch = set()
+    for factor, other in zip(known.factors, rule.factors, strict=True):
+        if factor.is_batch and replace(factor, size=other.size) == other:
+            batch.add(factor.name)
+        elif factor != other:
+            return False
+    return all(len(dim.factors) == 1 or batch.isdisjoint(dim.factors) for dims in rule.tensors() for dim in dims)
 
 
 def leaving_tensors(graph: Graph, layer: Layer) -> list[tuple[str, Phase]]:

@@ -8,7 +8,7 @@ the device that holds most. A collective is an op of kind `collective` on the me
 from __future__ import annotations
 
 from phaze.cost import Collective
-from phaze.ir import Dim, Factor, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule
+from phaze.ir import Dim, Factor, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, Tensor
 from phaze.shard.layer_sharding import ShardedLayer
 from phaze.shard.layout import Layout
 from phaze.shard.op_splits import statistics_bytes
@@ -113,13 +113,20 @@ class _Slicer:
             inputs[0] = self._reduce_statistics(op, inputs[0], statistics)
         must_settle = [made != settled for made, settled in zip(split.made, split.results, strict=True)]
         names = [f"{name}:partial" if must else name for name, must in zip(op.outputs, must_settle, strict=True)]
+        rule = op.rule.local(dict(split.ways)) if split.ways else op.rule
+        # Where two factors are split and a result has one of them, a device sums up only its part of the result.
+        is_part = [
+            made.is_partial and rule.shape(dims) != self.graph.tensors[name].shape
+            for name, made, dims in zip(op.outputs, split.made, rule.results, strict=True)
+        ]
+        written = [f"{name}:part" if part else name for name, part in zip(names, is_part, strict=True)]
         local = Op(
             id=op.id if op.id not in self.builder.tensors else f"{op.id}:op",
             kind=op.kind,
             function=op.function,
-            rule=op.rule.local(dict(split.ways)) if split.ways else op.rule,
+            rule=rule,
             inputs=tuple(inputs),
-            outputs=tuple(names),
+            outputs=tuple(written),
             module=op.module,
             phase=op.phase,
             gradient_of=op.gradient_of,
@@ -129,9 +136,26 @@ class _Slicer:
         )
         self.builder.insert(local, [self.graph.tensors[name].dtype for name in op.outputs])
         for index, name in enumerate(op.outputs):
+            if is_part[index]:
+                self._place_part(op, written[index], names[index], self.graph.tensors[name])
             self.layouts[name] = split.results[index]
             if must_settle[index]:
                 self._reshard(names[index], name, split.made[index], split.results[index], op, name)
+
+    def _place_part(self, op: Op, part: str, result: str, whole: Tensor) -> None:
+        """Add the copy of a device's part of a sum into zeros of the whole shape, so that all devices' sums add up."""
+        placed = Op(
+            id=f"{result}:place",
+            kind=OpKind.COPY,
+            function="place",
+            rule=_moving_rule(self.builder.tensors[part].shape, whole.shape),
+            inputs=(part,),
+            outputs=(result,),
+            module=op.module,
+            phase=op.phase,
+            gradient_of=op.gradient_of,
+        )
+        self.builder.insert(placed, [whole.dtype])
 
     def _reduce_statistics(self, op: Op, source: str, size_bytes: int) -> str:
         """Add an all-reduce of a split normalization's statistics; what it works on passes through unchanged."""

@@ -12,6 +12,7 @@ from sharding import A100S
 
 import phaze
 from phaze.errors import ShardError
+from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode
 from phaze.ir.backward import derive_backward
 from phaze.ir.layers import single_layer
@@ -129,6 +130,17 @@ def test_shared_keys_stay_with_their_queries() -> None:
     local = slice_layer(model.layers[1])
     (scores,) = [op for op in local.ops if op.id.endswith(".scores") and op.phase is Phase.FORWARD]
     assert (scores.rule.size("g"), scores.rule.size("r")) == (1, 8)
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_fewer_key_heads_than_devices_are_sliced(mode: str) -> None:
+    """Devices that share a key head each add up a part of its gradient, which is placed before it is reduced."""
+    graph = phaze.import_graph("llama3-8b", sequence_length=1024)
+    options = ShardOptions(sequence_parallel=SequenceParallel(mode))
+    local = slice_layer(shard_model(graph, Axis(parse_cluster("a100-80gb:16"), 16), options).layers[1])
+    (scores,) = [op for op in local.ops if op.id.endswith(".scores") and op.phase is Phase.FORWARD]
+    assert (scores.rule.size("g"), scores.rule.size("r")) == (1, 2)
+    assert any(op.function == "place" for op in local.ops)
 
 
 def test_experts_are_split_or_their_hidden_size_whichever_is_cheaper() -> None:

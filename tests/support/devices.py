@@ -17,6 +17,7 @@ from oracles.numpy_reference import evaluate_op
 from phaze.ir import FactorKind, Op
 from phaze.ir.rule import names_of
 from phaze.shard import Layout, OpSplit, ShardedLayer, ShardingProblem
+from phaze.shard.layout import layout_of
 
 Array = NDArray[Any]
 Pieces = list[Array]
@@ -128,8 +129,21 @@ def _run_local(
     results = evaluate_op(local, pieces)
     for result, dims in zip(results, local.rule.results, strict=True):
         assert result.shape == local.rule.shape(dims)
+    results = tuple(
+        _placed(result, layout_of(op.rule, dims, ways_of), op.rule.shape(dims), device) if made.is_partial else result
+        for result, dims, made in zip(results, op.rule.results, split.made, strict=True)
+    )
     share = math.prod(local.rule.size(name) / op.rule.size(name) for name in ways_of if name in _averaged(op))
     return tuple(result * share for result in results) if share != 1 else results
+
+
+def _placed(part: Array, layout: Layout, shape: tuple[int, ...], device: int) -> Array:
+    """A device's part of a partial sum among zeros; itself where it is a sum of the whole."""
+    if part.shape == shape:
+        return part
+    whole = np.zeros(shape, part.dtype)
+    whole[np.ix_(*piece_index(layout, shape, device))] = part
+    return whole
 
 
 def _averaged(op: Op) -> frozenset[str]:

@@ -1,0 +1,173 @@
+"""One combination for each layer of a model, so that layers agree on what is between them, of least seconds in all.
+
+Variables
+    y[l,a,b,c]  binary, 1 where layer l has the combination of what enters (a), what leaves (b) and tied layouts (c)
+
+Objective, in microseconds
+    minimise    sum over layers l of y[l,a,b,c] seconds[l,a,b,c]
+
+Constraints
+ 1. each layer has one combination                                   `one_combination_per_layer`
+ 2. what a layer leaves is what every layer that it feeds receives   `boundaries_agree`
+ 3. layers that share a tied parameter give it the same layout       `tied_parameters_agree`
+
+Without a named solver the same is found by elimination (`eliminate_combinations`), over one variable for each layer
+with a value for each of its combinations, and a table for each two layers that must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from phaze.errors import ShardError
+from phaze.ir import Graph
+from phaze.shard.elimination import FloatArray, plan_elimination
+from phaze.shard.layer_boundaries import Combination, has_sequence, tied_names
+from phaze.shard.layer_tables import MICROSECONDS
+from phaze.shard.layout import Layout
+from phaze.solvers import AUTOMATIC_SOLVERS, ProblemBuilder, SolverChain, WorkLimits, solve_linear
+
+__all__ = ["choose_combinations"]
+
+SecondsByCombination = Mapping[Combination, float]
+"""The least seconds of a layer under each combination that it can be sharded for."""
+
+
+def choose_combinations(
+    graph: Graph, seconds: Mapping[str, SecondsByCombination], solver: SolverChain
+) -> list[Combination]:
+    """One combination per layer, of least total seconds; raises ShardError where layers cannot agree."""
+    chosen = eliminate_combinations(graph, seconds) if solver is AUTOMATIC_SOLVERS else None
+    return chosen or _CombinationProgram(graph, seconds).solve(solver)
+
+
+def eliminate_combinations(graph: Graph, seconds: Mapping[str, SecondsByCombination]) -> list[Combination] | None:
+    """The best combinations by elimination; None where its tables would be too large, or where layers cannot agree."""
+    offered = {key: list(by_combination) for key, by_combination in seconds.items()}
+    keys = [layer.key for layer in graph.layers]
+    scopes: list[tuple[int, ...]] = [(layer.index,) for layer in graph.layers]
+    costs = {key: np.array(list(by_combination.values())) for key, by_combination in seconds.items()}
+    tables: list[FloatArray] = [costs[key] for key in keys]
+    known: dict[object, FloatArray] = {}
+    for first, second, is_agreed, kind in _agreements(graph):
+        pair = (keys[first], keys[second], kind)
+        if pair not in known:
+            agreed = [[is_agreed(left, right) for right in offered[pair[1]]] for left in offered[pair[0]]]
+            known[pair] = np.where(agreed, 0.0, np.inf)
+        if known[pair].any():
+            scopes.append((first, second))
+            tables.append(known[pair])
+    plan = plan_elimination([len(offered[key]) for key in keys], scopes)
+    minimum = None if plan is None else plan.minimise(tables)
+    if minimum is None or not np.isfinite(minimum.costs):
+        return None
+    return [offered[key][value] for key, value in zip(keys, minimum.values(), strict=True)]
+
+
+def _agreements(
+    graph: Graph,
+) -> Iterator[tuple[int, int, Callable[[Combination, Combination], bool], object]]:
+    """Constraints 2 and 3: two layers, whether combinations of them agree, and a name for what they agree on."""
+    for boundary in graph.layer_graph.boundaries:
+        if has_sequence(graph, boundary.tensor):
+            for consumer in boundary.consumers:
+                yield boundary.producer, consumer, _is_received_as_left, "boundary"
+    for name, (first, *others) in graph.layer_graph.tied_parameters.items():
+        place = tied_names(graph, graph.layers[first]).index(name)
+        for other in others:
+            other_place = tied_names(graph, graph.layers[other]).index(name)
+            yield first, other, _SameLayout(place, other_place), (place, other_place)
+
+
+def _is_received_as_left(producer: Combination, consumer: Combination) -> bool:
+    return producer.leaves_split is consumer.enters_split
+
+
+@dataclass(frozen=True, slots=True)
+class _SameLayout:
+    """Whether two layers give a tied parameter one layout; its places in their `Combination.tied` are given."""
+
+    first: int
+    second: int
+
+    def __call__(self, left: Combination, right: Combination) -> bool:
+        return left.tied[self.first] == right.tied[self.second]
+
+
+class _CombinationProgram:
+    """Variables and rows of the integer program in the module's docstring."""
+
+    def __init__(self, graph: Graph, seconds: Mapping[str, SecondsByCombination]) -> None:
+        self.graph = graph
+        self.builder = ProblemBuilder("boundary layouts")
+        self.combinations = [list(seconds[layer.key]) for layer in graph.layers]
+        self.chosen = [
+            self.builder.binaries(
+                len(combinations),
+                cost=[MICROSECONDS * seconds[layer.key][combination] for combination in combinations],
+            ).tolist()
+            for layer, combinations in zip(graph.layers, self.combinations, strict=True)
+        ]
+        self.one_combination_per_layer()
+        self.boundaries_agree()
+        self.tied_parameters_agree()
+
+    def one_combination_per_layer(self) -> None:
+        """Add constraint 1."""
+        for variables in self.chosen:
+            self.builder.rows(variables, lower=1.0, upper=1.0)
+
+    def boundaries_agree(self) -> None:
+        """Add constraint 2."""
+        for boundary in self.graph.layer_graph.boundaries:
+            if has_sequence(self.graph, boundary.tensor):
+                for consumer in boundary.consumers:
+                    self._equal(
+                        self._where(boundary.producer, lambda combination: combination.leaves_split),
+                        self._where(consumer, lambda combination: combination.enters_split),
+                    )
+
+    def tied_parameters_agree(self) -> None:
+        """Add constraint 3."""
+        for name, users in self.graph.layer_graph.tied_parameters.items():
+            first, *further = users
+            for user in further:
+                layouts = {*self._tied_layouts(first, name)} | {*self._tied_layouts(user, name)}
+                for layout in sorted(layouts, key=str):
+                    self._equal(self._where_tied(first, name, layout), self._where_tied(user, name, layout))
+
+    def _tied_layouts(self, layer: int, name: str) -> list[Layout]:
+        """The layout of a tied parameter in each combination of a layer."""
+        place = tied_names(self.graph, self.graph.layers[layer]).index(name)
+        return [combination.tied[place] for combination in self.combinations[layer]]
+
+    def _where_tied(self, layer: int, name: str, layout: Layout) -> list[int]:
+        layouts = self._tied_layouts(layer, name)
+        return [variable for variable, given in zip(self.chosen[layer], layouts, strict=True) if given == layout]
+
+    def _where(self, layer: int, is_meant: Callable[[Combination], bool]) -> list[int]:
+        """The variables of a layer's combinations for which something holds."""
+        pairs = zip(self.chosen[layer], self.combinations[layer], strict=True)
+        return [variable for variable, combination in pairs if is_meant(combination)]
+
+    def _equal(self, left: list[int], right: list[int]) -> None:
+        """The sums of two lists of variables are equal."""
+        coefficients = [1.0] * len(left) + [-1.0] * len(right)
+        self.builder.rows([*left, *right], coefficients, lower=0.0, upper=0.0)
+
+    def solve(self, solver: SolverChain) -> list[Combination]:
+        """One combination per layer, of least total seconds; raises ShardError where layers cannot agree."""
+        result = solve_linear(self.builder.build(), WorkLimits(), solver)
+        if result.solution is None:
+            raise ShardError("layers cannot agree on boundary layouts and tied parameters under these constraints.")
+        return [
+            next(
+                combination
+                for variable, combination in zip(variables, combinations, strict=True)
+                if result.solution[variable] > 0.5
+            )
+            for variables, combinations in zip(self.chosen, self.combinations, strict=True)
+        ]
