@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,6 +16,9 @@ from phaze.commands.question_arguments import (
     question_options,
     shown_progress,
 )
+
+if TYPE_CHECKING:
+    from phaze.plan.plan import Plan
 
 __all__ = ["evaluate_strategy", "optimize_model"]
 
@@ -41,15 +45,25 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
             time_limit_s=arguments.time_limit,
             **question_options(arguments),
         )
-    if arguments.out is not None:
-        plan.save(arguments.out)
+    written = _write(plan, arguments)
     texts = [str(plan)]
     if arguments.explain or not plan.is_feasible:
         texts += ["", plan.explain()]
-    if arguments.out is not None:
-        texts += ["", f"saved to {arguments.out}"]
+    texts += written
     show(console, arguments, json.loads(plan.to_json()), *texts)
     return ExitCode.FINE if plan.is_feasible else ExitCode.ERROR
+
+
+def _write(plan: Plan, arguments: Namespace) -> list[str]:
+    """Write the files of a plan that are wanted, and say so."""
+    written = []
+    if arguments.out is not None:
+        plan.save(arguments.out)
+        written += ["", f"saved to {arguments.out}"]
+    if arguments.trace is not None:
+        plan.save_trace(arguments.trace)
+        written += ["", f"trace written to {arguments.trace}; chrome://tracing and ui.perfetto.dev show it"]
+    return written
 
 
 optimize_model = Command(
@@ -109,16 +123,14 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
             time_limit_s=arguments.time_limit,
             **question_options(arguments),
         )
-    if arguments.out is not None:
-        evaluation.plan.save(arguments.out)
+    written = _write(evaluation.plan, arguments)
     document = {
         "plan": json.loads(evaluation.plan.to_json()),
         "best": None if evaluation.best is None else json.loads(evaluation.best.to_json()),
         "slower_than_best": evaluation.slower_than_best,
         "change": evaluation.change,
     }
-    saved = [] if arguments.out is None else ["", f"saved to {arguments.out}"]
-    show(console, arguments, document, str(evaluation), *saved)
+    show(console, arguments, document, str(evaluation), *written)
     return ExitCode.FINE if evaluation.is_feasible else ExitCode.ERROR
 
 

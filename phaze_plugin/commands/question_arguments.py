@@ -58,6 +58,7 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
 
 
 def numbers(text: str) -> tuple[int, ...]:

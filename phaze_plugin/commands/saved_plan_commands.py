@@ -49,6 +49,7 @@ def _configure_compare(parser: ArgumentParser) -> None:
     """Add the arguments of `phaze compare`."""
     parser.add_argument("first", metavar="FIRST", help="a plan that was saved")
     parser.add_argument("second", metavar="SECOND", help="another one")
+    parser.add_argument("--html", metavar="FILE", help="also write them side by side as a page")
     add_json_option(parser)
 
 
@@ -59,7 +60,11 @@ def _run_compare(arguments: Namespace, console: Console) -> int:
 
     comparison = phaze.compare(phaze.load_plan(arguments.first), phaze.load_plan(arguments.second))
     document = {"speedup": comparison.speedup, "rows": to_document(comparison.rows)}
-    show(console, arguments, document, str(comparison))
+    written = []
+    if arguments.html is not None:
+        comparison.report(arguments.html)
+        written.append(f"wrote {arguments.html}")
+    show(console, arguments, document, str(comparison), *written)
     return ExitCode.FINE
 
 

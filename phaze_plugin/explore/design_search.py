@@ -32,6 +32,7 @@ from phaze.explore.search_result import (
 )
 from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import Evaluation
+from phaze.hardware import Accelerator
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.installed import installed_plugins
 from phaze.plan.plan import Plan
@@ -212,7 +213,7 @@ def _design(state: SearchState, point: int, evaluations: Sequence[Evaluation], h
         hbm_gib=hbm_bytes / _GIB,
         area_mm2=float(state.areas_mm2[point]),
         value=judged.value,
-        fields={name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)},
+        fields=_fields(chip),
         models=tuple(
             _model_row(name, model_question.global_batch_size, evaluation, ratio)
             for name, model_question, evaluation, ratio in zip(
@@ -220,6 +221,11 @@ def _design(state: SearchState, point: int, evaluations: Sequence[Evaluation], h
             )
         ),
     )
+
+
+def _fields(chip: Accelerator) -> dict[str, object]:
+    """The cores, sizes, clock and bandwidth of a design."""
+    return {name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
 
 
 def _model_row(name: str, samples: int, evaluation: Evaluation, ratio: float | None) -> ModelRow:
@@ -279,7 +285,16 @@ def _certificate(best_first: BestFirstSearch) -> Certificate:
         bounds=state.bound_count,
         is_finished=not best_first.is_interrupted,
         scope=_scope(question),
-        pruned=tuple(PrunedBox(name=box.name, points=len(box), bound=upper_bound) for box, upper_bound in state.closed),
+        pruned=tuple(
+            PrunedBox(
+                name=box.name,
+                points=len(box),
+                bound=upper_bound,
+                least_area_mm2=float(state.areas_mm2[box.points].min()),
+                most_area_mm2=float(state.areas_mm2[box.points].max()),
+            )
+            for box, upper_bound in state.closed
+        ),
     )
 
 
@@ -321,4 +336,7 @@ def _explored(best_first: BestFirstSearch) -> tuple[Explored, ...]:
     assert best is not None
     # The best may have been tried only, and its box closed since: its bound is then that of the box.
     explored[best.point] = replace(explored[best.point], state="evaluated", value=best.value)
+    for point, row in explored.items():
+        if row.state == "evaluated":
+            explored[point] = replace(row, fields=_fields(best_first.question.points.at(point)))
     return tuple(explored[point] for point in range(len(names)))

@@ -7,19 +7,21 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phaze.json_records import to_document, write_whole
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
+from phaze.report.notebook_views import search_view
 from phaze.report.plan_text import seconds_text
+from phaze.report.search_page import search_page
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["Certificate", "Design", "Explored", "MemoryRow", "ModelRow", "PrunedBox", "SearchProgress", "SearchResult"]
 
 FORMAT = "phaze-search"
-VERSION = 2
-"""Version 2 spells the keys of the question as `phaze.search` does."""
+VERSION = 3
+"""Version 3 also has the designs that were evaluated, and the areas of those that were pruned together."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
 """The parts of a strategy that a line about a model shows."""
@@ -111,11 +113,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedBox:
-    """Accelerators that were pruned together, and the bound that none of their values exceeds."""
+    """Accelerators that were pruned together, the bound that none of their values exceeds, and their areas."""
 
     name: str
     points: int
     bound: float
+    least_area_mm2: float
+    most_area_mm2: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,7 @@ class Explored:
         bound: its value is no higher.
         value: its value; None where it was not evaluated, or only as far as it took to see that it is not the best.
         box: the box that it was pruned or left open with.
+        fields: its cores and sizes if it was evaluated, else nothing.
     """
 
     name: str
@@ -166,6 +171,7 @@ class Explored:
     bound: float
     value: float | None
     box: str
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,21 +205,34 @@ class SearchResult:
     explored: tuple[Explored, ...] = field(repr=False)
 
     def to_json(self) -> str:
-        """Everything but the table of explored accelerators, as a JSON document."""
-        document = {name: value for name, value in to_document(self).items() if name != "explored"}
+        """Everything as a JSON document; of the explored accelerators those that were evaluated."""
+        evaluated = tuple(row for row in self.explored if row.state == "evaluated")
+        document = to_document(replace(self, explored=evaluated))
         return json.dumps({"format": FORMAT, "version": VERSION, **document}, indent=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document."""
         write_whole(path, self.to_json())
 
+    def to_html(self) -> str:
+        """The search's page: one self-contained HTML document."""
+        return search_page(json.loads(self.to_json()))
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the search's page: whole or not at all."""
+        write_whole(path, self.to_html())
+
+    def _repr_html_(self) -> str:
+        return search_view(json.loads(self.to_json()), str(self))
+
     def explored_csv(self) -> str:
         """The explored accelerators as CSV: a line for each, in the order of the space."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(Explored.__slots__)
+        names = [name for name in Explored.__slots__ if name != "fields"]
+        writer.writerow(names)
         for row in self.explored:
-            values = (getattr(row, name) for name in Explored.__slots__)
+            values = (getattr(row, name) for name in names)
             writer.writerow(["" if value is None else value for value in values])
         return text.getvalue()
 

@@ -127,6 +127,11 @@ class Graph:
     def __str__(self) -> str:
         return format_graph(self)
 
+    def _repr_html_(self) -> str:
+        from phaze.report.notebook_views import graph_view
+
+        return graph_view(self)
+
     def __repr__(self) -> str:
         return (
             f"<Graph {self.name}: {self.parameter_count:,} parameters, {len(self.ops):,} ops, "

@@ -387,6 +387,11 @@ class Plan:
 
         return export_plan(self, installed_plugins(), target, model)
 
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the step's timeline as a trace that chrome://tracing and Perfetto show: whole or not at all."""
+        about = {"model": self.model.name, "strategy": to_document(self.strategy), "step_time_s": self.step_time_s}
+        write_whole(path, json.dumps({**self.timeline().chrome_trace(), "otherData": about}, allow_nan=False))
+
     def to_html(self) -> str:
         """The plan's page: one self-contained HTML document, with as much of its explanation as was looked for."""
         from phaze.report.plan_page import plan_page

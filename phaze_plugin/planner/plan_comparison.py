@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 from phaze.errors import shown
+from phaze.json_records import write_whole
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan
+from phaze.report.comparison_page import comparison_page
+from phaze.report.notebook_views import comparison_view
 from phaze.report.plan_text import seconds_text
 
 __all__ = ["Comparison", "compare"]
@@ -35,6 +39,17 @@ class Comparison:
     def speedup(self) -> float:
         """Samples per second of the second plan over those of the first."""
         return self.second.samples_per_s / self.first.samples_per_s
+
+    def to_html(self) -> str:
+        """The comparison's page: one self-contained HTML document."""
+        return comparison_page(self.first, self.second, [astuple(row) for row in self.rows], self.speedup)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the comparison's page: whole or not at all."""
+        write_whole(path, self.to_html())
+
+    def _repr_html_(self) -> str:
+        return comparison_view([astuple(row) for row in self.rows], self.speedup)
 
     def __str__(self) -> str:
         cells = [("", "first", "second", "second against first")]

@@ -20,6 +20,7 @@ from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Progress, TimeLimitError, Watch
 from phaze.planner.strategy_search import Answer, choose
 from phaze.question import Question, QuestionOptions, ask
+from phaze.report.notebook_views import evaluation_view
 from phaze.report.plan_text import seconds_text, strategy_text, summary
 from phaze.tolerances import EQUAL_RESULTS
 
@@ -102,6 +103,9 @@ class Evaluation:
     def slower_than_best(self) -> float | None:
         """By which part the strategy's step takes longer than the best plan's."""
         return None if self.best is None else self.plan.step_time_s / self.best.step_time_s - 1
+
+    def _repr_html_(self) -> str:
+        return evaluation_view(self.plan, self.best, self.change)
 
     def __str__(self) -> str:
         lines = [summary(self.plan)]

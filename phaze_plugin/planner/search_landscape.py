@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+
+import numpy as np
 
 from phaze.parallelism import Parallelism
 from phaze.place import PreparedProblem
@@ -47,9 +48,11 @@ def landscape(answer: Answer) -> Landscape:
         for met in _bounded(candidate, answer.placement.time_s)
         if _degrees(met) not in known
     ]
+    searches = [candidate.result.search for candidate in answer.candidates if candidate.result.search is not None]
+    only_bounded = sum(int(np.isfinite(search.bounded.bound_s).sum()) for search in searches)
     listed = [*sorted(simulated, key=_order), *sorted(bounded, key=_order)[:_MOST_BOUNDED]]
     columns = {field.name: tuple(getattr(met, field.name) for met in listed) for field in fields(_Met)}
-    return Landscape(met=len(simulated) + len(bounded), **columns)
+    return Landscape(met=max(len(simulated) + only_bounded, len(listed)), **columns)
 
 
 def _degrees(met: _Met) -> tuple[object, ...]:
@@ -73,15 +76,16 @@ def _simulated(candidate: Candidate) -> Iterator[_Met]:
 
 
 def _bounded(candidate: Candidate, best_s: float) -> Iterator[_Met]:
-    """The strategies of one microbatch size and tp that have only a bound."""
+    """The most promising strategies of one microbatch size and tp that have only a bound."""
     search = candidate.result.search
     if search is None:
         return
     table = search.bounded
-    for index, bound_s in enumerate(table.bound_s.tolist()):
-        if math.isfinite(bound_s):
-            state = "open" if bound_s < best_s else "pruned"
-            yield _met(candidate, table.parallelism(index), state, bound_s, float(table.least_bytes[index]))
+    finite = np.flatnonzero(np.isfinite(table.bound_s))
+    for index in finite[np.argsort(table.bound_s[finite], kind="stable")][:_MOST_BOUNDED].tolist():
+        bound_s = float(table.bound_s[index])
+        state = "open" if bound_s < best_s else "pruned"
+        yield _met(candidate, table.parallelism(index), state, bound_s, float(table.least_bytes[index]))
 
 
 def _met(candidate: Candidate, parallelism: Parallelism, state: str, seconds: float, memory_bytes: float) -> _Met:

@@ -1,13 +1,19 @@
-"""What notebooks show of a plan: its numbers, its step and its memory as plain HTML without any script."""
+"""What notebooks show of plans, graphs, searches and comparisons: plain HTML without any script."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phaze.ir import Graph, Phase
 from phaze.plan.plan import Plan
-from phaze.report.html_elements import Markup, element
+from phaze.report.comparison_page import difference_table, speedup_text
+from phaze.report.html_elements import Markup, element, table
 from phaze.report.plan_page import GIB
 from phaze.report.plan_text import seconds_text, strategy_text, verdict
 
-__all__ = ["plan_view"]
+__all__ = ["comparison_view", "evaluation_view", "graph_view", "plan_view", "search_view"]
 
 _COLOURS = ("#2f6fc4", "#e08a1e", "#9da1ab", "#4c9a6a", "#8a63c6", "#c94f6d", "#3aa6a6", "#9c7a4d")
 """Colours that can be told apart on light and on dark notebooks."""
@@ -84,3 +90,59 @@ _TRACK = "flex:1;display:flex;height:.9em;background:rgba(127,127,127,.2);border
 def _part(name: str, value: float, scale: float, colour: str, unit: str) -> Markup:
     width = f"width:{value / scale:.3%};background:{colour}"
     return element("span", style=width, title=f"{name}: {value:.3g} {unit}")
+
+
+def evaluation_view(plan: Plan, best: Plan | None, change: str | None) -> str:
+    """A priced strategy in a cell of a notebook, and the best plan below it."""
+    if best is None:
+        return plan_view(plan)
+    slower = plan.step_time_s / best.step_time_s - 1
+    told = f"The best plan takes {seconds_text(best.step_time_s)}; this strategy is {abs(slower):.2%} "
+    told += f"{'slower' if slower >= 0 else 'faster'}. Most valuable single change: {change or 'none helps'}."
+    return element("div", Markup(plan_view(plan)), element("p", told), Markup(plan_view(best)))
+
+
+def comparison_view(rows: Sequence[tuple[str, str, str, str]], speedup: float) -> str:
+    """Two plans in a cell of a notebook."""
+    return element("div", element("p", speedup_text(speedup)), difference_table(rows))
+
+
+def search_view(document: Mapping[str, Any], text: str) -> str:
+    """The answer of a search in a cell of a notebook: its text, and the evaluated designs by their value."""
+    rows = sorted((row for row in document["explored"] if row["value"]), key=lambda row: -row["value"])[:_MOST_BARS]
+    drawn = [(row["name"], {"value": row["value"]}) for row in rows]
+    best = document["best"]
+    return element(
+        "div",
+        element("p", element("strong", f"{best['name']}, {best['hbm_gib']:g} GiB of HBM, {best['area_mm2']:.0f} mm²")),
+        element("pre", text),
+        bars(drawn, document["certificate"]["bound"], "(bound)") if drawn else "",
+        element("p", element("small", "result.report('search.html') writes the whole page.")),
+    )
+
+
+def graph_view(graph: Graph) -> str:
+    """A model in a cell of a notebook: its layers, their parameters and their share of the work."""
+    counts = Counter(layer.key for layer in graph.layers)
+    work = {layer.key: sum(op.flops for op in layer.forward) for layer in graph.distinct_layers}
+    total = sum(work[layer.key] for layer in graph.layers) or 1
+    rows = [
+        (
+            layer.name,
+            f"{counts[layer.key]:,}",
+            f"{len(layer.forward):,}",
+            f"{sum(graph.tensors[name].elements for name in layer.parameters):,}",
+            f"{counts[layer.key] * work[layer.key] / total:.1%}",
+        )
+        for layer in graph.distinct_layers
+    ]
+    about = (
+        f": {graph.parameter_count:,} parameters, {len(graph.layers):,} layers, {len(graph.ops):,} ops, "
+        f"{graph.matmul_flops(Phase.FORWARD) / graph.micro_batch_size / 1e12:.4g} Tflop of products a sample forward"
+    )
+    headings = ["layer", ">how many", ">forward ops", ">parameters each", ">forward work"]
+    return element(
+        "div",
+        element("p", element("strong", graph.name), about),
+        table(headings, rows, aria_label="Layers of the model"),
+    )

@@ -13,7 +13,7 @@ from importlib.resources import files
 import phaze
 from phaze.report.html_elements import Markup, data_script, element, joined
 
-__all__ = ["CHART_LIBRARIES", "build_page", "section"]
+__all__ = ["CHART_LIBRARIES", "build_page", "chart", "section"]
 
 CHART_LIBRARIES = ("d3.min.js", "plot.umd.min.js")
 """What charts are drawn with; `page_assets/LICENSES.txt` says whose they are."""
@@ -57,6 +57,13 @@ def build_page(
         *(element("script", Markup(program)) for program in programs),
     )
     return "<!doctype html>\n" + element("html", head, page_body, lang="en") + "\n"
+
+
+def chart(name: str, label: str) -> Markup:
+    """The place of a chart that a script draws."""
+    missing = element("noscript", "This chart is drawn by a script, which is switched off.")
+    place = element("div", missing, id=f"{name}-chart", class_="chart", role="group", aria_label=label)
+    return element("figure", place)
 
 
 def section(name: str, heading: str, *children: str) -> Markup:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from phaze.plan.plan import LayerKind, Plan, PlanStatus, SplitDim
 from phaze.report.device_mesh import link_traffic, places
 from phaze.report.html_elements import Markup, element, joined, table
-from phaze.report.page import build_page, section
+from phaze.report.page import build_page, chart, section
 from phaze.report.plan_text import provenance_lines, seconds_text, strategy_text, verdict
 from phaze.report.plan_words import plural, strategy_sentence, uncertainty_text
 from phaze.report.timeline_columns import timeline_columns
@@ -63,7 +63,7 @@ def plan_page(plan: Plan) -> str:
         body,
         plan_chart_data(plan),
         contents=_CONTENTS,
-        scripts=("timeline.js", "plan.js"),
+        scripts=("timeline.js", "memory.js", "plan.js"),
     )
 
 
@@ -219,14 +219,6 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
-def _chart(name: str, label: str, *more: str) -> Markup:
-    """The place of a chart that a script draws."""
-    missing = element("noscript", "This chart is drawn by a script, which is switched off.")
-    return element(
-        "figure", element("div", missing, id=f"{name}-chart", class_="chart", role="group", aria_label=label), *more
-    )
-
-
 def _timeline_section(plan: Plan) -> Markup:
     rows = [(str(index), _busy(plan, index)) for index in range(len(plan.stages))]
     how = (
@@ -242,7 +234,7 @@ def _timeline_section(plan: Plan) -> Markup:
         "timeline",
         "Timeline of one step",
         element("p", how),
-        _chart("timeline", "Timeline of the pipeline"),
+        chart("timeline", "Timeline of the pipeline"),
         element("details", element("summary", "The passes of every stage as a table"), stages),
     )
 
@@ -276,7 +268,7 @@ def _memory_section(plan: Plan) -> Markup:
         "memory",
         "Memory",
         element("p", text),
-        _chart("memory", "Memory of every place in the pipeline by item"),
+        chart("memory", "Memory of every place in the pipeline by item"),
         element(
             "details",
             element("summary", "The same as a table"),
@@ -315,7 +307,7 @@ def _mesh_section(plan: Plan) -> Markup:
         "mesh",
         "Devices and links",
         element("p", text, "Links: " + "; ".join(told) + "." if told else ""),
-        _chart("mesh", "Devices by pipeline place, copy and tensor-parallel neighbour"),
+        chart("mesh", "Devices by pipeline place, copy and tensor-parallel neighbour"),
         links if rows else element("p", "Nothing is sent between devices."),
     )
 
@@ -341,7 +333,7 @@ def _layers_section(plan: Plan) -> Markup:
             "One microbatch through all layers: every area is an operator (with what is fused into it), as large as "
             "its time, in the colour of what decides it.",
         ),
-        _chart("layers", "Operators by time, grouped by layer"),
+        chart("layers", "Operators by time, grouped by layer"),
         table(
             ["layer", ">how many", "recompute", ">forward", ">backward", ">recompute time"],
             rows,
@@ -362,8 +354,8 @@ def _landscape_section(plan: Plan) -> Markup:
     )
     if met.met <= 1:
         text = "The strategy was given, so that nothing else was searched."
-    chart = () if met.met <= 1 else (_chart("landscape", "Strategies by step time and memory"),)
-    return section("landscape", "What was searched", element("p", text), *chart)
+    drawn = () if met.met <= 1 else (chart("landscape", "Strategies by step time and memory"),)
+    return section("landscape", "What was searched", element("p", text), *drawn)
 
 
 def _others_section(plan: Plan) -> Markup:

@@ -45,3 +45,22 @@ def test_a_file_that_is_no_plan_is_refused_by_name(
     assert "foreign.json" in told
     assert message in told
     assert not (tmp_path / "foreign.html").exists()
+
+
+def test_a_plans_trace_has_a_slice_for_every_event_of_the_simulator(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    assert main(["report", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "trace.json")]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(plan.timeline().events)
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(plan.step_time_s * 1e6)
+    assert {frozenset(event) for event in slices} == {
+        frozenset(("name", "cat", "ph", "ts", "dur", "pid", "tid", "args"))
+    }
+    lanes: dict[tuple[int, int], float] = {}
+    for event in sorted(slices, key=lambda event: event["ts"]):  # slices of a thread may nest, but not cross
+        lane = (event["pid"], event["tid"])
+        assert event["dur"] > 0
+        assert event["ts"] >= lanes.get(lane, 0.0) - 1e-3
+        lanes[lane] = event["ts"] + event["dur"]

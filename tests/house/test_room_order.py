@@ -50,6 +50,7 @@ ORDER = (
 )
 
 BACKWARD = {
+    ("ir", "report"): "a graph shows itself in a notebook when asked to",
     ("plan", "report"): "a plan prints and explains itself when asked to",
     ("hardware", "installed"): "a chip by name may be a plugin's; plugins are loaded where the user passes none",
 }

@@ -183,7 +183,7 @@ def test_no_name_brings_its_own_markup_or_script(browser: Browser, pipelined: Pl
         assert "onerror" in (page.locator("h1").text_content() or "")
         assert page.title().startswith("</script>")
         assert count(page, "img") == 0
-        assert count(page, "script") == 1 + 2 + 3
+        assert count(page, "script") == 1 + 2 + 4
         assert (
             page.evaluate("[...document.scripts].filter((script) => script.textContent.includes('broken')).length") == 1
         )

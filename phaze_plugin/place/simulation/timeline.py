@@ -90,23 +90,37 @@ class Timeline:
         return "\n".join([*lines, f"{'':11}0{'':{columns - 11}}{self.time_s:>10.4g} s", legend])
 
     def chrome_trace(self) -> dict[str, object]:
-        """The events as `chrome://tracing` and Perfetto read them: complete events in microseconds."""
-        return {
-            "displayTimeUnit": "ms",
-            "traceEvents": [
-                {
-                    "name": f"{event.kind} {event.micro_batch}" if event.micro_batch >= 0 else str(event.kind),
-                    "cat": str(event.kind),
-                    "ph": "X",
-                    "ts": event.start_s * 1e6,
-                    "dur": (event.end_s - event.start_s) * 1e6,
-                    "pid": 0,
-                    "tid": event.device,
-                    "args": {"stage": event.stage, "microbatch": event.micro_batch},
-                }
-                for event in self.events
-            ],
-        }
+        """The events as `chrome://tracing` and Perfetto read them: complete events in microseconds.
+
+        Every place of the pipeline is a process, its compute and its links are two threads.
+        """
+        names = [
+            {"name": kind, "ph": "M", "pid": device, "tid": thread, "args": {"name": name}}
+            for device in range(self.devices)
+            for kind, thread, name in (
+                ("process_name", 0, f"place {device}"),
+                ("thread_name", 0, "compute"),
+                ("thread_name", 1, "links"),
+            )
+        ]
+        events = [
+            {
+                "name": f"{event.kind} {event.micro_batch}" if event.micro_batch >= 0 else str(event.kind),
+                "cat": str(event.kind),
+                "ph": "X",
+                "ts": event.start_s * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+                "pid": event.device,
+                "tid": int(event.kind in _ON_LINKS),
+                "args": {"stage": event.stage, "microbatch": event.micro_batch},
+            }
+            for event in self.events
+        ]
+        return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+
+
+_ON_LINKS = (EventKind.RECEIVE, EventKind.REDUCE)
+"""What a device's links do; everything else is compute."""
 
 
 def _mark(event: Event) -> str:

@@ -15,6 +15,8 @@ const page = (() => {
     return value ? `${Number((value * 1e6).toPrecision(4))} us` : "0 s";
   };
 
+  const number = (value) => (value < 1e4 ? String(Number(value.toPrecision(5))) : d3.format(",.0f")(value));
+
   const showTip = (text, x, y) => {
     tip.textContent = text;
     tip.hidden = false;
@@ -117,5 +119,5 @@ const page = (() => {
     });
   }
 
-  return { data, colour, seconds, showTip, hideTip, chart, inspectable, legend, style };
+  return { data, colour, seconds, number, showTip, hideTip, chart, inspectable, legend, style };
 })();

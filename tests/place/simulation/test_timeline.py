@@ -26,8 +26,11 @@ def test_the_timeline_shows_every_pass_and_ends_with_the_batch() -> None:
     assert "0" in text.splitlines()[0]
     trace = timeline.chrome_trace()
     assert json.loads(json.dumps(trace)) == trace
-    assert len(trace["traceEvents"]) == len(timeline.events)
-    assert {event["ph"] for event in trace["traceEvents"]} == {"X"}
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(timeline.events)
+    named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in slices} <= named
+    assert {event["cat"] for event in slices if event["tid"] == 1} <= {"receive", "reduce"}
 
 
 @examples(25)

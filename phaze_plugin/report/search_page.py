@@ -1,0 +1,256 @@
+"""The page of a search: designs by area and value, what is proven of them, and the winner beside the reference.
+
+It is built from the document that `SearchResult.to_json` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phaze.hardware import preset
+from phaze.hardware.area_energy import area_mm2
+from phaze.report.html_elements import Markup, element, joined, table
+from phaze.report.page import build_page, chart, section
+from phaze.report.plan_text import seconds_text
+
+__all__ = ["search_page"]
+
+REFERENCE = "tpuv4-paper"
+"""The accelerator that people know; values of several models are ratios to it."""
+
+_UNITS = {
+    "throughput": "samples/s",
+    "throughput-per-area": "samples/s of all devices per mm² of one",
+    "throughput-per-energy": "samples/J",
+    "ratio": f"times {REFERENCE}",
+}
+
+_AXES = {
+    "tensor_cores": "tensor cores",
+    "tensor_rows": "rows",
+    "tensor_cols": "columns",
+    "vector_cores": "vector cores",
+    "vector_lanes": "lanes",
+    "buffer_bytes": "buffer, MiB",
+}
+
+_CONTENTS = {
+    "answer": "The answer",
+    "designs": "Designs",
+    "shapes": "What they are made of",
+    "models": "Models",
+    "proof": "What is proven",
+}
+
+
+def search_page(document: Mapping[str, Any]) -> str:
+    """The whole page of a search's document."""
+    best = document["best"]
+    body = joined((_headline(document), _designs(document), _shapes(document), _models(document), _proof(document)))
+    return build_page(
+        f"The accelerator to build: {best['name']}",
+        body,
+        _chart_data(document),
+        contents=_CONTENTS,
+        scripts=("search.js",),
+    )
+
+
+def _chart_data(document: Mapping[str, Any]) -> dict[str, object]:
+    best, proof = document["best"], document["certificate"]
+    chip = preset(REFERENCE).accelerator
+    is_ratio = document["objective"] == "ratio"
+    front = {design["name"] for design in document["front"]}
+    return {
+        "unit": _UNITS[document["objective"]],
+        "axes": _AXES,
+        "bound": proof["bound"],
+        "designs": [
+            {
+                "name": row["name"],
+                "area": row["area_mm2"],
+                "value": row["value"],
+                "bound": row["bound"],
+                "state": row["state"],
+                "isFront": row["name"] in front,
+                "fields": _fields(row["fields"]),
+            }
+            for row in document["explored"]
+        ],
+        "boxes": [
+            {
+                "name": box["name"],
+                "points": box["points"],
+                "bound": box["bound"],
+                "from": box["least_area_mm2"],
+                "to": box["most_area_mm2"],
+            }
+            for box in proof["pruned"]
+        ],
+        "best": {
+            "name": best["name"],
+            "area": best["area_mm2"],
+            "value": best["value"],
+            "fields": _fields(best["fields"]),
+        },
+        "reference": {
+            "name": REFERENCE,
+            "area": area_mm2(chip),
+            "value": 1.0 if is_ratio else None,
+            "fields": _fields({name: getattr(chip, name) for name in _AXES}),
+        },
+    }
+
+
+def _fields(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The sizes of a design by the names of the axes."""
+    return {name: fields[name] / (2**20 if name == "buffer_bytes" else 1) for name in _AXES if name in fields}
+
+
+def _value_text(document: Mapping[str, Any], value: float) -> str:
+    return f"{value:,.5g}" if value < 1e4 else f"{value:,.0f}"
+
+
+def _headline(document: Mapping[str, Any]) -> Markup:
+    best, proof = document["best"], document["certificate"]
+    unit = _UNITS[document["objective"]]
+    gap = "optimal" if proof["gap"] <= 1e-9 and proof["is_finished"] else f"≤ {proof['gap']:.2%}"
+    note = "of the whole space, proven" if proof["is_finished"] else "not finished"
+    tiles = (
+        ("Objective", _value_text(document, best["value"]), unit),
+        ("Area", f"{best['area_mm2']:.0f} mm²", f"{best['hbm_gib']:g} GiB of HBM"),
+        ("Gap", gap, note),
+        ("Designs", f"{proof['points']:,}", f"{proof['scheduled']:,} scheduled, {proof['placed']:,} placed"),
+        ("Search", seconds_text(document["seconds"]), f"{proof['bounds']:,} bounds by placement"),
+    )
+    fields = _fields(best["fields"])
+    sentence = (
+        f"{fields['tensor_cores']:g} tensor cores of {fields['tensor_rows']:g} x {fields['tensor_cols']:g} and "
+        f"{fields['vector_cores']:g} vector cores of {fields['vector_lanes']:g} lanes over a buffer of "
+        f"{fields['buffer_bytes']:g} MiB and {best['hbm_gib']:g} GiB of HBM."
+    )
+    return element(
+        "header",
+        element("h1", "The accelerator to build ", element("small", best["name"])),
+        element("p", ", ".join(row["model"] for row in best["models"]), class_="subtitle"),
+        element(
+            "dl",
+            *(
+                element(
+                    "div", element("dt", name), element("dd", value), element("dd", text, class_="note"), class_="tile"
+                )
+                for name, value, text in tiles
+            ),
+            class_="tiles",
+        ),
+        element("p", sentence, class_="lead"),
+        id="answer",
+    )
+
+
+def _designs(document: Mapping[str, Any]) -> Markup:
+    front = "that no other design of the space beats" if document["is_front_proven"] else "of those that were evaluated"
+    text = (
+        "Filled points were evaluated. A line is a box of designs that were ruled out together: none of them exceeds "
+        f"the value at which it stands. Ringed points are on the front of throughput, area and energy {front}."
+    )
+    rows = [
+        (design["name"], f"{design['area_mm2']:.0f}", f"{design['hbm_gib']:g}", _value_text(document, design["value"]))
+        for design in document["front"]
+    ]
+    listed = (
+        table(
+            ["on the front", ">area, mm²", ">HBM, GiB", f">{_UNITS[document['objective']]}"],
+            rows,
+            aria_label="The front",
+        )
+        if rows
+        else element("p", "The front was not looked for.")
+    )
+    return section(
+        "designs",
+        "Designs by area and value",
+        element("p", text),
+        chart("designs", "Designs by area and value"),
+        listed,
+    )
+
+
+def _shapes(document: Mapping[str, Any]) -> Markup:
+    text = f"Every line is an evaluated design; the best one is drawn thick, {REFERENCE} dashed."
+    names = list(_AXES.values())
+    best = _fields(document["best"]["fields"])
+    reference = preset(REFERENCE).accelerator
+    beside = _fields({name: getattr(reference, name) for name in _AXES})
+    rows = [(label, f"{best.get(name, 0):g}", f"{beside.get(name, 0):g}") for name, label in _AXES.items()]
+    headings = ["", f">{document['best']['name']}", f">{REFERENCE}"]
+    drawn = chart("shapes", f"Evaluated designs by {', '.join(names)}")
+    return section(
+        "shapes",
+        "What they are made of",
+        element("p", text),
+        drawn,
+        table(headings, rows, aria_label="The best beside the reference"),
+    )
+
+
+def _models(document: Mapping[str, Any]) -> Markup:
+    rows = [
+        (
+            row["model"],
+            f"{row['samples_per_s']:,.5g}",
+            seconds_text(row["step_time_s"]),
+            f"{1 - row['bound_s'] / row['step_time_s']:.2%}",
+            "" if row["ratio"] is None else f"{row['ratio']:.3f}",
+            "" if row["joules_per_sample"] is None else f"{row['joules_per_sample']:.4g}",
+            _strategy(row["strategy"]),
+        )
+        for row in document["best"]["models"]
+    ]
+    headings = ["model", ">samples/s", ">step", ">gap of its plan", f">times {REFERENCE}", ">J a sample", "strategy"]
+    memories = [
+        (
+            f"{row['hbm_gib']:g} GiB",
+            "some model does not fit" if row["value"] is None else _value_text(document, row["value"]),
+        )
+        for row in document["memories"]
+    ]
+    return section(
+        "models",
+        "Models on the best design",
+        table(headings, rows, aria_label="Models on the best design"),
+        element("h3", "With other memories"),
+        table(
+            ["memory", f">{_UNITS[document['objective']]}"], memories, aria_label="The best design with other memories"
+        ),
+    )
+
+
+def _strategy(strategy: Mapping[str, Any]) -> str:
+    names = ("dp", "tp", "pp", "zero", "micro_batch_size", "schedule")
+    return ", ".join(f"{name.replace('_', ' ')} {strategy[name]}" for name in names if name in strategy)
+
+
+def _proof(document: Mapping[str, Any]) -> Markup:
+    proof = document["certificate"]
+    largest: Sequence[Mapping[str, Any]] = sorted(proof["pruned"], key=lambda box: -box["bound"])[:_MOST_BOXES]
+    rows = [(box["name"], f"{box['points']:,}", _value_text(document, box["bound"])) for box in largest]
+    facts = [
+        f"No accelerator of the space exceeds {_value_text(document, proof['bound'])} {_UNITS[document['objective']]}, "
+        f"{proof['gap']:.2%} above the best.",
+        f"This holds {proof['scope']}.",
+        f"{proof['points']:,} designs were bounded, {proof['scheduled']:,} scheduled and {proof['placed']:,} placed.",
+    ]
+    facts += [f"Left out: {name}: {reason}" for name, reason in document["refused"].items()]
+    return section(
+        "proof",
+        "What is proven",
+        element("ul", *(element("li", fact) for fact in facts)),
+        element("h3", f"The {len(rows)} boxes of designs with the highest bounds"),
+        table(["designs", ">how many", ">none exceeds"], rows, aria_label="Boxes of designs that were ruled out"),
+    )
+
+
+_MOST_BOXES = 20
+"""Boxes that the page lists: the certificate rests on those with the highest bounds."""
