@@ -75,10 +75,14 @@ class Estimate:
         """Number of ops."""
         return len(self.kinds)
 
-    def gather(self, sources: NDArray[np.int64], target: Estimate, row: int) -> None:
-        """Write this estimate's first op into ``row`` of ``target``; its i-th accelerator is our ``sources[i]``-th."""
+    def gather(self, sources: NDArray[np.int64], target: Estimate, rows: Sequence[int]) -> None:
+        """Write this estimate's ops into ``rows`` of ``target``, whose i-th accelerator is our ``sources[i]``-th."""
         for name in _ARRAYS:
-            np.take(getattr(self, name)[0], sources, out=getattr(target, name)[row], mode="clip")
+            values, written = getattr(self, name), getattr(target, name)
+            if len(rows) == 1:  # of many accelerators, which are not copied twice
+                np.take(values[0], sources, out=written[rows[0]], mode="clip")
+            else:
+                written[list(rows)] = values[:, sources]
 
     def rows(self, ops: Sequence[int]) -> Estimate:
         """The estimates of the ops at these rows, in this order."""

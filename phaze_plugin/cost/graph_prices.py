@@ -77,6 +77,9 @@ def price_groups(
     if not rows:
         return Estimate.empty([], len(chips))
     built_in = price_works(tuple(works), chips, calibration=calibration)
+    places = [row for row in rows if isinstance(row, int)]
+    if len(places) == len(rows):
+        return built_in.rows(places)
     return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
 
 

@@ -22,6 +22,7 @@ first reads the sums that the last one wrote: Q + O + dO + dQ + (K + V) c + (dK 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionTiling",
     "ProductTiling",
     "Tiling",
+    "product_traffic_bytes",
 ]
 
 _Floats = NDArray[np.float64]
@@ -87,43 +89,65 @@ class ProductTiling:
 
     def traffic_bytes(self, memory_bytes: _Floats) -> _Floats:
         """Least bytes moved, for each size of the memory in between."""
-        memory = memory_bytes[:, None]
-        # Both forms are evaluated from either side: X along M with W along N, and the other way round.
-        sides = (self.m, self.left_bytes), (self.n, self.right_bytes)
-        forms = [
-            form
-            for (dim, operand_bytes), (second_dim, second_bytes) in (sides, sides[::-1])
-            for form in (
-                self._output_resident(memory, dim, second_dim, operand_bytes, second_bytes),
-                self._operand_resident(memory, dim, operand_bytes, second_bytes),
-            )
-        ]
-        least = np.minimum.reduce([form.min(axis=1) for form in forms])
-        without_reuse = self.left_bytes * self.n + self.right_bytes * self.m
-        moved: _Floats = np.minimum(least, without_reuse) + self.output_bytes
+        moved: _Floats = product_traffic_bytes([self], memory_bytes)[0]
         return moved
 
-    def _output_resident(
-        self, memory: _Floats, dim: int, second_dim: int, operand_bytes: float, second_bytes: float
-    ) -> _Floats:
-        """A block of the result stays; block counts along ``dim`` are tried, and the least along ``second_dim`` follow.
 
-        The operand along a dim is read once for every block along the second dim, and the other way round.
-        """
-        counts = _block_counts(dim)
-        side = np.ceil(dim / counts)
-        sliver = 2 * self.element_bytes
-        room = np.floor((memory - sliver * side) / (_ACCUMULATOR_BYTES * side + sliver))
-        return operand_bytes * _blocks(second_dim, room) + second_bytes * counts
+def product_traffic_bytes(tilings: Sequence[ProductTiling], memory_bytes: _Floats) -> _Floats:
+    """Least bytes moved by each of several products, for each size of the memory in between: [product, size]."""
+    columns = np.array([[getattr(tiling, name) for name in _COLUMNS] for tiling in tilings], dtype=np.float64)
+    # All terms are [product, size, block count]; a product's own numbers are the same for all sizes and counts.
+    products = dict(zip(_COLUMNS, columns.T[:, :, None, None], strict=True))
+    memory = memory_bytes[None, :, None]
+    # Both forms are evaluated from either side: X along M with W along N, and the other way round.
+    sides = (products["m"], products["left_bytes"]), (products["n"], products["right_bytes"])
+    forms = [
+        form.min(axis=2)
+        for (dim, operand_bytes), (second_dim, second_bytes) in (sides, sides[::-1])
+        for form in (
+            _output_resident(products, memory, dim, second_dim, operand_bytes, second_bytes),
+            _operand_resident(products, memory, dim, operand_bytes, second_bytes),
+        )
+    ]
+    without_reuse = products["left_bytes"] * products["n"] + products["right_bytes"] * products["m"]
+    moved: _Floats = np.minimum(np.minimum.reduce(forms), without_reuse[:, :, 0]) + products["output_bytes"][:, :, 0]
+    return moved
 
-    def _operand_resident(self, memory: _Floats, dim: int, resident_bytes: float, streamed_bytes: float) -> _Floats:
-        """A block of the operand along ``dim`` stays; counts of blocks of K are tried, those of ``dim`` follow."""
-        counts = _block_counts(self.k)
-        depth = np.ceil(self.k / counts)
-        sliver = 2 * self.element_bytes
-        room = np.floor((memory - sliver * depth) / (self.element_bytes * depth + 2 * _ACCUMULATOR_BYTES))
-        spilled = 2 * _ACCUMULATOR_BYTES * self.batch * float(self.m) * self.n * (counts - 1)
-        return resident_bytes + streamed_bytes * _blocks(dim, room) + spilled
+
+_COLUMNS = ("batch", "m", "n", "k", "left_bytes", "right_bytes", "output_bytes", "element_bytes")
+"""The numbers of a product that its traffic depends on."""
+
+
+def _output_resident(
+    products: Mapping[str, _Floats],
+    memory: _Floats,
+    dim: _Floats,
+    second_dim: _Floats,
+    operand_bytes: _Floats,
+    second_bytes: _Floats,
+) -> _Floats:
+    """A block of the result stays; block counts along ``dim`` are tried, and the least along ``second_dim`` follow.
+
+    The operand along a dim is read once for every block along the second dim, and the other way round.
+    """
+    counts = _block_counts(dim)
+    side = np.ceil(dim / counts)
+    sliver = 2 * products["element_bytes"]
+    room = np.floor((memory - sliver * side) / (_ACCUMULATOR_BYTES * side + sliver))
+    return operand_bytes * _blocks(second_dim, room) + second_bytes * counts
+
+
+def _operand_resident(
+    products: Mapping[str, _Floats], memory: _Floats, dim: _Floats, resident_bytes: _Floats, streamed_bytes: _Floats
+) -> _Floats:
+    """A block of the operand along ``dim`` stays; counts of blocks of K are tried, those of ``dim`` follow."""
+    counts = _block_counts(products["k"])
+    depth = np.ceil(products["k"] / counts)
+    element_bytes = products["element_bytes"]
+    room = np.floor((memory - 2 * element_bytes * depth) / (element_bytes * depth + 2 * _ACCUMULATOR_BYTES))
+    results = products["batch"] * products["m"] * products["n"]
+    spilled = 2 * _ACCUMULATOR_BYTES * results * (counts - 1)
+    return resident_bytes + streamed_bytes * _blocks(dim, room) + spilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +195,15 @@ class AttentionTiling:
         return moved
 
 
-def _block_counts(size: int) -> _Floats:
-    """Block counts to try along a dim, never more than its size."""
+def _block_counts(size: _Floats) -> _Floats:
+    """Block counts to try along dims of these sizes, never more than a dim's size."""
     powers = 2.0 ** np.arange(_LARGEST_COUNT_EXPONENT + 1)
     counts: _Floats = np.sort(np.concatenate((powers, 3 * powers)))
-    return np.minimum(counts, np.float64(size))
+    return np.minimum(counts, size)
 
 
-def _blocks(size: int, room: _Floats) -> _Floats:
-    """Blocks of ``room`` along a dim of ``size``; infinitely many where nothing fits."""
+def _blocks(size: _Floats, room: _Floats) -> _Floats:
+    """Blocks of ``room`` along dims of these sizes; infinitely many where nothing fits."""
     fits = room >= 1
     counts: _Floats = np.where(fits, np.ceil(size / np.where(fits, room, 1.0)), np.inf)
     return counts

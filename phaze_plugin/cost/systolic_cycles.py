@@ -66,6 +66,10 @@ class ArrayGrid:
     is_reduced: _Floats
 
 
+Size = int | _Floats
+"""A size of one product, or of several as a column: results then have a row for each product."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cycles:
     """Cycles per triple: in total, and what would remain if arrays filled and drained in no time."""
@@ -101,8 +105,11 @@ def array_grid(rows: ArrayLike, cols: ArrayLike, arrays: ArrayLike) -> ArrayGrid
     )
 
 
-def product_cycles(grid: ArrayGrid, batch: int, m: int, n: int, k: int) -> Cycles:
-    """Least cycles of ``batch`` products of (m, k) with (k, n), spread over all arrays of each triple."""
+def product_cycles(grid: ArrayGrid, batch: Size, m: Size, n: Size, k: Size) -> Cycles:
+    """Least cycles of ``batch`` products of (m, k) with (k, n), spread over all arrays of each triple.
+
+    With columns of sizes, [product, 1], the cycles are [product, triple].
+    """
     blocks = np.ceil(k / (grid.flat_rows * grid.contracted_pieces))
     weight = _streamed(grid, batch, stream=m, across=n, blocks=blocks)
     inputs = _streamed(grid, batch, stream=n, across=m, blocks=blocks)
@@ -114,7 +121,7 @@ def product_cycles(grid: ArrayGrid, batch: int, m: int, n: int, k: int) -> Cycle
     return Cycles(total, bare)
 
 
-def _streamed(grid: ArrayGrid, batch: int, *, stream: int, across: int, blocks: _Floats) -> Cycles:
+def _streamed(grid: ArrayGrid, batch: Size, *, stream: Size, across: Size, blocks: _Floats) -> Cycles:
     """Weight- or input-stationary work without its first fill."""
     length = np.ceil(stream / grid.stream_pieces)
     units = np.ceil(across / grid.flat_cols)
@@ -125,10 +132,10 @@ def _streamed(grid: ArrayGrid, batch: int, *, stream: int, across: int, blocks: 
     bare = units * (blocks * length + reduction)
     slack = np.maximum(grid.flat_rows - length, 0.0)
     total = bare + (units * blocks - 1) * slack
-    return Cycles(np.minimum.reduceat(total, grid.first), np.minimum.reduceat(bare, grid.first))
+    return _least(total, bare, grid.first)
 
 
-def _stationary_output(grid: ArrayGrid, batch: int, m: int, n: int, k: int) -> Cycles:
+def _stationary_output(grid: ArrayGrid, batch: Size, m: Size, n: Size, k: Size) -> Cycles:
     """Output-stationary work without its first fill; its only pieces are those of the contracted dim."""
     whole = np.flatnonzero(grid.stream_pieces == 1)
     rows, pieces = grid.flat_rows[whole], grid.contracted_pieces[whole]
@@ -139,4 +146,9 @@ def _stationary_output(grid: ArrayGrid, batch: int, m: int, n: int, k: int) -> C
     reduction = grid.is_reduced[whole] * rows
     bare = units * (length + reduction)
     total = bare + (units - 1) * np.maximum(rows - length, 0.0)
-    return Cycles(np.minimum.reduceat(total, first), np.minimum.reduceat(bare, first))
+    return _least(total, bare, first)
+
+
+def _least(total: _Floats, bare: _Floats, first: NDArray[np.int64]) -> Cycles:
+    """The least over the candidates of each triple, which begin at ``first``."""
+    return Cycles(np.minimum.reduceat(total, first, axis=-1), np.minimum.reduceat(bare, first, axis=-1))

@@ -3,7 +3,8 @@
 A price depends on few of an accelerator's fields (that of a vector op not on its arrays), and its terms on fewer:
 products on (rows, cols, cores), tilings on the size of a memory. Each is evaluated once per distinct value inside the
 call and then gathered (`distinct_rows`), so that tens of thousands of accelerators cost little more than a thousand.
-Nothing is kept between calls.
+Works of one kind are evaluated together, as many as fit the processor's cache (`_LARGEST_BLOCK`): on one accelerator
+all of them, on thousands one after the other. Nothing is kept between calls.
 
     core:    tensor time on one array, vector time on one unit, traffic with 1/cores of the buffer
     spread:  tensor time on all arrays, vector time on all units, traffic with the whole buffer
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate
+from phaze.cost.off_chip_traffic import ProductTiling, product_traffic_bytes
 from phaze.cost.operator_work import Product, Work
-from phaze.cost.systolic_cycles import ArrayGrid, Cycles, array_grid, product_cycles
+from phaze.cost.systolic_cycles import ArrayGrid, array_grid, product_cycles
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.hardware.element_types import dtype_bytes
@@ -54,6 +56,10 @@ _RELEVANT = {
 }
 _VECTOR_OPERATION_L2_BYTES = 12.0
 """What one lane operation moves between L2 and lanes: two fp32 operands read and one written."""
+_LARGEST_BLOCK = 2**18
+"""Numbers of works times candidates that are evaluated at once: 2 MB an array, which stays in a processor's cache."""
+_BLOCK_COUNTS = 50
+"""About how many block counts the tilings of a product try for each size of a memory."""
 _SINGLE_BYTES = 4
 """Of float32. Only narrower types run on the units that need aligned sides."""
 
@@ -76,10 +82,12 @@ def price_works(
         if rows:
             representatives, sources = distinct_accelerators(kind, chips)
             terms = _chip_terms(chips.take(representatives), calibration, model)
-            for row in rows:
-                priced = Estimate.empty([kind], len(representatives))
-                _price(works[row], terms, priced)
-                priced.gather(sources, estimate, row)
+            together = max(1, _LARGEST_BLOCK // terms.largest)
+            for start in range(0, len(rows), together):
+                block = rows[start : start + together]
+                priced = Estimate.empty([kind] * len(block), len(representatives))
+                _price([works[row] for row in block], terms, priced)
+                priced.gather(sources, estimate, block)
     return estimate
 
 
@@ -113,6 +121,11 @@ class _ChipTerms:
     tensor_l2_j_per_byte: _Floats
     vector_l2_j_per_byte: _Floats
 
+    @property
+    def largest(self) -> int:
+        """Entries of the largest array that one work needs."""
+        return max(len(self.chips), len(self.spread_grid.flat_rows), _BLOCK_COUNTS * len(self.memory_sizes))
+
 
 def _chip_terms(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _ChipTerms:
     """The terms of these accelerators."""
@@ -142,31 +155,51 @@ def _chip_terms(chips: AcceleratorArray, calibration: Calibration, energy: Energ
     )
 
 
-def _price(work: Work, terms: _ChipTerms, estimate: Estimate) -> None:
-    """Write the prices of ``work`` into the one row of ``estimate``."""
-    traffic = np.full(len(terms.memory_sizes), float(work.streamed_bytes))
-    for tiling in work.tilings:
-        traffic += tiling.traffic_bytes(terms.memory_sizes)
-    estimate.core_bytes[0] = traffic[terms.share_index]
-    estimate.spread_bytes[0] = traffic[terms.buffer_index]
-    _time(work, terms, False, estimate.core_bytes[0], estimate.core_s[0], estimate.core_binding[0])
-    _time(work, terms, True, estimate.spread_bytes[0], estimate.spread_s[0], estimate.spread_binding[0])
-    on_chip_j = _on_chip_energy(work, terms, traffic)
-    estimate.core_energy_j[0] = estimate.core_bytes[0] * terms.energy.hbm_j_per_byte + on_chip_j
-    estimate.spread_energy_j[0] = estimate.spread_bytes[0] * terms.energy.hbm_j_per_byte + on_chip_j
+def _price(works: Sequence[Work], terms: _ChipTerms, estimate: Estimate) -> None:
+    """Write the prices of works of one kind into the rows of ``estimate``."""
+    traffic = _traffic(works, terms.memory_sizes)
+    estimate.core_bytes[:] = traffic[:, terms.share_index]
+    estimate.spread_bytes[:] = traffic[:, terms.buffer_index]
+    _time(works, terms, False, estimate.core_bytes, estimate.core_s, estimate.core_binding)
+    _time(works, terms, True, estimate.spread_bytes, estimate.spread_s, estimate.spread_binding)
+    on_chip_j = _on_chip_energy(works, terms, traffic)
+    estimate.core_energy_j[:] = estimate.core_bytes * terms.energy.hbm_j_per_byte + on_chip_j
+    estimate.spread_energy_j[:] = estimate.spread_bytes * terms.energy.hbm_j_per_byte + on_chip_j
+
+
+def _traffic(works: Sequence[Work], memory_sizes: _Floats) -> _Floats:
+    """Off-chip bytes of each work for each size of a memory."""
+    traffic = np.empty((len(works), len(memory_sizes)))
+    traffic[:] = _column([work.streamed_bytes for work in works])
+    products, rows = list[ProductTiling](), list[int]()
+    for row, work in enumerate(works):
+        for tiling in work.tilings:
+            if isinstance(tiling, ProductTiling):
+                products.append(tiling)
+                rows.append(row)
+            else:
+                traffic[row] += tiling.traffic_bytes(memory_sizes)
+    if products:
+        np.add.at(traffic, rows, product_traffic_bytes(products, memory_sizes))
+    return traffic
+
+
+def _column(values: Sequence[float]) -> _Floats:
+    """Numbers of works, one below the other, against which accelerators stand side by side."""
+    return np.array(values, dtype=np.float64)[:, None]
 
 
 def _time(
-    work: Work,
+    works: Sequence[Work],
     terms: _ChipTerms,
     is_spread: bool,
     moved: _Floats,
     seconds: _Floats,
     binding: NDArray[np.uint8],
 ) -> None:
-    """Write the seconds and what binds them into ``seconds`` and ``binding``."""
-    if work.products:
-        _tensor_time(work, terms, is_spread, seconds, binding)
+    """Write the seconds of works of one kind and what binds them into ``seconds`` and ``binding``."""
+    if works[0].products:
+        _tensor_time(works, terms, is_spread, seconds, binding)
     else:
         binding[:] = _CODE[Binding.COMPUTE]
     memory_s = moved / terms.bandwidth
@@ -175,9 +208,10 @@ def _time(
         np.maximum(seconds, memory_s, out=seconds)
     else:
         seconds += memory_s
-    if work.vector_operations:
+    if works[0].vector_operations:
         lanes = terms.chips.vector_lanes * (terms.chips.vector_cores if is_spread else 1)
-        vector_s = np.ceil(work.vector_operations / lanes) / (terms.chips.clock_hz * terms.calibration.vector)
+        operations = _column([work.vector_operations for work in works])
+        vector_s = np.ceil(operations / lanes) / (terms.chips.clock_hz * terms.calibration.vector)
         binding[vector_s >= seconds] = _CODE[Binding.COMPUTE]
         np.maximum(seconds, vector_s, out=seconds)
     if terms.calibration.op_overhead_s:
@@ -185,20 +219,34 @@ def _time(
         seconds += terms.calibration.op_overhead_s
 
 
-def _tensor_time(work: Work, terms: _ChipTerms, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]) -> None:
+def _tensor_time(
+    works: Sequence[Work], terms: _ChipTerms, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]
+) -> None:
     """Write the seconds of all products, and whether arrays mostly fill and drain, into ``seconds`` and ``binding``."""
     grid, triples = (terms.spread_grid, terms.spread_index) if is_spread else (terms.core_grid, terms.core_index)
-    by_dtype: dict[str, Cycles] = {}
-    for product in work.products:
-        cycles = product_cycles(grid, product.batch, product.m, product.n, product.k)
-        dtype = _run_dtype(product, terms.calibration)
-        by_dtype[dtype] = by_dtype[dtype] + cycles if dtype in by_dtype else cycles
-    all_cycles = sum(by_dtype.values(), start=Cycles(np.zeros(len(grid.rows)), np.zeros(len(grid.rows))))
-    is_mostly_fill = all_cycles.total > 2 * all_cycles.without_fill
-    binding[:] = np.where(is_mostly_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])[triples]
-    for dtype, cycles in by_dtype.items():
+    products = [(row, product) for row, work in enumerate(works) for product in work.products]
+    sizes = ([getattr(product, name) for _, product in products] for name in ("batch", "m", "n", "k"))
+    cycles = product_cycles(grid, *map(_column, sizes))
+    # Cycles are added up by work and type first, since types run at different rates.
+    groups: dict[tuple[int, str], int] = {}
+    group = [groups.setdefault((row, _run_dtype(product, terms.calibration)), len(groups)) for row, product in products]
+    total, without_fill = _added(cycles.total, group, len(groups)), _added(cycles.without_fill, group, len(groups))
+    rows = [row for row, _ in groups]
+    all_total, all_without_fill = (_added(values, rows, len(works)) for values in (total, without_fill))
+    is_mostly_fill = all_total > 2 * all_without_fill
+    binding[:] = np.where(is_mostly_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])[:, triples]
+    for (row, dtype), group_cycles in zip(groups, total, strict=True):
         rate = terms.chips.clock_hz * terms.chips.rate(dtype)
-        seconds += cycles.total[triples] / (rate * terms.calibration.matrix)
+        seconds[row] += group_cycles[triples] / (rate * terms.calibration.matrix)
+
+
+def _added(values: _Floats, targets: Sequence[int], count: int) -> _Floats:
+    """The rows of ``values`` added up where they have the same target."""
+    if count == len(values):
+        return values
+    sums = np.zeros((count, values.shape[1]))
+    np.add.at(sums, targets, values)
+    return sums
 
 
 def _run_dtype(product: Product, calibration: Calibration) -> str:
@@ -209,19 +257,21 @@ def _run_dtype(product: Product, calibration: Calibration) -> str:
     return "float32" if is_slow else product.dtype
 
 
-def _on_chip_energy(work: Work, terms: _ChipTerms, traffic: _Floats) -> _Floats:
-    """Energy of arithmetic and of on-chip bytes, per accelerator."""
-    arithmetic_j = work.vector_operations * terms.energy.vector_operation_j
-    l2_bytes = np.zeros(len(terms.core_grid.rows))
-    for product in work.products:
-        arithmetic_j += product.macs * terms.energy.mac_energy_j(product.dtype)
-        operands = product.macs * dtype_bytes(product.dtype)
-        l2_bytes += operands / terms.core_grid.rows + operands / terms.core_grid.cols
-    joules: _Floats = traffic[terms.l2_index] * terms.buffer_j_per_byte + arithmetic_j
-    if work.products:
-        joules += l2_bytes[terms.core_index] * terms.tensor_l2_j_per_byte
-    if work.vector_operations:
-        joules += (work.vector_operations * _VECTOR_OPERATION_L2_BYTES) * terms.vector_l2_j_per_byte
+def _on_chip_energy(works: Sequence[Work], terms: _ChipTerms, traffic: _Floats) -> _Floats:
+    """Energy of arithmetic and of on-chip bytes, [work, accelerator]."""
+    arithmetic_j = [
+        work.vector_operations * terms.energy.vector_operation_j
+        + sum(product.macs * terms.energy.mac_energy_j(product.dtype) for product in work.products)
+        for work in works
+    ]
+    joules: _Floats = traffic[:, terms.l2_index] * terms.buffer_j_per_byte + _column(arithmetic_j)
+    if works[0].products:
+        operands = _column([sum(p.macs * dtype_bytes(p.dtype) for p in work.products) for work in works])
+        l2_bytes = operands / terms.core_grid.rows + operands / terms.core_grid.cols
+        joules += l2_bytes[:, terms.core_index] * terms.tensor_l2_j_per_byte
+    if works[0].vector_operations:
+        operations = _column([work.vector_operations for work in works])
+        joules += (operations * _VECTOR_OPERATION_L2_BYTES) * terms.vector_l2_j_per_byte
     return joules
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phaze.errors import GraphError
 from phaze.ir.op import Op, OpKind, Phase
-from phaze.ir.tensor import Role, Tensor
+from phaze.ir.tensor import LARGEST_TENSOR, Role, Tensor
 
 if TYPE_CHECKING:
     from phaze.ir.coverage import Coverage
@@ -39,6 +40,7 @@ class Graph:
     why_backward_kept: str = ""
     notes: tuple[str, ...] = ()
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
+    _rescaled_from: Graph | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from phaze.ir.graph_checks import check_graph
@@ -98,9 +100,10 @@ class Graph:
     @cached_property
     def layer_graph(self) -> LayerGraph:
         """Layers with the boundary tensors between them."""
-        from phaze.ir.layers import split_layers
+        from phaze.ir.layers import rescaled_layers, split_layers
 
-        return split_layers(self)
+        known = self._rescaled_from
+        return split_layers(self) if known is None else rescaled_layers(known.layer_graph, self)
 
     def coverage(self) -> Coverage:
         """How much of the graph has a rule, in flops and bytes."""
@@ -194,20 +197,35 @@ def _rescaled(graph: Graph, size: int) -> Graph:
             f"{graph.micro_batch_size}. Capture it again with inputs of batch {size}."
         )
     scaled = {key: rule.with_batch_scaled(graph.micro_batch_size, size) for key, rule in rules.items()}
-    ops = tuple(replace(op, rule=scaled[id(op.rule)]) for op in graph.ops)
-    tensors = {
-        tensor_id: replace(graph.tensors[tensor_id], shape=shape) for tensor_id, shape in _shapes(graph, ops).items()
-    }
-    return replace(graph, tensors={**graph.tensors, **tensors}, ops=ops, micro_batch_size=size)
+    ops = tuple(op.with_rule(scaled[id(op.rule)]) for op in graph.ops)
+    shapes = _shapes(ops)
+    tensors = dict(graph.tensors)
+    for tensor_id, shape in (shapes or {}).items():
+        tensor = tensors[tensor_id]
+        if tensor.shape != shape:
+            tensors[tensor_id] = Tensor(tensor_id, shape, tensor.dtype, tensor.role)
+    if shapes is None or max(tensor.elements for tensor in tensors.values()) > LARGEST_TENSOR:
+        return replace(graph, tensors=tensors, ops=ops, micro_batch_size=size)  # says what is wrong
+    # All other checks passed at the other size, and hold at every size.
+    rescaled = copy.copy(graph)
+    changed = {"tensors": tensors, "ops": ops, "micro_batch_size": size, "_rescaled_from": graph}
+    changed["_producers"] = {tensor_id: op for op in ops for tensor_id in op.outputs}
+    for name in vars(graph).keys() - {field.name for field in fields(Graph)}:
+        del vars(rescaled)[name]  # what was worked out for the other size
+    vars(rescaled).update(changed)
+    return rescaled
 
 
-def _shapes(graph: Graph, ops: tuple[Op, ...]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that some rule describes: results first, then arguments by their readers."""
+def _shapes(ops: tuple[Op, ...]) -> dict[str, tuple[int, ...]] | None:
+    """The shape of every tensor that some rule describes; None where rules contradict each other."""
+    sides: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for op in ops:
-        for tensor_id, dims in zip(op.outputs, op.rule.results, strict=True):
-            shapes[tensor_id] = op.rule.shape(dims)
-    for op in ops:
-        for tensor_id, dims in zip(op.inputs, op.rule.operands, strict=True):
-            shapes.setdefault(tensor_id, op.rule.shape(dims))
+        rule = op.rule
+        if id(rule) not in sides:
+            sides[id(rule)] = ([*map(rule.shape, rule.operands)], [*map(rule.shape, rule.results)])
+        operands, results = sides[id(rule)]
+        for tensor_id, shape in zip((*op.outputs, *op.inputs), (*results, *operands), strict=True):
+            if shapes.setdefault(tensor_id, shape) != shape:
+                return None
     return shapes

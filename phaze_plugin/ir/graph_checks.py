@@ -22,12 +22,9 @@ from phaze.errors import GraphError, shown
 from phaze.ir.graph import Graph
 from phaze.ir.op import OPERANDS_AND_RESULTS, Op, OpKind, Phase
 from phaze.ir.rule import LARGEST_FACTOR, Dims, FactorKind, Rule, factor_names, names_of
-from phaze.ir.tensor import Role
+from phaze.ir.tensor import LARGEST_TENSOR, Role
 
 __all__ = ["check_graph", "check_rule"]
-
-LARGEST_TENSOR = 2**55
-"""The most elements of a tensor: its bytes, at up to 8 an element, still fit into 64 bits with room for a few sums."""
 
 MOST_DIMENSIONS = 64
 """The most dimensions of a tensor; numpy, which the reference runs on, has the same limit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import networkx as nx
@@ -18,7 +18,11 @@ from phaze.ir.layer_grouping import PIECE, cut_at_waists, group_by_module, rule_
 from phaze.ir.op import Op, Phase
 from phaze.ir.tensor import Role
 
-__all__ = ["Boundary", "Layer", "LayerGraph", "canonical_key", "single_layer", "split_layers"]
+__all__ = ["Boundary", "Layer", "LayerGraph", "canonical_key", "rescaled_layers", "single_layer", "split_layers"]
+
+
+_BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
+"""The phases of ops that belong to a layer and are not forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -26,7 +30,8 @@ class Layer:
     """Ops that placement keeps together. `key` is equal for layers with equal ops, shapes and wiring.
 
     `inputs` are the forward tensors that come from other layers, `outputs` those that other layers or the graph's
-    outputs need.
+    outputs need. `gradients_out` are the tensors made backward that ops outside of the layer read, in the order of
+    their first read.
     """
 
     index: int
@@ -36,6 +41,7 @@ class Layer:
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    gradients_out: tuple[str, ...]
     key: str
 
     def __repr__(self) -> str:
@@ -97,14 +103,18 @@ class LayerGraph:
 
 def single_layer(graph: Graph) -> Layer:
     """All of a graph as one layer."""
+    backward = tuple(op for op in graph.ops if op.phase in _BACKWARD)
+    made_backward = {name for op in backward for name in op.outputs}
+    outside = (op for op in graph.ops if op.phase is not Phase.FORWARD and op.phase not in _BACKWARD)
     return Layer(
         index=0,
         name=graph.name,
         forward=graph.ops_of(Phase.FORWARD),
-        backward=tuple(op for op in graph.ops if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE)),
+        backward=backward,
         parameters=tuple(tensor.id for tensor in graph.parameters),
         inputs=(),
         outputs=graph.outputs,
+        gradients_out=tuple(dict.fromkeys(name for op in outside for name in op.inputs if name in made_backward)),
         key="",
     )
 
@@ -119,6 +129,23 @@ def split_layers(graph: Graph) -> LayerGraph:
     layer_of = {op.id: order[groups[op.id]] for op in forward}
     _add_backward_layers(graph, layer_of)
     return _assemble(graph, layer_of, [group.partition(PIECE)[0] for group in order])
+
+
+def rescaled_layers(known: LayerGraph, graph: Graph) -> LayerGraph:
+    """The layers of a graph that differs in its microbatch size only from the one whose layers are known."""
+    members: list[list[Op]] = [[] for _ in known.layers]
+    for op in graph.ops:
+        if op.id in known.layer_of:
+            members[known.layer_of[op.id]].append(op)
+    keys: dict[str, str] = {}
+    layers, rule_texts = list[Layer](), dict[int, str]()
+    for layer, ops in zip(known.layers, members, strict=True):
+        if layer.key not in keys:  # what is equal at one size is equal at every size
+            keys[layer.key] = canonical_key(graph, ops, layer.outputs, rule_texts)
+        forward = tuple(op for op in ops if op.phase is Phase.FORWARD)
+        backward = tuple(op for op in ops if op.phase is not Phase.FORWARD)
+        layers.append(replace(layer, forward=forward, backward=backward, key=keys[layer.key]))
+    return LayerGraph(tuple(layers), known.boundaries, known.layer_of)
 
 
 def _feeds(graph: Graph, forward: Iterable[Op], groups: Mapping[str, str]) -> nx.DiGraph[str]:
@@ -151,7 +178,7 @@ def _add_backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
         for tensor_id in op.inputs:
             users.setdefault(tensor_id, set()).add(layer_of[op.id])
     for op in graph.ops:
-        if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
+        if op.phase in _BACKWARD:
             layer_of[op.id] = _backward_layer(graph, op, layer_of, by_module, users)
 
 
@@ -202,22 +229,39 @@ def _assemble(graph: Graph, layer_of: Mapping[str, int], names: list[str]) -> La
         if producer is not None and producer.id in layer_of and tensor_id not in leaving[layer_of[producer.id]]:
             leaving[layer_of[producer.id]].append(tensor_id)
     rule_texts: dict[int, str] = {}
+    gradients = _gradients_read_elsewhere(graph, layer_of, len(names))
     layers = tuple(
-        _make_layer(graph, index, name, ops, tuple(entering[index]), tuple(leaving[index]), rule_texts)
+        _make_layer(
+            graph, index, name, ops, _Ends(tuple(entering[index]), tuple(leaving[index]), gradients[index]), rule_texts
+        )
         for index, (name, ops) in enumerate(zip(names, members, strict=True))
     )
     return LayerGraph(layers, boundaries, layer_of)
 
 
-def _make_layer(
-    graph: Graph,
-    index: int,
-    name: str,
-    ops: list[Op],
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    rule_texts: dict[int, str],
-) -> Layer:
+def _gradients_read_elsewhere(graph: Graph, layer_of: Mapping[str, int], count: int) -> list[tuple[str, ...]]:
+    """For each layer the tensors that it makes backward and that ops outside of it read, by first read."""
+    read: list[dict[str, None]] = [{} for _ in range(count)]
+    for op in graph.ops:
+        for tensor_id in op.inputs:
+            producer = graph.producer(tensor_id)
+            if producer is None or producer.phase is Phase.FORWARD or producer.id not in layer_of:
+                continue
+            if layer_of.get(op.id) != layer_of[producer.id]:
+                read[layer_of[producer.id]][tensor_id] = None
+    return [tuple(names) for names in read]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What enters and leaves a layer, named as in `Layer`."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gradients_out: tuple[str, ...]
+
+
+def _make_layer(graph: Graph, index: int, name: str, ops: list[Op], ends: _Ends, rule_texts: dict[int, str]) -> Layer:
     used = dict.fromkeys(tensor_id for op in ops for tensor_id in op.inputs)
     return Layer(
         index=index,
@@ -225,9 +269,10 @@ def _make_layer(
         forward=tuple(op for op in ops if op.phase is Phase.FORWARD),
         backward=tuple(op for op in ops if op.phase is not Phase.FORWARD),
         parameters=tuple(name for name in used if graph.tensors[name].role is Role.PARAMETER),
-        inputs=inputs,
-        outputs=outputs,
-        key=canonical_key(graph, ops, outputs, rule_texts),
+        inputs=ends.inputs,
+        outputs=ends.outputs,
+        gradients_out=ends.gradients_out,
+        key=canonical_key(graph, ops, ends.outputs, rule_texts),
     )
 
 

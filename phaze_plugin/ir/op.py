@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from phaze.errors import GraphError, shown
@@ -118,6 +118,17 @@ class Op:
         """The value of an attribute, or None."""
         return next((value for key, value in self.attributes if key == name), None)
 
+    def with_rule(self, rule: Rule) -> Op:
+        """The op with another rule; itself where it has that rule."""
+        if rule is self.rule:
+            return self
+        # Nothing that is checked depends on the rule, and graphs with thousands of ops are rescaled often.
+        changed = object.__new__(Op)
+        for name in _OP_FIELDS:
+            object.__setattr__(changed, name, getattr(self, name))
+        object.__setattr__(changed, "rule", rule)
+        return changed
+
     @property
     def matmul_flops(self) -> int:
         """Flops of matrix work: the whole square of attention whether causal or not, and nothing recomputed."""
@@ -155,6 +166,9 @@ class Op:
         if self.kind is OpKind.VIEW:
             return (0,) * len(self.outputs)
         return tuple(math.prod(self.rule.shape(dims)) for dims in self.rule.results)
+
+
+_OP_FIELDS = tuple(field.name for field in fields(Op))
 
 
 def gemm_view(rule: Rule) -> Gemm:

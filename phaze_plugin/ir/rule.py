@@ -152,7 +152,14 @@ class Rule:
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """The shape of a tensor with these dimensions."""
-        return tuple(self.dim_size(dim) for dim in dims)
+        sizes = self._sizes
+        return tuple(
+            [
+                # Most dimensions are one factor, and shapes are asked for often.
+                sizes[dim.factors[0]] if dim.size is None and len(dim.factors) == 1 else self.dim_size(dim)
+                for dim in dims
+            ]
+        )
 
     def dim_size(self, dim: Dim) -> int:
         """The size of one dimension."""
@@ -176,6 +183,8 @@ class Rule:
     def with_batch_scaled(self, old: int, new: int) -> Rule:
         """The same rule at another microbatch size."""
         batch = frozenset(factor.name for factor in self.factors if factor.is_batch)
+        if not batch:
+            return self
         factors = tuple(
             replace(factor, size=_scaled(factor.size, old, new, f"factor {factor}", old)) if factor.is_batch else factor
             for factor in self.factors
@@ -189,6 +198,8 @@ class Rule:
                 for dim in dims
             )
 
+        if all(dim.size is None for dims in self.tensors() for dim in dims):
+            return Rule(self.operands, self.results, factors)
         return Rule(
             tuple(scaled(dims) for dims in self.operands), tuple(scaled(dims) for dims in self.results), factors
         )

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["DType", "Role", "Tensor"]
+__all__ = ["LARGEST_TENSOR", "DType", "Role", "Tensor"]
+
+LARGEST_TENSOR = 2**55
+"""The most elements of a tensor: its bytes, at up to 8 an element, still fit into 64 bits with room for a few sums."""
 
 
 class DType(StrEnum):

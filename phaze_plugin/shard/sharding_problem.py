@@ -260,12 +260,9 @@ def _rules_alike(known: Rule, rule: Rule) -> bool:
 
 def leaving_tensors(graph: Graph, layer: Layer) -> list[tuple[str, Phase]]:
     """Tensors that other layers or the graph's outputs need, with the pass in which they leave."""
-    layer_ops = {op.id for op in (*layer.forward, *layer.backward)}
-    made_forward = {name for op in layer.forward for name in op.outputs}
-    made_backward = {name for op in layer.backward for name in op.outputs}
-    read_elsewhere: dict[str, None] = {}
-    for op in graph.ops:
-        if op.id not in layer_ops:
-            read_elsewhere.update(dict.fromkeys(name for name in op.inputs if name in made_backward))
-    forward = [(name, Phase.FORWARD) for name in layer.outputs if name in made_forward]
-    return forward + [(name, Phase.BACKWARD) for name in read_elsewhere]
+    producers = {name: graph.producer(name) for name in layer.outputs}
+    forward = [name for name, op in producers.items() if op is not None and op.phase is Phase.FORWARD]
+    return [
+        *((name, Phase.FORWARD) for name in forward),
+        *((name, Phase.BACKWARD) for name in layer.gradients_out),
+    ]
