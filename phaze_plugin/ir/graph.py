@@ -210,7 +210,7 @@ def _rescaled(graph: Graph, size: int) -> Graph:
     rescaled = copy.copy(graph)
     changed = {"tensors": tensors, "ops": ops, "micro_batch_size": size, "_rescaled_from": graph}
     changed["_producers"] = {tensor_id: op for op in ops for tensor_id in op.outputs}
-    for name in vars(graph).keys() - {field.name for field in fields(Graph)}:
+    for name in vars(graph).keys() - {entry.name for entry in fields(Graph)}:
         del vars(rescaled)[name]  # what was worked out for the other size
     vars(rescaled).update(changed)
     return rescaled
