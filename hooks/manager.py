@@ -1,9 +1,9 @@
 """The plugin manager: finds installed plugins, asks them what they add, and keeps a failing one from stopping others.
 
-Plugins are found through the entry-point group `phaze`. The built-in frontends, targets, solvers and accelerators come
-in through the same door. Other plugins are asked before the built-in ones, in the order of their names; pluggy's
-`tryfirst` and `trylast` are respected. A plugin that raises, or that answers with the wrong type, is passed over: it is
-recorded in `failures` with its name, and a `PluginWarning` says so.
+Plugins are found through the entry-point group `phaze`. The built-in frontends, targets, solvers, accelerators and
+networks come in through the same door. Other plugins are asked before the built-in ones, in the order of their names;
+pluggy's `tryfirst` and `trylast` are respected. A plugin that raises, or that answers with the wrong type, is passed
+over: it is recorded in `failures` with its name, and a `PluginWarning` says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeGuard, TypeVar, cast
 import pluggy
 
 from phaze.errors import PhazeError, PluginError, PluginWarning, UnknownNameError
-from phaze.hardware import Accelerator
+from phaze.hardware import Accelerator, Network
 from phaze.hooks import spec
 from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
 from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
@@ -99,6 +99,10 @@ class PluginManager:
         offered = self._collect("phaze_accelerators", "accelerator", _is_accelerator)
         renamed = (Offer(offer.name, replace(offer.value, name=offer.name), offer.origin) for offer in offered)
         return Registry(offered.kind, tuple(renamed))
+
+    def networks(self) -> Registry[Network]:
+        """All networks that are known by name."""
+        return self._collect("phaze_networks", "network", _is_network)
 
     def op_prices(self) -> Registry[OpPricer]:
         """All prices of ops that plugins brought."""
@@ -198,6 +202,10 @@ def _is_model_factory(value: object) -> TypeGuard[ModelFactory]:
 
 def _is_accelerator(value: object) -> TypeGuard[Accelerator]:
     return isinstance(value, Accelerator)
+
+
+def _is_network(value: object) -> TypeGuard[Network]:
+    return isinstance(value, Network)
 
 
 def _is_op_pricer(value: object) -> TypeGuard[OpPricer]:

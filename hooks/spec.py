@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import pluggy
 
-from phaze.hardware import Accelerator
+from phaze.hardware import Accelerator, Network
 from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
 from phaze.solvers import LinearSolver
 
@@ -38,6 +38,11 @@ def phaze_named_models() -> Mapping[str, ModelFactory]:  # type: ignore[empty-bo
 @hookspec
 def phaze_accelerators() -> Mapping[str, Accelerator]:  # type: ignore[empty-body]
     """Add accelerators by the name that clusters call them (`NAME:64`)."""
+
+
+@hookspec
+def phaze_networks() -> Iterable[Network]:  # type: ignore[empty-body]
+    """Add networks by the name that clusters call them (`h100:64@NAME`) and `phaze search --network NAME` takes."""
 
 
 @hookspec

@@ -88,6 +88,7 @@ class Diagnosis:
     targets: tuple[Part, ...]
     stage_builders: tuple[Part, ...]
     accelerators: tuple[Part, ...]
+    networks: tuple[Part, ...]
     op_prices: tuple[Part, ...]
     named_models: tuple[Part, ...]
     plugins: tuple[PluginReport, ...]
@@ -108,6 +109,7 @@ def _diagnose(plugins: PluginManager) -> Diagnosis:
         "targets": plugins.targets(),
         "stage_builders": plugins.stage_builders(),
         "accelerators": plugins.accelerators(),
+        "networks": plugins.networks(),
         "op_prices": plugins.op_prices(),
         "named_models": plugins.named_models(),
     }

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from phaze.errors import FormatError, QuestionError, near_names, shown
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, AcceleratorArray, largest
 from phaze.hardware.area_energy import area_mm2, areas_mm2, energy_model
-from phaze.hardware.chips_and_networks import preset
+from phaze.hardware.chip_presets import preset
 from phaze.hardware.field_checks import positive_integer
 from phaze.json_records import read_document
 

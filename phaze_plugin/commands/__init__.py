@@ -2,6 +2,7 @@
 
 from phaze.commands.calibrate_chip import calibrate_chip
 from phaze.commands.chip_list import chips
+from phaze.commands.cluster_drawing import cluster_command
 from phaze.commands.command import Command
 from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
@@ -17,6 +18,7 @@ __all__ = ["COMMANDS"]
 COMMANDS: tuple[Command, ...] = (
     import_model,
     chips,
+    cluster_command,
     cost,
     schedule_command,
     calibrate_chip,

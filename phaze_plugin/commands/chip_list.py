@@ -1,4 +1,4 @@
-"""`phaze chips`: accelerators known by name, with their numbers and where these come from."""
+"""`phaze chips`: accelerators known by name, by maker, with their numbers and where these come from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["chips"]
 
 _GIB = 2**30
-_MIB = 2**20
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -45,53 +44,78 @@ def run(arguments: Namespace, console: Console) -> int:
 
 
 def _document(chip: Accelerator, preset: Preset | None) -> dict[str, object]:
-    from phaze.hardware import area_mm2, network
+    from phaze.cost import calibration_of
+    from phaze.hardware import area_mm2, network_of
 
     document = asdict(chip) | {"peak_flops_per_s": chip.peak_flops_per_s(), "model_area_mm2": area_mm2(chip)}
+    document["prices"] = calibration_of(chip).name
     if preset is not None:
         document |= {
             "title": preset.title,
+            "maker": preset.maker,
+            "power_w": preset.power_w and preset.power_w.value,
             "published_peak_flops_per_s": preset.published_peak_flops_per_s and preset.published_peak_flops_per_s.value,
             "published_dtype": preset.published_dtype,
+            "links": {name: asdict(link) for name, link in preset.links.items()},
             "default_network": preset.default_network,
-            "network": asdict(network(preset.default_network)),
+            "network": asdict(network_of(chip.name)),
             "sources": {field: asdict(fact) for field, fact in preset.facts.items()},
         }
     return document
 
 
 def _all(chips: Sequence[tuple[Accelerator, Preset | None]]) -> Iterator[RenderableType]:
-    from phaze.hardware import area_mm2
-
-    yield plain_table(
-        ["chip", ">peak TF/s", ">HBM GiB", ">TB/s", ">buffer MiB", ">area mm2", ">estimates"],
-        [
-            (
-                chip.name,
-                f"{chip.peak_flops_per_s() / 1e12:.4g}",
-                f"{chip.hbm_bytes / _GIB:.4g}",
-                f"{chip.hbm_bandwidth_bytes_per_s / 1e12:.4g}",
-                f"{chip.buffer_bytes / _MIB:.4g}",
-                f"{area_mm2(chip):.1f}",
-                f"{len(preset.estimates)} of {len(preset.fields)}" if preset else "plugin",
-            )
-            for chip, preset in chips
-        ],
-    )
-    yield "\nsources (of every field: `phaze chips NAME`)"
+    makers = dict.fromkeys(_maker(preset) for _, preset in chips)
+    for maker in makers:
+        yield plain_table(
+            ["chip", ">bf16 TF/s", ">fp8", ">fp4", ">HBM GiB", ">TB/s", ">W", ">area mm2", "prices", ">estimates"],
+            [_row(chip, preset) for chip, preset in chips if _maker(preset) == maker],
+            title=maker,
+        )
+        yield ""
+    yield "sources (of every field: `phaze chips NAME`)"
     for chip, preset in chips:
         yield f"  {chip.name}: {(preset.source or 'field by field') if preset else 'a plugin'}"
     yield (
-        "\npeak is that of the arrays' native type; area follows the paper's 22 nm model, which has no HBM interface, "
-        "links or network on chip and does not compare with real dies. Estimates are not published "
+        "\nTF/s are without sparsity; W is what a device may draw, where it is published; area follows the paper's 22 "
+        "nm model, which has no HBM interface, links or network on chip and does not compare with real dies. Prices "
+        "are calibrated where a chip was fitted to measured runs, and ideal otherwise. Estimates are not published "
         "facts."
     )
 
 
+def _maker(preset: Preset | None) -> str:
+    return preset.maker if preset else "plugins"
+
+
+def _row(chip: Accelerator, preset: Preset | None) -> tuple[str, ...]:
+    from phaze.cost import calibration_of
+    from phaze.hardware import area_mm2
+
+    power = preset.power_w if preset else None
+    return (
+        chip.name,
+        *(_teraflops(chip.peak_flops_per_s(dtype)) for dtype in ("bf16", "fp8", "fp4")),
+        f"{chip.hbm_bytes / _GIB:.4g}",
+        f"{chip.hbm_bandwidth_bytes_per_s / 1e12:.4g}",
+        f"{power.value:.0f}" if power else "",
+        f"{area_mm2(chip):.1f}",
+        "ideal" if calibration_of(chip).is_ideal else "calibrated",
+        f"{len(preset.estimates)} of {len(preset.fields)}" if preset else "plugin",
+    )
+
+
+def _teraflops(flops_per_s: float) -> str:
+    value = flops_per_s / 1e12
+    return f"{value:.0f}" if value >= 1e3 else f"{value:.4g}"
+
+
 def _one(chip: Accelerator, preset: Preset | None) -> Iterator[RenderableType]:
-    from phaze.hardware import area_mm2, network
+    from phaze.cost import calibration_of
+    from phaze.hardware import area_mm2, network_of
 
     yield f"{chip.name}: {preset.title if preset else 'added by a plugin or read from a file'}"
+    yield f"prices: {calibration_of(chip).name}"
     yield f"peak {chip.peak_flops_per_s() / 1e12:.4g} TF/s, model area {area_mm2(chip):.3f} mm2 at 22 nm"
     if preset is None:
         yield plain_table(["field", ">value"], [(name, f"{value}") for name, value in asdict(chip).items()])
@@ -99,12 +123,14 @@ def _one(chip: Accelerator, preset: Preset | None) -> Iterator[RenderableType]:
     if preset.published_peak_flops_per_s is not None:
         published = preset.published_peak_flops_per_s
         yield f"published {published.value / 1e12:.4g} TF/s at {preset.published_dtype} ({published.source})"
+    if preset.power_w is not None:
+        yield f"draws {preset.power_w.value:.4g} W ({preset.power_w.status}: {preset.power_w.source})"
     yield ""
     yield plain_table(
         ["field", ">value", "status", "source"],
         [(name, f"{fact.value:.6g}", fact.status, fact.source) for name, fact in preset.facts.items()],
     )
-    yield from _links(network(preset.default_network))
+    yield from _links(network_of(chip.name))
 
 
 def _links(network: Network) -> Iterator[RenderableType]:
@@ -125,7 +151,7 @@ def _links(network: Network) -> Iterator[RenderableType]:
 chips = Command(
     name="chips",
     group=CommandGroup.HARDWARE,
-    summary="list accelerators with peak, memory and area, or one with its sources",
+    summary="list accelerators by maker with peak, memory and area, or one with its sources",
     configure=configure,
     run=run,
 )

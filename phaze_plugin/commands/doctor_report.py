@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-COUNTED_PARTS = ("frontends", "targets", "solvers", "stage_builders", "accelerators", "op_prices", "named_models")
+COUNTED_PARTS = (
+    "frontends",
+    "targets",
+    "solvers",
+    "stage_builders",
+    "accelerators",
+    "networks",
+    "op_prices",
+    "named_models",
+)
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -33,7 +33,12 @@ def add_model_argument(parser: ArgumentParser, flag: str = "model", more: str = 
 
 def add_question_arguments(parser: ArgumentParser) -> None:
     """Add the options that become arguments of `phaze.optimize`."""
-    parser.add_argument("--cluster", required=True, metavar="CHIP:COUNT[@NETWORK]", help="such as a100-80gb:64")
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="CHIP:COUNT[@NETWORK]",
+        help="such as a100-80gb:64 or h100:512@nvlink8+ib400",
+    )
     parser.add_argument(
         "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
     )

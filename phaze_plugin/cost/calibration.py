@@ -33,7 +33,7 @@ from enum import StrEnum
 
 from phaze.errors import FormatError, shown
 from phaze.hardware import Accelerator, preset
-from phaze.hardware.chips_and_networks import preset_names
+from phaze.hardware.chip_presets import preset_names
 from phaze.hardware.field_checks import fraction, non_negative, positive_integer
 from phaze.hardware.packaged_data import Table, packaged_table
 from phaze.json_records import from_document, read_document, to_document, write_whole

@@ -2,26 +2,19 @@
 
 from phaze.hardware.accelerator import Accelerator, AcceleratorArray, MatrixRates
 from phaze.hardware.area_energy import EnergyModel, area_mm2, areas_mm2, energy_model
-from phaze.hardware.chips_and_networks import (
-    Network,
-    NetworkLevel,
-    Preset,
-    network,
-    network_levels,
-    network_names,
-    preset,
-    preset_names,
-    presets,
-)
+from phaze.hardware.chip_presets import Preset, preset, preset_names, presets
 from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
-from phaze.hardware.cluster_text import find_accelerator, parse_cluster
+from phaze.hardware.cluster_text import find_accelerator, network_of, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
+from phaze.hardware.network_levels import ChipLink, Network, NetworkLevel, Torus, network_names, networks
+from phaze.hardware.network_text import network
 from phaze.hardware.packaged_data import Fact
 from phaze.hardware.precision import PrecisionRecipe, cast_graph, precision_recipe, precision_recipe_names
 
 __all__ = [
     "Accelerator",
     "AcceleratorArray",
+    "ChipLink",
     "Cluster",
     "EnergyModel",
     "Fact",
@@ -32,6 +25,7 @@ __all__ = [
     "NetworkLevel",
     "PrecisionRecipe",
     "Preset",
+    "Torus",
     "area_mm2",
     "areas_mm2",
     "cast_graph",
@@ -40,8 +34,9 @@ __all__ = [
     "load_accelerator",
     "load_cluster",
     "network",
-    "network_levels",
     "network_names",
+    "network_of",
+    "networks",
     "parse_cluster",
     "precision_recipe",
     "precision_recipe_names",

@@ -46,14 +46,17 @@ __all__ = [
 class MatrixRates:
     """Multiply-accumulate rate of the tensor cores per data type, relative to the arrays' native one.
 
-    The defaults are the paper's space: 16-bit and 8-bit at full rate, 32-bit at a quarter, 64-bit at a sixteenth.
+    The defaults are the paper's space: 16-bit and fewer at full rate, 32-bit at a quarter, 64-bit at a sixteenth.
     """
 
     bf16: float = 1.0
     fp16: float = 1.0
+    tf32: float = 0.25
     fp32: float = 0.25
     fp64: float = 0.0625
     fp8: float = 1.0
+    fp6: float = 1.0
+    fp4: float = 1.0
     int8: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Accelerators and clusters as users type them: a chip's name or file, and ``CHIP:COUNT[@NETWORK]``.
 
 CHIP is a known accelerator's name or the path of an accelerator's JSON file, COUNT a number of devices, NETWORK a known
-network's name (the chip's own one when left out; `paper` where it has none). The path of a cluster's JSON file
-stands for the whole.
+network's name or its levels, such as ``nvlink8+ib400`` (`phaze.hardware.network_text`); the chip's own one when left
+out, `paper` where it has none. The path of a cluster's JSON file stands for the whole.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
-from phaze.hardware.chips_and_networks import known_accelerator, network_levels, preset, preset_names
+from phaze.hardware.chip_presets import known_accelerator, links_of, preset, preset_names
 from phaze.hardware.cluster import Cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.hardware.hardware_files import load_accelerator, load_cluster
+from phaze.hardware.network_levels import Network
+from phaze.hardware.network_text import network, read_network
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
 __all__ = [
     "find_accelerator",
+    "network_of",
     "parse_cluster",
 ]
 
@@ -39,18 +42,19 @@ def find_accelerator(text: str, plugins: PluginManager | None = None) -> Acceler
 
 
 def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
-    """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``tpuv4-paper:1024@paper``.
+    """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``h100:512@nvlink8+ib400``.
 
-    Another form and a count that no cluster has are a `HardwareError`, unknown chips and networks an
-    `UnknownNameError`.
+    Another form, a count that no cluster has and levels that contradict it are a `HardwareError`, unknown chips and
+    networks an `UnknownNameError`.
     """
     chip, colon, rest = text.strip().rpartition(":")
     if not colon and rest.endswith(".json"):
         return load_cluster(rest, plugins)
-    count_text, separator, network = rest.partition("@")
-    if not chip or (separator and not network) or not (count_text.isascii() and count_text.isdigit()):
+    count_text, separator, network_text = rest.partition("@")
+    if not chip or (separator and not network_text) or not (count_text.isascii() and count_text.isdigit()):
         raise HardwareError(
-            f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64."
+            f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64 or "
+            "h100:512@nvlink8+ib400."
         )
     count = int(count_text) if len(count_text) <= _MOST_DIGITS else LARGEST_BYTES + 1
     if not 1 <= count <= LARGEST_BYTES:
@@ -58,9 +62,14 @@ def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
             f"cluster {shown(text)} has {count_text[:_MOST_DIGITS]} devices; expected 1 to {LARGEST_BYTES}."
         )
     accelerator = find_accelerator(chip, plugins)
-    return Cluster(accelerator, count, network_levels(network or _network_of(chip), count))
+    joining = network_of(chip, network_text, plugins)
+    if network_text and any(level.name for level in joining.levels):
+        read_network(text, count, joining)
+    return Cluster(accelerator, count, joining.joining(count))
 
 
-def _network_of(chip: str) -> str:
-    """The network that a chip comes with."""
-    return preset(chip).default_network if chip in preset_names() else _NETWORK_OF_OTHER_CHIPS
+def network_of(chip: str, text: str = "", plugins: PluginManager | None = None) -> Network:
+    """The network that ``text`` means for a chip, or the one that the chip comes with where there is no text."""
+    if not text:
+        text = preset(chip).default_network if chip in preset_names() else _NETWORK_OF_OTHER_CHIPS
+    return network(text, chip, links_of(chip), plugins)

@@ -21,8 +21,8 @@ _RATES = {
     DType.INT8: "int8",
 }
 
-RATE_NAMES = tuple(_RATES.values())
-"""The types that matrix units distinguish."""
+RATE_NAMES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp6", "fp4", "int8")
+"""The types that matrix units distinguish. No tensor is stored in tf32, fp6 or fp4: products round to them."""
 
 _BY_NAME = {short: dtype for dtype, short in _RATES.items()} | {dtype.value: dtype for dtype in DType}
 
@@ -36,6 +36,8 @@ def element_type(dtype: str) -> DType:
 
 def rate_name(dtype: str) -> str:
     """The matrix rate that ``dtype`` runs at; types that matrix units do not know (int32, bool, ...) run as fp32."""
+    if isinstance(dtype, str) and dtype in RATE_NAMES:
+        return dtype
     element = element_type(dtype)
     return _RATES[DType.INT8] if element is DType.UINT8 else _RATES.get(element, _RATES[DType.FLOAT32])
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from phaze.errors import FormatError, HardwareError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
-from phaze.hardware.chips_and_networks import known_accelerator
+from phaze.hardware.chip_presets import known_accelerator
 from phaze.hardware.cluster import Cluster, InterconnectLevel
 
 if TYPE_CHECKING:

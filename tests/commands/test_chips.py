@@ -27,6 +27,17 @@ def test_the_list_has_one_line_a_chip_and_a_source_for_each(capsys: pytest.Captu
     assert "9 of 9" in table
 
 
+def test_chips_stand_under_their_maker_and_say_how_they_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chips"]) == 0
+    out = capsys.readouterr().out
+    nvidia, amd = out.split("\nAMD")[0], out.split("\nAMD")[1].split("\nGoogle")[0]
+    lines = {line.split()[0]: line for line in (nvidia + amd).splitlines() if line.split()}
+    assert "mi355x" in amd
+    assert "gb200" in nvidia
+    assert " calibrated " in lines["h100"]
+    assert " ideal " in lines["b200"]
+
+
 def test_another_chip_under_a_presets_name_has_none_of_its_facts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

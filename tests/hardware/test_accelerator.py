@@ -141,7 +141,7 @@ def test_the_callers_arrays_stay_the_callers() -> None:
         ("clock_hz", np.array([1e308, 1e9]), r"clock_hz\[0\] is 1e\+308"),
         ("clock_hz", np.array([1e9, 5e-324]), r"clock_hz\[1\] is 5e-324"),
         ("clock_hz", np.array([1e9, np.nan]), r"clock_hz\[1\] is nan"),
-        ("rates", np.ones((2, 5)), r"rates is an array of shape \(2, 5\).* of shape \(2, 6\)"),
+        ("rates", np.ones((2, 5)), r"rates is an array of shape \(2, 5\).* of shape \(2, 9\)"),
         ("rates", np.ones(2), r"rates is an array of shape \(2,\)"),
         ("buffer_bytes", np.array(3), "buffer_bytes has no entries"),
         ("names", ("a", ""), "a name is empty"),

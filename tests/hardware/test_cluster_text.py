@@ -34,7 +34,7 @@ def test_levels_follow_the_number_of_devices() -> None:
     assert sizes("a100-80gb:1") == []
     assert sizes("a100-80gb:4") == [4]
     assert sizes("a100-80gb:12") == [8, 2]
-    assert sizes("tpuv5e:512") == [256, 2]
+    assert sizes("tpuv5e:512") == [16, 16, 2]
 
 
 @pytest.mark.parametrize("network", network_names())

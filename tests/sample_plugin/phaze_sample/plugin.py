@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from phaze.hardware import Accelerator
+from phaze.hardware import Accelerator, Fact, Network, NetworkLevel
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend, ModelFactory, OpPricer, Target
 from phaze_sample.launcher import ToyLauncher
@@ -20,6 +20,13 @@ def phaze_frontends() -> Iterable[Frontend]:
 def phaze_named_models() -> Mapping[str, ModelFactory]:
     """A model that needs no file."""
     return {"toy-tiny": tiny}
+
+
+@hookimpl
+def phaze_networks() -> Iterable[Network]:
+    """One switch for all devices."""
+    bandwidth, latency = Fact(1e9, "made up", is_verified=False), Fact(1e-6, "made up", is_verified=False)
+    return [Network("toy-switch", "one switch", (NetworkLevel(None, bandwidth, latency),))]
 
 
 @hookimpl

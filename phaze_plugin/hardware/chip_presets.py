@@ -1,35 +1,28 @@
-"""Real chips and networks by name, each number with its source and whether that source was checked.
+"""Real chips by name, each number with its source and whether that source was checked.
 
-The numbers live in ``data/chips.json`` and ``data/networks.json``. A verified cell is a fact; any other is an estimate
-and is shown as one: a number that nobody checked, that was derived from others, that was chosen among several, or that
-is a drawing (a unit of 64 multiply-accumulates as an array of 8x8). Plugins add chips of their own, which
+The numbers live in ``data/chips.json``. A verified cell is a fact; any other is an estimate and is shown as one: a
+number that nobody checked, that was derived from others, that was chosen among several, or that is a drawing (a unit of
+64 multiply-accumulates as an array of 8x8). Rates are without sparsity. Plugins add chips of their own, which
 `known_accelerator` finds beside these.
-
-A network's outermost level has no size of its own: it joins as many groups as a cluster needs.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.errors import UnknownNameError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
-from phaze.hardware.cluster import InterconnectLevel
+from phaze.hardware.network_levels import ChipLink, Torus
 from phaze.hardware.packaged_data import Fact, Table, fact_of, packaged_table
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
 __all__ = [
-    "Network",
-    "NetworkLevel",
     "Preset",
     "known_accelerator",
-    "network",
-    "network_levels",
-    "network_names",
+    "links_of",
     "preset",
     "preset_names",
     "presets",
@@ -40,16 +33,25 @@ __all__ = [
 class Preset:
     """A chip with the origin of each of its numbers.
 
-    ``facts`` has one for each field of the accelerator, and one for each rate as ``rates.<dtype>``. The published peak
-    is the vendor's figure at ``published_dtype``, absent for generic machines. The default network is the one that
-    `phaze.hardware.parse_cluster` uses when none is named.
+    Attributes:
+        accelerator: the chip, or the part of one that frameworks call a device.
+        title: what people call it.
+        maker: who makes it.
+        facts: one for each field of the accelerator, and one for each rate as ``rates.<dtype>``.
+        published_peak_flops_per_s: the vendor's figure at ``published_dtype``; absent for generic machines.
+        power_w: what the device may draw; absent where it is not published.
+        links: the chip's own links by name, which networks are made of.
+        default_network: the network that `phaze.hardware.parse_cluster` uses when none is named, as text.
     """
 
     accelerator: Accelerator
     title: str
+    maker: str
     facts: dict[str, Fact]
     published_peak_flops_per_s: Fact | None
     published_dtype: str | None
+    power_w: Fact | None
+    links: dict[str, ChipLink]
     default_network: str
 
     @property
@@ -87,6 +89,11 @@ def preset(name: str) -> Preset:
     return _preset(name, chips[name])
 
 
+def links_of(chip: str) -> dict[str, ChipLink]:
+    """The own links of the chip called ``chip``; none for chips that are no presets."""
+    return preset(chip).links if chip in _chips() else {}
+
+
 def _chips() -> Table:
     chips: Table = packaged_table("chips")["chips"]
     return chips
@@ -95,7 +102,7 @@ def _chips() -> Table:
 def _preset(name: str, entry: Table) -> Preset:
     facts = {field: fact_of(cell) for field, cell in entry["fields"].items()}
     rates = {dtype: fact_of(cell) for dtype, cell in entry["rates"].items()}
-    peak = entry["published_peak_flops_per_s"]
+    peak, power = entry["published_peak_flops_per_s"], entry["power_w"]
     return Preset(
         accelerator=Accelerator(
             name=name,
@@ -103,62 +110,24 @@ def _preset(name: str, entry: Table) -> Preset:
             rates=MatrixRates(**{dtype: fact.value for dtype, fact in rates.items()}),
         ),
         title=entry["title"],
+        maker=entry["maker"],
         facts=facts | {f"rates.{dtype}": fact for dtype, fact in rates.items()},
         published_peak_flops_per_s=fact_of(peak) if peak else None,
         published_dtype=peak["dtype"] if peak else None,
+        power_w=fact_of(power) if power else None,
+        links={link: _link(link, cells) for link, cells in entry["links"].items()},
         default_network=entry["default_network"],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkLevel:
-    """Links of one level with the origin of their numbers; a ``size`` of None is as many as are needed."""
-
-    size: int | None
-    bandwidth_bytes_per_s: Fact
-    latency_s: Fact
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A network's levels, innermost first."""
-
-    name: str
-    title: str
-    levels: tuple[NetworkLevel, ...]
-
-    def joining(self, device_count: int) -> tuple[InterconnectLevel, ...]:
-        """The levels that ``device_count`` devices need, innermost first."""
-        joined: list[InterconnectLevel] = []
-        groups = device_count
-        for level in self.levels:
-            size = groups if level.size is None else min(level.size, groups)
-            if size > 1:
-                joined.append(InterconnectLevel(size, level.bandwidth_bytes_per_s.value, level.latency_s.value))
-            groups = math.ceil(groups / size)
-        return tuple(joined)
-
-
-def network_names() -> tuple[str, ...]:
-    """Names of the built-in networks."""
-    return tuple(packaged_table("networks")["networks"])
-
-
-def network(name: str) -> Network:
-    """The built-in network called ``name``; an `UnknownNameError` lists near names where there is none."""
-    networks: Table = packaged_table("networks")["networks"]
-    if name not in networks:
-        raise UnknownNameError("network", name, networks)
-    levels = (
-        NetworkLevel(entry["size"], fact_of(entry["bandwidth_bytes_per_s"]), fact_of(entry["latency_s"]))
-        for entry in networks[name]["levels"]
+def _link(name: str, entry: Table) -> ChipLink:
+    torus = entry.get("torus")
+    return ChipLink(
+        name,
+        fact_of(entry["bandwidth_bytes_per_s"]),
+        fact_of(entry["latency_s"]),
+        Torus(torus["dimensions"], torus["closes_at"]) if torus else None,
     )
-    return Network(name, networks[name]["title"], tuple(levels))
-
-
-def network_levels(name: str, device_count: int) -> tuple[InterconnectLevel, ...]:
-    """The levels of network ``name`` that ``device_count`` devices need; raises as `network` does."""
-    return network(name).joining(device_count)
 
 
 def known_accelerator(name: str, plugins: PluginManager | None) -> Accelerator:

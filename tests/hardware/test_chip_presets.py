@@ -1,10 +1,16 @@
 import pytest
 
 from phaze.errors import UnknownNameError
-from phaze.hardware import Preset, network_levels, preset, preset_names, presets
+from phaze.hardware import Fact, Preset, network_of, preset, preset_names, presets
 
-TPUS = {"tpuv3", "tpuv4", "tpuv4-paper", "tpuv5e", "tpuv5p"}
-OTHERS = {"v100", "a100-40gb", "a100-80gb", "h100", "mi250x", "mi300x", "cpu"}
+MAKERS = {
+    "NVIDIA": "v100 a100-40gb a100-80gb h100 h800 h20 h200 gh200 b200 b300 gb200 gb300 l40s rtx4090",
+    "AMD": "mi250x mi300x mi325x mi355x",
+    "Google": "tpuv3 tpuv4 tpuv4-paper tpuv5e tpuv5p tpuv6e tpu7x",
+    "AWS": "trn1 trn2",
+    "Intel": "gaudi2 gaudi3",
+    "generic": "cpu",
+}
 PUBLISHED = [entry for entry in presets() if entry.published_peak_flops_per_s is not None]
 
 
@@ -13,7 +19,9 @@ def named(entry: Preset) -> str:
 
 
 def test_every_promised_chip_is_there() -> None:
-    assert set(preset_names()) == TPUS | OTHERS
+    by_maker = {maker: " ".join(named(chip) for chip in presets() if chip.maker == maker) for maker in MAKERS}
+    assert by_maker == MAKERS
+    assert len(preset_names()) == sum(len(chips.split()) for chips in MAKERS.values())
     assert {named(entry) for entry in presets()} - {named(entry) for entry in PUBLISHED} == {"cpu"}
 
 
@@ -22,6 +30,58 @@ def test_peak_flops_are_within_one_percent_of_the_published_figure(entry: Preset
     published = entry.published_peak_flops_per_s
     assert published is not None
     assert entry.accelerator.peak_flops_per_s(entry.published_dtype) == pytest.approx(published.value, rel=0.01)
+
+
+DENSE_TERAFLOPS = {
+    # without sparsity, as published: bf16, fp8, fp4 (where there is one)
+    "a100-80gb": (312, None, None),
+    "h100": (989.4, 1978.9, None),
+    "h200": (989.4, 1978.9, None),
+    "h20": (148, 296, None),
+    "b200": (2250, 4500, 9000),
+    "b300": (2250, 4500, 13125),
+    "gb200": (2500, 5000, 10000),
+    "gb300": (2500, 5000, 15000),
+    "l40s": (362.05, 733, None),
+    "rtx4090": (165.15, 330.3, None),
+    "mi300x": (1307.4, 2614.9, None),
+    "mi355x": (2516.6, 5033.2, 10066.3),
+    "tpuv6e": (918, 918, None),
+    "tpu7x": (2307 / 2, 4614 / 2, None),
+    "trn1": (190, 190, None),
+    "trn2": (667, 1299, None),
+    "gaudi2": (432, None, None),
+    "gaudi3": (1835, 1835, None),
+}
+
+
+@pytest.mark.parametrize(("name", "published"), DENSE_TERAFLOPS.items())
+def test_products_of_few_bits_run_at_their_published_rate_without_sparsity(
+    name: str, published: tuple[float | None, ...]
+) -> None:
+    chip = preset(name).accelerator
+    for dtype, teraflops in zip(("bf16", "fp8", "fp4"), published, strict=True):
+        if teraflops is not None:
+            assert chip.peak_flops_per_s(dtype) == pytest.approx(teraflops * 1e12, rel=0.004)
+
+
+@pytest.mark.parametrize("entry", presets(), ids=named)
+def test_fewer_bits_are_never_slower_and_more_bits_never_faster(entry: Preset) -> None:
+    rates = entry.accelerator.rates
+    assert rates.fp8 >= rates.bf16
+    assert rates.fp8 <= rates.fp6 <= rates.fp4
+    assert rates.fp64 <= max(rates.fp32, 0.25)
+    assert rates.fp32 <= rates.tf32
+
+
+@pytest.mark.parametrize("entry", presets(), ids=named)
+def test_links_and_power_have_sources_and_are_above_zero(entry: Preset) -> None:
+    facts: list[Fact] = [entry.power_w] if entry.power_w else []
+    for link in entry.links.values():
+        facts += [link.bandwidth_bytes_per_s, link.latency_s]
+    assert all(fact.value > 0 and len(fact.source) > 5 for fact in facts)
+    assert entry.links or named(entry) == "cpu"
+    assert not any(fact.is_verified and "from memory" in fact.source for fact in facts)
 
 
 @pytest.mark.parametrize("entry", presets(), ids=named)
@@ -71,7 +131,7 @@ def test_the_papers_baseline_is_the_designs() -> None:
 
 @pytest.mark.parametrize("entry", presets(), ids=named)
 def test_every_default_network_exists(entry: Preset) -> None:
-    assert network_levels(entry.default_network, 2)
+    assert network_of(named(entry)).joining(2)
 
 
 def test_an_unknown_preset_lists_near_names() -> None:

@@ -1,0 +1,149 @@
+"""`phaze cluster TEXT`: what was understood of a cluster's text, drawn level by level."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+
+from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
+
+if TYPE_CHECKING:
+    from phaze.hardware import Cluster
+
+__all__ = ["cluster_command"]
+
+_SAMPLE_BYTES = 2**30
+"""The tensor of the sample all-reduces: large enough that bandwidth decides, as for gradients."""
+_DRAWN_MEMBERS = 4
+"""Members of a level that are drawn before it is said how many more there are."""
+_GIB = 2**30
+_JOINTS = {"switch": ", each to all", "ring": ", in a ring", "line": ", in a line"}
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "text", metavar="TEXT", help="such as h100:512@nvlink8+ib400/2, tpuv5p:512@8x8x8, or a cluster's JSON file"
+    )
+    parser.add_argument(
+        "--price-per-hour",
+        type=_price,
+        metavar="X",
+        help="what one device costs an hour, in your currency (no default)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="save the cluster as JSON, to be changed by hand")
+    add_json_option(parser)
+
+
+def _price(text: str) -> float:
+    """An argument's type: a price above 0."""
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 < price < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not a price above 0")
+    return price
+
+
+def run(arguments: Namespace, console: Console) -> int:
+    """Read the text, and show the levels with a sample collective on each."""
+    from phaze.hardware import parse_cluster, save_cluster
+    from phaze.installed import installed_plugins
+
+    cluster = parse_cluster(arguments.text, installed_plugins())
+    texts = list(_for_people(cluster, arguments.price_per_hour))
+    if arguments.out is not None:
+        save_cluster(cluster, arguments.out)
+        texts.append(f"\nsaved to {arguments.out}")
+    show(console, arguments, _document(cluster, arguments.price_per_hour), *texts)
+    return ExitCode.FINE
+
+
+def _document(cluster: Cluster, price: float | None) -> dict[str, object]:
+    from phaze.hardware.hardware_files import cluster_to_json
+
+    document: dict[str, object] = {"cluster": cluster_to_json(cluster), "all_reduce_bytes": _SAMPLE_BYTES}
+    document["all_reduce_s"] = [seconds for _, seconds in _all_reduces(cluster)]
+    if price is not None:
+        document["price_per_hour"] = price * cluster.device_count
+    return document
+
+
+def _for_people(cluster: Cluster, price: float | None) -> Iterator[RenderableType]:
+    chip, count = cluster.accelerator, cluster.device_count
+    yield f"{count:,} x {chip.name}: {count * chip.peak_flops_per_s() / 1e15:.4g} PF/s, " + (
+        f"{count * chip.hbm_bytes / _GIB:,.0f} GiB of HBM"
+    )
+    if price is not None:
+        yield f"{price * count:,.2f} an hour, at {price:g} a device"
+    joined = math.prod(level.size for level in cluster.levels)
+    if joined > count:
+        yield f"the levels could join {joined:,} devices: some groups are not full"
+    if not cluster.levels:
+        yield "one device, no links"
+        return
+    yield ""
+    yield from _drawing(cluster)
+    yield ""
+    yield _table(cluster)
+    yield (
+        "\nGB/s are per device and direction (of a torus: of one link in one direction); all-reduce is that of 1 GiB "
+        "over all devices joined so far, ideal, each level working on what the levels inside leave to it."
+    )
+
+
+def _drawing(cluster: Cluster) -> Iterator[str]:
+    """One line for each level, innermost at the bottom, its members as boxes with the devices that each holds."""
+    lines, inside = [], 1
+    for index, level in enumerate(cluster.levels, start=1):
+        member = cluster.accelerator.name if inside == 1 else f"{inside} devices"
+        shown = min(level.size, _DRAWN_MEMBERS)
+        more = f" .. {level.size} of them" if level.size > shown else ""
+        boxes = ("--" if level.links.is_row else "  ").join([f"[{member}]"] * shown)
+        lines.append(f"level {index}: {boxes}{more}{_JOINTS[level.links.value]}")
+        inside *= level.size
+    yield from reversed(lines)
+
+
+def _table(cluster: Cluster) -> RenderableType:
+    return plain_table(
+        ["level", "links", ">joins", ">devices", ">GB/s", ">latency us", ">all-reduce ms"],
+        [
+            (
+                str(index),
+                level.links.value,
+                str(level.size),
+                f"{devices:,}",
+                f"{level.bandwidth_bytes_per_s / 1e9:.4g}",
+                f"{level.latency_s * 1e6:.4g}",
+                f"{seconds * 1e3:.4g}",
+            )
+            for index, (level, (devices, seconds)) in enumerate(
+                zip(cluster.levels, _all_reduces(cluster), strict=True), start=1
+            )
+        ],
+    )
+
+
+def _all_reduces(cluster: Cluster) -> Iterator[tuple[int, float]]:
+    """For every level, the devices joined so far and the seconds of the sample all-reduce over them."""
+    from phaze.cost import price_collective
+
+    joined = 1
+    for level in cluster.levels:
+        joined = min(joined * level.size, cluster.device_count)
+        yield joined, float(price_collective("all_reduce", _SAMPLE_BYTES, cluster, joined).seconds)
+
+
+cluster_command = Command(
+    name="cluster",
+    group=CommandGroup.HARDWARE,
+    summary="show what is understood of a cluster's text, level by level",
+    configure=configure,
+    run=run,
+)
