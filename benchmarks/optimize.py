@@ -1,6 +1,6 @@
 """From model names to plans: how long it takes, what comes out, and how much of it is proven.
 
-    python benchmarks/optimize.py [MODEL ...] [--cluster tpuv4:1024] [--global-batch 4096] [--verify]
+    python benchmarks/optimize.py [MODEL ...] [--cluster tpuv4:1024@tpuv4-pod] [--global-batch 4096] [--verify]
 
 A row a model: seconds (and those of the search alone, without the explanation), strategy, tokens per second, MFU, gap.
 The last line counts the passes of layers that were scheduled and proven within 1 %.
@@ -38,7 +38,7 @@ def main() -> None:
     """Plan models and print a row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL")
-    parser.add_argument("--cluster", default="tpuv4:1024")
+    parser.add_argument("--cluster", default="tpuv4:1024@tpuv4-pod")
     parser.add_argument("--global-batch", type=int, default=4096)
     parser.add_argument("--grid", metavar="MODEL", help="price a grid of strategies against the best plan")
     parser.add_argument("--verify", action="store_true", help="derive every number of every plan again")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
@@ -18,7 +18,16 @@ from phaze.capabilities import Capabilities
 from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
 from phaze.cost.calibration import why_ideal
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
-from phaze.hardware import Cluster, PrecisionRecipe, parse_cluster, precision_recipe, precision_recipe_names
+from phaze.hardware import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Cluster,
+    PrecisionRecipe,
+    parse_cluster,
+    precision_recipe,
+    precision_recipe_names,
+    recipe_of,
+)
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph, Role
 from phaze.ir.backward import derive_backward
@@ -54,8 +63,6 @@ DEFAULT_TP = (1, 2, 4, 8)
 SAMPLES_PER_DEVICE = 8
 """The global batch per device that is assumed when none is given: enough microbatches to fill a short pipeline."""
 
-_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-
 
 class QuestionOptions(TypedDict, total=False):
     """The keyword arguments that `phaze.optimize` and `phaze.evaluate` share.
@@ -63,8 +70,9 @@ class QuestionOptions(TypedDict, total=False):
     Attributes:
         cluster: text such as "a100-80gb:64", or a Cluster; by default the devices that this process sees.
         global_batch_size: sequences in one step; by default 8 for every device.
-        optimizer: "adamw" (the default), "adam" or "sgd".
-        precision: "bf16" (the default), "fp16", "fp32", the name of a recipe, or a PrecisionRecipe.
+        optimizer: "adamw" (the default), "adam", "sgd", "momentum-sgd", "adafactor", "lion", "adam8bit" or "muon".
+        precision: "bf16" (the default), "fp16", "fp32", "tf32", "fp8" and its recipes, "mxfp8", "nvfp4", the name of a
+            recipe ("bf16-adam-bf16-gradients"), or a PrecisionRecipe.
         micro_batch_size: sizes to try, one or several.
         tp: tensor-parallel degrees to try, one or several.
         sequence_length: tokens in a sequence, instead of the model's own length.
@@ -220,7 +228,7 @@ def ask(
     cluster = settled_cluster(options.get("cluster"), plugins)
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
     graph, target = _import(model, inputs, options, plugins)
-    notes: list[str] = []
+    notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
     if batch_size is None:
         batch_size = SAMPLES_PER_DEVICE * cluster.device_count
@@ -304,16 +312,30 @@ def _import(
 def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe:
     if isinstance(precision, PrecisionRecipe):
         return precision
-    if optimizer not in _OPTIMIZERS:
-        raise QuestionError(f"optimizer is {shown(optimizer)}; expected one of {', '.join(_OPTIMIZERS)}.")
+    if not isinstance(optimizer, str):
+        raise QuestionError(f"optimizer is {shown(optimizer)}; expected one of {', '.join(OPTIMIZERS)}.")
     if not isinstance(precision, str):
         raise QuestionError(f"precision is {shown(precision)}; expected text such as 'bf16' or a PrecisionRecipe.")
-    known = precision_recipe_names()
-    name = precision if precision in known else f"{precision}-{_OPTIMIZERS[optimizer]}"
-    if name not in known:
-        types = sorted({recipe.partition("-")[0] for recipe in known})
-        raise UnknownNameError(f"precision with optimizer {optimizer!r}", precision, (*types, *known))
-    return precision_recipe(name)
+    if optimizer not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
+    if precision in precision_recipe_names():
+        return precision_recipe(precision)
+    if precision not in PRECISIONS:
+        raise UnknownNameError("precision", precision, (*PRECISIONS, *precision_recipe_names()))
+    return recipe_of(precision, optimizer)
+
+
+def _precision_notes(recipe: PrecisionRecipe, cluster: Cluster, target: ChosenTarget) -> Iterator[str]:
+    """What the price of a precision leaves out, and where the chip or the target does not have it."""
+    if recipe.note:
+        yield f"{recipe.name}: {recipe.note}"
+    if not recipe.product_dtype:
+        return
+    chip = cluster.accelerator
+    if chip.rates.of(recipe.product_dtype) <= chip.rates.of(recipe.compute_dtype):
+        yield f"{chip.name} runs {recipe.product_dtype} no faster than {recipe.compute_dtype}"
+    if target.name is not None and recipe.quantizes_products:
+        yield f"target {target.name} runs products in {recipe.compute_dtype}: this plan is priced, and not run"
 
 
 def _positive(name: str, value: object) -> int:

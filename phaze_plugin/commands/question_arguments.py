@@ -42,8 +42,8 @@ def add_question_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
     )
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), adam or sgd")
-    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
+    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
     parser.add_argument(
         "--micro-batch-size", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
     )

@@ -44,8 +44,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--network", default="paper", metavar="NAME", help="paper (default), a known network, or nvlink8-gen4+ib400"
     )
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), adam or sgd")
-    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32 or a recipe")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
+    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
     parser.add_argument(
         "--schedule", type=words, metavar="NAME,NAME", help="pipeline schedules to try (default 1f1b,zero-bubble)"

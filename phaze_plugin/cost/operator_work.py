@@ -9,7 +9,8 @@ same time, each on its own resource, so that the largest decides:
 
 The `Work` of a true view is empty and occupies no cores: the only thing that costs nothing. By kind of op:
 
-    contraction   the GEMM of its rule, on operands as they are stored                                    (`_product`)
+    contraction   the GEMM of its rule, on operands as they are stored, at their type or at the one that a precision
+                  recipe marked it with                                                                   (`_product`)
     convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches, tiled as
                   if every block of the image were exact: optimistic where a small buffer makes windows overlap
     attention     a fused kernel: score and context products (backward also the scores again), softmax and dropout on
@@ -41,6 +42,7 @@ from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling
 from phaze.cost.size_checks import check_amounts, check_sizes
 from phaze.errors import CostError
 from phaze.hardware.element_types import dtype_bytes
+from phaze.hardware.precision import PRODUCT_DTYPE
 from phaze.ir import DType, FactorKind, Gemm, Op, OpKind, Phase, Tensor
 from phaze.ir.rule import Dims, names_of
 
@@ -209,7 +211,8 @@ def _product(op: Op, tensors: Tensors) -> Work:
         output_bytes=sum(written_bytes(op, tensors)),
         element_bytes=dtype.size_bytes,
     )
-    return Work(products=(_product_of(gemm, dtype),), tilings=(tiling,))
+    runs_at = op.attribute(PRODUCT_DTYPE)
+    return Work(products=(_product_of(gemm, runs_at if isinstance(runs_at, str) else dtype.value),), tilings=(tiling,))
 
 
 def _attention(op: Op, tensors: Tensors) -> Work:
@@ -233,7 +236,7 @@ def _attention(op: Op, tensors: Tensors) -> Work:
     width = (scores.k + _size(op, value - key)) * (2 if is_backward else 1)
     computed = (scores, *gemms) if is_backward else gemms
     work = Work(
-        products=tuple(_product_of(gemm, dtype) for gemm in computed),
+        products=tuple(_product_of(gemm, dtype.value) for gemm in computed),
         vector_operations=float(attention_operations(op)) * scores.batch * scores.m * scores.n,
         streamed_bytes=sum(moved.values()) + accumulated,
     )
@@ -287,8 +290,8 @@ def _operand_dtype(op: Op, tensors: Tensors) -> DType:
     return max((tensors[tensor_id].dtype for tensor_id in op.inputs[:2]), key=lambda dtype: dtype.size_bytes)
 
 
-def _product_of(gemm: Gemm, dtype: DType) -> Product:
-    return Product(batch=gemm.batch, m=gemm.m, n=gemm.n, k=gemm.k, dtype=dtype.value)
+def _product_of(gemm: Gemm, dtype: str) -> Product:
+    return Product(batch=gemm.batch, m=gemm.m, n=gemm.n, k=gemm.k, dtype=dtype)
 
 
 _BUILDERS: dict[OpKind, Callable[[Op, Tensors], Work]] = {

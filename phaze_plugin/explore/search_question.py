@@ -143,8 +143,8 @@ class SearchOptions(TypedDict, total=False):
         tp: tensor-parallel degrees to try.
         global_batch_size: sequences in one step.
         network: how the devices are joined.
-        optimizer: "adamw", "adam" or "sgd".
-        precision: "bf16", "fp16", "fp32" or a recipe.
+        optimizer: as `phaze.optimize` takes it.
+        precision: as `phaze.optimize` takes it.
         sequence_length: tokens in a sequence, instead of the models' own length.
         schedule: pipeline schedules to try.
         compatibility: "paper" counts as the paper does.

@@ -9,9 +9,19 @@ from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_a
 from phaze.hardware.network_levels import ChipLink, Network, NetworkLevel, Torus, network_names, networks
 from phaze.hardware.network_text import network
 from phaze.hardware.packaged_data import Fact
-from phaze.hardware.precision import PrecisionRecipe, cast_graph, precision_recipe, precision_recipe_names
+from phaze.hardware.precision import (
+    OPTIMIZERS,
+    PRECISIONS,
+    PrecisionRecipe,
+    cast_graph,
+    precision_recipe,
+    precision_recipe_names,
+    recipe_of,
+)
 
 __all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
     "Accelerator",
     "AcceleratorArray",
     "ChipLink",
@@ -43,6 +53,7 @@ __all__ = [
     "preset",
     "preset_names",
     "presets",
+    "recipe_of",
     "save_accelerator",
     "save_cluster",
 ]

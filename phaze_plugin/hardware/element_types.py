@@ -24,6 +24,8 @@ _RATES = {
 RATE_NAMES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp6", "fp4", "int8")
 """The types that matrix units distinguish. No tensor is stored in tf32, fp6 or fp4: products round to them."""
 
+_OPERAND_BYTES = {"tf32": 4, "fp6": 1, "fp4": 1}
+
 _BY_NAME = {short: dtype for dtype, short in _RATES.items()} | {dtype.value: dtype for dtype in DType}
 
 
@@ -43,5 +45,5 @@ def rate_name(dtype: str) -> str:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    return element_type(dtype).size_bytes
+    """Bytes of one element; of types that products round to, those that an operand takes, rounded up."""
+    return _OPERAND_BYTES[dtype] if dtype in _OPERAND_BYTES else element_type(dtype).size_bytes

@@ -3,28 +3,43 @@
 A parameter occupies parameter + gradient + master + state bytes. Mixed bf16 with Adam keeps a bf16 copy (2), an fp32
 gradient (4), an fp32 master copy (4) and two fp32 moments (8): 18 bytes.
 
+A recipe is a precision and an optimizer, `bf16-adam` or `mxfp8-muon`; `-bf16-gradients` behind it accumulates and
+reduces gradients in bf16. The precisions and optimizers that are known by name stand in `PRECISIONS` and `OPTIMIZERS`,
+each with what is stored where and what its price leaves out.
+
 Captured models often come in float32 and train in bfloat16. `cast_graph` replaces the type of a graph's parameters by
 the recipe's compute type: every float tensor of the parameters' own (most common) type changes; types that were chosen
-on purpose, such as float32 logits in a bfloat16 model, stay.
+on purpose, such as float32 logits in a bfloat16 model, stay. Where products run at another type than tensors are stored
+in (fp8, fp4, tf32), those that read a parameter of a repeated layer, and their gradients, are marked to be priced so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from phaze.errors import HardwareError, UnknownNameError
-from phaze.hardware.element_types import dtype_bytes, element_type
+from phaze.hardware.element_types import dtype_bytes, element_type, rate_name
 from phaze.hardware.field_checks import non_negative, positive
-from phaze.ir import DType, Graph
+from phaze.ir import DType, Graph, Op, OpKind
 
 __all__ = [
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "PRODUCT_DTYPE",
+    "Optimizer",
+    "Precision",
     "PrecisionRecipe",
     "cast_graph",
     "precision_recipe",
     "precision_recipe_names",
+    "recipe_of",
 ]
 
+PRODUCT_DTYPE = "product_dtype"
+"""The attribute of an op that says at which type its product runs, where that is not its operands'."""
 _TRAINABLE = (DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8)
 
 
@@ -35,6 +50,10 @@ class PrecisionRecipe:
     The compute type is that of matrix operands and activations and overrides captured float types; gradients are summed
     over devices in the reduction type. Bytes are per parameter: the copy that forward and backward read, the
     accumulated gradient, the master copy that the optimizer updates (0 when it updates the first), its own state.
+
+    Products with parameters of repeated layers run at the product type where there is one. An update takes so many lane
+    operations per parameter, and a Newton-Schulz iteration (Muon) where it orthogonalizes them. The note says what the
+    price leaves out.
     """
 
     name: str
@@ -44,6 +63,10 @@ class PrecisionRecipe:
     gradient_bytes: float
     master_bytes: float
     state_bytes: float
+    product_dtype: str = ""
+    update_operations: float = 12.0
+    orthogonalizes_updates: bool = False
+    note: str = ""
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
@@ -56,6 +79,14 @@ class PrecisionRecipe:
             positive(owner, field, getattr(self, field))
         for field in ("master_bytes", "state_bytes"):
             non_negative(owner, field, getattr(self, field))
+        positive(owner, "update_operations", self.update_operations)
+        if self.product_dtype:
+            rate_name(self.product_dtype)
+
+    @property
+    def quantizes_products(self) -> bool:
+        """Whether products need kernels that cast and scale their operands, which targets do not run yet."""
+        return self.product_dtype not in ("", "tf32")
 
     @property
     def reduction_bytes(self) -> int:
@@ -83,55 +114,164 @@ class PrecisionRecipe:
         return self.gradient_bytes + 2 * updated + (self.parameter_bytes if self.master_bytes else 0)
 
 
-def _recipes() -> dict[str, PrecisionRecipe]:
-    rows = (
-        # name, compute, reduction, parameter, gradient, master, state
-        ("bf16-adam", "bfloat16", "float32", 2, 4, 4, 8),
-        ("fp16-adam", "float16", "float32", 2, 4, 4, 8),
-        ("bf16-adam-bf16-gradients", "bfloat16", "bfloat16", 2, 2, 4, 8),
-        ("bf16-sgd", "bfloat16", "float32", 2, 4, 4, 0),
-        ("fp32-adam", "float32", "float32", 4, 4, 0, 8),
-        ("fp32-sgd", "float32", "float32", 4, 4, 0, 0),
-    )
-    return {
-        name: PrecisionRecipe(
-            name=name,
-            compute_dtype=compute,
-            reduction_dtype=reduction,
-            parameter_bytes=parameter,
-            gradient_bytes=gradient,
-            master_bytes=master,
-            state_bytes=state,
-        )
-        for name, compute, reduction, parameter, gradient, master, state in rows
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Types and bytes of a precision, whatever the optimizer: a row of `PRECISIONS`."""
+
+    compute_dtype: str
+    parameter_bytes: float
+    master_bytes: float
+    product_dtype: str = ""
+    note: str = ""
+
+
+_FP8_NOTE = (
+    "products with parameters of repeated layers run at the chip's {rate} rate, on bf16 tensors: casts, scales{more} "
+    "and the {rate} copies of weights that some stacks keep are not priced; attention, embedding and logits stay bf16"
+)
+
+
+def _eight(more: str = "", rate: str = "fp8") -> Precision:
+    return Precision("bfloat16", 2, 4, rate, _FP8_NOTE.format(rate=rate, more=more))
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "bf16": Precision("bfloat16", 2, 4),
+        "fp16": Precision("float16", 2, 4),
+        "fp32": Precision("float32", 4, 0),
+        "tf32": Precision(
+            "float32", 4, 0, "tf32", "tensors are float32, products with parameters run at the tf32 rate"
+        ),
+        "fp8": _eight(" and the history of maxima"),
+        "fp8-delayed": _eight(" and the history of maxima"),
+        "fp8-current": _eight(" and a pass for each maximum"),
+        "fp8-tensorwise": _eight(" and a pass for each maximum"),
+        "fp8-rowwise": _eight(" and a pass for each maximum"),
+        "mxfp8": _eight(" of every 32 elements"),
+        "nvfp4": _eight(" of every 16 elements, rotations and rounding", "fp4"),
     }
+)
+"""Weights are read in the compute type (bf16: 2 bytes) and updated in an fp32 master copy (4), or are fp32 themselves.
+
+`fp8` is delayed scaling; the recipes of fp8 differ in scales, which are not priced, and so cost the same here.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps for one parameter, and the lane operations of its update, counted by hand."""
+
+    state_bytes: float
+    operations: float
+    orthogonalizes: bool = False
+    note: str = ""
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        "adam": Optimizer(8, 12),
+        "adamw": Optimizer(8, 12),
+        "sgd": Optimizer(0, 4),
+        "momentum-sgd": Optimizer(4, 6),
+        "adafactor": Optimizer(0, 16, note="sums over rows and columns take next to nothing and are not counted"),
+        "lion": Optimizer(4, 8),
+        "adam8bit": Optimizer(2 + 2 * 4 / 256, 28, note="moments of 1 byte with a float32 scale for every 256"),
+        "muon": Optimizer(
+            4,
+            8,
+            orthogonalizes=True,
+            note="every parameter is counted as part of a matrix that Muon updates, of 4096 x 16384 at most; gathering "
+            "whole matrices where ZeRO divides them is not priced",
+        ),
+    }
+)
+"""Moments are float32 unless said otherwise."""
+
+_SAME_RECIPE = {"adamw": "adam"}
+"""Optimizers that weigh and cost the same share a recipe."""
+_LOW_GRADIENTS = "-bf16-gradients"
+
+
+def recipe_of(precision: str, optimizer: str, *, low_gradients: bool = False) -> PrecisionRecipe:
+    """The recipe of a precision and an optimizer, gradients accumulated and reduced in bf16 where ``low_gradients``.
+
+    A name that nobody knows is an `UnknownNameError` with near ones.
+    """
+    if precision not in PRECISIONS:
+        raise UnknownNameError("precision", precision, PRECISIONS)
+    if optimizer not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
+    types, update = PRECISIONS[precision], OPTIMIZERS[optimizer]
+    name = f"{precision}-{_SAME_RECIPE.get(optimizer, optimizer)}{_LOW_GRADIENTS if low_gradients else ''}"
+    return PrecisionRecipe(
+        name=name,
+        compute_dtype=types.compute_dtype,
+        reduction_dtype="bfloat16" if low_gradients else "float32",
+        parameter_bytes=types.parameter_bytes,
+        gradient_bytes=2 if low_gradients else 4,
+        master_bytes=types.master_bytes,
+        state_bytes=update.state_bytes,
+        product_dtype=types.product_dtype,
+        update_operations=update.operations,
+        orthogonalizes_updates=update.orthogonalizes,
+        note="; ".join(note for note in (types.note, update.note) if note),
+    )
 
 
 def precision_recipe_names() -> tuple[str, ...]:
     """Names that `precision_recipe` knows."""
-    return tuple(_recipes())
+    pairs = [f"{precision}-{name}" for precision in PRECISIONS for name in OPTIMIZERS if name not in _SAME_RECIPE]
+    return tuple(f"{pair}{suffix}" for suffix in ("", _LOW_GRADIENTS) for pair in pairs)
 
 
 def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
     """The recipe called ``name``; an `UnknownNameError` lists near names where there is none."""
-    recipes = _recipes()
-    if name not in recipes:
-        raise UnknownNameError("precision recipe", name, recipes)
-    return recipes[name]
+    if name not in precision_recipe_names():
+        raise UnknownNameError("precision recipe", name, precision_recipe_names())
+    pair = name.removesuffix(_LOW_GRADIENTS)
+    precision = max((known for known in PRECISIONS if pair.startswith(f"{known}-")), key=len)
+    return recipe_of(precision, pair.removeprefix(f"{precision}-"), low_gradients=pair != name)
 
 
 def cast_graph(graph: Graph, recipe: PrecisionRecipe) -> Graph:
-    """``graph`` at the recipe's compute type; itself where nothing changes."""
+    """``graph`` at the recipe's compute and product types; itself where nothing changes."""
     sizes = Counter[DType]()
     for tensor in graph.parameters or tuple(graph.tensors.values()):
         if tensor.dtype.is_float:
             sizes[tensor.dtype] += tensor.elements
     target = element_type(recipe.compute_dtype)
     captured = sizes.most_common(1)[0][0] if sizes else target
-    if captured is target:
-        return graph
-    tensors = {
-        name: replace(tensor, dtype=target) if tensor.dtype is captured else tensor
-        for name, tensor in graph.tensors.items()
-    }
-    return replace(graph, tensors=tensors, notes=(*graph.notes, f"{captured} priced as {target} ({recipe.name})"))
+    if captured is not target:
+        tensors = {
+            name: replace(tensor, dtype=target) if tensor.dtype is captured else tensor
+            for name, tensor in graph.tensors.items()
+        }
+        notes = (*graph.notes, f"{captured} priced as {target} ({recipe.name})")
+        graph = replace(graph, tensors=tensors, notes=notes)
+    return _with_products_in(graph, recipe.product_dtype) if recipe.product_dtype else graph
+
+
+def _with_products_in(graph: Graph, dtype: str) -> Graph:
+    """The graph with products of parameters in repeated layers, and their gradients, marked to run at ``dtype``."""
+    counts = Counter(layer.key for layer in graph.layers)
+    repeated = {layer.index for layer in graph.layers if counts[layer.key] > 1}
+    layer_of = graph.layer_graph.layer_of
+    stored = {tensor.id for tensor in graph.parameters}
+    marked: set[str] = set()
+
+    def is_marked(op: Op) -> bool:
+        if op.kind is OpKind.VIEW and stored.intersection(op.inputs):
+            stored.update(op.outputs)
+        if op.kind is not OpKind.CONTRACTION:
+            return False
+        is_own = bool(stored.intersection(op.inputs)) and layer_of.get(op.id) in repeated
+        return is_own or op.gradient_of in marked
+
+    ops = []
+    for op in graph.ops:
+        if is_marked(op):
+            marked.add(op.id)
+            op = replace(op, attributes=(*op.attributes, (PRODUCT_DTYPE, dtype)))
+        ops.append(op)
+    return replace(graph, ops=tuple(ops)) if marked else graph

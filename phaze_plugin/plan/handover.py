@@ -63,6 +63,8 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
         reasons.append(f"ZeRO stage {chosen.zero}{needs}")
+    if recipe.quantizes_products:
+        reasons.append(f"products in {recipe.product_dtype} ({recipe.name}), which targets do not run yet")
     unknown = sorted(set(chosen.recompute) - capabilities.recompute_modes)
     if unknown:
         reasons.append(f"recompute mode {unknown[0]}")

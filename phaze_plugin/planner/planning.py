@@ -53,8 +53,8 @@ def optimize(
         **options: what `phaze.question.QuestionOptions` lists, all optional:
 
             cluster (text such as "a100-80gb:64", or a Cluster; by default the devices that are visible),
-            global_batch_size (sequences in a step; by default 8 per device), optimizer ("adamw", "adam" or "sgd"),
-            precision ("bf16", "fp16", "fp32" or a recipe), micro_batch_size and tp (values to try, one or several),
+            global_batch_size (sequences in a step; by default 8 per device), optimizer ("adamw", "sgd", "muon", ..),
+            precision ("bf16", "fp32", "fp8", .. or a recipe), micro_batch_size and tp (values to try, one or several),
             sequence_length, loss_fn and targets (for a module that returns no loss; its plan is applied with the same
             loss_fn), target (what is to run the plan: a name, "auto" for the model's own framework, None for analysis),
             constraints (layouts that tensors must have), calibration, gap (how near to the proven optimum), solver (the

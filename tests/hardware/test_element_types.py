@@ -22,10 +22,11 @@ def test_types_that_matrix_units_do_not_know_run_as_fp32() -> None:
     assert rate_name("int32") == rate_name("bool") == "fp32"
 
 
-def test_types_that_products_round_to_have_a_rate_and_no_size() -> None:
+def test_types_that_products_round_to_have_a_rate_and_no_tensor() -> None:
     assert [rate_name(dtype) for dtype in ("tf32", "fp6", "fp4")] == ["tf32", "fp6", "fp4"]
+    assert [dtype_bytes(dtype) for dtype in ("tf32", "fp6", "fp4")] == [4, 1, 1]
     with pytest.raises(HardwareError, match="unknown element type 'fp4'"):
-        dtype_bytes("fp4")
+        element_type("fp4")
 
 
 def test_rates_have_a_column_per_field() -> None:

@@ -5,8 +5,18 @@ from graphs import tiny_graph
 
 from phaze.cost import op_work
 from phaze.errors import HardwareError, UnknownNameError
-from phaze.hardware import cast_graph, precision_recipe, precision_recipe_names
-from phaze.ir import DType, OpKind
+from phaze.hardware import (
+    OPTIMIZERS,
+    PRECISIONS,
+    AcceleratorArray,
+    cast_graph,
+    precision_recipe,
+    precision_recipe_names,
+    preset,
+    recipe_of,
+)
+from phaze.ir import DType, OpKind, Phase
+from phaze.ir.backward import derive_backward
 
 
 def test_mixed_bf16_with_adam_is_eighteen_bytes_per_parameter() -> None:
@@ -30,6 +40,74 @@ def test_an_update_reads_the_gradient_and_reads_and_writes_the_rest() -> None:
 @pytest.mark.parametrize("name", precision_recipe_names())
 def test_every_recipe_is_named_after_itself(name: str) -> None:
     assert precision_recipe(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "held"),
+    [
+        ("adam", 18),
+        ("adamw", 18),
+        ("sgd", 10),
+        ("momentum-sgd", 14),
+        ("adafactor", 10),
+        ("lion", 14),
+        ("adam8bit", 12.03125),
+        ("muon", 14),
+    ],
+)
+def test_bytes_per_parameter_of_every_optimizer_in_bf16(optimizer: str, held: float) -> None:
+    """2 of the copy that is read, 4 of the gradient, 4 of the master, and the state."""
+    assert recipe_of("bf16", optimizer).bytes_per_parameter == held
+    assert recipe_of("bf16", optimizer, low_gradients=True).bytes_per_parameter == held - 2
+
+
+def test_every_optimizer_and_precision_is_tested_here() -> None:
+    assert set(OPTIMIZERS) == {"adam", "adamw", "sgd", "momentum-sgd", "adafactor", "lion", "adam8bit", "muon"}
+    eight = {"fp8", "fp8-delayed", "fp8-current", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"}
+    assert set(PRECISIONS) == {"bf16", "fp16", "fp32", "tf32"} | eight
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if "8" in name or "4" in name])
+def test_recipes_of_few_bits_store_what_bf16_stores_and_say_what_they_leave_out(precision: str) -> None:
+    recipe, bf16 = recipe_of(precision, "adamw"), recipe_of("bf16", "adamw")
+    sizes = ("parameter_bytes", "gradient_bytes", "master_bytes", "state_bytes", "compute_dtype")
+    assert [getattr(recipe, size) for size in sizes] == [getattr(bf16, size) for size in sizes]
+    assert recipe.product_dtype == ("fp4" if precision == "nvfp4" else "fp8")
+    assert "scales" in recipe.note
+    assert recipe.quantizes_products
+    assert not recipe_of("tf32", "adamw").quantizes_products
+
+
+def test_products_with_parameters_of_repeated_layers_are_priced_at_the_product_type() -> None:
+    graph = derive_backward(tiny_graph("gpt2"))
+    cast = cast_graph(graph, precision_recipe("mxfp8-adam"))
+    marked = {op.id for op in cast.ops if op.attribute("product_dtype") == "fp8"}
+    products = [op for op in cast.ops if op.kind is OpKind.CONTRACTION]
+    blocks = [op for op in products if ".h." in op.module]
+    scores = [op for op in blocks if op.module.endswith("attn") and op.id not in marked]
+    assert {op.module for op in products if op.id in marked} == {
+        op.module for op in blocks if op.module.endswith(("c_attn", "c_proj", "c_fc"))
+    }
+    assert scores
+    assert not marked.intersection(op.id for op in products if ".h." not in op.module)
+    forward = sum(op.phase is Phase.FORWARD for op in products if op.id in marked)
+    assert len(marked) == 3 * forward
+    dtypes = {op_work(op, cast.tensors).products[0].dtype for op in products if op.id in marked}
+    assert dtypes == {"fp8"}
+    assert cast.tensors == graph.tensors
+
+
+@pytest.mark.parametrize(("chip", "times"), [("h100", 2.0), ("b200", 2.0), ("a100-80gb", 1.0)])
+def test_a_product_in_fp8_runs_at_the_chips_rate_of_it(chip: str, times: float) -> None:
+    chips = AcceleratorArray.of([preset(chip).accelerator])
+    assert chips.rate("fp8")[0] == times * chips.rate("bf16")[0]
+
+
+def test_an_unknown_precision_or_optimizer_lists_near_names() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown precision 'mxfp9'.*Did you mean mxfp8"):
+        recipe_of("mxfp9", "adamw")
+    with pytest.raises(UnknownNameError, match=r"unknown optimizer 'moun'.*Did you mean muon"):
+        recipe_of("bf16", "moun")
 
 
 def test_an_unknown_recipe_lists_near_names() -> None:

@@ -81,11 +81,12 @@ def test_the_sample_plugin_is_found_where_it_is_installed(python_with_sample: Pa
     plugin = document["plugins"][0]
     assert (plugin["origin"]["distribution"], plugin["origin"]["version"]) == ("phaze-sample", "1.2.3")
     assert Path(plugin["origin"]["file"]).is_relative_to(python_with_sample.parent.parent)
-    kinds = ("accelerators", "frontends", "named_models", "op_prices", "targets")
+    kinds = ("accelerators", "frontends", "named_models", "networks", "op_prices", "targets")
     assert plugin["hooks"] == [f"phaze_{kind}" for kind in kinds]
     for kind, name in {
         "frontends": "toy",
         "accelerators": "toy-chip",
+        "networks": "toy-switch",
         "op_prices": "toy_shuffle",
         "named_models": "toy-tiny",
         "targets": "toy-launcher",
