@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phaze.model_import import import_graph, last_compiled, load_graph
     from phaze.parallelism import Parallelism
     from phaze.plan.plan import Plan
+    from phaze.planner.memory_fit import MemoryFit, fit
     from phaze.planner.plan_comparison import compare
     from phaze.planner.planning import Evaluation, evaluate, optimize
     from phaze.question import Question
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Evaluation",
     "Graph",
+    "MemoryFit",
     "Parallelism",
     "PhazeError",
     "Plan",
@@ -29,6 +31,7 @@ __all__ = [
     "__version__",
     "compare",
     "evaluate",
+    "fit",
     "import_graph",
     "last_compiled",
     "load_graph",
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Evaluation": "phaze.planner.planning",
     "Graph": "phaze.ir",
+    "MemoryFit": "phaze.planner.memory_fit",
     "PhazeError": "phaze.errors",
     "Parallelism": "phaze.parallelism",
     "Plan": "phaze.plan.plan",
@@ -49,6 +53,7 @@ _HOMES = {
     "SearchResult": "phaze.explore.search_result",
     "compare": "phaze.planner.plan_comparison",
     "evaluate": "phaze.planner.planning",
+    "fit": "phaze.planner.memory_fit",
     "import_graph": "phaze.model_import",
     "last_compiled": "phaze.model_import",
     "load_graph": "phaze.model_import",

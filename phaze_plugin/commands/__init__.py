@@ -6,6 +6,7 @@ from phaze.commands.cluster_drawing import cluster_command
 from phaze.commands.command import Command
 from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
+from phaze.commands.fit_model import fit_model
 from phaze.commands.import_model import import_model
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
 from phaze.commands.report_page import write_report
@@ -26,6 +27,7 @@ COMMANDS: tuple[Command, ...] = (
     explain_plan,
     evaluate_strategy,
     compare_plans,
+    fit_model,
     write_report,
     search_designs,
     verify_plan,

@@ -6,7 +6,7 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, show
 from phaze.commands.question_arguments import (
@@ -36,7 +36,7 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
     import phaze
 
     model, inputs = find_model(arguments.model)
-    with shown_progress() as progress:
+    with shown_progress(is_quiet=arguments.quiet) as progress:
         plan = phaze.optimize(
             model,
             inputs,
@@ -46,12 +46,20 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
             **question_options(arguments),
         )
     written = _write(plan, arguments)
-    texts = [str(plan)]
+    texts: list[RenderableType] = [str(plan), *_pictures(plan, console)]
     if arguments.explain or not plan.is_feasible:
         texts += ["", plan.explain()]
     texts += written
-    show(console, arguments, json.loads(plan.to_json()), *texts)
+    if not arguments.quiet:
+        show(console, arguments, json.loads(plan.to_json()), *texts)
     return ExitCode.FINE if plan.is_feasible else ExitCode.ERROR
+
+
+def _pictures(plan: Plan, console: Console) -> list[RenderableType]:
+    """Memory and the timeline as small pictures, where somebody looks at a terminal."""
+    from phaze.report.terminal_pictures import memory_picture, timeline_picture
+
+    return ["", memory_picture(plan), "", timeline_picture(plan)] if console.is_terminal else []
 
 
 def _write(plan: Plan, arguments: Namespace) -> list[str]:
@@ -113,7 +121,7 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
     import phaze
 
     model, inputs = find_model(arguments.model)
-    with shown_progress() as progress:
+    with shown_progress(is_quiet=arguments.quiet) as progress:
         evaluation = phaze.evaluate(
             model,
             inputs,
@@ -130,7 +138,8 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
         "slower_than_best": evaluation.slower_than_best,
         "change": evaluation.change,
     }
-    show(console, arguments, document, str(evaluation), *written)
+    if not arguments.quiet:
+        show(console, arguments, document, str(evaluation), *_pictures(evaluation.plan, console), *written)
     return ExitCode.FINE if evaluation.is_feasible else ExitCode.ERROR
 
 

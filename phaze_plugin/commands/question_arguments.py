@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from phaze.planner import Progress
     from phaze.question import QuestionOptions
 
-__all__ = ["add_model_argument", "add_question_arguments", "find_model", "question_options", "shown_progress"]
+__all__ = [
+    "add_model_argument",
+    "add_question_arguments",
+    "add_question_options",
+    "find_model",
+    "progress_text",
+    "question_options",
+    "shown_progress",
+]
 
 PYTHON = "python:"
 
@@ -32,6 +40,15 @@ def add_model_argument(parser: ArgumentParser, flag: str = "model", more: str = 
 
 
 def add_question_arguments(parser: ArgumentParser) -> None:
+    """Add what is asked of a search for plans, how long it may take, and what is done with its answer."""
+    add_question_options(parser)
+    parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
+    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
+    parser.add_argument("--quiet", action="store_true", help="print nothing; files and the exit code tell")
+
+
+def add_question_options(parser: ArgumentParser) -> None:
     """Add the options that become arguments of `phaze.optimize`."""
     parser.add_argument(
         "--cluster",
@@ -61,9 +78,6 @@ def add_question_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="solver of sharding and schedules: highs, scip, cp-sat or gurobi",
     )
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
-    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
-    parser.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -124,9 +138,9 @@ def _public(module: object) -> list[str]:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[[Progress], None] | None]:
-    """A listener that draws progress with the best so far on a terminal; None where nobody would see it."""
-    if not sys.stderr.isatty():
+def shown_progress(*, is_quiet: bool = False) -> Iterator[Callable[[Progress], None] | None]:
+    """A listener that draws progress on a terminal: the best, the bound, the gap; None where nobody sees it."""
+    if is_quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -143,7 +157,16 @@ def shown_progress() -> Iterator[Callable[[Progress], None] | None]:
         task = bar.add_task("", total=None)
 
         def listen(progress: Progress) -> None:
-            best = "" if progress.best_step_time_s is None else f"best {progress.best_step_time_s:.4g} s; "
-            bar.update(task, completed=progress.done, total=progress.total, description=f"{best}{progress.doing}")
+            bar.update(task, completed=progress.done, total=progress.total, description=progress_text(progress))
 
         yield listen
+
+
+def progress_text(progress: Progress) -> str:
+    """One line: the best step so far, the bound under all of them and the gap between, and what comes next."""
+    parts = []
+    if progress.best_step_time_s is not None:
+        parts.append(f"best {progress.best_step_time_s:.4g} s")
+        if progress.gap is not None and progress.bound_s is not None:
+            parts.append(f"bound {progress.bound_s:.4g} s (gap {progress.gap:.1%})")
+    return "; ".join([*parts, progress.doing])

@@ -19,13 +19,24 @@ class TimeLimitError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where the work stands: steps done of those known, what comes next, and the best step time so far."""
+    """Where the work stands: steps done of those known, what comes next, the best step time so far, and its bound.
+
+    `bound_s`: no plan takes less, as far as is known; None before anything is known.
+    """
 
     done: int
     total: int
     doing: str
     best_step_time_s: float | None
     elapsed_s: float
+    bound_s: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster than the best so far another plan could be, as a part of its time."""
+        if self.best_step_time_s is None or self.bound_s is None:
+            return None
+        return max(0.0, 1 - self.bound_s / self.best_step_time_s)
 
     @property
     def remaining_s(self) -> float | None:
@@ -42,6 +53,7 @@ class Watch:
     total: int = 0
     done: int = 0
     best_step_time_s: float | None = None
+    bound_s: float | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -65,6 +77,7 @@ class Watch:
                     doing=doing,
                     best_step_time_s=self.best_step_time_s,
                     elapsed_s=self.elapsed_s,
+                    bound_s=self.bound_s,
                 )
             )
 

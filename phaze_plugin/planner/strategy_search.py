@@ -117,6 +117,12 @@ class _Search:
         results = [candidate.result for candidate in self.candidates]
         return min((result.best.time_s for result in results if result.best), default=math.inf)
 
+    @property
+    def bound_s(self) -> float:
+        """What no plan beats that was placed or pruned so far."""
+        placed = [candidate.result.bound_s for candidate in self.candidates]
+        return min([*placed, *(pruned.least_s for pruned in self.pruned)], default=math.inf)
+
     def look_at(self, graph: Graph, tp: int) -> None:
         """Slice, bound, schedule and place one microbatch size and tp."""
         question, size = self.question, graph.micro_batch_size
@@ -162,7 +168,7 @@ def choose(question: Question, watch: Watch) -> Answer:
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
     sizes, degrees = question.micro_batch_sizes, question.tp_degrees
-    watch.best_step_time_s = None
+    watch.best_step_time_s, watch.bound_s = None, least_time_s(question)
     watch.expect(len(sizes) * len(degrees))
     search = _Search(question=question, watch=watch, options=profile_options(question, profiled_modes(question)))
     is_interrupted = False
@@ -171,6 +177,7 @@ def choose(question: Question, watch: Watch) -> Answer:
             for tp in degrees:
                 search.look_at(graph, tp)
                 watch.step()
+        watch.bound_s = search.bound_s
         watch.report("looking for what is a little better")
         search.polish()
     except (TimeLimitError, KeyboardInterrupt) as error:

@@ -205,12 +205,22 @@ def _headline(plan: Plan) -> Markup:
         element("h1", plan.model.name, element("small", f" on {cluster.device_count:,} x {cluster.accelerator.name}")),
         element("p", f"{size}. Target {plan.provenance.target}.", class_="subtitle"),
         tiles(plan),
-        element("p", strategy_sentence(plan), class_="lead"),
-        element("p", element("code", strategy_text(plan.strategy))),
         step_bar(plan),
-        element("p", element("strong", "Proof. "), _sentence(verdict(plan))),
-        element("p", element("strong", "Certainty. "), uncertainty_text(plan)),
-        element("ul", *(element("li", _sentence(text)) for text in plan.binds), class_="findings"),
+        element(
+            "div",
+            element(
+                "div",
+                element("p", strategy_sentence(plan), class_="lead"),
+                element("p", element("code", strategy_text(plan.strategy))),
+            ),
+            element(
+                "div",
+                element("p", element("strong", "Proof. "), _sentence(verdict(plan))),
+                element("p", element("strong", "Certainty. "), uncertainty_text(plan)),
+                element("ul", *(element("li", _sentence(text)) for text in plan.binds), class_="findings"),
+            ),
+            class_="pair",
+        ),
         id="step",
     )
 
@@ -346,11 +356,12 @@ def _landscape_section(plan: Plan) -> Markup:
     met = plan.landscape
     states = Counter(met.state)
     left_out = f" Shown are the {len(met.state):,} with the least times." if met.met > len(met.state) else ""
+    met_text = plural(met.met, "strategy").replace("strategys", "strategies")
+    left_open = ", or left open" if states["open"] else ""
     text = (
-        f"The search met {plural(met.met, 'strategy').replace('strategys', 'strategies')} that could run here and "
-        f"simulated {states['simulated']:,} of them; the others were ruled out by a bound under their time"
-        f"{', or left open' if states['open'] else ''}. A hollow point stands at its bounds: it takes at least this "
-        f"time and this memory.{left_out}"
+        f"The search met {met_text} with microbatch sizes and tensor-parallel degrees that no bound ruled out as a "
+        f"whole, and simulated {states['simulated']:,} of them. The others were ruled out by a bound under their time"
+        f"{left_open}. A hollow point stands at its bounds: it takes at least this time and this memory.{left_out}"
     )
     if met.met <= 1:
         text = "The strategy was given, so that nothing else was searched."

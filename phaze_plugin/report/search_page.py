@@ -242,7 +242,7 @@ def _proof(document: Mapping[str, Any]) -> Markup:
         f"This holds {proof['scope']}.",
         f"{proof['points']:,} designs were bounded, {proof['scheduled']:,} scheduled and {proof['placed']:,} placed.",
     ]
-    facts += [f"Left out: {name}: {reason}" for name, reason in document["refused"].items()]
+    facts += _refusals(document["refused"])
     return section(
         "proof",
         "What is proven",
@@ -250,6 +250,17 @@ def _proof(document: Mapping[str, Any]) -> Markup:
         element("h3", f"The {len(rows)} boxes of designs with the highest bounds"),
         table(["designs", ">how many", ">none exceeds"], rows, aria_label="Boxes of designs that were ruled out"),
     )
+
+
+def _refusals(refused: Mapping[str, str]) -> list[str]:
+    """Why sizes and degrees were left out, every reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"Left out: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in by_reason.items()
+    ]
 
 
 _MOST_BOXES = 20

@@ -13,6 +13,7 @@ from phaze.errors import FormatError, ImportModelError
 PUBLIC = [
     "Evaluation",
     "Graph",
+    "MemoryFit",
     "Parallelism",
     "PhazeError",
     "Plan",
@@ -21,6 +22,7 @@ PUBLIC = [
     "__version__",
     "compare",
     "evaluate",
+    "fit",
     "import_graph",
     "last_compiled",
     "load_graph",
@@ -39,6 +41,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "Did you mean 'dp'",
     ),
+    "fit": (lambda: phaze.fit("gpt2-xl", cluster="a100-80gb:8", strategy={"zero": 4}), ValueError, "zero 4"),
     "import_graph": (lambda: phaze.import_graph(object()), ImportModelError, "no frontend imports"),
     "last_compiled": (lambda: phaze.last_compiled(1), TypeError, "takes 0 positional arguments"),
     "load_graph": (lambda: phaze.load_graph("no-such-file.json"), FormatError, "no-such-file"),

@@ -18,6 +18,7 @@ ORDER = (
     # what is planned, how it may be divided, on what, at what price
     "ir",
     "parallelism",
+    "strategy_files",
     "capabilities",
     "hardware",
     "space",

@@ -56,6 +56,7 @@ const drawShapes = (data) => (width) => {
     const sizes = [...new Set(lines.map((line) => line.fields[axis]))].sort((a, b) => a - b);
     const some = sizes.length > 6 ? [sizes[0], sizes[Math.floor(sizes.length / 2)], sizes.at(-1)] : sizes;
     text(d3.select(this).selectAll("text.size").data(some).join("text").attr("class", "size")).attr("text-anchor", "start")
+      .attr("stroke", page.colour("card")).attr("stroke-width", 3).attr("paint-order", "stroke")
       .attr("x", 4).attr("y", (size) => y[axis](size) + 4).text((size) => d3.format("~g")(size));
   });
   const marks = paths.nodes().map((node, index) => {
