@@ -77,18 +77,24 @@ def price_works(
     estimate = Estimate.empty([work.kind for work in works], len(chips))
     if not len(chips):
         return estimate
+    alone = _chip_terms(chips, calibration, model) if len(chips) == 1 else None
     for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
-        rows = [row for row, work in enumerate(works) if work.kind is kind]
-        if rows:
-            representatives, sources = distinct_accelerators(kind, chips)
-            terms = _chip_terms(chips.take(representatives), calibration, model)
-            together = max(1, _LARGEST_BLOCK // terms.largest)
-            for start in range(0, len(rows), together):
-                block = rows[start : start + together]
-                priced = Estimate.empty([kind] * len(block), len(representatives))
-                _price([works[row] for row in block], terms, priced)
-                priced.gather(sources, estimate, block)
+        rows = [row for row, work_kind in enumerate(estimate.kinds) if work_kind is kind]
+        if not rows:
+            continue
+        representatives, sources = (_FIRST, _FIRST) if alone else distinct_accelerators(kind, chips)
+        terms = alone or _chip_terms(chips.take(representatives), calibration, model)
+        together = max(1, _LARGEST_BLOCK // terms.largest)
+        for start in range(0, len(rows), together):
+            block = rows[start : start + together]
+            priced = Estimate.empty([kind] * len(block), len(representatives))
+            _price([works[row] for row in block], terms, priced)
+            priced.gather(sources, estimate, block)
     return estimate
+
+
+_FIRST: _Indices = np.zeros(1, np.int64)
+"""The only accelerator of an array of one."""
 
 
 def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:

@@ -131,7 +131,7 @@ def profile_and_report(
     profiles = {}
     for mode in modes:
         ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
-        again = _schedule(sharded, local, ops, options)
+        again = forward if ops is layer.forward else _schedule(sharded, local, ops, options)
         profile = LayerProfile(
             forward_s=_timed(forward),
             backward_input_s=to_inputs,

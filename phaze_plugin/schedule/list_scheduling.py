@@ -24,6 +24,8 @@ _SHARES = (0.0, 0.1, 0.3, 0.55, 0.7, 0.9, 1.0)
 def list_schedule(reduced: ReducedProblem) -> tuple[Placed, ...]:
     """The best schedule that the rules give."""
     share = reduced.spread_s / reduced.latency_s
+    if reduced.count == 1:  # as most segments of a layer are
+        return place_in_order(reduced, (share < 1.0).tolist(), [0.0], is_first_come=True)
     choices = {tuple((share <= limit).tolist()) for limit in _SHARES}
     priority = tails(reduced).tolist()
     tried = [

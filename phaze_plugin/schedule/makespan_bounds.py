@@ -33,7 +33,7 @@ from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, Redu
 from phaze.schedule.scheduling_problem import SchedulingProblem
 from phaze.tolerances import NOTHING_LEFT
 
-__all__ = ["Rates", "lower_bounds", "rates"]
+__all__ = ["Rates", "best_bound_s", "lower_bounds", "rates"]
 
 _TENSOR, _VECTOR, _CHAIN, _LINK, _PATH = range(5)
 """The columns of a row of weights: w_tensor, w_vector, w_chain, w_link, w_path."""
@@ -137,6 +137,21 @@ def rates(reduced: ReducedProblem) -> Rates:
     filled = [_rates(reduced, row, *times, *cores, chains) for row in weights]
     one_core, worth = (np.concatenate([pair[side] for pair in filled]) for side in (0, 1))
     return Rates(weights=weights, one_core=one_core, worth_s=worth)
+
+
+def best_bound_s(reduced: ReducedProblem, enough_s: float) -> float:
+    """The best bound of all rows of weights for one problem, or the first that reaches `enough_s`."""
+    times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
+    cores = (np.array([reduced.tensor_cores]), np.array([reduced.vector_cores]))
+    chains = _chain_rows(
+        heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores), reduced.count
+    )
+    best_s = 0.0
+    for row in weight_rows(reduced):
+        best_s = max(best_s, float(_rates(reduced, row, *times, *cores, chains)[1].sum()))
+        if best_s >= enough_s * (1.0 - NOTHING_LEFT):
+            break
+    return best_s
 
 
 def weight_rows(reduced: ReducedProblem, *, is_batch: bool = False) -> FloatArray:

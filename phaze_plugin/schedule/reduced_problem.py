@@ -95,7 +95,8 @@ class ReducedProblem:
 def reduce_problem(problem: SchedulingProblem, takes_time: BoolArray | None = None) -> ReducedProblem:
     """The problem's jobs that take time (as their latencies say, or as told), with precedence through the others."""
     order = np.array(topological_order(problem), np.int64)
-    resources = [problem.resources[i] for i in order]
+    all_resources = problem.resources
+    resources = [all_resources[i] for i in order]
     whole = ReducedProblem(
         index=order,
         uses_tensor=np.array([resource.uses_tensor for resource in resources], np.bool_),
@@ -117,9 +118,9 @@ def reduce_problem(problem: SchedulingProblem, takes_time: BoolArray | None = No
 def _closure(problem: SchedulingProblem, order: IntArray) -> BoolArray:
     """[i, j]: whether the job at place i of the order precedes the one at place j, directly or not."""
     position = {int(job): place for place, job in enumerate(order)}
-    before = np.zeros((len(order), len(order)), np.bool_)
+    before, predecessors = np.zeros((len(order), len(order)), np.bool_), problem.predecessors
     for place, job in enumerate(order):
-        for earlier in problem.predecessors[job]:
+        for earlier in predecessors[job]:
             earlier_place = position[earlier]
             before[:, place] |= before[:, earlier_place]
             before[earlier_place, place] = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations, islice
+from itertools import islice
 
 from phaze.errors import ScheduleError
 from phaze.schedule.proven_schedule import Schedule, ScheduledJob
@@ -101,11 +101,15 @@ def _core_breaches(schedule: Schedule) -> Iterator[str]:
 def _overlap_breaches(schedule: Schedule, slack: float) -> Iterator[str]:
     """Pairs of jobs that run at the same time and may not."""
     problem, resources = schedule.problem, schedule.problem.resources
-    for first, second in combinations(schedule.jobs, 2):
-        together = min(first.end_s, second.end_s) - max(first.start_s, second.start_s)
-        if together > slack and _exclude(problem, resources, first, second):
-            names = f"{problem.jobs[first.job].name!r} and {problem.jobs[second.job].name!r}"
-            yield f"{names} overlap by {together} s and may not"
+    by_start = sorted(schedule.jobs, key=lambda entry: (entry.start_s, entry.job))
+    for position, early in enumerate(by_start):
+        for late in islice(by_start, position + 1, None):
+            if late.start_s >= early.end_s - slack:
+                break  # and so do all that start later
+            together = min(early.end_s, late.end_s) - late.start_s
+            if together > slack and _exclude(problem, resources, early, late):
+                names = " and ".join(repr(problem.jobs[job].name) for job in sorted((early.job, late.job)))
+                yield f"{names} overlap by {together} s and may not"
 
 
 def _exclude(

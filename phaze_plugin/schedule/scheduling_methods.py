@@ -23,7 +23,7 @@ from phaze.schedule.core_timeline import Placed, makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
 from phaze.schedule.exact import search_exact
 from phaze.schedule.list_scheduling import list_schedule
-from phaze.schedule.makespan_bounds import rates
+from phaze.schedule.makespan_bounds import best_bound_s
 from phaze.schedule.paper_ilp import solve_milp
 from phaze.schedule.proven_schedule import (
     Schedule,
@@ -34,7 +34,7 @@ from phaze.schedule.proven_schedule import (
 )
 from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
 from phaze.schedule.schedule_check import verify_schedule
-from phaze.schedule.scheduling_problem import Resource, SchedulingProblem, infeasibility, topological_order
+from phaze.schedule.scheduling_problem import Job, Resource, SchedulingProblem, infeasibility, topological_order
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain, WorkLimits
 from phaze.tolerances import EQUAL_RESULTS
 
@@ -168,9 +168,8 @@ def _schedule(problem: SchedulingProblem, question: _Question) -> Schedule:
 def _first_answer(segment: ReducedProblem) -> _Segment:
     """The list schedule and the closed-form bound of a segment. A lone job is its own optimum."""
     placed = list_schedule(segment)
-    if segment.count == 1:
-        return _Segment(segment, placed, makespan(placed))
-    return _Segment(segment, placed, min(float(rates(segment).bounds_s.max()), makespan(placed)))
+    length_s = makespan(placed)
+    return _Segment(segment, placed, length_s if segment.count == 1 else min(best_bound_s(segment, length_s), length_s))
 
 
 def _is_proven(problem: SchedulingProblem, parts: Sequence[_Segment], gap: float) -> bool:
@@ -272,8 +271,10 @@ def _joined_claim(parts: Sequence[_Segment], method: str, work: float = 0, repor
 def _answer(problem: SchedulingProblem, claim: _Claim, gap: float) -> Schedule:
     """The schedule of all jobs in the problem's order, with the status that its bound deserves."""
     jobs: dict[int, ScheduledJob] = {}
+    resources, predecessors = problem.resources, problem.predecessors
     for index in topological_order(problem):
-        jobs[index] = _scheduled_job(problem, index, claim.placed.get(index), jobs)
+        ready_s = max((jobs[before].end_s for before in predecessors[index]), default=0.0)
+        jobs[index] = _scheduled_job(problem.jobs[index], index, resources[index], claim.placed.get(index), ready_s)
     makespan_s = max((job.end_s for job in jobs.values()), default=0.0)
     bound_s = min(claim.bound_s, makespan_s)
     floor_s = problem.floor_s
@@ -289,17 +290,14 @@ def _answer(problem: SchedulingProblem, claim: _Claim, gap: float) -> Schedule:
     )
 
 
-def _scheduled_job(
-    problem: SchedulingProblem, index: int, placed: Placed | None, earlier: dict[int, ScheduledJob]
-) -> ScheduledJob:
+def _scheduled_job(job: Job, index: int, resource: Resource, placed: Placed | None, ready_s: float) -> ScheduledJob:
     """One job as it was placed; a job that takes no time was not, and starts when its predecessors have ended."""
-    resource = problem.resources[index]
     if placed is not None:
         start_s, end_s, is_spread, core = placed.start_s, placed.end_s, placed.is_spread, placed.core
     else:
-        start_s = max((earlier[before].end_s for before in problem.predecessors[index]), default=0.0)
+        start_s = ready_s
         # a job of no time whose one-core latency is positive takes no time only if it is spread
-        is_spread = resource not in (Resource.NONE, Resource.LINK) and problem.jobs[index].latency_s > 0.0
+        is_spread = resource not in (Resource.NONE, Resource.LINK) and job.latency_s > 0.0
         end_s, core = start_s, 0
     return ScheduledJob(
         job=index,

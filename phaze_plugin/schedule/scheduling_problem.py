@@ -155,9 +155,10 @@ class SchedulingProblem:
 
 def topological_order(problem: SchedulingProblem) -> tuple[int, ...]:
     """Job indices, predecessors first, smallest index first among the ready; ScheduleError names a cycle's jobs."""
-    waiting = [len(group) for group in problem.predecessors]
+    predecessors = problem.predecessors
+    waiting = [len(group) for group in predecessors]
     successors: list[list[int]] = [[] for _ in problem.jobs]
-    for after, group in enumerate(problem.predecessors):
+    for after, group in enumerate(predecessors):
         for before in group:
             successors[before].append(after)
     ready = sorted((i for i, count in enumerate(waiting) if count == 0), reverse=True)
