@@ -20,7 +20,7 @@ from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_est
 from phaze.cost.graph_prices import plugin_prices, price_groups, price_ops
 from phaze.cost.operator_work import VIEW, Product, Work, matmul_work, op_work, vector_work
 from phaze.cost.optimizer_update import update_work
-from phaze.cost.work_prices import price_works
+from phaze.cost.work_prices import PriceTable, PriceTables, price_works
 
 __all__ = [
     "BINDINGS",
@@ -39,6 +39,8 @@ __all__ = [
     "Estimate",
     "Fusion",
     "OpGroup",
+    "PriceTable",
+    "PriceTables",
     "Product",
     "Stack",
     "Work",

@@ -22,7 +22,7 @@ from phaze.cost.calibration import IDEAL, Calibration
 from phaze.cost.elementwise_fusion import OpGroup, group_work, single_groups
 from phaze.cost.estimate import BINDINGS, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.operator_work import Work, op_work
-from phaze.cost.work_prices import price_works
+from phaze.cost.work_prices import PriceTable, price_works
 from phaze.errors import PluginError
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind
@@ -47,9 +47,10 @@ def price_ops(
     *,
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
+    table: PriceTable | None = None,
 ) -> Estimate:
     """Prices of single ops: row i is ``ops[i]``; see `price_groups`."""
-    return price_groups(graph, single_groups(ops), accelerators, calibration=calibration, prices=prices)
+    return price_groups(graph, single_groups(ops), accelerators, calibration=calibration, prices=prices, table=table)
 
 
 def price_groups(
@@ -59,10 +60,12 @@ def price_groups(
     *,
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
+    table: PriceTable | None = None,
 ) -> Estimate:
     """Prices of groups: row i is ``groups[i]``; the ``prices`` of plugins win over the built-in ones.
 
-    An op that nobody prices is a `CostError`; a price that fails or cannot be a `PluginError`.
+    A ``table`` is that of the one accelerator and the calibration, and gives the built-in prices. An op that nobody
+    prices is a `CostError`; a price that fails or cannot be a `PluginError`.
     """
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     offered = prices or {}
@@ -76,7 +79,8 @@ def price_groups(
             rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
     if not rows:
         return Estimate.empty([], len(chips))
-    built_in = price_works(tuple(works), chips, calibration=calibration)
+    distinct = tuple(works)
+    built_in = table.prices(distinct) if table else price_works(distinct, chips, calibration=calibration)
     places = [row for row in rows if isinstance(row, int)]
     if len(places) == len(rows):
         return built_in.rows(places)

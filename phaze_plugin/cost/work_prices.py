@@ -4,7 +4,8 @@ A price depends on few of an accelerator's fields (that of a vector op not on it
 products on (rows, cols, cores), tilings on the size of a memory. Each is evaluated once per distinct value inside the
 call and then gathered (`distinct_rows`), so that tens of thousands of accelerators cost little more than a thousand.
 Works of one kind are evaluated together, as many as fit the processor's cache (`_LARGEST_BLOCK`): on one accelerator
-all of them, on thousands one after the other. Nothing is kept between calls.
+all of them, on thousands one after the other. Nothing is kept between calls, except in a `PriceTable` that the caller
+owns.
 
     core:    tensor time on one array, vector time on one unit, traffic with 1/cores of the buffer
     spread:  tensor time on all arrays, vector time on all units, traffic with the whole buffer
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
-from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate
+from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates
 from phaze.cost.off_chip_traffic import ProductTiling, product_traffic_bytes
 from phaze.cost.operator_work import Product, Work
 from phaze.cost.systolic_cycles import ArrayGrid, array_grid, product_cycles
@@ -38,6 +39,8 @@ from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.hardware.element_types import dtype_bytes
 
 __all__ = [
+    "PriceTable",
+    "PriceTables",
     "distinct_accelerators",
     "distinct_rows",
     "price_works",
@@ -78,23 +81,77 @@ def price_works(
     if not len(chips):
         return estimate
     alone = _chip_terms(chips, calibration, model) if len(chips) == 1 else None
-    for kind in (CoreKind.TENSOR, CoreKind.VECTOR, CoreKind.BOTH):
-        rows = [row for row, work_kind in enumerate(estimate.kinds) if work_kind is kind]
-        if not rows:
-            continue
-        representatives, sources = (_FIRST, _FIRST) if alone else distinct_accelerators(kind, chips)
-        terms = alone or _chip_terms(chips.take(representatives), calibration, model)
-        together = max(1, _LARGEST_BLOCK // terms.largest)
-        for start in range(0, len(rows), together):
-            block = rows[start : start + together]
-            priced = Estimate.empty([kind] * len(block), len(representatives))
-            _price([works[row] for row in block], terms, priced)
-            priced.gather(sources, estimate, block)
+    for kind, rows in _rows_by_kind(estimate.kinds).items():
+        if alone is not None:
+            _price_rows(works, rows, alone, _FIRST, estimate)
+        else:
+            representatives, sources = distinct_accelerators(kind, chips)
+            terms = _chip_terms(chips.take(representatives), calibration, model)
+            _price_rows(works, rows, terms, sources, estimate)
     return estimate
 
 
 _FIRST: _Indices = np.zeros(1, np.int64)
 """The only accelerator of an array of one."""
+
+
+def _rows_by_kind(kinds: Sequence[CoreKind]) -> dict[CoreKind, list[int]]:
+    """The rows of works of each kind that occupies cores."""
+    rows: dict[CoreKind, list[int]] = {}
+    for row, kind in enumerate(kinds):
+        if kind is not CoreKind.NONE:
+            rows.setdefault(kind, []).append(row)
+    return rows
+
+
+def _price_rows(
+    works: Sequence[Work], rows: Sequence[int], terms: _ChipTerms, sources: _Indices, estimate: Estimate
+) -> None:
+    """Write the prices of the works at some rows, all of one kind, in blocks that fit the processor's cache."""
+    together = max(1, _LARGEST_BLOCK // terms.largest)
+    for start in range(0, len(rows), together):
+        block = rows[start : start + together]
+        priced = Estimate.empty([works[row].kind for row in block], len(terms.chips))
+        _price([works[row] for row in block], terms, priced)
+        priced.gather(sources, estimate, block)
+
+
+class PriceTable:
+    """Prices on one accelerator under one calibration, each worked out when it is first asked for.
+
+    Whoever prices many layers, microbatch sizes or splits owns one and passes it on.
+    """
+
+    def __init__(self, accelerator: Accelerator, calibration: Calibration = IDEAL) -> None:
+        self.accelerator, self.calibration = accelerator, calibration
+        self._terms = _chip_terms(AcceleratorArray.of([accelerator]), calibration, energy_model())
+        self._rows: dict[Work, int] = {}
+        self._prices = Estimate.empty([], 1)
+
+    def prices(self, works: Sequence[Work]) -> Estimate:
+        """The prices of works: equal to those of `price_works`."""
+        unknown = [work for work in dict.fromkeys(works) if work not in self._rows]
+        if unknown:
+            self._rows |= {work: len(self._rows) + place for place, work in enumerate(unknown)}
+            estimate = Estimate.empty([work.kind for work in unknown], 1)
+            for rows in _rows_by_kind(estimate.kinds).values():
+                _price_rows(unknown, rows, self._terms, _FIRST, estimate)
+            self._prices = stack_estimates([self._prices, estimate])
+        return self._prices.rows([self._rows[work] for work in works])
+
+
+class PriceTables:
+    """One price table for each accelerator and calibration that was asked for."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Accelerator, Calibration], PriceTable] = {}
+
+    def on(self, accelerator: Accelerator, calibration: Calibration) -> PriceTable:
+        """The table of an accelerator under a calibration."""
+        key = (accelerator, calibration)
+        if key not in self._tables:
+            self._tables[key] = PriceTable(accelerator, calibration)
+        return self._tables[key]
 
 
 def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:

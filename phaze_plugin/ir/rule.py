@@ -224,13 +224,17 @@ class Rule:
             if not 1 <= count <= self._sizes[name]:
                 raise GraphError(f"factor {name}={self._sizes[name]} cannot be split {count} ways.")
         parts = shards or {}
-        factors = tuple(
-            replace(factor, size=_part_size(factor, ways[factor.name], parts.get(factor.name)))
-            if factor.name in ways
-            else factor
-            for factor in self.factors
-        )
-        return Rule(self.operands, self.results, factors)
+        sizes = dict(self._sizes)
+        for name, count in ways.items():
+            sizes[name] = _part_size(self.factor(name), count, parts.get(name))
+        # Names and dimensions are those of a checked rule, and parts are no larger than the whole: nothing to check.
+        local = object.__new__(Rule)
+        object.__setattr__(local, "operands", self.operands)
+        object.__setattr__(local, "results", self.results)
+        factors = (Factor(f.name, sizes[f.name], f.kind, f.is_batch) if f.name in ways else f for f in self.factors)
+        object.__setattr__(local, "factors", tuple(factors))
+        object.__setattr__(local, "_sizes", sizes)
+        return local
 
 
 def names_of(dims: Dims) -> frozenset[str]:

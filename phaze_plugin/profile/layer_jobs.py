@@ -25,7 +25,7 @@ from phaze.schedule.makespan_bounds import lower_bounds
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
 
 if TYPE_CHECKING:
-    from phaze.cost import OpGroup
+    from phaze.cost import OpGroup, PriceTable
     from phaze.interfaces import OpPricer
 
 __all__ = ["PricedPass", "price_pass"]
@@ -94,11 +94,13 @@ def price_pass(
     link_s: Callable[[Op], float] | None = None,
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
+    table: PriceTable | None = None,
     intra_op_exclusive: bool = True,
     compatibility: Compatibility = Compatibility.PHAZE,
 ) -> PricedPass:
     """Price `ops` (of one phase) on all accelerators; `link_s` gives the seconds of a collective.
 
+    `table` holds prices of the only accelerator that were found so far, where there are any.
     Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
     """
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
@@ -109,7 +111,7 @@ def price_pass(
         if _is_link(group.head)
     }
     local = [group for group in groups if not _is_link(group.head)]
-    estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices)
+    estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
     placed = [index for index in range(len(groups)) if index not in links]
     resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
     for index, kind in zip(placed, estimate.kinds, strict=True):

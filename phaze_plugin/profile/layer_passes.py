@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phaze.cost import Collective
+from phaze.cost import Collective, PriceTables
 from phaze.hardware import AcceleratorArray
 from phaze.ir import (
     SEARCHED_MODES,
@@ -67,6 +67,7 @@ class ProfileOptions:
             limit.
         prices: prices of ops that plugins bring.
         cache: schedules that were found so far.
+        tables: prices that were found so far.
         gradient_bytes: bytes per parameter in which the gradients of microbatches are summed.
         modes: recompute modes to profile; no recompute comes first.
         trims_recompute: whether full recompute leaves out what backward does not read.
@@ -78,6 +79,7 @@ class ProfileOptions:
     work: int | None = None
     prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
+    tables: PriceTables = field(default_factory=PriceTables)
     gradient_bytes: float = 0.0
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     trims_recompute: bool = False
@@ -255,6 +257,7 @@ def priced_pass(
         link_s=link_s,
         calibration=axis.calibration,
         prices=options.prices,
+        table=options.tables.on(axis.cluster.accelerator, axis.calibration) if accelerators is None else None,
         compatibility=compatibility,
     )
 

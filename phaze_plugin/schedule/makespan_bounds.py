@@ -128,30 +128,31 @@ class Rates:
 
 def rates(reduced: ReducedProblem) -> Rates:
     """Every row of weights for one problem."""
-    weights = weight_rows(reduced)
-    times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
-    cores = (np.array([reduced.tensor_cores]), np.array([reduced.vector_cores]))
-    chains = _chain_rows(
-        heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores), reduced.count
-    )
-    filled = [_rates(reduced, row, *times, *cores, chains) for row in weights]
-    one_core, worth = (np.concatenate([pair[side] for pair in filled]) for side in (0, 1))
-    return Rates(weights=weights, one_core=one_core, worth_s=worth)
+    return _rates_of_rows(reduced, weight_rows(reduced), _own_chains(reduced))
 
 
 def best_bound_s(reduced: ReducedProblem, enough_s: float) -> float:
-    """The best bound of all rows of weights for one problem, or the first that reaches `enough_s`."""
-    times = (reduced.latency_s[None, :], reduced.spread_s[None, :])
-    cores = (np.array([reduced.tensor_cores]), np.array([reduced.vector_cores]))
-    chains = _chain_rows(
-        heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores), reduced.count
-    )
-    best_s = 0.0
-    for row in weight_rows(reduced):
-        best_s = max(best_s, float(_rates(reduced, row, *times, *cores, chains)[1].sum()))
-        if best_s >= enough_s * (1.0 - NOTHING_LEFT):
-            break
-    return best_s
+    """The best bound of all rows of weights for one problem, or that of the first row where it reaches `enough_s`."""
+    weights, chains = weight_rows(reduced), _own_chains(reduced)
+    first_s = float(_rates_of_rows(reduced, weights[:1], chains).bounds_s[0])
+    if first_s >= enough_s * (1.0 - NOTHING_LEFT):
+        return first_s
+    return max(first_s, float(_rates_of_rows(reduced, weights[1:], chains).bounds_s.max()))
+
+
+def _own_chains(reduced: ReducedProblem) -> BoolArray:
+    """The chains that matter for one problem."""
+    heavy = heavy_chains(reduced, reduced.latency_s, reduced.spread_s, reduced.tensor_cores)
+    return _chain_rows(heavy, reduced.count)
+
+
+def _rates_of_rows(reduced: ReducedProblem, weights: FloatArray, chains: BoolArray) -> Rates:
+    """Several rows of weights for one problem: its one accelerator stands once for each row."""
+    shape = (len(weights), reduced.count)
+    times = (np.broadcast_to(reduced.latency_s, shape), np.broadcast_to(reduced.spread_s, shape))
+    cores = (np.full(len(weights), reduced.tensor_cores), np.full(len(weights), reduced.vector_cores))
+    one_core, worth = _rates(reduced, weights, *times, *cores, chains)
+    return Rates(weights=weights, one_core=one_core, worth_s=worth)
 
 
 def weight_rows(reduced: ReducedProblem, *, is_batch: bool = False) -> FloatArray:
@@ -246,18 +247,21 @@ def _rates(
     vector: IntArray,
     chains: BoolArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """u and z for one row of weights on many accelerators: [accelerator, job]."""
-    w_tensor, w_vector, w_chain, w_link, w_path = weights
+    """u and z on many accelerators, [accelerator, job], for one row of weights or for one of each accelerator."""
+    w_tensor, w_vector, w_chain, w_link, w_path = np.broadcast_to(weights, (len(latency), 5)).T[:, :, None]
     one_core = w_tensor / np.maximum(tensor, 1)[:, None] * part.uses_tensor
     one_core = one_core + w_vector / np.maximum(vector, 1)[:, None] * part.uses_vector + w_link * part.is_link
     if part.is_exclusive:
-        spreading = np.full(latency.shape, w_tensor + w_vector + w_chain)
+        spreading = np.broadcast_to(w_tensor + w_vector + w_chain, latency.shape).copy()
     else:
-        spreading = np.broadcast_to(w_tensor * part.uses_tensor + w_vector * part.uses_vector, latency.shape).copy()
-    if w_chain > 0.0:
-        _fill(one_core, spreading, latency, spread, w_chain, chains & ~part.is_off_core, grows_spread=False)
-    if w_path > 0.0:
-        _fill(one_core, spreading, latency, spread, w_path, chains, grows_spread=True)
+        spreading = w_tensor * part.uses_tensor + w_vector * part.uses_vector
+    on_cores = chains & ~part.is_off_core
+    for total, usable, grows_spread in ((w_chain, on_cores, False), (w_path, chains, True)):
+        rows = np.flatnonzero(total[:, 0] > 0.0)
+        if rows.size:
+            filled = (one_core[rows], spreading[rows])
+            _fill(*filled, latency[rows], spread[rows], total[rows, 0], usable, grows_spread=grows_spread)
+            one_core[rows], spreading[rows] = filled
     cannot = np.isinf(spread)
     return one_core, np.minimum(one_core * latency, np.where(cannot, np.inf, np.where(cannot, 0.0, spread) * spreading))
 
@@ -267,12 +271,12 @@ def _fill(
     spreading: FloatArray,
     latency: FloatArray,
     spread: FloatArray,
-    total: float,
+    total: FloatArray,
     chains: BoolArray,
     *,
     grows_spread: bool,
 ) -> None:
-    """Divide `total` over chains, raising `one_core` (and `spreading`) in place; rows are independent."""
+    """Divide the `total` of each row over chains, raising `one_core` (and `spreading`) of this row in place."""
     spread_s = np.where(np.isinf(spread), 0.0, spread)
     ratio = spread_s / np.where(latency > 0.0, latency, 1.0)
     missing = np.where(np.isinf(spread), np.inf, spreading * ratio - one_core)
@@ -281,7 +285,7 @@ def _fill(
     weights, chain_rows = chains.T.astype(np.float64), chains.astype(np.float64)
     after_s = spread_s if grows_spread else np.zeros_like(latency)
     # accelerators whose weight is all given leave the arrays, and `active` says which ones are left
-    active, left, given = np.arange(len(latency)), np.full(len(latency), total), np.zeros_like(latency)
+    active, left, given = np.arange(len(latency)), total.copy(), np.zeros_like(latency)
     while active.size:
         is_open = missing > NOTHING_LEFT
         rate = np.where(is_open, latency, after_s) @ weights

@@ -47,10 +47,9 @@ def choose_combinations(
 def eliminate_combinations(graph: Graph, seconds: Mapping[str, SecondsByCombination]) -> list[Combination] | None:
     """The best combinations by elimination; None where its tables would be too large, or where layers cannot agree."""
     offered = {key: list(by_combination) for key, by_combination in seconds.items()}
-    keys = [layer.key for layer in graph.layers]
-    scopes: list[tuple[int, ...]] = [(layer.index,) for layer in graph.layers]
     costs = {key: np.array(list(by_combination.values())) for key, by_combination in seconds.items()}
-    tables: list[FloatArray] = [costs[key] for key in keys]
+    keys = [layer.key for layer in graph.layers]
+    pairs: dict[tuple[int, int], list[FloatArray]] = {}
     known: dict[object, FloatArray] = {}
     for first, second, is_agreed, kind in _agreements(graph):
         pair = (keys[first], keys[second], kind)
@@ -58,13 +57,23 @@ def eliminate_combinations(graph: Graph, seconds: Mapping[str, SecondsByCombinat
             agreed = [[is_agreed(left, right) for right in offered[pair[1]]] for left in offered[pair[0]]]
             known[pair] = np.where(agreed, 0.0, np.inf)
         if known[pair].any():
-            scopes.append((first, second))
-            tables.append(known[pair])
-    plan = plan_elimination([len(offered[key]) for key in keys], scopes)
+            pairs.setdefault((first, second), []).append(known[pair])
+    # Layers that agree with all others whatever they choose take what is best for themselves.
+    tied = sorted({layer for pair in pairs for layer in pair})
+    number = {layer: place for place, layer in enumerate(tied)}
+    scopes: list[tuple[int, ...]] = [(place,) for place in range(len(tied))]
+    tables: list[FloatArray] = [costs[keys[layer]] for layer in tied]
+    for (first, second), agreements in pairs.items():
+        scopes += [(number[first], number[second])] * len(agreements)
+        tables += agreements
+    plan = plan_elimination([len(table) for table in tables[: len(tied)]], scopes)
     minimum = None if plan is None else plan.minimise(tables)
     if minimum is None or not np.isfinite(minimum.costs):
         return None
-    return [offered[key][value] for key, value in zip(keys, minimum.values(), strict=True)]
+    values = minimum.values()
+    alone = {key: int(by_combination.argmin()) for key, by_combination in costs.items()}
+    chosen = (values[number[layer]] if layer in number else alone[key] for layer, key in enumerate(keys))
+    return [offered[key][place] for key, place in zip(keys, chosen, strict=True)]
 
 
 def _agreements(

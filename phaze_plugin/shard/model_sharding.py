@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from phaze.cost import PriceTables
 from phaze.errors import GraphError, ShardError
 from phaze.ir import Graph, Layer
 from phaze.shard.combination_choice import choose_combinations
@@ -171,13 +172,14 @@ class _KnownLayer:
 
 
 class ShardingTables:
-    """What was worked out for the layers of one model, whatever its microbatch size: splits, combinations, tables.
+    """What was worked out for the layers of one model, whatever its microbatch size: splits, tables, prices of ops.
 
     Whoever shards a model at several microbatch sizes makes one of these and passes it on. Layers are known by their
     place in the model; what was worked out for one of another structure is not used.
     """
 
     def __init__(self) -> None:
+        self.prices = PriceTables()
         self._known: dict[object, _KnownLayer] = {}
 
     def layer(self, problem: ShardingProblem, options: ShardOptions) -> _KnownLayer:
@@ -283,14 +285,19 @@ def _answers(
         return _solved_answers(problem, ())
     if known.tables is None:
         return _solved_answers(problem, tuple(known.kept.combinations()))
-    return _eliminated_answers(problem, known, known.tables, compute_s)
+    return _eliminated_answers(problem, known, known.tables, tables.prices, compute_s)
 
 
 def _eliminated_answers(
-    problem: ShardingProblem, known: _KnownLayer, tables: LayerTables, compute_s: dict[tuple[str, Ways], float]
+    problem: ShardingProblem,
+    known: _KnownLayer,
+    tables: LayerTables,
+    prices: PriceTables,
+    compute_s: dict[tuple[str, Ways], float],
 ) -> _LayerAnswers:
     """The answers under all combinations at once."""
-    compute_s |= compute_seconds(problem, problem.ops, known.splits, compute_s)
+    table = prices.on(problem.axis.cluster.accelerator, problem.axis.calibration)
+    compute_s |= compute_seconds(problem, problem.ops, known.splits, compute_s, table)
     minimum = tables.minimise(tables.prices(problem, compute_s))
 
     def sharded(combination: Combination) -> ShardedLayer:

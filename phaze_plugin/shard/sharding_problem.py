@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from phaze.cost import Collective, price_ops
+from phaze.cost import Collective, PriceTable, price_ops
 from phaze.errors import ShardError
 from phaze.ir import FactorKind, Graph, Layer, Op, OpKind, Phase, Role
 from phaze.ir.rule import Rule, factor_names, names_of
@@ -190,6 +190,7 @@ def compute_seconds(
     ops: Sequence[Op],
     splits: Mapping[str, Sequence[OpSplit]],
     known: Container[tuple[str, Ways]] = (),
+    table: PriceTable | None = None,
 ) -> dict[tuple[str, Ways], float]:
     """The seconds of the local op of every split on all cores, by op and factors split; not those already known."""
     local_ops: dict[tuple[str, Ways], Op] = {}
@@ -197,10 +198,15 @@ def compute_seconds(
         for split in splits[op.id]:
             key = (op.id, split.ways)
             if key not in local_ops and key not in known:
-                local_ops[key] = replace(op, rule=op.rule.local(dict(split.ways))) if split.ways else op
+                local_ops[key] = op.with_rule(op.rule.local(dict(split.ways))) if split.ways else op
     axis = problem.axis
     estimate = price_ops(
-        problem.graph, list(local_ops.values()), axis.cluster.accelerator, calibration=axis.calibration, prices={}
+        problem.graph,
+        list(local_ops.values()),
+        axis.cluster.accelerator,
+        calibration=axis.calibration,
+        prices={},
+        table=table,
     )
     return dict(zip(local_ops, estimate.spread_s[:, 0].tolist(), strict=True))
 

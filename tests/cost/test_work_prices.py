@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from graphs import tiny_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,18 +13,24 @@ from phaze.cost import (
     Binding,
     Calibration,
     CoreKind,
+    PriceTable,
+    PriceTables,
     Stack,
+    calibration_of,
     explain,
     matmul_work,
+    op_work,
     price_works,
     vector_work,
 )
+from phaze.cost.estimate import stack_estimates
 from phaze.cost.work_prices import distinct_accelerators, distinct_rows
 from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
 from phaze.hardware.area_energy import energy_model
 
 TPU = preset("tpuv4").accelerator
+GPT2 = tiny_graph("gpt2")
 
 
 def peak_share(size: int) -> float:
@@ -101,6 +108,37 @@ def test_a_view_costs_nothing_beside_others_that_do() -> None:
     estimate = price_works([VIEW, vector_work(1, 4), VIEW], TPU)
     assert estimate.kinds == (CoreKind.NONE, CoreKind.VECTOR, CoreKind.NONE)
     assert (estimate.spread_s[:, 0] > 0).tolist() == [False, True, False]
+
+
+WORKS = [
+    matmul_work(1, 4096, 1024, 1024),
+    vector_work(3e6, 1e6),
+    VIEW,
+    matmul_work(12, 100, 200, 300, dtype="float32"),
+    *(op_work(op, GPT2.tensors) for op in (*GPT2.layers[1].forward, *GPT2.layers[1].backward)),
+]
+
+
+@pytest.mark.parametrize("chip", ["tpuv4", "a100-80gb"])
+def test_works_are_priced_together_as_each_is_alone(chip: str) -> None:
+    accelerator = preset(chip).accelerator
+    calibration = calibration_of(accelerator)
+    table = PriceTable(accelerator, calibration)
+    table.prices(WORKS[3:5])  # what is known already is not worked out again
+    for together in (price_works(WORKS, accelerator, calibration=calibration), table.prices(WORKS)):
+        alone = stack_estimates([price_works([work], accelerator, calibration=calibration) for work in WORKS])
+        assert together.kinds == alone.kinds
+        for name in ("core_s", "spread_s", "core_bytes", "spread_bytes", "core_energy_j", "spread_energy_j"):
+            np.testing.assert_allclose(getattr(together, name), getattr(alone, name), rtol=1e-13)
+        for name in ("core_binding", "spread_binding"):
+            np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
+
+
+def test_tables_are_kept_for_each_accelerator_and_calibration() -> None:
+    tables, slower = PriceTables(), replace(IDEAL, name="slower", matrix=0.5)
+    assert tables.on(TPU, IDEAL) is tables.on(TPU, IDEAL)
+    (quick,), (slow,) = (tables.on(TPU, given).prices(WORKS[:1]).spread_s for given in (IDEAL, slower))
+    assert slow[0] == pytest.approx(2 * quick[0])
 
 
 def test_nothing_to_price_is_an_empty_estimate() -> None:

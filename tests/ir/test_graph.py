@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.errors import GraphError
+from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role, Rule
 from phaze.ir.graph import format_graph, format_ops
 
@@ -37,6 +38,20 @@ def test_a_graph_and_a_layer_are_one_line_in_a_session() -> None:
 @given(st.sampled_from(sorted(TINY_CONFIGS)), st.integers(1, 7), st.integers(1, 7))
 def test_a_rescaled_graph_equals_one_built_at_that_size(family: str, built: int, wanted: int) -> None:
     assert tiny_graph(family, built).with_micro_batch(wanted) == tiny_graph(family, wanted)
+
+
+@pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
+def test_the_layers_of_a_rescaled_graph_are_those_of_one_built_at_that_size(family: str) -> None:
+    rescaled, built = tiny_graph(family, 2).with_micro_batch(6), tiny_graph(family, 6)
+    assert rescaled.layers == built.layers
+    assert rescaled.distinct_layers == built.distinct_layers
+    assert rescaled.layer_graph.tied_parameters == built.layer_graph.tied_parameters
+    assert rescaled.producer(rescaled.ops[-1].outputs[0]) is rescaled.ops[-1]
+
+
+def test_a_size_at_which_tensors_are_too_large_is_refused() -> None:
+    with pytest.raises(GraphError, match="at most 36028797018963968 are supported"):
+        graph_from_config(TINY_CONFIGS["llama"], name="llama", sequence_length=128).with_micro_batch(2**40)
 
 
 @given(graphs(), st.integers(1, 9))

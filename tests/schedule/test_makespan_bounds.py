@@ -9,7 +9,7 @@ import pytest
 from scheduling import random_problem
 
 from phaze.schedule import Job, Resource, SchedulingProblem, lower_bounds, schedule_layer
-from phaze.schedule.makespan_bounds import rates
+from phaze.schedule.makespan_bounds import best_bound_s, rates
 from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
 
 
@@ -56,6 +56,14 @@ def test_batch_gives_the_bound_of_each_accelerator() -> None:
         best = schedule_layer(problem, gap=0.0).makespan_s
         assert bounds[row] <= best * (1 + 1e-9)
         assert bounds[row] >= 0.9 * lower_bound(reduce_problem(problem))
+
+
+def test_the_best_bound_is_that_of_all_rows_unless_the_first_one_is_enough() -> None:
+    for seed in range(40):
+        for part in segments(reduce_problem(random_problem(seed, 2 + seed % 9))):
+            bounds = rates(part).bounds_s
+            assert best_bound_s(part, math.inf) == pytest.approx(bounds.max(), rel=1e-12)
+            assert best_bound_s(part, 0.0) == pytest.approx(bounds[0], rel=1e-12)
 
 
 def test_accelerators_that_cannot_run_an_op_get_infinity() -> None:
