@@ -5,21 +5,22 @@ for each of its chunks whether it is longer and which recompute mode it has (`bu
 and holds is the least over all places in the model where it may begin; in a chain of equal blocks that is exact but at
 the ends. Choices that do not fit the device are left out.
 
-Let m be the microbatches per pipeline, S the devices, F, B and t = F + B the seconds of a stage, X_r the sum of t over
-the chunks of device r, and R a stage's gradient reduction. A step takes at least, for every device r
-(`DeviceChoices._lengths_s`),
+Let m be the microbatches per pipeline, S the devices, v the chunks of each, F, B and t = F + B the seconds of a stage,
+X_r the sum of t over the chunks of device r, E a stage's exposed gradient reduction, R all of it, and z_r what follows
+the reductions of device r (ties, update and gather). Stage (c, r) is chunk c of device r. A step takes at least, for
+every device r and chunk c,
 
-    (1)  t of all stages before (c, r) + m X_r - S (t of the chunks of r before c)
-         + exposed reduction of (0, 0) + ties and finish of device 0                              for all chunks c
-    (2)  F of the stages (0, 0)..(0, r-1) + m X_r + exposed reduction of (0, r) + ties and finish of device r
-    (3)  F of the stages (0, 0)..(0, r-1) + m X_r - S (B of the chunks of r before the last)
-         - B of its last chunk + R of all its chunks + ties and finish of device r
+    (1)  t of all stages before (c, r) + m X_r - S (t of (0..c-1, r)) + E of (0, 0) + z_0
+    (2)  F of (0, 0..r-1) + m X_r - S (B of (0..c-1, r)) + B of (c, 0..r-1) + S (B of (0..c-1, 0)) + E of (0, 0) + z_0
+    (3)  the same to B of (c, 0..r-1), then E of (c, 0) + R of (0..c-1, 0) + z_0
+    (4)  F of (0, 0..r-1) + m X_r - S (B of (0..c-1, r)) + E of (c, r) + R of (0..c-1, r) + z_r
 
-Path (1) follows the first microbatch to the stage, stays on its device, which never idles, and follows the last
-microbatch back; before the stage's first pass and after its last one the device runs S microbatches of each earlier
-chunk. A mean of these paths over chunks is a bound too: the paths of the first chunk, of the last one and the mean over
-all chunks are used. Path (3) holds because the reductions of a device follow each other, and the first one does not
-begin before the last backward of its last chunk does.
+All follow the first microbatch to device r, which never idles from then on. Path (1) reaches chunk c there and follows
+the last microbatch back from it: before that chunk's first pass and after its last one the device runs S microbatches
+of each earlier chunk. The others leave the device after the last backward of chunk c, when S backwards of each earlier
+chunk are left. Paths (2) and (3) return to device 0 with the last microbatch; there path (2) runs what is left. Paths
+(3) and (4) are those of reductions: those of chunk c and of all earlier chunks follow each other. Of path (1) the last
+chunk and the mean over all chunks are used. `_path_weights` states the paths as weights of what chunks take.
 
 Suppose that a pipeline takes at most U (`DeviceChoices._within`). Then every device has a choice whose paths are no
 longer than U; all other devices have such choices too, so that what they add to its paths is the least of these; and
@@ -49,36 +50,34 @@ lengths and modes of the last chunks are merged into their least, which weakens 
 _ROUNDS = 3
 """How often choices are ruled out by paths and the paths made longer by that: a fourth round rarely finds more."""
 
-_BISECTIONS = 14
-"""How often `DeviceChoices.bound_s` halves the interval between what is ruled out and the target: fourteen leave less
-than a ten-thousandth of it."""
+_PRECISION = 1e-4
+"""`DeviceChoices.bound_s` bisects until the bound is known up to this share: finer would cost time, and the gap that
+people ask for is a hundred times larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceChoices:
-    """What each device may choose, per (device, choice) unless said otherwise; infinite where a choice does not fit.
+    """What each device may choose, and what a choice adds to each path, per (path, device, choice).
 
     Attributes:
-        stay_s: m X.
-        up_to_s: t of the chunks up to c: for c the first chunk, the last one, and in the mean over all chunks.
-        earlier_s: likewise, t of the chunks before c.
-        leave_s: the longer of paths (2) and (3), without what comes before the device.
-        first_forward_s: F of the first chunk.
-        longer: how many chunks are longer.
-        merged_chunks: how many chunks of all devices may be longer or not, whatever is chosen; a number.
-        all_longer: how many chunks of the pipeline are longer, a number.
-        tail_s: what path (1) has after the last backward, per choice of device 0.
+        on_path_s: what the device adds to the paths through it.
+        before_s: what it adds to the paths through a later device.
+        behind_s: what it adds to the paths through an earlier device.
+        end_s: what the choice of device 0 adds after the last backward, per (path, choice).
+        fits: whether the device can hold a choice, per (device, choice).
+        longer: how many chunks of a choice are longer, per choice.
+        merged_chunks: how many chunks of all devices may be longer or not, whatever is chosen.
+        all_longer: how many chunks of the pipeline are longer.
     """
 
-    stay_s: FloatArray
-    up_to_s: FloatArray
-    earlier_s: FloatArray
-    leave_s: FloatArray
-    first_forward_s: FloatArray
+    on_path_s: FloatArray
+    before_s: FloatArray
+    behind_s: FloatArray
+    end_s: FloatArray
+    fits: BoolArray
     longer: IntArray
     merged_chunks: int
     all_longer: int
-    tail_s: FloatArray
 
     def bound_s(self, known_s: float, target_s: float) -> float:
         """A bound under every pipeline, from what is known already up to the target; infinite if nothing fits."""
@@ -87,13 +86,13 @@ class DeviceChoices:
             return np.inf
         low_s, high_s = known_s, target_s
         if not np.isfinite(high_s):
-            high_s = 2 * max(known_s, float(np.where(np.isfinite(within.stay_s), within.stay_s, 0.0).max()))
+            high_s = 2 * max(known_s, float(self.on_path_s.max()))
             while within._within(high_s) is None:
                 low_s, high_s = high_s, 2 * high_s
         left = within._within(high_s)
         if left is None:
             return high_s
-        for _ in range(_BISECTIONS):
+        while high_s - low_s > _PRECISION * high_s:
             middle_s = (low_s + high_s) / 2
             fewer = left._within(middle_s)
             low_s, high_s = (middle_s, high_s) if fewer is None else (low_s, middle_s)
@@ -107,69 +106,44 @@ class DeviceChoices:
     def _within(self, target_s: float) -> DeviceChoices | None:
         """The choices of pipelines that may take at most the target, or None if there is no such pipeline."""
         limit_s = target_s * (1 + BOUND_MARGIN)
-        is_allowed = np.isfinite(self.stay_s)
+        is_allowed = self.fits
         for _ in range(_ROUNDS):
-            is_allowed &= self._lengths_s(is_allowed) <= limit_s
             if not is_allowed.any(axis=1).all():
                 return None
+            if limit_s < np.inf:
+                is_allowed = is_allowed & (self._longest_s(is_allowed) <= limit_s)
             most = np.where(is_allowed, self.longer, -1).max(axis=1)
             least = np.where(is_allowed, self.longer, self.longer.max() + 1).min(axis=1)
             # What all other devices leave to each one at least and at most.
             needed = self.all_longer - self.merged_chunks - (most.sum() - most)
             spare = self.all_longer - (least.sum() - least)
-            is_allowed &= (self.longer >= needed[:, None]) & (self.longer <= spare[:, None])
-            if not is_allowed.any(axis=1).all():
-                return None
-        return self._keeping(is_allowed)
+            is_allowed = is_allowed & (self.longer >= needed[:, None]) & (self.longer <= spare[:, None])
+        return self._keeping(is_allowed) if is_allowed.any(axis=1).all() else None
 
     def _keeping(self, is_allowed: BoolArray) -> DeviceChoices:
         """The same with only some of the choices; those that no device has left are dropped."""
         kept = np.flatnonzero(is_allowed.any(axis=0))
         return replace(
             self,
-            stay_s=np.where(is_allowed, self.stay_s, np.inf)[:, kept],
-            up_to_s=self.up_to_s[:, :, kept],
-            earlier_s=self.earlier_s[:, :, kept],
-            leave_s=self.leave_s[:, kept],
-            first_forward_s=self.first_forward_s[:, kept],
-            longer=self.longer[:, kept],
-            tail_s=self.tail_s[kept],
+            on_path_s=self.on_path_s[..., kept],
+            before_s=self.before_s[..., kept],
+            behind_s=self.behind_s[..., kept],
+            end_s=self.end_s[..., kept],
+            fits=is_allowed[:, kept],
+            longer=self.longer[kept],
         )
 
-    def _lengths_s(self, is_allowed: BoolArray) -> FloatArray:
+    def _longest_s(self, is_allowed: BoolArray) -> FloatArray:
         """The longest path of each choice, if all other devices choose from what is allowed."""
-        longest = self.leave_s + _before(_least(self.first_forward_s, is_allowed))[:, None]
-        devices = len(self.stay_s)
-        tail_s = float(_least(self.tail_s[None], is_allowed[:1])[0])
-        for up_to_s, earlier_s in zip(self.up_to_s, self.earlier_s, strict=True):
-            least_earlier = _least(earlier_s, is_allowed)
-            elsewhere = _before(_least(up_to_s, is_allowed)) + _before(least_earlier[::-1])[::-1] + tail_s
-            length = self.stay_s + elsewhere[:, None]
-            np.maximum(longest, length - (devices - 1) * earlier_s, out=longest)
-        return longest
+        before_s, behind_s = (np.where(is_allowed, part, np.inf).min(axis=2) for part in (self.before_s, self.behind_s))
+        end_s = np.where(is_allowed[0], self.end_s, np.inf).min(axis=1)
+        elsewhere = _sums_before(before_s) + _sums_before(behind_s[:, ::-1])[:, ::-1] + end_s[:, None]
+        return np.asarray((self.on_path_s + elsewhere[..., None]).max(axis=0))
 
 
-def _least(seconds: FloatArray, is_allowed: BoolArray) -> FloatArray:
-    """Per device: the least of the choices that are allowed."""
-    return np.asarray(np.where(is_allowed, seconds, np.inf).min(axis=1))
-
-
-def _before(per_device: FloatArray) -> FloatArray:
-    """Sums over all earlier devices."""
-    return np.concatenate([[0.0], np.cumsum(per_device)[:-1]])
-
-
-class _Options(NamedTuple):
-    """The least of what each stage may take and hold, per (stage, option): an option is a length and a mode."""
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    exposed_s: FloatArray
-    reduction_s: FloatArray
-    settle_s: FloatArray
-    held_bytes: FloatArray
-    stashed_bytes: FloatArray
-    scratch_bytes: FloatArray
+def _sums_before(per_device: FloatArray) -> FloatArray:
+    """Sums over all earlier devices, per (path, device)."""
+    return np.concatenate([np.zeros((len(per_device), 1)), np.cumsum(per_device, axis=1)[:, :-1]], axis=1)
 
 
 def build_device_choices(
@@ -179,6 +153,7 @@ def build_device_choices(
     usable_bytes: float,
     flight: IntArray,
     space: StageSpace,
+    is_on_pipeline: BoolArray,
 ) -> DeviceChoices:
     """The choices of every device.
 
@@ -189,89 +164,127 @@ def build_device_choices(
         usable_bytes: memory of one device.
         flight: microbatches in flight per (device, chunk).
         space: the stages that candidates index.
+        is_on_pipeline: which candidates may be at each stage, per (stage, candidate).
     """
     pp, chunks = parallelism.pp, parallelism.chunks
     is_longer = space.take(candidates.stage).sizes > space.layers // parallelism.stages
-    options, option_is_longer = _least_options(candidates, is_longer, parallelism.stages)
-    by_chunk = [_chunk_sums(options, chunk, pp, chunks, micro_batches, flight[:, chunk]) for chunk in range(chunks)]
-    sums, scratch = by_chunk[0]
-    first_forward_s, tail_s = options.forward_s[:pp], options.exposed_s[0] + options.settle_s[0]
-    longer, merged = np.broadcast_to(option_is_longer, scratch.shape), 0
-    for more, more_scratch in by_chunk[1:]:
-        added = option_is_longer
-        if sums.shape[2] * more.shape[2] > _MOST_CHOICES:
-            more, more_scratch = more.min(axis=2, keepdims=True), more_scratch.min(axis=1, keepdims=True)
-            added, merged = np.zeros(1, dtype=np.int64), merged + 1
-        sums = (sums[..., :, None] + more[..., None, :]).reshape(*sums.shape[:2], -1)
-        scratch = np.maximum(scratch[..., :, None], more_scratch[..., None, :]).reshape(pp, -1)
-        first_forward_s = np.repeat(first_forward_s, len(added), axis=1)
-        tail_s = (tail_s[:, None] + more[3, 0]).ravel()
-        longer = (longer[..., :, None] + added).reshape(pp, -1)
-    stay_s, leave_2_s, leave_3_s, _, held_bytes, *before_s = sums
-    fits = held_bytes + scratch <= usable_bytes * (1 + MEMORY_MARGIN)
-    return DeviceChoices(
-        stay_s=np.where(fits, stay_s, np.inf),
-        up_to_s=np.stack(before_s[: len(before_s) // 2]),
-        earlier_s=np.stack(before_s[len(before_s) // 2 :]),
-        leave_s=np.maximum(leave_2_s, leave_3_s),
-        first_forward_s=first_forward_s,
+    options = _least_options(candidates, is_longer, is_on_pipeline)
+    weights = _path_weights(pp, chunks, micro_batches)
+    sums, held, scratch = np.zeros((*weights.shape[:2], pp, 1)), np.zeros((pp, 1)), np.zeros((pp, 1))
+    longer, merged = np.zeros(1, dtype=np.int64), 0
+    for chunk in range(chunks):
+        on_device = slice(chunk * pp, (chunk + 1) * pp)
+        more = np.einsum("abq,qdo->abdo", weights[:, :, chunk], options.seconds[:, on_device])
+        more_held = options.held_bytes[on_device] + flight[:, chunk, None] * options.stashed_bytes[on_device]
+        more_scratch, more_longer = options.scratch_bytes[on_device], options.is_longer
+        if sums.shape[-1] * more.shape[-1] > _MOST_CHOICES:
+            more, more_held, more_scratch = (
+                part.min(axis=-1, keepdims=True) for part in (more, more_held, more_scratch)
+            )
+            more_longer, merged = np.zeros(1, dtype=np.int64), merged + pp
+        sums = (sums[..., :, None] + more[..., None, :]).reshape(*sums.shape[:-1], -1)
+        held = (held[:, :, None] + more_held[:, None, :]).reshape(pp, -1)
+        scratch = np.maximum(scratch[:, :, None], more_scratch[:, None, :]).reshape(pp, -1)
+        longer = (longer[:, None] + more_longer).ravel()
+    on_path_s, before_s, behind_s, end_s = sums
+    choices = DeviceChoices(
+        on_path_s=on_path_s,
+        before_s=before_s,
+        behind_s=behind_s,
+        end_s=end_s[:, 0],
+        fits=held + scratch <= usable_bytes * (1 + MEMORY_MARGIN),
         longer=longer,
-        merged_chunks=merged * pp,
+        merged_chunks=merged,
         all_longer=space.layers % parallelism.stages,
-        tail_s=tail_s,
     )
+    return choices._keeping(choices.fits)
 
 
-def _chunk_sums(
-    options: _Options, chunk: int, pp: int, chunks: int, micro_batches: int, flight: IntArray
-) -> tuple[FloatArray, FloatArray]:
-    """What one chunk adds to a choice of its device, per (quantity, device, option), and its scratch.
+def _path_weights(pp: int, chunks: int, micro_batches: int) -> FloatArray:
+    """How often a chunk's F, B, E, R and z stand in each path, per (role of the device, path, chunk, quantity).
 
-    The quantities are those that `build_device_choices` unpacks: path (1) on the device, paths (2) and (3) from the
-    device on, what follows the reductions, what is held, and what other devices add to path (1).
+    The roles are those of `DeviceChoices`: the path runs through the device, through a later one, through an earlier
+    one, and what device 0 adds at the end.
     """
-    chunk_options = _Options(*(values[chunk * pp : (chunk + 1) * pp] for values in options))
-    through_s, settle_s = chunk_options.forward_s + chunk_options.backward_s, chunk_options.settle_s
-    stay_s = micro_batches * through_s
-    # An option that a stage does not have is infinite, of which nothing can be taken away.
-    through_s, backward_s = (np.where(np.isfinite(stay_s), part, 0.0) for part in (through_s, chunk_options.backward_s))
-    hidden_s = backward_s * (1 if chunk == chunks - 1 else pp)
-    leave_2_s = stay_s + settle_s + (chunk_options.exposed_s if chunk == 0 else 0.0)
-    leave_3_s = stay_s - hidden_s + chunk_options.reduction_s + settle_s
-    held_bytes = chunk_options.held_bytes + flight[:, None] * chunk_options.stashed_bytes
-    # Up to c and before c: for c the first chunk, the last one, and in the mean over all.
-    weights = [chunk == 0, 1, (chunks - chunk) / chunks, 0, chunk < chunks - 1, (chunks - 1 - chunk) / chunks]
-    before_s = [weight * through_s for weight in weights]
-    return np.stack([stay_s, leave_2_s, leave_3_s, settle_s, held_bytes, *before_s]), chunk_options.scratch_bytes
+    forward, backward, exposed, reduction, settle = range(5)
+    on_path, before, behind, end = range(4)
+    weights = np.zeros((4, 2 + 3 * chunks, chunks, 5))
+    weights[on_path, :, :, : backward + 1] = micro_batches
+    last_reached = [np.arange(chunks) == chunks - 1, np.full(chunks, 1 / chunks)]  # c of path (1): the last, and any
+    for path, reached in enumerate(last_reached):
+        up_to = np.cumsum(reached[::-1])[::-1][:, None]
+        earlier = up_to - reached[:, None]
+        weights[on_path, path, :, : backward + 1] -= (pp - 1) * earlier
+        weights[before, path, :, : backward + 1] = up_to
+        weights[behind, path, :, : backward + 1] = earlier
+        weights[end, path, 0, exposed] = 1
+        weights[end, path, :, settle] = 1
+    for chunk in range(chunks):
+        running_on, returning, staying = 2 + chunk, 2 + chunks + chunk, 2 + 2 * chunks + chunk
+        for path, role in ((running_on, end), (returning, end), (staying, on_path)):
+            weights[before, path, 0, forward] = 1
+            weights[on_path, path, :chunk, backward] -= pp
+            weights[role, path, :, settle] = 1
+        for path, role in ((returning, end), (staying, on_path)):
+            weights[role, path, chunk, exposed] = 1
+            weights[role, path, :chunk, reduction] = 1
+        weights[end, running_on, :chunk, backward] = pp
+        weights[end, running_on, 0, exposed] = 1
+        weights[before, [running_on, returning], chunk, backward] = 1
+    return weights
 
 
-def _least_options(candidates: CandidateStages, is_longer: BoolArray, stages: int) -> tuple[_Options, IntArray]:
-    """The options of every stage, infinite where it has none, and whether each option is a longer chunk."""
+class _Options(NamedTuple):
+    """The least of what each stage may take and hold, per (stage, option): an option is a length and a mode.
+
+    Options that a stage does not have take no time and do not fit anywhere.
+
+    Attributes:
+        seconds: F, B, E, R and z, per (quantity, stage, option).
+        held_bytes: parameters, gradients and optimizer state.
+        stashed_bytes: per microbatch in flight.
+        scratch_bytes: working set and buffers.
+        is_longer: whether an option is a longer chunk, per option.
+    """
+
+    seconds: FloatArray
+    held_bytes: FloatArray
+    stashed_bytes: FloatArray
+    scratch_bytes: FloatArray
+    is_longer: IntArray
+
+
+def _least_options(candidates: CandidateStages, is_longer: BoolArray, is_on_pipeline: BoolArray) -> _Options:
+    """The options of every stage."""
     groups = [
         (longer, np.flatnonzero((is_longer == longer) & (candidates.mode == mode)))
         for longer in (False, True)
         for mode in np.unique(candidates.mode).tolist()
     ]
     groups = [(longer, members) for longer, members in groups if len(members)] or [(False, np.zeros(0, dtype=np.int64))]
-    is_on_pipeline = on_pipelines(candidates, stages)
-    columns = (
-        candidates.forward_s,
-        candidates.backward_s,
-        candidates.exposed_s,
-        candidates.reduction_s,
-        candidates.tie_s + candidates.finish_s,
-        candidates.held_bytes,
-        candidates.stashed_bytes,
-        candidates.scratch_bytes,
-    )
-    least = [
+    columns = np.stack(
         [
-            np.where(is_on_pipeline[:, members], column[members], np.inf).min(axis=1, initial=np.inf)
-            for _, members in groups
+            candidates.forward_s,
+            candidates.backward_s,
+            candidates.exposed_s,
+            candidates.reduction_s,
+            candidates.tie_s + candidates.finish_s,
+            candidates.held_bytes,
+            candidates.stashed_bytes,
+            candidates.scratch_bytes,
         ]
-        for column in columns
-    ]
-    return _Options(*(np.array(values).T for values in least)), np.array([int(longer) for longer, _ in groups])
+    )
+    least = np.stack(
+        [
+            np.where(is_on_pipeline[:, members], columns[:, None, members], np.inf).min(axis=2, initial=np.inf)
+            for _, members in groups
+        ],
+        axis=2,
+    )
+    seconds = np.where(np.isfinite(least[:5]), least[:5], 0.0)
+    held_bytes, stashed_bytes, scratch_bytes = least[5:]
+    longer = np.array([int(longer) for longer, _ in groups])
+    return _Options(seconds, held_bytes, stashed_bytes, scratch_bytes, longer)
 
 
 def on_pipelines(candidates: CandidateStages, stages: int) -> BoolArray:

@@ -53,7 +53,7 @@ from typing import NamedTuple
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
-from phaze.place.bounds.device_choice_bounds import build_device_choices
+from phaze.place.bounds.device_choice_bounds import DeviceChoices, build_device_choices, on_pipelines
 from phaze.place.bounds.layer_table import LayerTable
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
@@ -110,7 +110,6 @@ class InterleavedBounds:
         stages: S v.
         usable_bytes: memory of one device.
         in_flight: microbatches in flight per (device, chunk).
-        choices: what each device can choose for its chunks.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class InterleavedBounds:
         self.through_s = candidates.forward_s + candidates.backward_s
         self.usable_bytes, self.stages = usable_bytes, parallelism.stages
         self.in_flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, micro_batches, parallelism.chunks)
-        self.choices = build_device_choices(candidates, parallelism, micro_batches, usable_bytes, self.in_flight, space)
+        self._parallelism, self._space = parallelism, space
         # A stashed byte stands as often as microbatches are in flight, and what frees it is paid for every microbatch.
         self._prices = np.array([0.0, *prices_s_per_byte]) * (micro_batches / float(self.in_flight.mean()))
         self._features = np.stack(
@@ -141,6 +140,34 @@ class InterleavedBounds:
                 candidates.scratch_bytes,
             ]
         )
+
+    @cached_property
+    def choices(self) -> DeviceChoices:
+        """What each device can choose for its chunks."""
+        return self._choices_on(on_pipelines(self.candidates, self.stages))
+
+    def _choices_on(self, is_on_pipeline: BoolArray) -> DeviceChoices:
+        """The same where only some candidates may be at each stage, per (stage, candidate)."""
+        return build_device_choices(
+            self.candidates,
+            self._parallelism,
+            self.micro_batches,
+            self.usable_bytes,
+            self.in_flight,
+            self._space,
+            is_on_pipeline,
+        )
+
+    def bound_of_cut_s(self, pipeline: IntArray, known_s: float, target_s: float) -> float:
+        """A bound under all pipelines with the boundaries of this one, whatever their modes."""
+        candidates = self.candidates
+        ends = candidates.source * len(candidates.first) + candidates.target
+        return self._choices_on(ends == ends[pipeline][:, None]).bound_s(known_s, target_s)
+
+    @property
+    def has_one_mode(self) -> bool:
+        """Whether every candidate has the same recompute mode."""
+        return bool((self.candidates.mode == self.candidates.mode[:1]).all())
 
     @cached_property
     def _least_rest(self) -> FloatArray:

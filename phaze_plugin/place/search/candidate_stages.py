@@ -1,8 +1,8 @@
 """The candidate stages of one strategy: which stages may be used with which recompute mode, sorted by their start.
 
 A candidate is a stage with a recompute mode. `build_candidates` drops it where it fits nowhere, where the target wants
-even stages and it is not one, and where another mode of the same stage is nowhere slower and always fits
-(`_dominated`).
+even stages and it is not one, and where another mode of the same stage is nowhere slower and always fits (`_dominated`,
+`_dominated_chunks`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,12 @@ def build_candidates(
     room = problem.usable_bytes - held - scratch
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(room >= 0, np.where(stash > 0, np.floor(room / stash), np.inf), -1.0)
-    keep = (most >= 1) & ~_dominated(problem, parallelism, most, (forward, backward, weight, exposed))
+    times = (forward, backward, weight, exposed)
+    if parallelism.chunks > 1:
+        dominated = _dominated_chunks(problem, parallelism, costs, times)
+    else:
+        dominated = _dominated(problem, parallelism, most, times)
+    keep = (most >= 1) & ~dominated
     if not problem.capabilities.allows_uneven_stages:
         keep &= sums.body_layers[listed] * parallelism.stages == sums.body_layers.max()
     stage, mode = np.nonzero(keep.T)
@@ -133,13 +138,8 @@ def build_candidates(
 def _dominated(
     problem: PlacementProblem, parallelism: Parallelism, most_in_flight: FloatArray, times: tuple[FloatArray, ...]
 ) -> BoolArray:
-    """Per (mode, stage): whether another mode is nowhere slower, and fits with the most microbatches in flight.
-
-    Not asked of chunks that share a device's memory: there the mode that needs least may be needed.
-    """
+    """Per (mode, stage): whether another mode is nowhere slower, and fits with the most microbatches in flight."""
     dominated = np.zeros(most_in_flight.shape, dtype=bool)
-    if parallelism.chunks > 1:
-        return dominated
     micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
     most_needed = int(in_flight(parallelism.schedule, parallelism.pp, micro_batches).max()) if parallelism.pp > 1 else 1
     for mode in range(len(most_in_flight)):
@@ -149,4 +149,24 @@ def _dominated(
                 is_equal = np.all([seconds[other] == seconds[mode] for seconds in times], axis=0)
                 wins = never_slower & (most_in_flight[other] >= most_needed) & (~is_equal | (other < mode))
                 dominated[mode] |= wins & ~dominated[other]
+    return dominated
+
+
+def _dominated_chunks(
+    problem: PlacementProblem, parallelism: Parallelism, costs: StageCosts, times: tuple[FloatArray, ...]
+) -> BoolArray:
+    """Per (mode, stage): whether it has another mode than one with which no stage is slower and all devices fit.
+
+    Chunks share the memory of their device: a mode that does not fit for all chunks of a device may yet be needed.
+    """
+    dominated = np.zeros(times[0].shape, dtype=bool)
+    micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    most_needed = int(in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks).max())
+    memory = costs.memory
+    each = (memory.held_bytes + most_needed * memory.stashed_bytes).max(axis=1, initial=0.0)
+    device_bytes = parallelism.chunks * each + memory.scratch_bytes.max(axis=1, initial=0.0)
+    for mode in np.flatnonzero(device_bytes <= problem.usable_bytes).tolist():
+        if all((seconds[mode] <= seconds).all() for seconds in times):
+            dominated[np.arange(len(dominated)) != mode] = True
+            break
     return dominated

@@ -1,25 +1,38 @@
-"""Good interleaved pipelines to start from: cuts with even shares of the work, and on each device the quickest modes.
+"""Interleaved pipelines cut by cut: a good pipeline to start from, and a bound where all cuts can be looked at.
 
-The bounds of interleaved pipelines do not lead branch and bound to good ones quickly; but there are few cuts worth a
-look, since chunks have n or n+1 layers. `interleaved_start` tries cuts whose longer chunks follow each other
-(`_runs_of_longer_chunks`), and one that a dynamic program evens out where layers differ (`_even_cut`). Given a cut, the
-memory of a device couples only its own chunks: `_ModeChooser` tries all their recompute modes on all devices at once.
-The best pipeline by its longest path is then improved by making another chunk the longer one (`_shifted_cuts`), as long
-as that helps.
+Chunks have n or n+1 layers, so that a cut says which chunks are longer; `interleaved_modes.py` chooses their modes.
+
+Where a chain has few cuts (`_all_cuts`), all of them are looked at. Those whose bound is above the cutoff are out. Of
+the others the bounds are raised, the lowest first (`_raise_least`): by looking for the best modes of the cut, and then
+by what the devices can choose on it (`InterleavedBounds.bound_of_cut_s`). Else
+the cuts are those whose longer chunks follow each other (`_runs_of_longer_chunks`), and one that a dynamic program
+evens out where layers differ (`_even_cut`); the best one is improved by making another chunk the longer one
+(`_shifted_cuts`) as long as that helps, and nothing is proven.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds
-from phaze.place.model.stage_space import FloatArray, IntArray
+from phaze.place.model.stage_space import IntArray
+from phaze.place.search.interleaved_modes import ChosenModes, ModeChooser
 from phaze.place.search.stage_search import Pipeline, StageSearch
-from phaze.tolerances import CLAIM_MARGIN
+from phaze.tolerances import BOUND_MARGIN, CLAIM_MARGIN
 
-__all__ = ["interleaved_start"]
+__all__ = ["InterleavedStart", "interleaved_start"]
+
+_MOST_CUTS = 10_000
+"""The most cuts that are all looked at. A chain of blocks that are a multiple of its chunks, with two ends, has about
+half the square of its chunks; more cuts take time in proportion."""
+
+_MOST_CUTS_WITH_MODES = 1_200
+"""The same where modes are to be chosen for each cut, which takes ten times as long."""
 
 _IMPROVEMENTS = 8
 """How often a longer chunk is shifted at most. Each time costs one batch of estimates; the changes end earlier where
@@ -29,6 +42,10 @@ _ESTIMATED_AT_ONCE = 24
 """How many pipelines are estimated of those that a round offers: the shortest by their longest path. That path comes
 within a percent of the simulated time, so that the best pipeline is rarely farther down the list."""
 
+_RAISED_BOUNDS = 30
+"""How often the lowest bound of a cut is raised at most. Each time takes some milliseconds; a cut that is not reached
+keeps its lower bound."""
+
 _PROMISING = 1.1
 """A start up to this much slower than the cutoff is worth changes; of a slower one, estimates would be spent with
 little hope."""
@@ -37,88 +54,110 @@ _CLOSE = 1.01
 """A start whose estimate is within this factor of the cutoff is worth a simulation, since an estimate may err a little
 in either direction."""
 
-_MOST_MODE_CHOICES = 100
-"""So many ways to choose the modes of a device's chunks are all tried (three modes of four chunks: 81). Of more, only
-those are tried in which no later chunk recomputes more than an earlier one, which has more microbatches in flight."""
+
+@dataclass(frozen=True, slots=True)
+class InterleavedStart:
+    """Pipelines that are worth a simulation, and a bound under all pipelines (0 where nothing is proven)."""
+
+    pipelines: tuple[Pipeline, ...]
+    bound_s: float = 0.0
 
 
 def interleaved_start(
-    search: StageSearch, bounds: InterleavedBounds, cutoff_s: float, is_chain: bool
-) -> tuple[Pipeline, ...]:
-    """A good interleaved pipeline, if one that fits is found and does not stay clearly above the cutoff."""
-    chooser = _ModeChooser(bounds)
+    search: StageSearch, bounds: InterleavedBounds, cutoff_s: float, gap: float, is_chain: bool
+) -> InterleavedStart:
+    """Good pipelines, if some that fit are found and do not stay clearly above the cutoff."""
+    chooser, layers = ModeChooser(bounds), search.last_state
+    most_cuts = _MOST_CUTS if bounds.has_one_mode else _MOST_CUTS_WITH_MODES
+    if is_chain and math.comb(bounds.stages, layers % bounds.stages) <= most_cuts:
+        chosen = chooser.choose(_all_cuts(layers, bounds.stages))
+        if bounds.has_one_mode:
+            return _simulate_all(search, chosen, cutoff_s, gap)
+        start = _improved(search, bounds, chooser, chosen.pipelines, cutoff_s)
+        return _raise_least(search, bounds, chooser, chosen, start, cutoff_s, gap) if chooser.tries_all else start
     even_cut = _even_cut(bounds)
     cuts = np.zeros((0, bounds.stages + 1), dtype=np.int64) if even_cut is None else even_cut[None]
     if is_chain:
-        cuts = np.concatenate([cuts, _runs_of_longer_chunks(search.last_state, bounds.stages)])
-    pipelines = chooser.pipelines(cuts)
+        cuts = np.concatenate([cuts, _runs_of_longer_chunks(layers, bounds.stages)])
+    return _improved(search, bounds, chooser, chooser.choose(cuts).pipelines, cutoff_s, shifts=is_chain)
+
+
+def _improved(
+    search: StageSearch,
+    bounds: InterleavedBounds,
+    chooser: ModeChooser,
+    pipelines: IntArray,
+    cutoff_s: float,
+    shifts: bool = True,
+) -> InterleavedStart:
+    """The best of the first pipelines, with longer chunks shifted as long as that helps."""
     if not len(pipelines):
-        return ()
+        return InterleavedStart(())
+    pipelines = pipelines[:_ESTIMATED_AT_ONCE]
     times = search.estimated(pipelines)
     best, time_s = pipelines[int(times.argmin())], float(times.min())
-    for _ in range(_IMPROVEMENTS if is_chain and time_s < _PROMISING * cutoff_s else 0):
-        pipelines = chooser.pipelines(_shifted_cuts(bounds, best))
+    for _ in range(_IMPROVEMENTS if shifts and time_s < _PROMISING * cutoff_s else 0):
+        pipelines = chooser.choose(_shifted_cuts(bounds, best)).pipelines[:_ESTIMATED_AT_ONCE]
         if not len(pipelines):
             break
         times = search.estimated(pipelines)
         if times.min() >= time_s * (1 - CLAIM_MARGIN):
             break
         best, time_s = pipelines[int(times.argmin())], float(times.min())
-    return (tuple(best.tolist()),) if time_s < _CLOSE * cutoff_s else ()
+    return InterleavedStart((tuple(best.tolist()),) if time_s < _CLOSE * cutoff_s else ())
 
 
-class _ModeChooser:
-    """The quickest modes that fit for the chunks of every device, given where they begin and end."""
+def _simulate_all(search: StageSearch, chosen: ChosenModes, cutoff_s: float, gap: float) -> InterleavedStart:
+    """The best of pipelines with one mode: those whose bound is too high for the best time are left out."""
+    time_s, simulated = math.inf, 0
+    best: tuple[Pipeline, ...] = ()
+    while simulated < len(chosen.bound_s) and chosen.bound_s[simulated] < min(cutoff_s, time_s) * (1 - gap):
+        batch = chosen.pipelines[simulated : simulated + _ESTIMATED_AT_ONCE]
+        times = search.simulated(batch)
+        if times.min() < time_s:
+            time_s, best = float(times.min()), (tuple(batch[int(times.argmin())].tolist()),)
+        simulated += len(batch)
+    left_s = float(chosen.bound_s[simulated:].min(initial=math.inf))
+    return InterleavedStart(best, min(left_s, time_s) * (1 - BOUND_MARGIN))
 
-    def __init__(self, bounds: InterleavedBounds) -> None:
-        self._bounds, candidates = bounds, bounds.candidates
-        self._states, self._modes = len(candidates.first) - 1, int(candidates.mode.max(initial=0)) + 1
-        keys = self._keys(candidates.source, candidates.target) + candidates.mode
-        self._order = np.argsort(keys)
-        self._sorted_keys = keys[self._order]
-        chunks = bounds.stages // bounds.pp
-        if self._modes**chunks <= _MOST_MODE_CHOICES:
-            choices = list(itertools.product(range(self._modes), repeat=chunks))
+
+def _raise_least(
+    search: StageSearch,
+    bounds: InterleavedBounds,
+    chooser: ModeChooser,
+    chosen: ChosenModes,
+    start: InterleavedStart,
+    cutoff_s: float,
+    gap: float,
+) -> InterleavedStart:
+    """Raise the least bounds of cuts until they meet the best time but for the gap, or are as high as they get."""
+    pipelines, time_s = start.pipelines, cutoff_s
+    if pipelines:
+        time_s = min(cutoff_s, float(search.simulated(np.array(pipelines)).min()))
+    # How often a bound was raised stands behind it: a cut that cannot be raised again ends the search. Sorted: a heap.
+    cuts = [(bound_s, 0, place) for place, bound_s in enumerate(chosen.bound_s.tolist())]
+    for _ in range(_RAISED_BOUNDS):
+        if not cuts or cuts[0][1] == 2 or cuts[0][0] >= time_s * (1 - gap):
+            break
+        bound_s, raised, place = cuts[0]
+        if raised:
+            higher_s = bounds.bound_of_cut_s(chosen.pipelines[place], bound_s, time_s)
         else:
-            choices = list(itertools.combinations_with_replacement(range(self._modes - 1, -1, -1), chunks))
-        self._choices = np.array(choices).T  # per (chunk, choice)
+            higher_s, better = chooser.best_modes(search, chosen.pipelines[place], time_s, gap)
+            if better is not None:
+                pipelines = (*pipelines, better)
+                time_s = min(time_s, float(search.simulated(np.array([better]))[0]))
+        heapq.heapreplace(cuts, (max(bound_s, higher_s), raised + 1, place))
+    return InterleavedStart(pipelines, min(cuts[0][0], time_s) if cuts else math.inf)
 
-    def _keys(self, source: IntArray, target: IntArray) -> IntArray:
-        """A number for every pair of states; modes count on from it."""
-        return np.asarray((source * self._states + target) * self._modes)
 
-    def pipelines(self, cuts: IntArray) -> IntArray:
-        """Of cuts as states per (cut, boundary): the most promising ones that fit, as candidates per (cut, stage)."""
-        bounds, candidates = self._bounds, self._bounds.candidates
-        if not len(cuts) or not len(self._order):
-            return np.zeros((0, bounds.stages), dtype=np.int64)
-        keys = self._keys(cuts[:, :-1], cuts[:, 1:])[..., None] + np.arange(self._modes)
-        place = np.minimum(np.searchsorted(self._sorted_keys, keys), len(self._order) - 1)
-        is_known = self._sorted_keys[place] == keys
-        shape = (len(cuts), -1, bounds.pp, self._modes)
-        option, is_known = self._order[place].reshape(shape), is_known.reshape(shape)
-        seconds = held = scratch = np.zeros(1)
-        for chunk, modes in enumerate(self._choices):
-            members = option[:, chunk][..., modes]
-            through = np.where(is_known[:, chunk][..., modes], bounds.through_s[members], np.inf)
-            # Of equal sums the one with the shorter first chunk fills the pipeline sooner.
-            seconds = seconds + through * (bounds.micro_batches + (chunk == 0))
-            held = held + candidates.held_bytes[members]
-            held = held + bounds.in_flight[:, chunk, None] * candidates.stashed_bytes[members]
-            scratch = np.maximum(scratch, candidates.scratch_bytes[members])
-        seconds = np.where(held + scratch <= bounds.usable_bytes, seconds, np.inf)
-        chosen = seconds.argmin(axis=2)
-        fits = np.isfinite(np.take_along_axis(seconds, chosen[..., None], axis=2)).all(axis=(1, 2))
-        modes_of = self._choices[:, chosen].transpose(1, 0, 2)  # per (cut, chunk, device)
-        pipelines = np.take_along_axis(option, modes_of[..., None], axis=3).reshape(len(cuts), bounds.stages)[fits]
-        return pipelines[np.argsort(self._longest_path_s(pipelines), kind="stable")[:_ESTIMATED_AT_ONCE]]
-
-    def _longest_path_s(self, pipelines: IntArray) -> FloatArray:
-        """The longest of paths (1) of `device_choice_bounds.py` for each pipeline, but for what follows it."""
-        bounds = self._bounds
-        through = bounds.through_s[pipelines].reshape(len(pipelines), bounds.stages // bounds.pp, bounds.pp)
-        before = np.cumsum(through[:, 0], axis=1) - through[:, 0]
-        return np.asarray((before + bounds.micro_batches * through.sum(axis=1)).max(axis=1))
+def _all_cuts(layers: int, stages: int) -> IntArray:
+    """All cuts of a chain into chunks of nearly equal length."""
+    least, extra = divmod(layers, stages)
+    longer = np.array(list(itertools.combinations(range(stages), extra)), dtype=np.int64)  # per (cut, longer chunk)
+    lengths = np.full((len(longer), stages), least)
+    np.add.at(lengths, (np.arange(len(longer))[:, None], longer), 1)
+    return np.concatenate([np.zeros((len(lengths), 1), dtype=np.int64), np.cumsum(lengths, axis=1)], axis=1)
 
 
 def _runs_of_longer_chunks(layers: int, stages: int) -> IntArray:

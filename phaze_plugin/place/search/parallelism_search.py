@@ -384,14 +384,16 @@ def _solve(
     reach_s = min(progress.cutoff_s, waiting.reach_s)
     node_limit = min(effort.nodes_per_strategy, max(effort.nodes - progress.nodes, 0))
     known_pipelines: tuple[Pipeline, ...] = ()
+    known_s = waiting.bound_s
     if isinstance(search.bounds, InterleavedBounds):
-        known_pipelines = interleaved_start(search, search.bounds, reach_s, prepared.space.is_chain)
+        start = interleaved_start(search, search.bounds, reach_s, progress.gap, prepared.space.is_chain)
+        known_pipelines, known_s = start.pipelines, max(known_s, start.bound_s)
         node_limit = node_limit if search.bounds.count_pipelines() <= _HOPELESS * node_limit else 0
-    answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap, waiting.bound_s)
+    answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap, known_s)
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
     is_proven = answer.bound_s >= min(answer.time_s, reach_s)
-    bound_s = reach_s if is_proven else max(waiting.bound_s, answer.bound_s)
+    bound_s = reach_s if is_proven else max(known_s, answer.bound_s)
     if answer.time_s <= reach_s:
         progress.unproven_s = progress.unproven_s if is_proven else min(progress.unproven_s, bound_s)
         bound_s = math.inf
