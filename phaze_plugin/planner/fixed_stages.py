@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from phaze.errors import PlacementError, PlanError, ShardError
@@ -72,7 +73,7 @@ def price_fixed_stages(question: Question, watch: Watch) -> Answer:
         best=None if best.is_over else best.placement,
         alternatives=(),
         bound_s=bound_s,
-        infeasibility=explain_infeasibility(best.prepared) if best.is_over else None,
+        explain=partial(explain_infeasibility, best.prepared) if best.is_over else None,
         strategies=len(priced),
         nodes=0,
         simulated=len(priced),

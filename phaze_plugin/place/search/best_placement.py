@@ -7,9 +7,10 @@ bounds for what the answer proves (`_proven_bound_s`). `bound_placement` and `is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property, partial
 
 from phaze.parallelism import Parallelism
 from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
@@ -57,7 +58,7 @@ class Alternative:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlacementResult:
     """The answer.
 
@@ -66,25 +67,30 @@ class PlacementResult:
         best: the fastest plan found.
         alternatives: the next fastest strategies.
         bound_s: no plan for these slices is faster: the same search on the profiles' lower bounds. At most the cutoff.
-        infeasibility: why nothing fits.
         strategies: strategies whose stages were looked at.
         nodes: partial pipelines that were extended.
         simulated: pipelines that were simulated.
         best_by_kind: the fastest plan of each kind that the search came across, which proves nothing of it; `assemble`
             makes its placement.
         search: the search behind it, with every strategy that it came across; None where nothing was searched.
+        explain: finds out why nothing fits, where nothing does.
     """
 
     status: PlacementStatus
     best: Placement | None
     alternatives: tuple[Alternative, ...]
     bound_s: float
-    infeasibility: Infeasibility | None
     strategies: int
     nodes: int
     simulated: int
     best_by_kind: Mapping[PlanKind, FoundPlan] = field(default_factory=dict)
     search: SearchAnswer | None = None
+    explain: Callable[[], Infeasibility] | None = None
+
+    @cached_property
+    def infeasibility(self) -> Infeasibility | None:
+        """Why nothing fits: found when it is asked for first, which takes longer than the search itself."""
+        return None if self.explain is None else self.explain()
 
     @property
     def gap(self) -> float:
@@ -145,7 +151,7 @@ def find_placement(
         alternatives=tuple(Alternative(slower, _reason(placements[0], slower)) for slower in placements[1:]),
         best_by_kind=answer.best_by_kind,
         bound_s=bound_s,
-        infeasibility=explain_infeasibility(prepared, smaller_micro_batches) if is_explained else None,
+        explain=partial(explain_infeasibility, prepared, smaller_micro_batches) if is_explained else None,
         strategies=answer.strategies,
         nodes=answer.nodes,
         simulated=answer.simulated,
