@@ -49,7 +49,7 @@ def landscape(answer: Answer) -> Landscape:
         if _degrees(met) not in known
     ]
     searches = [candidate.result.search for candidate in answer.candidates if candidate.result.search is not None]
-    only_bounded = sum(int(np.isfinite(search.bounded.bound_s).sum()) for search in searches)
+    only_bounded = sum(search.bounded_count for search in searches)
     listed = [*sorted(simulated, key=_order), *sorted(bounded, key=_order)[:_MOST_BOUNDED]]
     columns = {field.name: tuple(getattr(met, field.name) for met in listed) for field in fields(_Met)}
     return Landscape(met=max(len(simulated) + only_bounded, len(listed)), **columns)

@@ -71,6 +71,7 @@ class ClosedFormBounds:
         sums: sums over stages, of which only the stage that is the whole model is read.
         zero: ZeRO stage.
         dp: data-parallel copies, one number per strategy.
+        least_dp: the same, or fewer where a strategy stands for several: what is moved is bounded by these.
         whole_model: the stage that holds everything.
         s_per_byte: seconds per byte on the fastest link.
         least_cut_s: seconds of the smallest boundary between stages on that link.
@@ -80,6 +81,7 @@ class ClosedFormBounds:
     sums: StageSums
     zero: int
     dp: IntArray
+    least_dp: IntArray
     whole_model: int
     s_per_byte: float
     least_cut_s: float
@@ -93,6 +95,7 @@ class ClosedFormBounds:
         network: Network,
         zero: int,
         dp: IntArray,
+        least_dp: IntArray,
     ) -> ClosedFormBounds:
         """The bounds of a problem."""
         cuts = sums.received_bytes[space.source > 0]
@@ -101,6 +104,7 @@ class ClosedFormBounds:
             sums=sums,
             zero=zero,
             dp=dp,
+            least_dp=least_dp,
             whole_model=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
             s_per_byte=network.least_s_per_byte,
             least_cut_s=float(cuts.min(initial=np.inf)) * network.least_s_per_byte if len(cuts) else 0.0,
@@ -173,7 +177,7 @@ class ClosedFormBounds:
 
     def _moved_s(self, bytes_each: FloatArray) -> FloatArray:
         """Seconds of one gather or scatter of all parameters, with so many bytes per parameter."""
-        return np.asarray((1 - 1 / self.dp) * (bytes_each * self.parameters * self.s_per_byte))
+        return np.asarray((1 - 1 / self.least_dp) * (bytes_each * self.parameters * self.s_per_byte))
 
     def _after_last_backward_s(self, update_s: float, hidden_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""

@@ -34,12 +34,16 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are."""
+    """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are.
+
+    ``known`` and ``rates`` are the prices so far: of collectives, and of those between copies that bounds ask for.
+    """
 
     cluster: Cluster
     calibration: Calibration
     energy: EnergyModel = field(default_factory=energy_model)
     known: dict[tuple[Collective, int, int, int], Price] = field(default_factory=dict)
+    rates: dict[tuple[tuple[int, ...], int, int], tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def joined(self) -> int:
@@ -57,10 +61,10 @@ class Network:
         torus = sum(rate for rate, level in zip(rates, cluster.levels, strict=True) if level.links.is_row)
         return 1.0 / max(*rates, torus) if rates else 0.0
 
-    def depths(self, most: int) -> IntArray:
-        """`depth` of 0, 1, .. up to ``most`` devices."""
+    def depths(self, used: IntArray) -> IntArray:
+        """`depth` of each number of devices."""
         blocks = np.cumprod([1, *(level.size for level in self.cluster.levels)])[1:]
-        return np.asarray((blocks < np.arange(most + 1)[:, None]).sum(axis=1))
+        return np.asarray((blocks < used[:, None]).sum(axis=1))
 
     def depth(self, used: int) -> int:
         """How many levels are too small for ``used`` devices: plans of equal depth have equal prices."""

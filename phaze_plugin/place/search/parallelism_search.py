@@ -28,7 +28,7 @@ from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.interleaved_starts import interleaved_start
-from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages
 from phaze.profile.layer_profile import RecomputeMode
@@ -63,6 +63,13 @@ show plans a little above the target without a second round, and make the tables
 _NEAR_PROOF = 2.0
 """A proof whose cutoff is within this factor of the least bound begins with the cutoff itself: lower targets would only
 repeat the work."""
+
+_MOST_BOUNDED = 600
+"""How many strategies with no more than a bound a search returns: enough to see where they lie."""
+
+_LIKELY = 6
+"""How many strategies are tried before all others where no time is known yet: the first that fits spares most rounds of
+rising targets, and hardly more than a handful is needed to find one."""
 
 _LOOSELY_BOUNDED = [SCHEDULES.index(kind) for kind in (PipelineSchedule.GPIPE, PipelineSchedule.INTERLEAVED)]
 
@@ -119,7 +126,8 @@ class SearchAnswer:
         nodes: partial pipelines that were extended.
         simulated: pipelines that were simulated.
         solved: the best simulated plan of every strategy that came so far, fastest first.
-        bounded: all strategies, with the bound that each had in the end: infinite where it is solved or ruled out.
+        bounded: the strategies with the lowest bounds of those that have only a bound in the end.
+        bounded_count: how many have; those that differ only in dp, and not in their microbatches, may count as one.
     """
 
     plans: tuple[FoundPlan, ...]
@@ -129,7 +137,8 @@ class SearchAnswer:
     nodes: int
     simulated: int
     solved: tuple[FoundPlan, ...]
-    bounded: ParallelismTable
+    bounded: ParallelismTable = field(compare=False)
+    bounded_count: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -223,12 +232,14 @@ def search_parallelisms(
     progress = _Progress(top=top, effort=effort or SearchEffort(), slowest_s=cutoff_s, gap=gap)
     strategies = _strategies(prepared)
     is_loose = np.isin(strategies.schedule, _LOOSELY_BOUNDED)
-    left_s = math.inf
-    for mask in (~is_loose, is_loose):
-        group = strategies.take(mask)
+    left_s, searched = math.inf, []
+    for group in (strategies.take(~is_loose), strategies.take(is_loose)):
         if len(group):
-            left_s = min(left_s, _search_group(prepared, group, left_s if proves else math.inf, progress, proves))
-        strategies.bound_s[mask] = group.bound_s
+            found_s, group = _search_group(prepared, group, left_s if proves else math.inf, progress, proves)
+            left_s = min(left_s, found_s)
+        searched.append(group)
+    strategies = ParallelismTable.joined(searched)
+    is_bounded = np.isfinite(strategies.bound_s)
     left_s = min(left_s, progress.unproven_s)
     best_s = progress.plans[0].time_s if progress.plans else cutoff_s
     return SearchAnswer(
@@ -239,7 +250,8 @@ def search_parallelisms(
         nodes=progress.nodes,
         simulated=progress.simulated,
         solved=tuple(progress.plans),
-        bounded=strategies,
+        bounded=strategies.take(np.argsort(strategies.bound_s, kind="stable")[: min(is_bounded.sum(), _MOST_BOUNDED)]),
+        bounded_count=int(is_bounded.sum()),
     )
 
 
@@ -275,7 +287,11 @@ def try_parallelism(
 
     None also for a strategy that is no choice of the problem, and for interleaved ones.
     """
-    if parallelism.chunks > 1 or not _strategies(prepared).has(parallelism):
+    choices = prepared.problem.choices
+    if parallelism.chunks > 1 or (choices.dp is not None and parallelism.dp not in choices.dp):
+        return None
+    narrow = prepared.with_problem(prepared.problem.choosing(dp=(parallelism.dp,)))
+    if not _strategies(narrow).has(parallelism):
         return None
     search = prepared.stage_search_below(parallelism, cutoff_s)
     if search is None:
@@ -291,43 +307,86 @@ def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
     """Whether closed forms and stage filling prove that no plan takes less than the target."""
     strategies = _strategies(prepared)
     below = strategies.take(strategies.bound_s < target_s)
-    return not len(below) or bool(prepared.layer_table.refuted(below, np.full(len(below), target_s)).all())
+    while len(below):
+        below = below.take(~prepared.layer_table.refuted(below, np.full(len(below), target_s)))
+        if not below.is_wide.all():
+            return False
+        below = _split(prepared, below)
+    return True
 
 
 def _strategies(prepared: PreparedProblem) -> ParallelismTable:
-    return list_parallelisms(prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s)
+    """All strategies; those that differ only in dp, and not in their microbatches, share a row."""
+    return list_parallelisms(
+        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s, joins_dp=True
+    )
+
+
+def _split(prepared: PreparedProblem, rows: ParallelismTable) -> ParallelismTable:
+    return split_rows(prepared.problem, prepared.space, prepared.stage_sums, rows)
 
 
 def _search_group(
     prepared: PreparedProblem, strategies: ParallelismTable, enough_s: float, progress: _Progress, proves: bool
-) -> float:
-    """Look at some strategies, below a target that rises; the least bound of what is left, but for the unproven."""
+) -> tuple[float, ParallelismTable]:
+    """Look at some strategies, below a target that rises; the least bound of what is left, but for the unproven.
+
+    The strategies are returned with their bounds; rows that were split are infinite and stand before their parts.
+    """
     least_s = float(strategies.bound_s.min())
+    if math.isinf(progress.cutoff_s) and prepared.space.is_chain and not proves:
+        _try_likely(prepared, strategies, progress)
     cutoff_s = min(progress.cutoff_s, enough_s)
     targets: tuple[float, ...] = _TARGETS[1:] if proves else _TARGETS
-    if proves and cutoff_s <= _NEAR_PROOF * least_s:
+    if (proves and cutoff_s <= _NEAR_PROOF * least_s) or progress.plans:
         targets = _TARGETS[-1:]
     for factor in targets:
         target_s = min(factor * least_s, min(progress.cutoff_s, enough_s) * (1 + EQUAL_SEARCH_TIMES))
-        _search_below(prepared, strategies, target_s, progress)
+        strategies = _search_below(prepared, strategies, target_s, progress)
         is_spent = progress.strategies >= progress.effort.strategies and float(strategies.bound_s.min()) < target_s
         if min(progress.cutoff_s, enough_s) <= target_s or is_spent:
             break
     left_s = min([float(strategies.bound_s.min()), *(waiting.bound_s for waiting in progress.open_strategies)])
     progress.open_strategies.clear()
-    return left_s
+    return left_s, strategies
+
+
+def _try_likely(prepared: PreparedProblem, strategies: ParallelismTable, progress: _Progress) -> None:
+    """Look for plans with a few strategies that use as many devices as they can, so that others have a time to beat."""
+    same = (strategies.tp, strategies.pp, strategies.chunks, strategies.schedule, strategies.zero)
+    order = np.lexsort((-strategies.dp, *same))
+    is_first = np.any(np.diff(np.stack(same)[:, order], axis=1, prepend=-1) != 0, axis=0)
+    likely = strategies.take(order[is_first])
+    likely = likely.take(likely.chunks == 1)
+    if not len(likely):
+        return
+    likely = replace(likely, least_dp=likely.dp)
+    bounds = prepared.layer_table.tightened(likely, _TARGETS[-2] * float(likely.bound_s.min()))
+    for index in np.argsort(bounds, kind="stable")[:_LIKELY].tolist():
+        if len(progress.plans) >= progress.top and bounds[index] >= progress.plans[0].time_s:
+            break
+        parallelism = likely.parallelism(index)
+        search = prepared.stage_search_below(parallelism, progress.cutoff_s)
+        if search is None:
+            continue
+        answer = best_stages(search, progress.cutoff_s, progress.effort.nodes_per_strategy, gap=progress.gap)
+        progress.nodes += answer.nodes
+        progress.simulated += answer.simulated
+        if answer.time_s < progress.cutoff_s:
+            stages = search.candidates.stages_and_modes(answer.pipeline)
+            progress.keep(FoundPlan(time_s=answer.time_s, parallelism=parallelism, stages=stages))
 
 
 def _search_below(
     prepared: PreparedProblem, strategies: ParallelismTable, target_s: float, progress: _Progress
-) -> None:
+) -> ParallelismTable:
     """Look at every strategy that may take less than the target, the lowest bound first.
 
-    What is learnt raises the strategies' bounds: to infinity once their best stages are known.
+    What is learnt raises the strategies' bounds: to infinity once their best stages are known, or once they are split.
     """
     _reopen_beyond_reach(strategies, target_s, progress)
+    strategies = _split_below(prepared, strategies, target_s)
     below = np.flatnonzero(strategies.bound_s < target_s)
-    strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
     for index in below[np.argsort(strategies.bound_s[below], kind="stable")].tolist():
         known_s = float(strategies.bound_s[index])
         while progress.solves_next(target_s if len(progress.plans) < progress.top else min(known_s, target_s)):
@@ -346,6 +405,20 @@ def _search_below(
             strategies.bound_s[index] = max(known_s, reach_s)
     while progress.solves_next(target_s):
         _solve(prepared, heapq.heappop(progress.open_strategies), strategies, progress)
+    return strategies
+
+
+def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> ParallelismTable:
+    """Raise the bounds that are below the target, and split rows that stay below it until each has one dp."""
+    below = np.flatnonzero(strategies.bound_s < target_s)
+    strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
+    while len(wide := below[(strategies.bound_s[below] < target_s) & strategies.is_wide[below]]):
+        parts = _split(prepared, strategies.take(wide))
+        parts.bound_s[:] = _raise_bounds(prepared, parts, target_s)
+        strategies.bound_s[wide] = math.inf
+        below = np.arange(len(strategies), len(strategies) + len(parts))
+        strategies = ParallelismTable.joined([strategies, parts])
+    return strategies
 
 
 def _reopen_beyond_reach(strategies: ParallelismTable, target_s: float, progress: _Progress) -> None:
@@ -371,7 +444,7 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
     refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     bounds[refuted] = target_s
     if target_s < math.inf:
-        unrefuted = np.flatnonzero(bounds < target_s)
+        unrefuted = np.flatnonzero((bounds < target_s) & ~strategies.is_wide)
         bounds[unrefuted] = layer_table.tightened(replace(strategies, bound_s=bounds).take(unrefuted), target_s)
     return bounds
 

@@ -1,14 +1,19 @@
 """All strategies that a cluster, a target and memory allow at first sight, with a closed-form bound under each.
 
-`list_parallelisms` walks over tp, schedules and ZeRO stages, and for each over a grid of dp and pp. It leaves out what
-the target cannot run, what divides devices or microbatches in a way that is not allowed, and what memory cannot hold
-even if all stages shared theirs (`ClosedFormBounds.least_bytes`).
+`list_parallelisms` walks over tp, schedules and ZeRO stages, and for each over all pairs of dp and pp. It leaves out
+what the target cannot run, what divides devices or microbatches in a way that is not allowed, and what memory cannot
+hold even if all stages shared theirs (`ClosedFormBounds.least_bytes`).
+
+On many devices most values of dp differ in little: a row may stand for all that give the fullest pipeline equally many
+microbatches, of which there are at most twice the square root of all microbatches. Its bound is one under each of them:
+states are sharded as with the largest dp, and collectives take no longer than with the smallest. `split_rows` divides
+such rows where their bound does not rule them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +25,7 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, Stage
 from phaze.place.model.stage_sums import StageSums
 from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
-__all__ = ["SCHEDULES", "ParallelismTable", "chunk_sizes", "list_parallelisms"]
+__all__ = ["SCHEDULES", "ParallelismTable", "chunk_sizes", "list_parallelisms", "split_rows"]
 
 SCHEDULES = tuple(PipelineSchedule)
 """What `ParallelismTable.schedule` indexes."""
@@ -43,7 +48,8 @@ class ParallelismTable:
 
     Attributes:
         tp: devices that each layer is split over.
-        dp: copies of the pipeline.
+        dp: copies of the pipeline; of several values the largest.
+        least_dp: the smallest of them.
         pp: pipeline depth.
         chunks: stages on each device.
         schedule: index into `SCHEDULES`.
@@ -55,6 +61,7 @@ class ParallelismTable:
 
     tp: IntArray
     dp: IntArray
+    least_dp: IntArray
     pp: IntArray
     chunks: IntArray
     schedule: IntArray
@@ -62,6 +69,21 @@ class ParallelismTable:
     micro_batches: IntArray
     bound_s: FloatArray
     least_bytes: FloatArray
+
+    @classmethod
+    def joined(cls, tables: Sequence[ParallelismTable]) -> ParallelismTable:
+        """The rows of several tables."""
+        return cls(
+            **{
+                name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(table, name) for table in tables)])
+                for name in cls.__slots__
+            }
+        )
+
+    @property
+    def is_wide(self) -> BoolArray:
+        """Whether a row stands for several values of dp."""
+        return np.asarray(self.least_dp < self.dp)
 
     def __len__(self) -> int:
         """How many strategies."""
@@ -85,7 +107,7 @@ class ParallelismTable:
         )
 
     def parallelism(self, index: int) -> Parallelism:
-        """The strategy at one index."""
+        """The strategy at one index, with the largest of its values of dp."""
         return Parallelism(
             tp=int(self.tp[index]),
             dp=int(self.dp[index]),
@@ -104,27 +126,32 @@ def list_parallelisms(
     update_s: float,
     *,
     checks_memory: bool = True,
+    joins_dp: bool = False,
 ) -> ParallelismTable:
     """All strategies that the cluster, the target and (unless told otherwise) memory allow at first sight.
 
-    ``stage_sums`` are by tp, and ``update_s`` are the seconds of updating one parameter.
+    ``stage_sums`` are by tp, and ``update_s`` are the seconds of updating one parameter. ``joins_dp`` makes one row of
+    strategies that differ only in dp and not in their microbatches.
     """
     parts: list[ParallelismTable] = []
     for sums in stage_sums.values():
-        grid_dp, grid_pp = _grid(problem, space, sums)
+        all_dp, all_pp = _degrees(problem, space, sums)
         for schedule, chunks in _schedules(problem):
             zero_stages = _zero_stages(problem, schedule)
-            is_allowed = _allowed(problem, space, schedule, chunks, grid_dp, grid_pp)
+            is_allowed = _allowed(problem, space, schedule, chunks, all_dp, all_pp)
             for zero in zero_stages:
                 # A single copy has nothing to shard: only the least ZeRO stage is listed for it.
-                is_listed = is_allowed & (grid_dp > 1) if zero > min(zero_stages) else is_allowed
-                dp, pp = grid_dp[is_listed], grid_pp[is_listed]
-                bounds = ClosedFormBounds.of(problem, space, sums, network, zero, dp)
+                is_listed = is_allowed & (all_dp > 1) if zero > min(zero_stages) else is_allowed
+                dp, pp = all_dp[is_listed], all_pp[is_listed]
+                first, last = _runs(problem, sums, dp, pp) if joins_dp else (slice(None), slice(None))
+                least_dp, dp, pp = dp[first], dp[last], pp[last]
+                bounds = ClosedFormBounds.of(problem, space, sums, network, zero, dp, least_dp)
                 least_bytes = bounds.least_bytes() / pp
                 has_room = least_bytes <= problem.usable_bytes * (1 + MEMORY_MARGIN)
                 part = ParallelismTable(
                     tp=np.full(len(dp), sums.tp),
                     dp=dp,
+                    least_dp=least_dp,
                     pp=pp,
                     chunks=np.full(len(dp), chunks),
                     schedule=np.full(len(dp), SCHEDULES.index(schedule)),
@@ -134,31 +161,73 @@ def list_parallelisms(
                     least_bytes=least_bytes,
                 )
                 parts.append(part.take(has_room) if checks_memory else part)
-    return ParallelismTable(
-        **{
-            name: np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(part, name) for part in parts)])
-            for name in ParallelismTable.__slots__
-        }
-    )
+    return ParallelismTable.joined(parts)
 
 
-def _grid(problem: PlacementProblem, space: StageSpace, sums: StageSums) -> tuple[IntArray, IntArray]:
-    """All (dp, pp) that the cluster and the batch allow at one tp."""
-    device_count = problem.cluster.device_count
-    depths = np.arange(1, min(space.layers, device_count) + 1)
-    if problem.choices.pp is not None:
-        depths = depths[np.isin(depths, problem.choices.pp)]
-    copies = np.arange(1, min(device_count, problem.micro_batches) + 1)
+def split_rows(
+    problem: PlacementProblem, space: StageSpace, stage_sums: Mapping[int, StageSums], rows: ParallelismTable
+) -> ParallelismTable:
+    """Two rows for each, one with the smaller and one with the larger half of its values of dp; bounds are kept."""
+    halves: list[tuple[int, int, int]] = []  # the row, and its least and largest dp
+    for index in range(len(rows)):
+        parallelism = rows.parallelism(index)
+        dp = _copies(problem, int(rows.least_dp[index]), parallelism.dp)
+        pp = np.full(len(dp), parallelism.pp)
+        is_allowed = _divides_devices(problem, stage_sums[parallelism.tp], dp, pp)
+        is_allowed &= _allowed(problem, space, parallelism.schedule, parallelism.chunks, dp, pp)
+        for half in np.array_split(dp[is_allowed], 2):
+            if len(half):
+                halves.append((index, int(half[0]), int(half[-1])))
+    row, least_dp, dp = np.array(halves, dtype=np.int64).reshape(-1, 3).T
+    return replace(rows.take(row), least_dp=least_dp, dp=dp)
+
+
+def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
+    """All dp in a range that the batch allows."""
+    copies = np.arange(least, min(most, problem.micro_batches) + 1)
     if problem.choices.dp is not None:
         copies = copies[np.isin(copies, problem.choices.dp)]
     if problem.needs_even_micro_batches:
         copies = copies[problem.micro_batches % copies == 0]
-    dp, pp = (grid.ravel() for grid in np.meshgrid(copies, depths, indexing="ij"))
+    return copies
+
+
+def _degrees(problem: PlacementProblem, space: StageSpace, sums: StageSums) -> tuple[IntArray, IntArray]:
+    """All (dp, pp) that the cluster and the batch allow at one tp, sorted by pp and then by dp."""
+    device_count = problem.cluster.device_count
+    depths = np.arange(1, min(space.layers, device_count) + 1)
+    if problem.choices.pp is not None:
+        depths = depths[np.isin(depths, problem.choices.pp)]
+    copies = _copies(problem, 1, device_count)
+    counts = np.searchsorted(copies, device_count // _least_devices(problem, sums, depths), side="right")
+    pp = np.repeat(depths, counts)
+    dp = copies[np.arange(len(pp)) - np.repeat(np.cumsum(counts) - counts, counts)]
+    is_allowed = _divides_devices(problem, sums, dp, pp)
+    return dp[is_allowed], pp[is_allowed]
+
+
+def _least_devices(problem: PlacementProblem, sums: StageSums, pp: IntArray) -> IntArray:
+    """How many devices a pipeline takes at least, if as many stages as possible take a single one."""
     single_stages = np.minimum(pp, sums.unsliced_layers if problem.capabilities.allows_mixed_tp else 0)
-    fits = dp * (sums.tp * (pp - single_stages) + single_stages) <= device_count
+    return np.asarray(sums.tp * (pp - single_stages) + single_stages)
+
+
+def _divides_devices(problem: PlacementProblem, sums: StageSums, dp: IntArray, pp: IntArray) -> BoolArray:
+    """Whether there are enough devices, and none is left over where none may idle."""
+    device_count = problem.cluster.device_count
+    divides = dp * _least_devices(problem, sums, pp) <= device_count
     if not problem.capabilities.allows_idle_devices:
-        fits &= (device_count % dp == 0) & (dp * sums.tp * pp >= device_count)
-    return dp[fits], pp[fits]
+        divides &= (device_count % dp == 0) & (dp * sums.tp * pp >= device_count)
+    return np.asarray(divides)
+
+
+def _runs(problem: PlacementProblem, sums: StageSums, dp: IntArray, pp: IntArray) -> tuple[IntArray, IntArray]:
+    """The first and the last of neighbours with the same pp and microbatches, whose devices suffice or not alike."""
+    needs_no_singles = dp * pp * sums.tp <= problem.cluster.device_count
+    key = np.stack([pp, -(-problem.micro_batches // dp), needs_no_singles])
+    is_new = np.any(np.diff(key, axis=1) != 0, axis=0)
+    first = np.concatenate([np.zeros(min(len(dp), 1), dtype=np.int64), np.flatnonzero(is_new) + 1])
+    return first, np.concatenate([first[1:], np.full(min(len(dp), 1), len(dp))]) - 1
 
 
 def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:

@@ -112,8 +112,8 @@ def _with_weights(order: IntArray, delay: int) -> IntArray:
 def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int = 1) -> IntArray:
     """Per (device, chunk): the most microbatches whose forward has run and whose last backward pass has not.
 
-    Interleaved orders repeat themselves once every device has begun backward, which it has after two groups of
-    microbatches: a third shows all that follows.
+    The most is reached right after a forward. Interleaved orders repeat themselves once every device has begun
+    backward, which it has after two groups of microbatches: a third shows all that follows.
     """
     device = np.arange(pp)[:, None]
     match schedule:
@@ -124,7 +124,18 @@ def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: i
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((pp, 1), min(pp, micro_batches))
         case PipelineSchedule.INTERLEAVED:
-            order = pipeline_order(schedule, pp, min(micro_batches, 3 * pp), chunks)
-            change = np.where(order.kind == Pass.FORWARD, 1, -1)
-            held = [np.cumsum(np.where(order.chunk == chunk, change, 0), axis=1).max(axis=1) for chunk in range(chunks)]
-            return np.stack(held, axis=1)
+            total = min(micro_batches, 3 * pp) * chunks
+            first = np.minimum(2 * (pp - 1 - device) + (chunks - 1) * pp, total)
+            backwards = np.arange(total + 1)
+            forwards = np.minimum(first + backwards + (first < total), total)
+            begun, ended = (
+                np.stack([_of_chunk(counts, pp, chunks, place) for place in places], axis=1)
+                for counts, places in ((forwards, range(chunks)), (backwards[None], range(chunks - 1, -1, -1)))
+            )
+            return np.asarray((begun - ended).max(axis=2))
+
+
+def _of_chunk(passes: IntArray, pp: int, chunks: int, place: int) -> IntArray:
+    """How many of the first so many passes of a device belong to the chunk that is in this place of every round."""
+    rounds, rest = np.divmod(passes, pp * chunks)
+    return np.asarray(rounds * pp + np.clip(rest - place * pp, 0, pp))
