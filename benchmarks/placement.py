@@ -2,12 +2,15 @@
 
     PYTHONPATH=tests python benchmarks/placement.py --instances FILE
     PYTHONPATH=tests python benchmarks/placement.py --scale
+    PYTHONPATH=tests python benchmarks/placement.py --growth
     PYTHONPATH=tests python benchmarks/placement.py --model NAME [--cluster TEXT] [--batch N]
 
 --instances compares every instance of FILE (the format of tests/data/placement.json) with the original program's
 optimum. --scale places 98 layers on 1,024 devices: paper mode for one accelerator and for 1,000 at once, and the
-default mode. --model places a built-in model with scheduled profiles at every microbatch size, alone and below the best
-time of the sizes before it. The readers of instances are those of the tests: hence PYTHONPATH.
+default mode. --growth places a chain of equal blocks between two ends on 64 to 131,072 devices, with 12 to 1,000 layers
+and with tp up to 8, each in a process of its own, and prints processor seconds and peak memory. --model places a
+built-in model with scheduled profiles at every microbatch size, alone and below the best time of the sizes before it.
+The readers of instances are those of the tests: hence PYTHONPATH.
 
 The scale instance is random with a fixed seed: 98 unequal layers, tp 1, 2, 4 and 8 with falling efficiency,
 Adam, both recompute choices, 512 microbatches; parameters that no device can hold alone. The default mode gets the same
@@ -19,10 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +65,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=Path, help="file of instances with the original program's optima")
     parser.add_argument("--scale", action="store_true", help="time the program at scale")
+    parser.add_argument("--growth", action="store_true", help="seconds and memory against devices, layers and tp")
     parser.add_argument("--model", help="time the default mode on a built-in model")
     parser.add_argument("--cluster", default="a100-80gb:1024", help="the cluster of --model")
     parser.add_argument("--batch", type=int, default=1536, help="sequences in a batch of --model")
     arguments = parser.parse_args()
-    if arguments.instances is None and not arguments.scale and arguments.model is None:
-        parser.error("nothing to do: give --instances FILE, --scale or --model NAME")
+    if arguments.instances is None and not (arguments.scale or arguments.growth) and arguments.model is None:
+        parser.error("nothing to do: give --instances FILE, --scale, --growth or --model NAME")
     differing = compare_instances(arguments.instances) if arguments.instances else 0
     if arguments.scale:
         time_scale()
+    if arguments.growth:
+        time_growth()
     if arguments.model:
         time_model(arguments.model, parse_cluster(arguments.cluster), arguments.batch)
     return 1 if differing else 0
@@ -193,6 +202,62 @@ def time_scale() -> None:
     )
     seconds = median_s(lambda: find_placement(problem, top=1))
     print(f"default mode: {seconds:.3f} s (median of {RUNS})")
+
+
+def growth_problem(devices: int, layers: int, tp_degrees: tuple[int, ...]) -> PlacementProblem:
+    """A chain of blocks of 0.9 billion parameters between an embedding and a head, on nodes of eight 80 GB devices."""
+    stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
+    again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
+    seconds = {"embedding": 1e-4, "block": 2e-2, "head": 1e-2}
+    profiles = {}
+    for tp in tp_degrees:
+        for key, forward_s in seconds.items():
+            forward = forward_s * (1 + 0.06 * (tp - 1)) / tp
+            for mode in RecomputeMode:
+                profiles[key, tp, mode] = LayerProfile(
+                    forward_s=Bounded.exact(forward),
+                    backward_input_s=Bounded.exact(forward),
+                    backward_weight_s=Bounded.exact(forward),
+                    recompute_s=Bounded.exact(again[mode] * forward),
+                    parameter_bytes={"bfloat16": 1.8e9 / tp},
+                    stashed_bytes=stash[mode] * 1.2e9 / tp,
+                    peak_working_bytes=0.6e9 / tp,
+                    outputs=(BoundaryTensor(50e6),),
+                    is_tensor_parallel=tp > 1,
+                )
+    links = (InterconnectLevel(8, 300e9), InterconnectLevel(-(-devices // 8), 25e9))
+    return PlacementProblem(
+        graph=PlacementGraph.chain(("embedding", *["block"] * (layers - 2), "head")),
+        profiles=profiles,
+        cluster=Cluster(preset("a100-80gb").accelerator, devices, links),
+        micro_batches=2 * devices,
+        recipe=precision_recipe("bf16-adam"),
+    )
+
+
+def growth_row(devices: int, layers: int, tp_degrees: tuple[int, ...]) -> str:
+    """Place one problem to a gap of 1 %: processor seconds, peak memory and the answer in words."""
+    problem = growth_problem(devices, layers, tp_degrees)
+    start = time.process_time()
+    result = find_placement(problem, top=1, gap=0.01)
+    seconds = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    answer = "nothing fits"
+    if result.best is not None:
+        plan = result.best.parallelism
+        answer = f"dp {plan.dp} tp {plan.tp} pp {plan.pp} {plan.schedule}, ZeRO-{plan.zero}, gap {result.gap:.2%}"
+    return f"{devices:>8,}{layers:>8,}  {tp_degrees!s:<14}{seconds:>8.2f} s{peak:>8.0f} MiB  {answer}"
+
+
+def time_growth() -> None:
+    """Print a row for each number of devices, of layers, and each largest tp."""
+    rows = [(devices, 98, TP_DEGREES) for devices in (64, 256, 1024, 4096, 16_384, 65_536, 131_072)]
+    rows += [(1024, layers, TP_DEGREES) for layers in (12, 26, 50, 200, 400, 1000)]
+    rows += [(1024, 98, TP_DEGREES[:count]) for count in (1, 2, 3)]
+    print(f"{'devices':>8}{'layers':>8}  {'tp':<14}{'seconds':>10}{'memory':>12}  plan")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for row in rows:
+            print(pool.submit(growth_row, *row).result(), flush=True)
 
 
 def model_problem(name: str, cluster: Cluster, batch: int, size: int, options: ProfileOptions) -> PlacementProblem:

@@ -135,12 +135,12 @@ class ClosedFormBounds:
         gathered = self._moved_s(self.sharding.gathered_bytes_per_pass)
         scattered = self._moved_s(self.sharding.scattered_bytes_per_backward)
         transfers = 2 * (pp * chunks - 1) * self.least_cut_s
-        run = np.maximum(forward, gathered)
-        without_weights = run + np.maximum(backward_input, gathered) + transfers
+        run = self._overlapped(forward, gathered)
+        without_weights = run + self._overlapped(backward_input, gathered) + transfers
         passes = _Passes(
-            fused=run + np.maximum(backward_input + weight, gathered + scattered) + transfers,
+            fused=run + self._overlapped(backward_input + weight, gathered + scattered) + transfers,
             without_weights=without_weights,
-            split=without_weights + np.maximum(weight, scattered),
+            split=without_weights + self._overlapped(weight, scattered),
         )
         micro_batches = (-(-self.problem.micro_batches // self.dp)).astype(float)
         path = self._path_s(schedule, chunks, pp, micro_batches, passes)
@@ -149,6 +149,11 @@ class ClosedFormBounds:
         hidden = backward_input + weight if chunks == 1 else np.inf
         mean = (micro_batches * total + self._after_last_backward_s(update_s, hidden)) / pp
         return np.asarray(np.maximum(path, mean))
+
+    def _overlapped(self, layers_s: float, collectives_s: FloatArray) -> FloatArray:
+        """A pass of all layers and the collectives behind it: the longer, and what of the shorter is not hidden."""
+        hidden = self.problem.calibration.overlap * np.minimum(layers_s, collectives_s)
+        return np.asarray(layers_s + collectives_s - hidden)
 
     @staticmethod
     def _path_s(

@@ -4,8 +4,9 @@
 
 - every term is the least over recompute modes, unless it is listed per mode;
 - collectives run on the fastest links that they could use, without latencies (`LayerTable._s_per_byte`);
-- a pass takes as long as its layers or as the collectives behind them, whichever is longer; here the one that is longer
-  over the whole model is charged for every layer (`_longer_over_model`), which is never more than a stage pays;
+- a pass takes as long as its layers or as the collectives behind them, whichever is longer, and what of the shorter is
+  not hidden; here the one that is longer over the whole model is charged for every layer (`_overlapped_over_model`),
+  which is never more than a stage pays; likewise of reductions only the part that may be hidden is;
 - a tied parameter counts for the first layer that has it, and for both ends if the first and the last layer share it
   (`_tied_parameters`); parameters that are sharded over stages do not count.
 
@@ -62,7 +63,9 @@ class LayerTable:
         recompute_s: recompute, per (mode, tp, layer).
         stash_bytes: stash per microbatch, per (mode, tp, layer).
         peak_bytes: working set, per (mode, tp, layer).
-        least_cut_s: least seconds of receiving what crosses a cut, per tp.
+        least_cut_s: least seconds of receiving what crosses a cut on the fastest link, per tp.
+        least_sent_bytes: least bytes that cross a cut between two devices, each of which sends a part of what all of
+            its tp devices hold whole; per tp.
         problem: what is placed.
         network: prices of links.
         mixed_tp: values of tp at which some layer is not sliced and may lie on a single device.
@@ -84,6 +87,7 @@ class LayerTable:
     stash_bytes: FloatArray
     peak_bytes: FloatArray
     least_cut_s: FloatArray
+    least_sent_bytes: FloatArray
     problem: PlacementProblem
     network: Network
     mixed_tp: frozenset[int]
@@ -183,32 +187,36 @@ class LayerTable:
         gathered = parameters * (sharding.gathered_bytes_per_pass * gather)
         scattered = parameters * (sharding.scattered_bytes_per_backward * scatter)
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
-        run = _longer_over_model(forward, gathered)
-        back = _longer_over_model(
-            np.where(is_split, to_inputs, to_inputs + to_weights), gathered + np.where(is_split, 0.0, scattered)
+        overlap = self.problem.calibration.overlap
+        run = _overlapped_over_model(forward, gathered, overlap)
+        back = _overlapped_over_model(
+            np.where(is_split, to_inputs, to_inputs + to_weights),
+            gathered + np.where(is_split, 0.0, scattered),
+            overlap,
         )
         reduction = sharding.all_reduced_bytes_per_batch * reduce + sharding.scattered_bytes_per_batch * scatter
         settled = self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather
-        finish = parameters * settled + tied * reduction
+        finish = parameters * settled + (tied + (1 - overlap) * untied) * reduction
         between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
         finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
             table[:, tp_index].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
         )
+        between_s = self.network.least_s_per_byte_between(strategies.tp * strategies.least_dp * strategies.pp)
         hides = np.where(is_split, to_weights, to_inputs + to_weights)
         return LayerTerms(
             run_s=run,
             through_s=run + back,
-            weight_s=np.where(is_split, _longer_over_model(to_weights, scattered), 0.0),
+            weight_s=np.where(is_split, _overlapped_over_model(to_weights, scattered, overlap), 0.0),
             finish_s=finish,
-            reduced_s=untied * reduction,
-            hidden_s=np.where(strategies.zero < 2, hides, 0.0),
+            reduced_s=overlap * untied * reduction,
+            hidden_s=np.where(strategies.zero < 2, overlap * hides, 0.0),
             held_bytes=parameters * sharding.held_bytes_per_parameter,
             buffer_bytes=parameters * sharding.buffer_bytes,
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,
-            cut_s=self.least_cut_s[tp_index],
+            cut_s=np.maximum(self.least_cut_s[tp_index], between_s * self.least_sent_bytes[tp_index]),
         )
 
     def _tied(self, strategies: ParallelismTable) -> FloatArray:
@@ -219,9 +227,14 @@ class LayerTable:
         return tied
 
 
-def _longer_over_model(layers_s: FloatArray, collectives_s: FloatArray) -> FloatArray:
-    """Of two terms per (layer, strategy), for each strategy the one with the larger sum over all layers."""
-    return np.where(layers_s.sum(axis=0) >= collectives_s.sum(axis=0), layers_s, collectives_s)
+def _overlapped_over_model(layers_s: FloatArray, collectives_s: FloatArray, overlap: float) -> FloatArray:
+    """A pass and the collectives behind it, per (layer, strategy): the longer, and what of the shorter is not hidden.
+
+    A stage takes ``overlap`` times the longer of the two and the rest of both, as `stage_costs.py` prices it. Which of
+    the two is longer is asked of the whole model.
+    """
+    longer = np.where(layers_s.sum(axis=0) >= collectives_s.sum(axis=0), layers_s, collectives_s)
+    return np.asarray(overlap * longer + (1 - overlap) * (layers_s + collectives_s))
 
 
 def build_layer_table(
@@ -246,7 +259,7 @@ def build_layer_table(
     untied = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
     untied[..., problem.stage_sharded_layers[list(layers)]] = 0.0
     tied, tied_ends = _tied_parameters(problem, layers)
-    least_cut_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees])
+    least_cut_bytes, least_sent_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees]).T
     return LayerTable(
         tp_degrees=problem.tp_degrees,
         prices=np.array([_recompute_prices(problem, tp, layers) for tp in problem.tp_degrees]).T,
@@ -254,6 +267,7 @@ def build_layer_table(
         stash_bytes=stash,
         peak_bytes=peak,
         least_cut_s=least_cut_bytes * network.least_s_per_byte,
+        least_sent_bytes=least_sent_bytes,
         forward_s=seconds("forward_s").min(axis=0),
         input_s=seconds("backward_input_s").min(axis=0),
         weight_s=seconds("backward_weight_s").min(axis=0),
@@ -295,10 +309,13 @@ def _tied_parameters(problem: PlacementProblem, layers: range) -> tuple[FloatArr
     return tied, ends
 
 
-def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, tp: int) -> float:
-    """Bytes that cross the cheapest cut."""
+def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, tp: int) -> tuple[float, float]:
+    """Bytes that cross the cheapest cut: all of them, and those that are sent if what is whole is sent in parts."""
+    if space.layers == 1:
+        return 0.0, 0.0
     profiles = [problem.profile(layer, tp, problem.choices.recompute[0]) for layer in range(space.layers)]
-    return float(cut_bytes(problem, space, profiles)[1:-1].min()) if space.layers > 1 else 0.0
+    cut, whole = (cut_bytes(problem, space, profiles, only_whole=only)[1:-1] for only in (False, True))
+    return float(cut.min()), float((cut - whole * (1 - 1 / tp)).min())
 
 
 def _recompute_prices(problem: PlacementProblem, tp: int, layers: range) -> list[float]:

@@ -17,7 +17,8 @@ what reductions exceed the backward that may hide them by (`StageSpace.exposed`)
 to the tail of the first stage, to which these paths return. Every stage but the first receives at least what crosses
 the cheapest cut, which belongs to its F. Every stage but the last gets as much back, or recomputes longer, which
 belongs to its B; before the last layer only as much of it counts as the layers to come take, since the stage may yet be
-the last. Other terms are sums over the stage's layers.
+the last. What a layer must recompute because its own stash does not fit otherwise belongs to its t from the beginning
+(`StageFilling._needed_recompute_s`). Other terms are sums over the stage's layers.
 
 A stage that starts later gives up at least as much as its allowance shrinks: filling every stage as far as it goes gets
 farthest with each number of stages. If more than S are needed, nothing with this strategy beats U
@@ -26,7 +27,7 @@ farthest with each number of stages. If more than S are needed, nothing with thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,11 +107,32 @@ class StageFilling:
         self.terms, self.usable_bytes, self.modes = terms, usable_bytes * (1 + GREEDY_MARGIN), len(terms.again_s)
         self.schedule = SCHEDULES[int(strategies.schedule[0])]
         self.micro_batches, self.pp = strategies.micro_batches.astype(float), strategies.pp.astype(float)
-        self.layer_sums = _Sums.of_layers(terms)
         self.layer_peaks = terms.working_bytes + terms.stash_bytes
+        needed_s = self._needed_recompute_s()
+        self.terms = terms = replace(terms, through_s=terms.through_s + needed_s, again_s=terms.again_s - needed_s)
+        # What a stage gets back may be hidden by what it recomputes, which is charged already.
+        self.returned_s = np.where(needed_s.any(axis=0), 0.0, terms.cut_s)
+        self.layer_sums = _Sums.of_layers(terms)
         self.whole_s = terms.through_s.sum(axis=0)
-        self.given_back_s = np.minimum(self.whole_s - np.cumsum(terms.through_s, axis=0), terms.cut_s)
+        self.given_back_s = np.minimum(self.whole_s - np.cumsum(terms.through_s, axis=0), self.returned_s)
         self.given_back_s[-1] = 0.0
+
+    def _needed_recompute_s(self) -> FloatArray:
+        """What each layer recomputes at least, per (layer, strategy), because with less its stash alone does not fit.
+
+        Asked of schedules with equally many microbatches in flight on all stages. A layer that fits with no mode gets
+        nothing: `_is_over` finds it.
+        """
+        terms = self.terms
+        if self.schedule not in (PipelineSchedule.GPIPE, PipelineSchedule.ZERO_BUBBLE):
+            return np.zeros_like(terms.through_s)
+        flight = self.micro_batches
+        if self.schedule is PipelineSchedule.ZERO_BUBBLE:
+            flight = np.minimum(flight, self.pp)
+        room = self.usable_bytes - terms.held_bytes - terms.buffer_bytes
+        fits = (flight - 1) * terms.stash_bytes + self.layer_peaks <= room
+        least = np.where(fits, terms.again_s, np.inf).min(axis=0)
+        return np.where(np.isfinite(least), least, 0.0)
 
     def refuted(self, target_s: FloatArray) -> BoolArray:
         """Whether nothing with each of these strategies takes less than its target."""
@@ -124,7 +146,7 @@ class StageFilling:
         # U for constraint (1), and U - z for the others; what is left of both when a stage begins.
         self.ends_s = np.stack([end_s, end_s - terms.finish_s[0] - terms.reduced_s[0] - terms.weight_s[0]])
         self.left_s = self.ends_s.copy()
-        self.spare_s = self.ends_s[1] - self.whole_s - 2 * (self.pp - 1) * terms.cut_s
+        self.spare_s = self.ends_s[1] - self.whole_s - (self.pp - 1) * (terms.cut_s + self.returned_s)
         for layer in range(len(terms.run_s)):
             self._add(layer)
         return np.asarray(self.is_dead | (self.used > self.pp))
@@ -149,7 +171,7 @@ class StageFilling:
             np.copyto(self.peaks, peaks, where=over)
             np.copyto(self.buffer_bytes, buffer_bytes, where=over)
             # What the stage before gets back belongs to the way back only, before the stage begins.
-            self.lead_s[1] += over * cut_s
+            self.lead_s[1] += over * self.returned_s
             np.copyto(self.left_s, self.ends_s - self.lead_s, where=over)
             self.lead_s += over * cut_s
             self.is_dead |= over & self._is_over(layer)

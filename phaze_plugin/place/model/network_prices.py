@@ -15,7 +15,7 @@ import numpy as np
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.area_energy import EnergyModel, energy_model
-from phaze.place.model.stage_space import IntArray
+from phaze.place.model.stage_space import FloatArray, IntArray
 
 __all__ = ["Network", "Price"]
 
@@ -36,13 +36,15 @@ class Price:
 class Network:
     """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are.
 
-    ``known`` and ``rates`` are the prices so far: of collectives, and of those between copies that bounds ask for.
+    The three dictionaries are the prices so far: of collectives by their axis, of those between stages by the links
+    that they use, and of those between copies that bounds ask for.
     """
 
     cluster: Cluster
     calibration: Calibration
     energy: EnergyModel = field(default_factory=energy_model)
     known: dict[tuple[Collective, int, int, int], Price] = field(default_factory=dict)
+    links: dict[tuple[Collective, InterconnectLevel, bool], Price] = field(default_factory=dict)
     rates: dict[tuple[tuple[int, ...], int, int], tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -60,6 +62,21 @@ class Network:
         ]
         torus = sum(rate for rate, level in zip(rates, cluster.levels, strict=True) if level.links.is_row)
         return 1.0 / max(*rates, torus) if rates else 0.0
+
+    def least_s_per_byte_between(self, used: IntArray) -> FloatArray:
+        """Seconds per byte between stages of plans on so many devices at least: on the fastest links that reach so far.
+
+        Nothing is claimed of a torus, where links between stages depend on how they lie.
+        """
+        cluster = self.cluster
+        if not cluster.levels or any(level.links.is_row for level in cluster.levels):
+            return np.zeros(len(used))
+        each = [
+            1.0 / (level.rate_bytes_per_s * (self.calibration.link if is_inner else self.calibration.network))
+            for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True)
+        ]
+        least_from = np.minimum.accumulate(each[::-1])[::-1]
+        return np.asarray(least_from[np.minimum(self.depths(used), len(each) - 1)])
 
     def depths(self, used: IntArray) -> IntArray:
         """`depth` of each number of devices."""
@@ -107,7 +124,10 @@ class Network:
             return self.known[key]
         farthest = self._part(used).axis_spans(stages, stride)[-1]
         level = InterconnectLevel(members, farthest.level.bandwidth_bytes_per_s, farthest.level.latency_s)
-        share = self.calibration if farthest.is_inner else replace(self.calibration, link=self.calibration.network)
-        alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
-        self.known[key] = alone.collective(collective, members, 1, members)
+        link = (collective, level, farthest.is_inner)
+        if link not in self.links:
+            share = self.calibration if farthest.is_inner else replace(self.calibration, link=self.calibration.network)
+            alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
+            self.links[link] = alone.collective(collective, members, 1, members)
+        self.known[key] = self.links[link]
         return self.known[key]
