@@ -57,6 +57,12 @@ RELATIVE = 1e-9
 RUNS = 20
 """Runs of which the median is printed: enough that a busy moment of the machine does not decide."""
 
+STASHED = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
+"""The part of a layer's activations that each recompute mode of --scale and --growth keeps."""
+
+RECOMPUTED = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
+"""The part of a layer's forward that each of them runs again."""
+
 LAYERS, DEVICES, MICRO_BATCHES, TP_DEGREES = 98, 1024, 512, (1, 2, 4, 8)
 
 
@@ -133,22 +139,20 @@ def scale_instance(accelerators: int) -> PaperInstance:
 
 def default_problem(instance: PaperInstance) -> PlacementProblem:
     """The same layers for the default mode."""
-    stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
-    again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
     profiles = {}
     for index, tp in enumerate(TP_DEGREES):
         for layer in range(LAYERS):
             forward, backward = instance.forward_s[index, 0, layer], instance.backward_s[index, 0, layer]
             activations = float(instance.activation_bytes[index, layer])
             size = float(instance.edge_bytes[index, min(layer, LAYERS - 2)])
-            for mode in RecomputeMode:
+            for mode in STASHED:
                 profiles[str(layer), tp, mode] = LayerProfile(
                     forward_s=Bounded.exact(forward),
                     backward_input_s=Bounded.exact(backward / 2),
                     backward_weight_s=Bounded.exact(backward / 2),
-                    recompute_s=Bounded.exact(again[mode] * forward),
+                    recompute_s=Bounded.exact(RECOMPUTED[mode] * forward),
                     parameter_bytes={"bfloat16": float(instance.parameter_bytes[index, layer])},
-                    stashed_bytes=stash[mode] * activations,
+                    stashed_bytes=STASHED[mode] * activations,
                     peak_working_bytes=activations,
                     outputs=(BoundaryTensor(size),),
                     is_tensor_parallel=tp > 1,
@@ -206,21 +210,19 @@ def time_scale() -> None:
 
 def growth_problem(devices: int, layers: int, tp_degrees: tuple[int, ...]) -> PlacementProblem:
     """A chain of blocks of 0.9 billion parameters between an embedding and a head, on nodes of eight 80 GB devices."""
-    stash = {RecomputeMode.NONE: 1.0, RecomputeMode.SELECTIVE: 0.5, RecomputeMode.FULL: 0.05}
-    again = {RecomputeMode.NONE: 0.0, RecomputeMode.SELECTIVE: 0.1, RecomputeMode.FULL: 1.0}
     seconds = {"embedding": 1e-4, "block": 2e-2, "head": 1e-2}
     profiles = {}
     for tp in tp_degrees:
         for key, forward_s in seconds.items():
             forward = forward_s * (1 + 0.06 * (tp - 1)) / tp
-            for mode in RecomputeMode:
+            for mode in STASHED:
                 profiles[key, tp, mode] = LayerProfile(
                     forward_s=Bounded.exact(forward),
                     backward_input_s=Bounded.exact(forward),
                     backward_weight_s=Bounded.exact(forward),
-                    recompute_s=Bounded.exact(again[mode] * forward),
+                    recompute_s=Bounded.exact(RECOMPUTED[mode] * forward),
                     parameter_bytes={"bfloat16": 1.8e9 / tp},
-                    stashed_bytes=stash[mode] * 1.2e9 / tp,
+                    stashed_bytes=STASHED[mode] * 1.2e9 / tp,
                     peak_working_bytes=0.6e9 / tp,
                     outputs=(BoundaryTensor(50e6),),
                     is_tensor_parallel=tp > 1,
