@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,24 @@ _GIB = 2**30
 _JOINTS = {"switch": ", each to all", "ring": ", in a ring", "line": ", in a line"}
 
 
+_HELP = """\
+TEXT is CHIP:COUNT[@NETWORK], or a cluster's JSON file. Without NETWORK the chip's own is taken. NETWORK is a known
+network's name, or levels with + between, innermost first:
+  nvlink8+ib400              8 by the chip's own NVLink, then one 400 Gb/s InfiniBand adapter a device
+  nvlink72+roce400/2         racks of 72, then Ethernet, 2 to 1 oversubscribed (*0.9: a tenth of the bandwidth is gone)
+  nvlink8+4xib200            four adapters of 200 Gb/s for every 8 devices
+  nvlink8+ib400x32+ib400/4   leaves of 32 nodes, then a spine that is 4 to 1 oversubscribed
+  nvlink8-gen4+ib400         NVLink of a generation, on a chip that has none or another one
+  8x8x16, 16x16+dcn100       a torus of the chip's own links, slices of one over the data centre's network
+  8x450GB/s+50GB/s           any links, by bandwidth per device and direction
+`phaze chips NAME` shows the own links of a chip; `phaze cluster` alone lists the networks and speeds that are known.
+"""
+
+
 def configure(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "text", metavar="TEXT", help="such as h100:512@nvlink8+ib400/2, tpuv5p:512@8x8x8, or a cluster's JSON file"
-    )
+    parser.formatter_class, parser.epilog = RawDescriptionHelpFormatter, _HELP
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="such as h100:512@nvlink8+ib400/2 or tpuv5p:512@8x8x8")
     parser.add_argument(
         "--price-per-hour",
         type=_price,
@@ -55,12 +68,32 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.hardware import parse_cluster, save_cluster
     from phaze.installed import installed_plugins
 
+    if arguments.text is None:
+        return _list_networks(arguments, console)
     cluster = parse_cluster(arguments.text, installed_plugins())
     texts = list(_for_people(cluster, arguments.price_per_hour))
     if arguments.out is not None:
         save_cluster(cluster, arguments.out)
         texts.append(f"\nsaved to {arguments.out}")
     show(console, arguments, _document(cluster, arguments.price_per_hour), *texts)
+    return ExitCode.FINE
+
+
+def _list_networks(arguments: Namespace, console: Console) -> int:
+    """Show every network that is known by name, and the speeds of those between nodes."""
+    from phaze.hardware import fabric_names
+    from phaze.installed import installed_plugins
+
+    known = [(offer.name, offer.value.title, str(offer.origin)) for offer in installed_plugins().networks()]
+    names = [{"name": name, "title": title, "from": origin} for name, title, origin in known]
+    show(
+        console,
+        arguments,
+        {"networks": names, "fabrics": list(fabric_names())},
+        plain_table(["network", "what it is", "from"], known),
+        f"\nbetween nodes, by Gb/s of an adapter: {', '.join(fabric_names())}",
+        "how to write others: phaze cluster --help",
+    )
     return ExitCode.FINE
 
 
@@ -143,7 +176,7 @@ def _all_reduces(cluster: Cluster) -> Iterator[tuple[int, float]]:
 cluster_command = Command(
     name="cluster",
     group=CommandGroup.HARDWARE,
-    summary="show what is understood of a cluster's text, level by level",
+    summary="show what is understood of a cluster's text, or list known networks",
     configure=configure,
     run=run,
 )

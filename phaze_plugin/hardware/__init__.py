@@ -7,7 +7,7 @@ from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
 from phaze.hardware.cluster_text import find_accelerator, network_of, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hardware.network_levels import ChipLink, Network, NetworkLevel, Torus, network_names, networks
-from phaze.hardware.network_text import network
+from phaze.hardware.network_text import fabric_names, network
 from phaze.hardware.packaged_data import Fact
 from phaze.hardware.precision import (
     OPTIMIZERS,
@@ -40,6 +40,7 @@ __all__ = [
     "areas_mm2",
     "cast_graph",
     "energy_model",
+    "fabric_names",
     "find_accelerator",
     "load_accelerator",
     "load_cluster",

@@ -37,7 +37,7 @@ from phaze.hardware.packaged_data import Fact, Table, fact_of, packaged_table
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["network", "read_network"]
+__all__ = ["fabric_names", "network", "read_network"]
 
 _MOST_MEMBERS = 2**20
 """Of one level that is written with a size: more than any machine has, and few enough to look for a torus' shape."""
@@ -242,6 +242,12 @@ def _links_of_all_chips() -> Iterator[Mapping[str, object]]:
 def _known_names(context: _Context) -> tuple[str, ...]:
     """Everything that a level may be called, for near names."""
     table = packaged_table("networks")
-    fabrics = (f"{name}{speed}" for name, fabric in table["fabrics"].items() for speed in fabric["speeds"])
     links = (f"{name}8" for name in (*table["generations"], *context.links))
-    return tuple(dict.fromkeys((*network_names(), *links, *fabrics, *table["aliases"])))
+    return tuple(dict.fromkeys((*network_names(), *links, *fabric_names())))
+
+
+def fabric_names() -> tuple[str, ...]:
+    """Networks between nodes by name and speed in Gb/s, such as ib400, and the other names that they have."""
+    table = packaged_table("networks")
+    speeds = (f"{name}{speed}" for name, fabric in table["fabrics"].items() for speed in fabric["speeds"])
+    return (*speeds, *table["aliases"])

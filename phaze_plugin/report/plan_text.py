@@ -36,11 +36,17 @@ def summary(plan: Plan) -> str:
         ),
         *_paragraph("of it     ", ", ".join(f"{name} {seconds_text(s)} ({s / total:.1%})" for name, s in named)),
         *_paragraph("proof     ", verdict(plan)),
-        *_paragraph("prices    ", f"{plan.provenance.prices}; target {plan.provenance.target}"),
+        *_paragraph("prices    ", f"{plan.provenance.prices}{_unpriced(plan)}; target {plan.provenance.target}"),
         "",
         *_stage_table(plan.stages),
     ]
     return "\n".join(lines)
+
+
+def _unpriced(plan: Plan) -> str:
+    """What the price of the precision leaves out, in a few words."""
+    recipe = plan.question.precision
+    return f"; {recipe.name} without casts and scales" if recipe.quantizes_products else ""
 
 
 def _title(plan: Plan) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from phaze.cli import main
 from phaze.cost import price_collective
-from phaze.hardware import load_cluster, parse_cluster
+from phaze.hardware import fabric_names, load_cluster, network_names, parse_cluster
 
 
 def test_levels_are_drawn_with_sizes_bandwidth_latency_and_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +36,16 @@ def test_json_has_the_cluster_and_the_seconds(capsys: pytest.CaptureFixture[str]
     assert document["price_per_hour"] == 576 * 3.5
     assert len(document["all_reduce_s"]) == 2
     assert load_cluster(path) == parse_cluster("gb200:576")
+
+
+def test_without_a_text_the_known_networks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*network_names(), "ib400", "ndr"))
+    assert main(["cluster", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in document["networks"]] == list(network_names())
+    assert document["fabrics"] == list(fabric_names())
 
 
 def test_groups_that_are_not_full_and_single_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
