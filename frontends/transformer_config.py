@@ -6,18 +6,18 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
-from phaze.errors import FormatError, ImportModelError, UnknownNameError
-from phaze.frontends.families import FAMILIES, ConfigFields
+from phaze.errors import FormatError, ImportModelError
+from phaze.frontends.families import fields_of, write_model
+from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.hooks import hookimpl
-from phaze.interfaces import Frontend, ModelFactory
+from phaze.interfaces import Frontend, ModelFactory, ModelFacts
 from phaze.ir import DType, Graph, GraphBuilder
 
-__all__ = ["TransformerConfigFrontend", "graph_from_config", "phaze_frontends", "phaze_named_models"]
+__all__ = ["NamedModel", "TransformerConfigFrontend", "graph_from_config", "phaze_frontends", "phaze_named_models"]
 
 CONFIG_FILE = "config.json"
 
@@ -57,14 +57,31 @@ def graph_from_config(
     config: Mapping[str, object], *, name: str, sequence_length: int | None = None, micro_batch_size: int = 1
 ) -> Graph:
     """The training graph (forward, loss, backward by rule) of a model given by its config, a dict with a model_type."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
-        raise ImportModelError(f"the config has no model_type; expected one of {', '.join(sorted(FAMILIES))}.")
-    if kind not in FAMILIES:
-        raise UnknownNameError("model_type", kind, FAMILIES)
+    fields = fields_of(config, sequence_length)
     builder = GraphBuilder(name, micro_batch_size=micro_batch_size, dtype=DType.BFLOAT16)
-    loss = FAMILIES[kind](ConfigFields(config, f"the {kind} config", sequence_length), builder)
+    loss = write_model(fields, builder)
+    kind, outer = fields.text("model_type", ""), config.get("model_type")
+    if kind != outer:
+        builder.notes.append(f"only the language model of the {outer} config, its text_config, is imported")
     return builder.build((loss,), (f"imported from a {kind} config",)).with_backward()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A built-in name: a factory of its graph that can also say the model's size without building it."""
+
+    name: str
+    config: Mapping[str, object]
+
+    def __call__(self, *, sequence_length: int | None = None) -> Graph:
+        """The model's graph at this sequence length, or at its own."""
+        return graph_from_config(self.config, name=self.name, sequence_length=sequence_length)
+
+    def facts(self) -> ModelFacts:
+        """The model's family and size."""
+        count = count_parameters(self.config)
+        family = str(self.config["model_type"])
+        return ModelFacts(family, count.total, count.active, count.sequence_length)
 
 
 @hookimpl
@@ -76,7 +93,7 @@ def phaze_frontends() -> tuple[Frontend, ...]:
 @hookimpl
 def phaze_named_models() -> dict[str, ModelFactory]:
     """The built-in names."""
-    return {name: partial(graph_from_config, config, name=name) for name, config in NAMED_CONFIGS.items()}
+    return {name: NamedModel(name, config) for name, config in NAMED_CONFIGS.items()}
 
 
 def _read(model: object) -> tuple[Mapping[str, object], str]:

@@ -112,12 +112,12 @@ class PluginWarning(UserWarning):
 class UnknownNameError(PhazeError):
     """A name that nobody registered; the message offers near names and lists the known ones."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, what: str, name: str, known: Iterable[str], advice: str = "") -> None:
         names = sorted(known)
         near = near_names(name, names)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         listed = ", ".join(names) if names else "none"
-        super().__init__(f"unknown {what} {name!r}.{hint} Known: {listed}.")
+        super().__init__(f"unknown {what} {name!r}.{hint} Known: {listed}.{advice and f' {advice}'}")
         self.what, self.name, self.known = what, name, tuple(names)
 
 

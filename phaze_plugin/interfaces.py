@@ -9,6 +9,7 @@ The remaining things that plugins add have their shape where they live: `phaze.h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from phaze.ir import Graph, Op
     from phaze.plan.plan import Plan
 
-__all__ = ["Frontend", "ModelFactory", "OpPricer", "RunnableTarget", "StageBuilder", "Target", "World"]
+__all__ = ["Frontend", "ModelFactory", "ModelFacts", "OpPricer", "RunnableTarget", "StageBuilder", "Target", "World"]
 
 
 @runtime_checkable
@@ -57,6 +58,19 @@ class ModelFactory(Protocol):
     def __call__(self, *, sequence_length: int | None) -> Graph:
         """The model's graph at this sequence length, or at its own default."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What `phaze models` lists of a model: a factory that has a method `facts` says it.
+
+    `active_parameters` are those that a token meets: of routed experts only the chosen ones.
+    """
+
+    family: str
+    parameters: int
+    active_parameters: int
+    sequence_length: int
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }
@@ -58,6 +60,11 @@ class ConfigFields:
             )
         return value
 
+    def first_layers(self, name: str, default: int) -> int:
+        """How many of the first layers are of a kind: 0 or more."""
+        value = self.values.get(name)
+        return 0 if value == 0 and not isinstance(value, bool) else self.size(name, default=default)
+
     def number(self, name: str, default: float) -> float:
         """A number of at least 0 and below 1: a probability or an epsilon."""
         value = self.values.get(name)
@@ -67,6 +74,15 @@ class ConfigFields:
             raise ImportModelError(
                 f"{self.where}: {name} is {shown(value)}; expected a number of at least 0 and below 1."
             )
+        return float(value)
+
+    def positive(self, name: str, default: float | None) -> float | None:
+        """A positive number such as a scale or a cap; the default where the config lacks the field, None for null."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ImportModelError(f"{self.where}: {name} is {shown(value)}; expected a positive number.")
         return float(value)
 
     def text(self, name: str, default: str) -> str:
@@ -88,6 +104,13 @@ class ConfigFields:
         value = self.values.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise ImportModelError(f"{self.where}: {name} is {shown(value)}; expected a list of words.")
+        return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty where the config has none."""
+        value = self.values.get(name) or ()
+        if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
+            raise ImportModelError(f"{self.where}: {name} is {shown(value)}; expected a list of whole numbers.")
         return tuple(value)
 
     def sequence_length(self, max_length: int | None) -> int:

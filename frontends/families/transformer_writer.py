@@ -2,13 +2,14 @@
 
 Activations keep their natural dimensions (`b s h d`, not `b s (h d)`), so that heads are factors from the start and no
 views are needed. Dimension names: b batch, s query positions, t key positions, i hidden, h heads, g key/value heads,
-r query heads per key/value head, d head size, f MLP size, v vocabulary, e experts, k experts per token, c tokens per
-expert and sequence.
+r query heads per key/value head, d head size, z size of a value's head where it is another, f MLP size, v vocabulary,
+e experts, k experts per token, c tokens per expert and sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from phaze.frontends.families.config_fields import ConfigFields
@@ -18,23 +19,50 @@ __all__ = ["Attention", "TransformerWriter"]
 
 Sizes = Mapping[str, int] | None
 
+PrepareHeads = Callable[[str, str, str], str]
+"""What is done to queries and keys before they meet, given a projection's path, a tensor and its head dimensions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """How queries meet keys."""
+    """How queries meet keys.
+
+    A query sees the last `window` positions, or those of its own chunk of `chunk` positions; all earlier ones where
+    both are None. `softcap` bounds the scores by its hyperbolic tangent. `value_size` is the head size of values where
+    it is not that of keys.
+    """
 
     heads: int
     head_size: int
     key_value_heads: int | None = None
+    value_size: int | None = None
     is_causal: bool = True
     scale: float | None = None
     dropout: float = 0.0
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """Factor sizes by name."""
         groups = self.key_value_heads or self.heads
-        return {"h": self.heads, "g": groups, "r": self.heads // groups, "d": self.head_size}
+        sizes = {"h": self.heads, "g": groups, "r": self.heads // groups, "d": self.head_size}
+        return sizes if self.value_size is None else {**sizes, "z": self.value_size}
+
+    @property
+    def value_dim(self) -> str:
+        """The dimension within a head of values and of what attention gives."""
+        return "d" if self.value_size is None else "z"
+
+    @property
+    def mask(self) -> dict[str, Attribute]:
+        """Attributes of the softmax that say which keys a query sees."""
+        mask: dict[str, Attribute] = {"causal": "s"} if self.is_causal else {}
+        for name, size in (("window", self.window), ("chunk", self.chunk)):
+            if size is not None:
+                mask[name] = size
+        return mask
 
     @property
     def query_dims(self) -> str:
@@ -104,10 +132,27 @@ class TransformerWriter:
         """A function of every element."""
         return self.op(path, name or function, OpKind.ELEMENTWISE, function, text, *inputs, sizes=sizes)[0]
 
-    def scale(self, path: str, x: str, factor: float) -> str:
+    def scale(self, path: str, x: str, factor: float, dims: str = "b s i", sizes: Sizes = None) -> str:
         """x times a constant."""
-        attributes = {"factor": factor}
-        return self.op(path, "scale", OpKind.ELEMENTWISE, "scale", "b s i -> b s i", x, attributes=attributes)[0]
+        text, attributes = f"{dims} -> {dims}", {"factor": factor}
+        return self.op(path, "scale", OpKind.ELEMENTWISE, "scale", text, x, sizes=sizes, attributes=attributes)[0]
+
+    def softcap(self, path: str, x: str, cap: float, dims: str, *, scale: float = 1.0, sizes: Sizes = None) -> str:
+        """cap * tanh(scale * x / cap)"""
+        x = self.scale(path, x, scale / cap, dims, sizes)
+        x = self.elementwise(path, "tanh", f"{dims} -> {dims}", x, sizes=sizes)
+        return self.scale(path, x, cap, dims, sizes)
+
+    def activate(self, path: str, activation: str, x: str, dims: str = "b s f", sizes: Sizes = None) -> str:
+        """An activation function of each element; `relu2` is the square of the rectified value."""
+        for function in ("relu", "square") if activation == "relu2" else (activation,):
+            x = self.elementwise(path, function, f"{dims} -> {dims}", x, sizes=sizes)
+        return x
+
+    def slice(self, path: str, x: str, text: str, start: int, sizes: Sizes = None) -> str:
+        """A part of x; the rule marks the dimension that is cut, such as 'b s r@12 -> b s r'."""
+        attributes = {"start": start}
+        return self.op(path, "part", OpKind.VIEW, "slice", text, x, sizes=sizes, attributes=attributes)[0]
 
     def linear(self, path: str, x: str, text: str, *, bias: bool = False, sizes: Sizes = None) -> str:
         """The product of x and a weight, as `text` contracts them, and a bias.
@@ -127,16 +172,40 @@ class TransformerWriter:
         added = f"{out}, {' '.join(str(dim) for dim in bias_dims)} -> {out}"
         return self.elementwise(path, "add", added, y, parameter, name="bias_add", sizes=sizes)
 
-    def norm(self, path: str, x: str, function: str, *, epsilon: float = 1e-5, offset: int = 0) -> str:
-        """A layer norm (with bias) or root-mean-square norm over `i`; `offset` is added to the weight."""
-        size = self.sizes["i"]
-        parameters = [self.builder.parameter(f"{path}.weight", size)]
-        if function == "layer_norm":
+    def norm(
+        self,
+        path: str,
+        x: str,
+        function: str,
+        *,
+        epsilon: float = 1e-5,
+        offset: int = 0,
+        dims: str = "b s i",
+        over: str = "i",
+        sizes: Sizes = None,
+        has_weight: bool = True,
+    ) -> str:
+        """A layer norm (with bias) or root-mean-square norm over `over`; `offset` is added to the weight."""
+        names = over.strip("()")
+        size = math.prod({**self.sizes, **(sizes or {})}[name] for name in names.split())
+        parameters = [self.builder.parameter(f"{path}.weight", size)] if has_weight else []
+        if function == "layer_norm" and has_weight:
             parameters.append(self.builder.parameter(f"{path}.bias", size))
-        text = f"b s i{', i' * len(parameters)} -> b s i"
+        text = f"{dims}{f', {over}' * len(parameters)} -> {dims}"
         attributes: dict[str, Attribute] = {"epsilon": epsilon, "offset": offset}
-        inputs = (x, *parameters)
-        return self.op(path, "out", OpKind.NORM, function, text, *inputs, attributes=attributes, normalized="i")[0]
+        (y,) = self.op(
+            path,
+            "out",
+            OpKind.NORM,
+            function,
+            text,
+            x,
+            *parameters,
+            sizes=sizes,
+            attributes=attributes,
+            normalized=names,
+        )
+        return y
 
     def dropout(self, path: str, x: str, probability: float, dims: str = "b s i", sizes: Sizes = None) -> str:
         """Dropout, with its mask of one byte for every element; x itself where the probability is 0."""
@@ -180,27 +249,67 @@ class TransformerWriter:
         return self.elementwise(path, "add", f"b s {dims}, s {dims} -> b s {dims}", x, table)
 
     def rotary(self, path: str, x: str, heads: str, tables: tuple[str, str], attention: Attention) -> str:
-        """Rotate pairs of elements of each head by an angle that grows with the position."""
+        """Rotate pairs of elements of each head by an angle that grows with the position.
+
+        Where only a part of a head is rotated, the tables hold ones and zeros for the rest.
+        """
         text = f"b s {heads} d, s d, s d -> b s {heads} d"
         inputs = (x, *tables)
         return self.op(path, "rotary", OpKind.ELEMENTWISE, "rotary", text, *inputs, sizes=attention.sizes, whole="d")[0]
 
-    def attend(self, path: str, query: str, key: str, value: str, attention: Attention, bias: str | None = None) -> str:
-        """Scores, softmax (with scale, causal mask and position bias), dropout and context."""
+    def rotary_tables(self, size: int, name: str = "rotary") -> tuple[str, str]:
+        """Cosines and sines of the angles of all positions."""
+        length, dtype = self.sizes["s"], self.builder.dtype
+        return (
+            self.constant(f"{name}_cosine", length, size, dtype=dtype),
+            self.constant(f"{name}_sine", length, size, dtype=dtype),
+        )
+
+    def attend(
+        self,
+        path: str,
+        query: str,
+        key: str,
+        value: str,
+        attention: Attention,
+        *,
+        bias: str | None = None,
+        bias_dims: str = "h s t",
+        sinks: str | None = None,
+        query_dims: str | None = None,
+    ) -> str:
+        """Scores, softmax (with scale, mask and position bias, or sinks), dropout and context.
+
+        `query_dims` are the head dimensions of the query where its heads are one dimension, such as `(g r)`. `sinks`
+        are scores, one a head, that take part in the softmax and give nothing.
+        """
         h, g, sizes = attention.query_dims, attention.key_dims, attention.sizes
         scale = attention.head_size**-0.5 if attention.scale is None else attention.scale
         square = f"b {h} s t"
-        text = f"b s {h} d, b t {g} d -> {square}"
+        text = f"b s {query_dims or h} d, b t {g} d -> {square}"
         (scores,) = self.op(path, "scores", OpKind.CONTRACTION, "einsum", text, query, key, sizes=sizes)
-        attributes: dict[str, Attribute] = {"scale": scale} | ({"causal": "s"} if attention.is_causal else {})
-        inputs = (scores,) if bias is None else (scores, bias)
-        function = "softmax" if bias is None else "biased_softmax"
-        text = f"{square}{'' if bias is None else f', {h} s t'} -> {square}"
+        if attention.softcap is not None:
+            scores = self.softcap(path, scores, attention.softcap, square, scale=scale, sizes=sizes)
+            scale = 1.0
+        function, text = "softmax", square
+        inputs: tuple[str, ...] = (scores,)
+        if bias is not None:
+            function, text, inputs = "biased_softmax", f"{square}, {bias_dims}", (scores, bias)
+        elif sinks is not None:
+            function, text, inputs = "sink_softmax", f"{square}, ({h})", (scores, sinks)
         (weights,) = self.op(
-            path, "softmax", OpKind.SOFTMAX, function, text, *inputs, sizes=sizes, attributes=attributes, normalized="t"
+            path,
+            "softmax",
+            OpKind.SOFTMAX,
+            function,
+            f"{text} -> {square}",
+            *inputs,
+            sizes=sizes,
+            attributes={"scale": scale, **attention.mask},
+            normalized="t",
         )
         weights = self.dropout(path, weights, attention.dropout, square, sizes)
-        text = f"{square}, b t {g} d -> b s {h} d"
+        text = f"{square}, b t {g} {attention.value_dim} -> b s {h} {attention.value_dim}"
         return self.op(path, "context", OpKind.CONTRACTION, "einsum", text, weights, value, sizes=sizes)[0]
 
     def project_and_attend(
@@ -213,25 +322,46 @@ class TransformerWriter:
         names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
         out: str,
         bias: bool = False,
+        key_bias: bool | None = None,
         out_bias: bool | None = None,
-        rotary_tables: tuple[str, str] | None = None,
+        prepare: PrepareHeads | None = None,
         position_bias: str | None = None,
+        sinks: str | None = None,
     ) -> str:
         """Attention with a weight each for query, key, value and result; keys and values come from `memory`.
 
-        `names` and `out` are the names of the four linear maps; `out_bias` is `bias` unless it is given.
+        `names` and `out` are the names of the four linear maps; `key_bias` and `out_bias` are `bias` unless given.
         """
         h, g, sizes = attention.query_dims, attention.key_dims, attention.sizes
         query_path, key_path, value_path = (f"{path}.{name}" for name in names)
+        m = "s" if memory == x else "t"
         query = self.linear(query_path, x, f"b s i, ({h} d) i -> b s {h} d", bias=bias, sizes=sizes)
-        key = self.linear(key_path, memory, f"b s i, ({g} d) i -> b s {g} d", bias=bias, sizes=sizes)
-        value = self.linear(value_path, memory, f"b s i, ({g} d) i -> b s {g} d", bias=bias, sizes=sizes)
-        if rotary_tables is not None:
-            query = self.rotary(query_path, query, h, rotary_tables, attention)
-            key = self.rotary(key_path, key, g, rotary_tables, attention)
-        y = self.attend(path, query, key, value, attention, position_bias)
-        has_bias = bias if out_bias is None else out_bias
-        return self.linear(f"{path}.{out}", y, f"b s {h} d, i ({h} d) -> b s i", bias=has_bias, sizes=sizes)
+        has_bias = bias if key_bias is None else key_bias
+        key = self.linear(key_path, memory, f"b {m} i, ({g} d) i -> b {m} {g} d", bias=has_bias, sizes=sizes)
+        value = self.linear(value_path, memory, f"b {m} i, ({g} d) i -> b {m} {g} d", bias=bias, sizes=sizes)
+        if prepare is not None:
+            query, key = prepare(query_path, query, h), prepare(key_path, key, g)
+        y = self.attend(path, query, key, value, attention, bias=position_bias, sinks=sinks)
+        return self.attention_result(f"{path}.{out}", y, attention, bias if out_bias is None else out_bias)
+
+    def attention_result(self, path: str, y: str, attention: Attention, bias: bool) -> str:
+        """The linear map of what all heads found."""
+        h, d = attention.query_dims, attention.value_dim
+        return self.linear(path, y, f"b s {h} {d}, i ({h} {d}) -> b s i", bias=bias, sizes=attention.sizes)
+
+    def mlp(self, path: str, x: str, names: tuple[str, str], activation: str, *, bias: bool) -> str:
+        """A linear map, an activation and a linear map back."""
+        y = self.linear(f"{path}.{names[0]}", x, "b s i, f i -> b s f", bias=bias)
+        y = self.activate(path, activation, y)
+        return self.linear(f"{path}.{names[1]}", y, "b s f, i f -> b s i", bias=bias)
+
+    def gated_mlp(self, path: str, x: str, activation: str, *, bias: bool = False, sizes: Sizes = None) -> str:
+        """down(activation(gate(x)) * up(x))"""
+        gate = self.linear(f"{path}.gate_proj", x, "b s i, f i -> b s f", bias=bias, sizes=sizes)
+        up = self.linear(f"{path}.up_proj", x, "b s i, f i -> b s f", bias=bias, sizes=sizes)
+        gate = self.activate(path, activation, gate, sizes=sizes)
+        y = self.elementwise(path, "multiply", "b s f, b s f -> b s f", gate, up, sizes=sizes)
+        return self.linear(f"{path}.down_proj", y, "b s f, i f -> b s i", bias=bias, sizes=sizes)
 
     def split_query_key_value(self, path: str, x: str, dims: str, attention: Attention) -> tuple[str, ...]:
         """Query, key and value as views of one tensor, in which the factor c counts the three."""
@@ -243,24 +373,33 @@ class TransformerWriter:
         """Views of the parts of x along one factor."""
         return self.op(path, "split", OpKind.VIEW, "split", text, x, sizes=sizes, results=names[1:], whole=whole)
 
-    def loss(self, path: str, logits: str, labels: str) -> str:
+    def loss(self, path: str, logits: str, labels: str, dims: str = "b s", sizes: Sizes = None) -> str:
         """Mean cross entropy, in single precision."""
-        text, dtypes = "b s v -> b s v", (DType.FLOAT32,)
-        (single,) = self.op(path, "logits", OpKind.ELEMENTWISE, "cast", text, logits, dtypes=dtypes)
+        text, dtypes = f"{dims} v -> {dims} v", (DType.FLOAT32,)
+        (single,) = self.op(path, "logits", OpKind.ELEMENTWISE, "cast", text, logits, sizes=sizes, dtypes=dtypes)
         return self.op(
             path,
             "cross_entropy",
             OpKind.SOFTMAX,
             "cross_entropy",
-            "b s v, b s -> .",
+            f"{dims} v, {dims} -> .",
             single,
             labels,
+            sizes=sizes,
             dtypes=dtypes,
             normalized="v",
         )[0]
 
     def head(
-        self, path: str, x: str, labels: str, *, tied_to: str | None = None, bias: bool = False, dims: str = "i"
+        self,
+        path: str,
+        x: str,
+        labels: str,
+        *,
+        tied_to: str | None = None,
+        bias: bool = False,
+        dims: str = "i",
+        softcap: float | None = None,
     ) -> str:
         """Logits over the vocabulary and their loss; the weight is the embedding's table where it is tied."""
         weight = tied_to or self.builder.parameter(f"{path}.weight", self.sizes["v"], self.sizes[dims])
@@ -269,6 +408,8 @@ class TransformerWriter:
         if bias:
             parameter = self.builder.parameter(f"{path}.bias", self.sizes["v"])
             logits = self.elementwise(path, "add", "b s v, v -> b s v", logits, parameter, name="bias_add")
+        if softcap is not None:
+            logits = self.softcap(path, logits, softcap, "b s v")
         return self.loss("loss", logits, labels)
 
     def masked_language_head(self, path: str, x: str, table: str, activation: str) -> str:

@@ -8,6 +8,7 @@ from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
 from phaze.commands.fit_model import fit_model
 from phaze.commands.import_model import import_model
+from phaze.commands.model_list import models
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
 from phaze.commands.report_page import write_report
 from phaze.commands.saved_plan_commands import compare_plans, explain_plan, export_plan, verify_plan
@@ -18,6 +19,7 @@ __all__ = ["COMMANDS"]
 
 COMMANDS: tuple[Command, ...] = (
     import_model,
+    models,
     chips,
     cluster_command,
     cost,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+from phaze.commands.model_list import models
 
 if TYPE_CHECKING:
     from phaze.ir import Graph, Layer, Tensor
@@ -49,7 +50,7 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.model_import import import_graph
 
     if arguments.model is None:
-        return _list_models(arguments, console)
+        return models.run(Namespace(text=None, json=arguments.json), console)
     graph = import_graph(arguments.model, **_options(arguments))
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
@@ -70,16 +71,6 @@ def _options(arguments: Namespace) -> dict[str, Any]:
         if given is not None:
             options[role] = [int(name) if name.isdigit() else name for name in given]
     return options
-
-
-def _list_models(arguments: Namespace, console: Console) -> int:
-    from phaze.installed import installed_plugins
-
-    offers = sorted(installed_plugins().named_models(), key=lambda offer: offer.name)
-    rows = [(offer.name, str(offer.origin)) for offer in offers]
-    document = {"models": [{"name": name, "origin": origin} for name, origin in rows]}
-    show(console, arguments, document, plain_table(["model", "from"], rows))
-    return ExitCode.FINE
 
 
 def summarize(graph: Graph) -> dict[str, object]:

@@ -226,6 +226,21 @@ def _biased_softmax(request: GradientRequest) -> Answers:
     return (gradient, _summed_to(request, 1, gradient) if request.wanted[1] else None)
 
 
+def _sink_softmax(request: GradientRequest) -> Answers:
+    """A sink takes part in the softmax and gives nothing: its gradient is minus what all scores of its row get.
+
+    The scores are scaled in the softmax, sinks are not.
+    """
+    (gradient,) = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
+    if not request.wanted[1]:
+        return gradient, None
+    total = _summed_to(request, 1, gradient)
+    sink, scale = request.operand(1), request.op.attribute("scale")
+    attributes = {"factor": -1 / float(scale) if isinstance(scale, int | float) else -1.0}
+    reads = ((total, sink[1]),)
+    return gradient, request.emit("scale", reads, (sink,), kind=OpKind.ELEMENTWISE, attributes=attributes)[0]
+
+
 def _cross_entropy(request: GradientRequest) -> Answers:
     reads = (request.came_in(), request.operand(0), request.operand(1))
     return (*request.emit("cross_entropy_backward", reads, (request.operand(0),)), None)
@@ -391,6 +406,7 @@ _BY_FUNCTION: dict[str, Callable[[GradientRequest], Answers]] = {
     "cast": _cast,
     "rotary": _rotary,
     "biased_softmax": _biased_softmax,
+    "sink_softmax": _sink_softmax,
     "cross_entropy": _cross_entropy,
     "dispatch": _dispatch,
     "combine": _combine,

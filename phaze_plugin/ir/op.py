@@ -279,6 +279,7 @@ OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
     "rms_norm": ((1, 2), 1),
     "rotary": ((3,), 1),
     "select": ((1,), 1),
+    "sink_softmax": ((2,), 1),
     "softmax": ((1,), 1),
     "subtract": ((2,), 1),
     "sum": ((1,), 1),

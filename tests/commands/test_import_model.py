@@ -67,7 +67,7 @@ def test_what_decides_the_numbers_is_shown(tmp_path: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "inputs: input_ids [1, 512], labels [1, 512]" in out
     assert "note: sequences of 512 positions (the model's own; pass sequence_length to change it)" in out
-    assert "note: sliding_window=128 is not modelled: attention to all positions is counted" in out
+    assert "note: 2 of 2 layers see a window of 128 positions; matmul flops count all of them" in out
 
 
 def test_shared_parameters_are_marked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,40 @@
 """Configs into graphs: parameters and flops against published figures, and refusals that name the field."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs import TINY_CONFIGS, tiny_graph
+from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS, tiny_graph
 
 import phaze
 from phaze.errors import FormatError, ImportModelError, PhazeError, UnknownNameError
 from phaze.frontends.families import FAMILIES
+from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, OpKind
 
+ALL_TINY_CONFIGS = {**TINY_CONFIGS, **MORE_TINY_CONFIGS}
 PARAMETERS = {
     "bert-large": 335_141_888,
+    "bloom-176b": 176_247_271_424,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+    "falcon-40b": 41_303_293_952,
+    "falcon-7b": 6_921_720_704,
+    "gemma2-27b": 27_227_128_320,
+    "gemma2-9b": 9_241_705_984,
+    "gemma3-1b": 999_885_952,
+    "gpt-j-6b": 6_050_882_784,
+    "gpt-neox-20b": 20_554_567_680,
+    "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-20b": 20_914_757_184,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
+    "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,
     "llama3-70b": 70_553_706_496,
     "llama3-8b": 8_030_261_248,
@@ -26,18 +43,42 @@ PARAMETERS = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "mamba-2.8b": 2_768_345_600,
+    "mamba2-2.7b": 2_702_599_680,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x22b": 140_620_634_112,
     "mixtral-8x7b": 46_702_792_704,
+    "olmo2-7b": 7_298_617_344,
     "opt-1.3b": 1_315_758_080,
     "opt-350m": 331_196_416,
+    "phi-2": 2_779_683_840,
+    "phi-4": 14_659_507_200,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-72b": 72_706_203_648,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-8b": 8_190_735_360,
     "t5-large": 737_668_096,
+    "vit-huge": 632_045_800,
+    "vit-large": 304_326_632,
+    "whisper-large-v3": 1_543_490_560,
+}
+ACTIVE = {
+    "deepseek-v3": 37.6e9,
+    "gpt-oss-120b": 5.7e9,
+    "gpt-oss-20b": 4.2e9,
+    "llama3.1-8b": 8.03e9,
+    "llama4-maverick": 17.2e9,
+    "mixtral-8x22b": 39.1e9,
+    "mixtral-8x7b": 12.9e9,
+    "qwen3-235b-a22b": 22.2e9,
+    "qwen3-30b-a3b": 3.35e9,
 }
 GPTS = {
     "gpt2": (12, 768, 50257, 1024),
@@ -49,7 +90,7 @@ GPTS = {
 }
 LAYERS = {"llama3-70b": 82, "t5-large": 52, "mixtral-8x7b": 34, "bert-large": 26, "opt-350m": 26, "gpt3-175b": 98}
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 
 
 def shallow_graph(name: str) -> Graph:
@@ -60,7 +101,23 @@ def shallow_graph(name: str) -> Graph:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_counted_to_the_unit(name: str) -> None:
-    assert phaze.import_graph(name).parameter_count == PARAMETERS[name]
+    assert count_parameters(NAMED_CONFIGS[name]).total == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama3.2-1b", "qwen3-30b-a3b", "whisper-small"])
+def test_a_built_in_model_s_graph_has_the_counted_parameters(name: str) -> None:
+    assert phaze.import_graph(name).parameter_count == count_parameters(NAMED_CONFIGS[name]).total
+
+
+@pytest.mark.parametrize("family", ALL_TINY_CONFIGS)
+def test_parameters_are_counted_as_the_graph_has_them(family: str) -> None:
+    config = {"seq_length": 8, **ALL_TINY_CONFIGS[family]}
+    assert count_parameters(config).total == tiny_graph(family).parameter_count
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_the_published_ones(name: str) -> None:
+    assert count_parameters(NAMED_CONFIGS[name]).active == pytest.approx(ACTIVE[name], rel=0.01)
 
 
 def test_gpt3_has_174_6_billion_parameters() -> None:
@@ -77,15 +134,16 @@ def test_forward_matmul_flops_of_a_gpt_follow_the_closed_form(name: str, batch: 
     assert graph.matmul_flops("forward") == expected
 
 
-@pytest.mark.parametrize("name", NAMED_CONFIGS)
-def test_backward_matmul_flops_are_exactly_twice_the_forward_ones(name: str) -> None:
-    graph = shallow_graph(name)
+# The first convolution's input, an image or a sound, has no gradient.
+@pytest.mark.parametrize("family", [name for name in ALL_TINY_CONFIGS if name not in ("vit", "whisper")])
+def test_backward_matmul_flops_are_exactly_twice_the_forward_ones(family: str) -> None:
+    graph = tiny_graph(family)
     assert graph.matmul_flops("backward") == 2 * graph.matmul_flops("forward")
 
 
-@pytest.mark.parametrize("name", NAMED_CONFIGS)
-def test_every_op_of_a_built_in_model_has_a_rule(name: str) -> None:
-    coverage = shallow_graph(name).coverage()
+@pytest.mark.parametrize("family", ALL_TINY_CONFIGS)
+def test_every_op_of_every_family_has_a_rule(family: str) -> None:
+    coverage = tiny_graph(family).coverage()
     assert coverage.flops_share == coverage.bytes_share == 1.0
     assert coverage.unknown == ()
 
@@ -95,9 +153,24 @@ def test_built_in_models_have_their_blocks_and_the_ends_as_layers(name: str) -> 
     assert len(phaze.import_graph(name).layers) == LAYERS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED_CONFIGS if name != "t5-large"])
-def test_blocks_of_a_single_stack_are_one_distinct_layer(name: str) -> None:
-    assert len(shallow_graph(name).distinct_layers) == 3
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("gpt2-xl", 1),
+        ("llama3.1-405b", 1),
+        ("qwen3-32b", 1),
+        ("gemma3-27b", 1),
+        ("gemma2-9b", 2),
+        ("gpt-oss-120b", 2),
+        ("deepseek-v3", 2),
+        ("llama4-maverick", 3),
+        ("phi-4", 1),
+        ("mamba2-2.7b", 1),
+        ("vit-huge", 1),
+    ],
+)
+def test_equal_blocks_are_one_distinct_layer_beside_the_ends(name: str, kinds: int) -> None:
+    assert len(shallow_graph(name).distinct_layers) == kinds + 2
 
 
 def test_mixtral_computes_only_the_chosen_experts() -> None:
@@ -117,7 +190,7 @@ def test_a_sequence_length_overrides_the_model_s_own() -> None:
 
 
 def test_every_family_is_built_in_tests() -> None:
-    assert {config["model_type"] for config in TINY_CONFIGS.values()} == set(FAMILIES)
+    assert {config["model_type"] for config in ALL_TINY_CONFIGS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("where", ["dict", "file", "folder", "object"])
@@ -165,9 +238,38 @@ def test_longer_sequences_than_learned_positions_are_refused() -> None:
         phaze.import_graph("gpt2", sequence_length=4096)
 
 
-def test_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown model_type 'gpt5'.*Did you mean gpt2"):
-        phaze.import_graph({"model_type": "gpt5"})
+def test_an_unknown_family_lists_the_known_ones_and_another_way() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown model_type 'qwen4'. Did you mean qwen3.*as a torch module"):
+        phaze.import_graph({"model_type": "qwen4"})
+
+
+def test_a_config_with_a_language_model_inside_stands_for_that() -> None:
+    config = {"model_type": "gemma3", "text_config": MORE_TINY_CONFIGS["gemma3_text"], "vision_config": {}}
+    graph = graph_from_config(config, name="both", sequence_length=8)
+    assert graph.parameter_count == tiny_graph("gemma3_text").parameter_count
+    assert "only the language model of the gemma3 config, its text_config, is imported" in graph.notes
+
+
+def test_windows_are_facts_of_the_softmax_and_alternate_as_the_config_says() -> None:
+    graph = graph_from_config(ALL_TINY_CONFIGS["gpt_oss"], name="oss", sequence_length=8)
+    softmaxes = [op for op in graph.ops if op.function == "sink_softmax"]
+    assert [op.attribute("window") for op in softmaxes] == [3, None]
+    assert "1 of 2 layers see a window of 3 positions; matmul flops count all of them" in graph.notes
+
+
+def test_a_window_as_long_as_the_sequence_is_none() -> None:
+    config = {**ALL_TINY_CONFIGS["mistral"], "sliding_window": 8}
+    graph = graph_from_config(config, name="mistral", sequence_length=8)
+    assert all(op.attribute("window") is None for op in graph.ops)
+
+
+def test_the_multi_token_head_adds_a_block_three_norms_and_a_linear_map() -> None:
+    config = {**ALL_TINY_CONFIGS["deepseek_v3"], "with_multi_token_heads": True, "num_hidden_layers": 2}
+    graph = graph_from_config(config, name="mtp", sequence_length=8)
+    plain, hidden = tiny_graph("deepseek_v3"), 12
+    block = sum(prod(tensor.shape) for tensor in plain.parameters if tensor.id.startswith("model.layers.1."))
+    assert graph.parameter_count - plain.parameter_count == block + 3 * hidden + 2 * hidden**2
+    assert graph.matmul_flops("backward") == 2 * graph.matmul_flops("forward")
 
 
 def test_a_head_size_of_its_own_need_not_divide_the_hidden_size() -> None:
@@ -180,12 +282,22 @@ def test_a_head_size_of_its_own_need_not_divide_the_hidden_size() -> None:
     ("family", "changes", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 4 experts"),
+        ("deepseek_v3", {"n_group": 3}, "2 of 4 experts cannot be chosen from topk_group=1 of n_group=3 groups"),
+        ("falcon with groups", {"num_kv_heads": 3}, "4 attention heads cannot share num_kv_heads=3"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ("gemma2", {"layer_types": ["full_attention", "some"]}, "layer_types has 'some'"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1; expected a positive number"),
+        ("mamba2", {"chunk_size": 3}, "works in chunks of 3 positions"),
+        ("mamba2", {"num_heads": 5}, "num_heads=5 of head_dim=4 are not expand x hidden_size=24 channels"),
+        ("qwen2_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of whole numbers"),
+        ("vit", {"patch_size": 4}, "image_size=6 is not a multiple of patch_size=4"),
         ("llama", {"head_dim": 15}, "heads of size 15 are not possible"),
     ],
 )
 def test_impossible_combinations_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    length = None if family == "vit" else 8
     with pytest.raises(ImportModelError, match=message):
-        graph_from_config({**TINY_CONFIGS[family], **changes}, name="bad", sequence_length=8)
+        graph_from_config({**ALL_TINY_CONFIGS[family], **changes}, name="bad", sequence_length=length)
 
 
 def test_a_config_without_a_length_asks_for_one() -> None:

@@ -15,13 +15,40 @@ _OPT = {**_SMALL, "model_type": "opt", "ffn_dim": 20, "max_position_embeddings":
 _BERT = {**_SMALL, "model_type": "bert", "intermediate_size": 20, "max_position_embeddings": 8}
 _T5 = {"model_type": "t5", "num_layers": 2, "d_model": 12, "d_kv": 5, "num_heads": 3, "d_ff": 20, "vocab_size": 11}
 _MEGATRON = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 3, "seq_length": 8, "vocab_size": 11}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {
+    **_SMALL,
+    "intermediate_size": 20,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 5,
+    "first_k_dense_replace": 1,
+}
+_PLAIN = {**_SMALL, "intermediate_size": 20}
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
+    "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3", "n_group": 2, "topk_group": 1},
     "bert with its language head": {**_BERT, "architectures": ["BertForMaskedLM"]},
     "gemma": {**_LLAMA, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 6},
+    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 6, "sliding_window": 3},
+    "gpt_oss": {**_LLAMA, **_EXPERTS, "model_type": "gpt_oss", "sliding_window": 3},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 8, "vocab_size": 11},
     "llama": {**_LLAMA, "model_type": "llama"},
+    "mamba2": {
+        **_SMALL,
+        "model_type": "mamba2",
+        "state_size": 4,
+        "num_heads": 6,
+        "head_dim": 4,
+        "n_groups": 3,
+        "chunk_size": 4,
+    },
     "megatron-bert": {**_MEGATRON, "model_type": "megatron-bert"},
     "megatron-gpt": {**_MEGATRON, "model_type": "megatron-gpt"},
     "mistral": {**_LLAMA, "model_type": "mistral"},
@@ -32,11 +59,71 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "t5": _T5,
     "t5 gated and untied": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
 }
+"""Families that have all the parts between them: what must hold of every graph is tested on these."""
+
+MORE_TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "bloom": {"model_type": "bloom", "n_layer": 2, "hidden_size": 12, "n_head": 3, "vocab_size": 11},
+    "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
+    "falcon": {**_SMALL, "model_type": "falcon"},
+    "falcon with groups": {
+        **_SMALL,
+        "model_type": "falcon",
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "num_key_value_heads": 2,
+        "new_decoder_architecture": True,
+    },
+    "gemma3_text": {**_LLAMA, "model_type": "gemma3_text", "sliding_window": 3, "sliding_window_pattern": 2},
+    "gpt_neox": {**_PLAIN, "model_type": "gpt_neox"},
+    "gptj": {"model_type": "gptj", "n_layer": 2, "n_embd": 12, "n_head": 3, "vocab_size": 11},
+    "granite": {**_LLAMA, "model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "llama4_text": {
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 10,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 4,
+    },
+    "mamba": {**_SMALL, "model_type": "mamba", "state_size": 4},
+    "nemotron": {**_LLAMA, "model_type": "nemotron"},
+    "olmo2": {**_LLAMA, "model_type": "olmo2"},
+    "phi": {**_PLAIN, "model_type": "phi"},
+    "phi3": {**_LLAMA, "model_type": "phi3"},
+    "qwen2_moe": {
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 6,
+        "mlp_only_layers": [0],
+    },
+    "qwen3": {**_LLAMA, "model_type": "qwen3"},
+    "qwen3_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 10},
+    "stablelm": {**_LLAMA, "model_type": "stablelm"},
+    "starcoder2": {**_LLAMA, "model_type": "starcoder2"},
+    "vit": {**_PLAIN, "model_type": "vit", "image_size": 6, "patch_size": 2, "num_labels": 3},
+    "whisper": {
+        **{f"{side}_{field}": 2 for side in ("encoder", "decoder") for field in ("layers", "ffn_dim")},
+        **{f"{side}_attention_heads": 3 for side in ("encoder", "decoder")},
+        "model_type": "whisper",
+        "d_model": 12,
+        "num_mel_bins": 4,
+        "max_source_positions": 10,
+        "max_target_positions": 8,
+        "vocab_size": 11,
+    },
+}
+"""The other families, which put the same parts together in other ways."""
 
 
 def tiny_graph(name: str, micro_batch_size: int = 2) -> Graph:
-    """A family at toy size: sequences of 8."""
-    return graph_from_config(TINY_CONFIGS[name], name=name, sequence_length=8, micro_batch_size=micro_batch_size)
+    """A family at toy size: sequences of 8, or of the patches of an image."""
+    length = None if name == "vit" else 8
+    config = TINY_CONFIGS.get(name) or MORE_TINY_CONFIGS[name]
+    return graph_from_config(config, name=name, sequence_length=length, micro_batch_size=micro_batch_size)
 
 
 def argument_values(graph: Graph, seed: int = 0) -> dict[str, NDArray[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from oracles.numpy_reference import indexing, moving, normalizing, products
 from oracles.numpy_reference.axes import Array
-from oracles.numpy_reference.elementwise import ELEMENTWISE, dropout, dropout_backward
+from oracles.numpy_reference.elementwise import ELEMENTWISE, dropout, dropout_backward, linear_scan_backward
 from phaze.errors import GraphError
 from phaze.ir.graph import Graph
 from phaze.ir.op import Op
@@ -36,6 +36,7 @@ _FUNCTIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
     "expand": moving.view,
     "layer_norm": normalizing.norm,
     "layer_norm_backward": normalizing.norm_backward,
+    "linear_scan_backward": linear_scan_backward,
     "max": moving.reduce,
     "max_backward": moving.max_backward,
     "mean": moving.reduce,
@@ -45,6 +46,7 @@ _FUNCTIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
     "rms_norm_backward": normalizing.norm_backward,
     "scatter_add": indexing.scatter_add,
     "select": moving.select,
+    "sink_softmax": normalizing.sink_softmax,
     "slice": moving.slice_part,
     "softmax": normalizing.softmax,
     "softmax_backward": normalizing.softmax_backward,

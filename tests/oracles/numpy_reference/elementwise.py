@@ -9,9 +9,9 @@ import numpy as np
 
 from oracles.numpy_reference.axes import Array, align, collapse
 from phaze.ir.op import UNARY_READS, Op, Saved
-from phaze.ir.rule import factor_names
+from phaze.ir.rule import FactorKind, factor_names
 
-__all__ = ["ELEMENTWISE", "dropout", "dropout_backward"]
+__all__ = ["ELEMENTWISE", "dropout", "dropout_backward", "linear_scan_backward"]
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _TANH_SCALE = math.sqrt(2 / math.pi)
@@ -104,6 +104,43 @@ def _where_backward(op: Op, gradient: Array, condition: Array) -> Array:
     return np.where(condition, gradient, 0.0) if is_first else np.where(condition, 0.0, gradient)
 
 
+def _axis(op: Op) -> int:
+    """The axis that must stay whole."""
+    order = factor_names(op.rule.results[0])
+    return next(order.index(factor.name) for factor in op.rule.factors if factor.kind is FactorKind.WHOLE)
+
+
+def _linear_scan(op: Op, decay: Array, drive: Array) -> Array:
+    """state = decay * state + drive, along the whole axis."""
+    axis = _axis(op)
+    decays, drives = np.moveaxis(decay, axis, 0), np.moveaxis(drive, axis, 0)
+    states = np.zeros(np.broadcast_shapes(decays.shape, drives.shape))
+    for index in range(len(states)):
+        states[index] = decays[index] * (states[index - 1] if index else 0.0) + drives[index]
+    return np.moveaxis(states, 0, axis)
+
+
+def linear_scan_backward(op: Op, gradient: Array, decay: Array, drive: Array) -> tuple[Array, ...]:
+    """Gradients of decay and drive: what each state gets from its result and from the next state."""
+    order = factor_names(op.rule.results[0])
+    parts = zip(op.rule.operands, (gradient, decay, drive), strict=True)
+    incoming, decays, drives = (align(op.rule, dims, array, order) for dims, array in parts)
+    axis = _axis(op)
+    states = np.moveaxis(_linear_scan(op, decays, drives), axis, 0)
+    incoming, decays = np.moveaxis(incoming, axis, 0), np.moveaxis(decays, axis, 0)
+    to_states, to_decay = incoming.copy(), np.zeros_like(incoming)
+    for index in reversed(range(len(states))):
+        if index + 1 < len(states):
+            to_states[index] += decays[index + 1] * to_states[index + 1]
+        to_decay[index] = to_states[index] * (states[index - 1] if index else 0.0)
+    answers = (np.moveaxis(to_decay, 0, axis), np.moveaxis(to_states, 0, axis))
+    return tuple(collapse(op.rule, dims, answer, order) for dims, answer in zip(op.rule.results, answers, strict=True))
+
+
+def _cumulative_sum_backward(op: Op, gradient: Array, _: Array) -> Array:
+    return np.flip(np.cumsum(np.flip(gradient, _axis(op)), _axis(op)), _axis(op))
+
+
 def _number(op: Op, name: str) -> float:
     value = op.attribute(name)
     assert isinstance(value, int | float)
@@ -134,6 +171,11 @@ ELEMENTWISE: dict[str, Callable[..., tuple[Array, ...]]] = {
     **{f"{name}_backward": _apply(_slope(name)) for name in _UNARY},
     "add": _apply(_plain(np.add)),
     "add_constant": _apply(lambda op, x: np.asarray(x + _number(op, "value"))),
+    "cumulative_sum": _apply(lambda op, x: np.cumsum(x, _axis(op))),
+    "cumulative_sum_backward": _apply(_cumulative_sum_backward),
+    "linear_scan": _apply(_linear_scan),
+    "softplus": _apply(lambda op, x: np.log1p(np.exp(x))),
+    "softplus_backward": _apply(lambda op, gradient, x: np.asarray(gradient * _sigmoid(x))),
     "cast": _apply(lambda op, x: x),
     "divide": _apply(_plain(np.divide)),
     "divisor_backward": _apply(lambda op, gradient, divisor, result: np.asarray(-gradient * result / divisor)),

@@ -114,9 +114,19 @@ def combine_weights_backward(op: Op, gradient: Array, rows: Array, ids: Array) -
 
 
 def top_k(op: Op, scores: Array) -> tuple[Array, ...]:
-    """The k largest along the last dimension, largest first, and where they stood."""
+    """The k largest along the last dimension, largest first, and where they stood.
+
+    With `groups`, those of the groups with the largest members only.
+    """
     count = op.rule.shape(op.rule.results[0])[-1]
-    ids = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    groups, chosen = op.attribute("groups"), op.attribute("chosen_groups")
+    shown = scores
+    if isinstance(groups, int) and isinstance(chosen, int):
+        grouped = scores.reshape(*scores.shape[:-1], groups, -1)
+        best = grouped.max(axis=-1, keepdims=True)
+        is_chosen = (-best).argsort(axis=-2, kind="stable").argsort(axis=-2, kind="stable") < chosen
+        shown = np.where(is_chosen, grouped, -np.inf).reshape(scores.shape)
+    ids = np.argsort(-shown, axis=-1, kind="stable")[..., :count]
     return np.take_along_axis(scores, ids, axis=-1), ids
 
 

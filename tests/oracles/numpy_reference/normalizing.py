@@ -14,23 +14,38 @@ from phaze.ir.rule import FactorKind, factor_names, names_of
 __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
+    "mask_of",
     "masked_softmax",
     "norm",
     "norm_backward",
+    "sink_softmax",
     "softmax",
     "softmax_backward",
     "softmax_slope",
 ]
 
 
-def masked_softmax(scores: Array, axes: Sequence[int], query_axis: int | None) -> Array:
-    """Softmax over `axes`; where a query axis is given, positions after it count for nothing."""
-    if query_axis is not None:
-        queries = np.arange(scores.shape[query_axis]).reshape(
-            [-1 if i == query_axis else 1 for i in range(scores.ndim)]
-        )
-        keys = np.arange(scores.shape[axes[0]]).reshape([-1 if i == axes[0] else 1 for i in range(scores.ndim)])
-        scores = np.where(keys <= queries, scores, -np.inf)
+def mask_of(op: Op, shape: Sequence[int], query_axis: int | None, key_axis: int) -> Array | None:
+    """Which keys each query sees, by the attributes `causal`, `window` and `chunk`; None where it sees all."""
+    if query_axis is None:
+        return None
+    queries, keys = (
+        np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        for axis in (query_axis, key_axis)
+    )
+    seen = keys <= queries
+    window, chunk = op.attribute("window"), op.attribute("chunk")
+    if isinstance(window, int):
+        seen = seen & (keys > queries - window)
+    if isinstance(chunk, int):
+        seen = seen & (keys // chunk == queries // chunk)
+    return np.asarray(seen)
+
+
+def masked_softmax(scores: Array, axes: Sequence[int], seen: Array | None) -> Array:
+    """Softmax over `axes`; where a mask is given, keys that are not seen count for nothing."""
+    if seen is not None:
+        scores = np.where(seen, scores, -np.inf)
     shifted = np.exp(scores - scores.max(axis=tuple(axes), keepdims=True))
     return np.asarray(shifted / shifted.sum(axis=tuple(axes), keepdims=True))
 
@@ -46,10 +61,26 @@ def softmax(op: Op, scores: Array, *bias: Array) -> tuple[Array, ...]:
     total = align(op.rule, op.rule.operands[0], scores, order)
     for dims, array in zip(op.rule.operands[1:], bias, strict=True):
         total = total + align(op.rule, dims, array, order)
+    weights = masked_softmax(total * _number(op, "scale", 1.0), _normalized(op, order), _seen(op, order))
+    return (collapse(op.rule, op.rule.results[0], weights, order),)
+
+
+def sink_softmax(op: Op, scores: Array, sinks: Array) -> tuple[Array, ...]:
+    """A softmax over the scores and one sink a head, without the sink's part of the result."""
+    order = _order(op)
+    aligned = align(op.rule, op.rule.operands[0], scores, order) * _number(op, "scale", 1.0)
+    seen, (axis,) = _seen(op, order), _normalized(op, order)
+    shown = aligned if seen is None else np.where(seen, aligned, -np.inf)
+    sink = align(op.rule, op.rule.operands[1], sinks, order)
+    weights = np.exp(shown) / (np.exp(shown).sum(axis=axis, keepdims=True) + np.exp(sink))
+    return (collapse(op.rule, op.rule.results[0], weights, order),)
+
+
+def _seen(op: Op, order: Sequence[str]) -> Array | None:
     causal = op.attribute("causal")
     query_axis = order.index(str(causal)) if causal else None
-    weights = masked_softmax(total * _number(op, "scale", 1.0), _normalized(op, order), query_axis)
-    return (collapse(op.rule, op.rule.results[0], weights, order),)
+    shape = [op.rule.size(name) for name in order]
+    return mask_of(op, shape, query_axis, _normalized(op, order)[0])
 
 
 def softmax_backward(op: Op, gradient: Array, result: Array) -> tuple[Array, ...]:

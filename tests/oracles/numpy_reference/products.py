@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from oracles.numpy_reference.axes import Array, collapse, einsum, expand
-from oracles.numpy_reference.normalizing import masked_softmax, softmax_slope
+from oracles.numpy_reference.normalizing import mask_of, masked_softmax, softmax_slope
 from phaze.ir.op import Op
 from phaze.ir.rule import Dims, Rule, factor_names, names_of
 
@@ -107,7 +107,8 @@ def _attention_weights(op: Op, query: Array, key: Array) -> tuple[Array, list[st
     scores = einsum(rule, operands, square) * _scale(op)
     length = [square.index(name) for name in _length_names(rule)]
     causal = op.attribute("causal")
-    return masked_softmax(scores, length, square.index(str(causal)) if causal else None), square
+    query_axis = square.index(str(causal)) if causal else None
+    return masked_softmax(scores, length, mask_of(op, scores.shape, query_axis, length[0])), square
 
 
 def _length_names(rule: Rule) -> list[str]:
