@@ -163,6 +163,17 @@ def test_every_part_has_a_name_and_the_contents_lead_to_it(browser: Browser, pag
         assert page.evaluate("document.activeElement.className") == "skip"
 
 
+def test_paper_gets_every_table_and_no_controls(browser: Browser, pages: dict[str, Path], pipelined: Plan) -> None:
+    with opened(browser, pages["pipelined"]) as page:
+        assert not page.locator("#memory tbody").is_visible()
+        page.emulate_media(media="print")
+        assert page.locator("#memory tbody").is_visible()
+        assert count(page, "#layouts tbody tr:visible") == sum(
+            map(len, (pipelined.layouts.parameters, pipelined.layouts.boundaries))
+        )
+        assert count(page, "nav:visible, button:visible, input:visible") == 0
+
+
 def test_no_name_brings_its_own_markup_or_script(browser: Browser, pipelined: Plan, tmp_path: Path) -> None:
     stage = pipelined.stages[0]
     kind = pipelined.layer_kinds[0]

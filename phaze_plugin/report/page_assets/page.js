@@ -8,6 +8,9 @@ const page = (() => {
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
+  // Black or white, whichever is read more easily on a colour.
+  const inkOn = (fill) => (d3.lab(fill).l > 62 ? "#14161a" : "#ffffff");
+
   const seconds = (value) => {
     for (const [scale, unit] of [[1, "s"], [1e3, "ms"], [1e6, "us"]]) {
       if (value * scale >= 1) return `${Number((value * scale).toPrecision(4))} ${unit}`;
@@ -119,5 +122,5 @@ const page = (() => {
     });
   }
 
-  return { data, colour, seconds, number, showTip, hideTip, chart, inspectable, legend, style };
+  return { data, colour, inkOn, seconds, number, showTip, hideTip, chart, inspectable, legend, style };
 })();

@@ -90,7 +90,8 @@ const drawLayers = (data) => (width) => {
     .attr("fill", (d) => page.colour(BINDING_COLOURS[d.data.binding] || "c2"))
     .attr("fill-opacity", (d) => ({ forward: 1, backward: 0.8, recompute: 0.6 })[d.data.phase]);
   label(svg.append("g").selectAll("text").data(leaves.filter((d) => d.y1 - d.y0 > 14 && d.x1 - d.x0 > 40)).join("text"))
-    .attr("x", (d) => d.x0 + 4).attr("y", (d) => d.y0 + 12).attr("fill", "#fff").text((d) => clipped(d.data.name, d.x1 - d.x0 - 6));
+    .attr("x", (d) => d.x0 + 4).attr("y", (d) => d.y0 + 12)
+    .attr("fill", (d) => page.inkOn(page.colour(BINDING_COLOURS[d.data.binding] || "c2"))).text((d) => clipped(d.data.name, d.x1 - d.x0 - 6));
   const marks = cells.nodes().map((node, index) => {
     const { name, phase, binding, each, value, layer } = leaves[index].data;
     const times = layer.count > 1 ? `, ${layer.count} times` : "";

@@ -52,6 +52,7 @@ const drawTimeline = (canvas, devices, scale, rowHeight) => {
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   const fills = Object.fromEntries(Object.entries(COLOURS_OF_KINDS).map(([kind, name]) => [kind, page.colour(name)]));
+  const inks = Object.fromEntries(Object.entries(fills).map(([kind, fill]) => [kind, page.inkOn(fill)]));
   const [first, last] = scale.domain();
   let shown = 0;
   context.save();
@@ -73,7 +74,7 @@ const drawTimeline = (canvas, devices, scale, rowHeight) => {
       context.fillRect(left, top, wide > 3 ? wide - 0.5 : wide, rowHeight - 1);
       if (wide > 20 && rowHeight > 11 && event.batch !== 65535) {
         context.globalAlpha = 1;
-        context.fillStyle = "#fff";
+        context.fillStyle = inks[event.kind];
         context.fillText(String(event.batch), Math.max(left, TIMELINE_LABELS) + 4, top + rowHeight / 2);
       }
     }
