@@ -46,13 +46,12 @@ def _page(arguments: Namespace) -> str:
     from phaze.errors import QuestionError
     from phaze.explore.journal import is_journal
     from phaze.explore.saved_search import is_saved_search, read_search, result_of_journal
-    from phaze.report.search_page import search_page
 
     if is_journal(arguments.file) or is_saved_search(arguments.file):
         if arguments.trace is not None:
             raise QuestionError("--trace writes the timeline of a plan; a search has none.")
         if not is_journal(arguments.file):
-            return search_page(read_search(arguments.file))
+            return read_search(arguments.file).to_html()
         models = None if arguments.model is None else [find_model(text)[0] for text in arguments.model]
         return result_of_journal(arguments.file, models).to_html()
 

@@ -1,4 +1,4 @@
-"""Searches that were saved: the document of a result, and the result of a journal.
+"""Searches that were saved: as a document, or as a journal.
 
 A journal holds every task of a search with its result, so that the search is run again without computing anything; only
 the models are needed, to ask the same question.
@@ -11,29 +11,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phaze.errors import FormatError
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal, read_header
+from phaze.explore.objectives import Metric
 from phaze.explore.search_question import question_from_header
 from phaze.explore.search_result import FORMAT, VERSION, SearchResult
 from phaze.installed import installed_plugins
-from phaze.json_records import read_document
+from phaze.json_records import from_document, read_document
 from phaze.planner.progress import TimeLimitError
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["is_saved_search", "read_search", "result_of_journal"]
+__all__ = ["is_saved_search", "read_search", "result_of_journal", "search_from_document"]
 
 _HEAD_CHARACTERS = 200
 """How much of a file is read to see whether it is a saved search: enough for the format's name, which is first."""
-
-_PARTS = ("objective", "best", "memories", "front", "is_front_proven", "certificate", "refused", "seconds", "explored")
-"""What a page shows of a search; a document without one of them is damaged."""
 
 
 def is_saved_search(path: str | os.PathLike[str]) -> bool:
@@ -45,19 +43,31 @@ def is_saved_search(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read_search(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The document that `SearchResult.save` wrote; raises FormatError for a damaged file or another version."""
-    document = read_document(path, "a saved search")
+def read_search(path: str | os.PathLike[str]) -> SearchResult:
+    """The result that `SearchResult.save` wrote; raises FormatError as `search_from_document` does."""
+    return search_from_document(read_document(path, "a saved search"), os.fspath(path))
+
+
+def search_from_document(document: object, where: str = "search") -> SearchResult:
+    """The result of a document; its table of explored accelerators has the evaluated ones only.
+
+    Raises FormatError for a damaged document, one of another version, or one whose parts cannot be those of a search.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise FormatError(f"{os.fspath(path)} is not a saved search: its format is not {FORMAT!r}.")
+        raise FormatError(f"{where} is not a saved search: its format is not {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise FormatError(
-            f"{os.fspath(path)} has version {document.get('version')!r}; this program reads version {VERSION}. Search "
-            "again, or give the journal of the search."
+            f"{where} has version {document.get('version')!r}; this program reads version {VERSION}. Search again, or "
+            "give the journal of the search."
         )
-    if missing := [name for name in _PARTS if name not in document]:
-        raise FormatError(f"{os.fspath(path)} lacks {missing[0]!r}; the file is damaged.")
-    return document
+    body = {name: value for name, value in document.items() if name not in ("format", "version")}
+    result = from_document(SearchResult, body, where)
+    if result.objective not in (*Metric, "ratio"):
+        raise FormatError(f"{where}.objective is {result.objective!r}; the file is damaged.")
+    values = [result.best.value, result.certificate.value, *(row.step_time_s for row in result.best.models)]
+    if min(values) <= 0:
+        raise FormatError(f"{where} has a value or a step of {min(values)}; the file is damaged.")
+    return result
 
 
 @dataclass(slots=True, eq=False)

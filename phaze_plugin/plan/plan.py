@@ -21,6 +21,7 @@ from phaze.installed import installed_plugins
 from phaze.json_records import from_document, read_document, to_document, write_whole
 from phaze.parallelism import Parallelism
 from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
+from phaze.plan.plan_integrity import check_integrity
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:
@@ -433,7 +434,9 @@ def plan_from_document(document: object, where: str = "plan") -> Plan:
             f"{VERSION}. Make the plan again."
         )
     body = {name: value for name, value in document.items() if name not in ("format", "version")}
-    return from_document(Plan, body, where)
+    plan = from_document(Plan, body, where)
+    check_integrity(plan, where)
+    return plan
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

@@ -104,8 +104,9 @@ def _chart_data(document: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _fields(fields: Mapping[str, Any]) -> dict[str, float]:
-    """The sizes of a design by the names of the axes."""
-    return {name: fields[name] / (2**20 if name == "buffer_bytes" else 1) for name in _AXES if name in fields}
+    """The sizes of a design by the names of the axes, as far as they are numbers."""
+    known = {name: size for name in _AXES if isinstance(size := fields.get(name), int | float)}
+    return {name: size / (2**20 if name == "buffer_bytes" else 1) for name, size in known.items()}
 
 
 def _value_text(document: Mapping[str, Any], value: float) -> str:
@@ -124,11 +125,11 @@ def _headline(document: Mapping[str, Any]) -> Markup:
         ("Designs", f"{proof['points']:,}", f"{proof['scheduled']:,} scheduled, {proof['placed']:,} placed"),
         ("Search", seconds_text(document["seconds"]), f"{proof['bounds']:,} bounds by placement"),
     )
-    fields = _fields(best["fields"])
+    fields = {name: f"{size:g}" for name, size in _fields(best["fields"]).items()}
+    cores, rows, columns, vectors, lanes, buffer = (fields.get(name, "?") for name in _AXES)
     sentence = (
-        f"{fields['tensor_cores']:g} tensor cores of {fields['tensor_rows']:g} x {fields['tensor_cols']:g} and "
-        f"{fields['vector_cores']:g} vector cores of {fields['vector_lanes']:g} lanes over a buffer of "
-        f"{fields['buffer_bytes']:g} MiB and {best['hbm_gib']:g} GiB of HBM."
+        f"{cores} tensor cores of {rows} x {columns} and {vectors} vector cores of {lanes} lanes over a buffer of "
+        f"{buffer} MiB and {best['hbm_gib']:g} GiB of HBM."
     )
     return element(
         "header",

@@ -73,6 +73,7 @@ def test_a_journal_gives_the_page_of_its_search(result: SearchResult, journal: P
     ("change", "message"),
     [
         ({"version": 2}, "has version 2"),
+        ({"objective": 3}, "objective is 3"),
         ({"best": None}, "lacks 'best'"),
         ({"format": "other"}, "is not a saved search"),
     ],
