@@ -1,24 +1,19 @@
 """A model with its loss on fake tensors: the same classes, flags, ties and names, with shapes instead of weights.
 
-`make_fake_model` copies a module, `Objective` puts the loss behind it, `LossCall` is the objective with its inputs, and
-`run_trial` runs it once. The run shows the model's own errors plainly before anything is captured, which shapes its
-operators make, whether the loss has a gradient, and whether the model brings autograd functions of its own, whose
-backward torch.export would not see.
+`make_fake_model` copies a module, `Objective` puts the loss behind it, `LossCall` is the objective with its inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import KeyPath, tree_flatten_with_path
 
 from phaze.errors import ImportModelError
@@ -30,19 +25,20 @@ __all__ = [
     "FakeModel",
     "LossCall",
     "Objective",
-    "OperatorShapes",
-    "TrialRun",
     "as_exported",
     "fake_copy",
     "make_fake_model",
-    "run_trial",
+    "path_in_model",
 ]
 
 MODEL_PREFIX = "phaze_model."
 """How the paths of the model's parts begin inside its objective."""
 
-OperatorShapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
-"""Every operator that ran, in order, with the shapes of its results."""
+
+def path_in_model(path: str) -> str:
+    """The path of a module in the model, without what dynamo and the objective put in front of it."""
+    plain = str(path).removeprefix("L['self']").lstrip(".")
+    return "" if plain == MODEL_PREFIX.rstrip(".") else plain.removeprefix(MODEL_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,60 +231,6 @@ def _leaf_name(path: KeyPath) -> str:
     if argument == "2":
         return ".".join(["targets", *inner])
     return ("input_" if argument == "0" else "") + ".".join(inner)
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRun:
-    """What one run of a forward on fake tensors showed."""
-
-    shapes: OperatorShapes
-    has_own_gradients: bool
-
-
-def run_trial(loss_call: LossCall) -> TrialRun:
-    """Run the forward on fake tensors; raises what it raises, or ImportModelError for a loss without gradient."""
-    recorder = _ShapeRecorder()
-    with loss_call.fake.mode, as_exported(), recorder:
-        loss = loss_call.objective(*loss_call.arguments)
-    if not loss.requires_grad:
-        raise ImportModelError(
-            "the loss depends on no trainable parameter, so there is nothing to differentiate; look for torch.no_grad, "
-            "detach or .item() between the parameters and the loss."
-        )
-    return TrialRun(tuple(recorder.shapes), any(_own_autograd_functions(loss.grad_fn)))
-
-
-class _ShapeRecorder(TorchDispatchMode):
-    """Writes down every operator that runs, and the shapes of its results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        values = result if isinstance(result, list | tuple) else (result,)
-        self.shapes.append((str(func), tuple(tuple(value.shape) for value in values if hasattr(value, "shape"))))
-        return result
-
-
-def _own_autograd_functions(grad_fn: torch.autograd.graph.Node) -> Iterator[str]:
-    """The names of autograd functions written in Python behind a loss, except those of torch's own checkpointing."""
-    seen, waiting = set(), [grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting.extend(next_node for next_node, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction) and "CheckpointFunction" not in type(node).__name__:
-            yield type(node).__name__
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from phaze.errors import GraphError, ImportModelError, PhazeError
+from phaze.frontends.torch.block_copies import Irregular
 from phaze.frontends.torch.capture import (
     Capture,
     CaptureError,
@@ -29,11 +30,11 @@ from phaze.frontends.torch.fake_model import (
     FakeModel,
     LossCall,
     Objective,
-    OperatorShapes,
     make_fake_model,
-    run_trial,
 )
+from phaze.frontends.torch.repeated_blocks import capture_repeated, find_containers
 from phaze.frontends.torch.translate import translate_capture
+from phaze.frontends.torch.trial_run import OperatorShapes, TrialRun, run_trial
 from phaze.ir import Graph
 from phaze.ir.backward import split_tied_gradients
 from phaze.ir.refinement import refine_factors
@@ -52,13 +53,21 @@ _NAMES_SHOWN = 5
 
 
 def import_module(
-    model: torch.nn.Module | torch.export.ExportedProgram, inputs: object, options: Mapping[str, object]
+    model: torch.nn.Module | torch.export.ExportedProgram,
+    inputs: object,
+    options: Mapping[str, object],
+    *,
+    copies_blocks: bool = True,
 ) -> Graph:
-    """The training graph of an nn.Module, a GraphModule or an ExportedProgram; raises ImportModelError."""
+    """The training graph of an nn.Module, a GraphModule or an ExportedProgram; raises ImportModelError.
+
+    Without `copies_blocks` every block is captured by itself; the graph is the same.
+    """
     with preserved_torch_state():
         source = read_model(model, inputs, options)
         fake = make_fake_model(source.module, _read_dtype(options.get("dtype")))
-        task = _Import(source, fake, cast(Callable[..., object] | None, options.get("loss_fn")))
+        loss_fn = cast(Callable[..., object] | None, options.get("loss_fn"))
+        task = _Import(source, fake, loss_fn, find_containers(fake.module) if copies_blocks else {})
         graph = _import_with_free_batch(task) or _import_with_fixed_batch(task)
     size = options.get("micro_batch_size")
     if size is not None:
@@ -76,16 +85,24 @@ def _read_dtype(option: object) -> torch.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class _Import:
-    """What is imported: the model with its inputs, its copy on fake tensors, and the caller's loss."""
+    """What is imported: the model with its inputs, its copy on fake tensors, the caller's loss, its lists of blocks."""
 
     source: ModelWithInputs
     fake: FakeModel
     loss_fn: Callable[..., object] | None
+    containers: Mapping[str, torch.nn.Module]
 
     def loss_call(self, examples: ExampleInputs) -> LossCall:
         """The call to capture, at these inputs."""
         objective = Objective(self.fake.module, self.loss_fn, is_flat=self.source.is_flat)
         return LossCall(fake=self.fake, objective=objective, inputs=self.fake.fake_inputs(examples))
+
+    def capture(self, loss_call: LossCall, trial: TrialRun) -> Capture:
+        """Capture few of the blocks that are equal and copy them, else everything."""
+        try:
+            return capture_repeated(loss_call, trial, self.containers)
+        except Irregular:
+            return capture_loss(loss_call, directly=trial.has_own_gradients)
 
     def graph(self, captured: Capture, batch_size: int) -> Graph:
         """The graph of a capture, with its backward."""
@@ -102,11 +119,11 @@ def _import_with_free_batch(task: _Import) -> Graph | None:
     first, second = _batch_primes(task.fake, examples)
     loss_call = task.loss_call(examples.with_batch(first))
     try:
-        trial = run_trial(loss_call)
+        trial = run_trial(loss_call, tuple(task.containers.values()))
         second_trial = run_trial(task.loss_call(examples.with_batch(second)))
         if not _follow_batch(trial.shapes, second_trial.shapes, first, second):
             return None
-        captured = capture_loss(loss_call, directly=trial.has_own_gradients)
+        captured = task.capture(loss_call, trial)
         return refine_factors(task.graph(captured, first), first).with_micro_batch(size)
     except (GraphError, ImportModelError, *_FORWARD_ERRORS):  # raised again, and explained, at the caller's own size
         return None

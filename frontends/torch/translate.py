@@ -17,7 +17,7 @@ import torch
 from phaze.frontends.torch.aten import OPERATORS
 from phaze.frontends.torch.aten.elementwise import elementwise
 from phaze.frontends.torch.capture import ArgumentKind, Capture, CaptureMethod
-from phaze.frontends.torch.fake_model import MODEL_PREFIX
+from phaze.frontends.torch.fake_model import path_in_model
 from phaze.frontends.torch.operator_call import Location, OperatorCall, TensorId, Unsupported, Value, to_dtype
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
 from phaze.ir.shape_rules import elementwise_rule, opaque_rule
@@ -121,7 +121,7 @@ class _Translation:
         value = node.meta.get("val")
         if not _has_elements(value):
             return None
-        tensor_id = self._unused(f"constant.{node.name}")
+        tensor_id = self._unused(f"constant.{_operator_name(node.target)}")
         self.constants.add(tensor_id)
         return self.builder.argument(tensor_id, tuple(value.shape), Role.OTHER, to_dtype(value.dtype))
 
@@ -267,7 +267,7 @@ def _modules_called_again(capture: Capture, module: torch.nn.Module) -> frozense
     called_again: set[str] = set()
     for node in capture.nodes:
         stack: ModuleStack = node.meta.get("nn_module_stack") or {}
-        called_again.update(_path_in_model(path) for key, (path, _) in stack.items() if "@" in str(key))
+        called_again.update(path_in_model(path) for key, (path, _) in stack.items() if "@" in str(key))
     return frozenset(
         name
         for name, part in module.named_modules()
@@ -280,16 +280,10 @@ def _module_path(stack: ModuleStack | None, called_again: frozenset[str]) -> str
     if not stack:
         return ""
     innermost, _ = list(stack.values())[-1]
-    path = _path_in_model(innermost)
+    path = path_in_model(innermost)
     for key, (outer, _) in stack.items():
-        outer_path = _path_in_model(outer)
+        outer_path = path_in_model(outer)
         if outer_path in called_again:
             call = str(key).rpartition("@")[2] if "@" in str(key) else "0"
             return f"{outer_path}@{call}{path[len(outer_path) :]}"
     return path
-
-
-def _path_in_model(path: str) -> str:
-    """A path without what dynamo and the objective put in front of it."""
-    plain = str(path).removeprefix("L['self']").lstrip(".")
-    return "" if plain == MODEL_PREFIX.rstrip(".") else plain.removeprefix(MODEL_PREFIX)
