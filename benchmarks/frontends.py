@@ -4,10 +4,11 @@
     python benchmarks/frontends.py --torch [NAME ...]
     python benchmarks/frontends.py --jax [NAME ...]
 
-A row a model: seconds to the verified graph with its backward, seconds more to its layers, ops, layers, distinct
-layers; the last line gives the slowest row and ops per second over all rows. With `--torch` the models are torch
-modules of the same names, built on the meta device in bfloat16 with sequences of 2,048 (or the model's longest), and
-the last line adds the process's largest resident memory, torch itself included. With `--jax` they are JAX losses of the
+A row a model: processor seconds to the verified graph with its backward, seconds more to its layers, ops, layers,
+distinct layers; the last line gives the slowest row and ops per second over all rows. With `--torch` the models are
+torch modules of the same names, built on the meta device in bfloat16 with sequences of 2,048 (or the model's longest);
+a row adds the seconds with every block captured by itself and whether that graph is equal, and the last line the
+process's largest resident memory, torch itself included. With `--jax` they are JAX losses of the
 same sizes over shapes in bfloat16: blocks one after another (`gpt2-xl`), or a scan over stacked ones (`gpt2-xl-scan`).
 """
 
@@ -32,10 +33,12 @@ TORCH_MODELS = {
 }
 
 
-def from_torch(name: str) -> Callable[[], Graph]:
-    """The import of a torch module that has the config of a built-in name."""
+def from_torch(name: str) -> Callable[..., Graph]:
+    """The import of a torch module that has the config of a built-in name; with `False` every block is captured."""
     import torch
     import transformers
+
+    from phaze.frontends.torch import importing
 
     transformers.logging.set_verbosity_error()
     build = getattr(transformers, TORCH_MODELS[name])
@@ -45,7 +48,8 @@ def from_torch(name: str) -> Callable[[], Graph]:
         model = build(config).to(torch.bfloat16)
     positions = getattr(config, "max_position_embeddings", None) or 512
     ids = torch.empty(1, min(2048, positions), dtype=torch.int64, device="meta")
-    return lambda: phaze.import_graph(model, {"input_ids": ids, "labels": ids})
+    inputs = {"input_ids": ids, "labels": ids}
+    return lambda copies_blocks=True: importing.import_module(model, inputs, {}, copies_blocks=copies_blocks)
 
 
 JAX_MODELS = {"gpt2-xl": False, "gpt2-xl-scan": True}
@@ -106,6 +110,15 @@ def from_name(name: str) -> Callable[[], Graph]:
     return lambda: phaze.import_graph(name)
 
 
+def compared(graph: Graph, import_model: Callable[..., Graph]) -> str:
+    """Seconds for the same graph with every block captured by itself, and whether the two are equal."""
+    started = time.process_time()
+    whole = import_model(False)
+    seconds = time.process_time() - started
+    is_equal = graph == whole and list(graph.tensors) == list(whole.tensors)
+    return f"{seconds:>9.3f}  {'equal' if is_equal else 'UNEQUAL'}"
+
+
 def main() -> None:
     """Import every model once and print a row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,21 +130,21 @@ def main() -> None:
     names = arguments.names or list(known)
     build = from_torch if arguments.torch else from_jax if arguments.jax else from_name
     phaze.import_graph("gpt2")  # so that no row pays for loading plugins
-    print(f"{'model':<18}{'graph s':>9}{'layers s':>9}{'ops':>7}{'layers':>8}{'distinct':>9}")
+    whole = f"{'whole s':>9}" if arguments.torch else ""
+    print(f"{'model':<18}{'graph s':>9}{'layers s':>9}{'ops':>7}{'layers':>8}{'distinct':>9}{whole}")
     seconds: dict[str, float] = {}
     ops = 0
     for name in names:
         import_model = build(name)
-        started = time.perf_counter()
+        started = time.process_time()
         graph = import_model()
-        imported = time.perf_counter()
+        imported = time.process_time()
         layers, distinct = len(graph.layers), len(graph.distinct_layers)
-        ended = time.perf_counter()
+        ended = time.process_time()
         seconds[name] = ended - started
         ops += len(graph.ops)
-        print(
-            f"{name:<18}{imported - started:>9.3f}{ended - imported:>9.3f}{len(graph.ops):>7}{layers:>8}{distinct:>9}"
-        )
+        row = f"{name:<18}{imported - started:>9.3f}{ended - imported:>9.3f}{len(graph.ops):>7}{layers:>8}{distinct:>9}"
+        print(row + (compared(graph, import_model) if arguments.torch else ""), flush=True)
     slowest, total = max(seconds, key=lambda name: seconds[name]), sum(seconds.values())
     print(f"slowest {slowest} {seconds[slowest]:.2f} s; {ops / total:,.0f} ops per second over {len(names)} models")
     if arguments.torch or arguments.jax:

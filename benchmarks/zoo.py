@@ -1,12 +1,17 @@
 """How many architectures the torch frontend imports as they come: a row each, or the error.
 
     python benchmarks/zoo.py [--layers N] [NAME ...]
+    python benchmarks/zoo.py --compare [--layers N] [NAME ...]
 
 Models are built from configs on the meta device with N layers a stack (4) and otherwise their default sizes, and get no
 inputs: the frontend finds them. A row: how torch captured it, seconds, ops, how much of the flops and bytes is
 understood in percent, layers, distinct layers, whether parameters are equal to the model's to the unit, whether the
 microbatch can be changed. The last line counts successes: parameters equal, at least 99 % of flops and 95 % of bytes
 understood.
+
+With `--compare` every model is imported twice, as usual and with each of its blocks captured by itself (`--layers 8` at
+least, so that some can be copied). A row: processor seconds of both, whether the graphs are equal (ops, ids, order,
+arguments, gradients, notes), layers, and why no blocks were copied where none were.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch's users know
 from torch import nn
 
 import phaze
+from phaze.frontends.torch import importing
+from phaze.frontends.torch.block_copies import Irregular
 
 LAYER_FIELDS = (
     "num_hidden_layers",
@@ -97,6 +104,9 @@ DTYPES = dict.fromkeys(("mixtral", "qwen2_moe", "olmoe", "deepseek_v3"), torch.b
 FLOPS_SHARE, BYTES_SHARE = 0.99, 0.95
 """How much of a model's flops and bytes must be understood, not opaque, for a success. Lower shares would count models
 whose cost is partly guessed; more bytes than flops may be missing, because unknown operators mostly move data."""
+
+REASON_LENGTH = 160
+"""How many characters of the reason a row shows for which no blocks were copied: enough to see what it is about."""
 
 
 class Vgg(nn.Module):
@@ -287,13 +297,57 @@ def print_row(name: str, layers: int) -> bool:
     return is_equal and coverage.flops_share >= FLOPS_SHARE and coverage.bytes_share >= BYTES_SHARE
 
 
+def print_comparison(name: str, layers: int) -> bool:
+    """Import one model with and without copied blocks, print its row; whether the graphs are equal."""
+    reasons = ["captured at one batch size only"]
+    capture_repeated = importing.capture_repeated
+
+    def noting(*arguments: Any) -> Any:
+        try:
+            captured = capture_repeated(*arguments)
+        except Irregular as reason:
+            reasons.append(f"not copied: {str(reason)[:REASON_LENGTH]}")
+            raise
+        reasons.append("copied")
+        return captured
+
+    graphs, seconds = [], []
+    importing.capture_repeated = noting
+    try:
+        for copies_blocks in (True, False):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model, inputs, options = build(name, layers)
+                start = time.process_time()
+                graphs.append(importing.import_module(model, inputs, options, copies_blocks=copies_blocks))
+                seconds.append(time.process_time() - start)
+            if copies_blocks:
+                reason = reasons[-1]
+    finally:
+        importing.capture_repeated = capture_repeated
+    copied, whole = graphs
+    is_equal = copied == whole and list(copied.tensors) == list(whole.tensors)
+    print(
+        f"{name:<24}{seconds[0]:>8.1f}{seconds[1]:>8.1f}{len(whole.layers):>8}"
+        f"{'  equal' if is_equal else '  UNEQUAL'}  {reason}",
+        flush=True,
+    )
+    return is_equal
+
+
 def main() -> None:
     """Print a row for every architecture, and the count of successes."""
     names = sorted([*LANGUAGE, *OTHERS, *BY_HAND])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=names, metavar="NAME", help="architectures (all)")
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="layers of each stack (4)")
+    parser.add_argument("--compare", action="store_true", help="import with and without copied blocks")
     arguments = parser.parse_args()
+    if arguments.compare:
+        print(f"{'architecture':<24}{'copied s':>8}{'whole s':>8}{'layers':>8}")
+        equal = [print_comparison(name, arguments.layers) for name in arguments.names]
+        print(f"{sum(equal)} of {len(equal)} graphs equal")
+        return
     print(
         f"{'architecture':<24}{'method':<10}{'s':>6}{'ops':>7}{'flops %':>8}{'bytes %':>8}{'layers':>8}{'distinct':>9}"
         "  parameters"

@@ -106,12 +106,11 @@ class Copy(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an entry stands in a sweep: the group, and the distances from the group's first and last entry."""
+    """Where an entry stands: the sweep, the group, and the distance from the group's first entry."""
 
     sweep: int
     group: int
     offset: int
-    offset_from_end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +145,25 @@ def add_copies(entries: Sequence[Entry], repeats: Sequence[Repeat]) -> list[Copy
 
 def _find_sweeps(entries: Sequence[Entry], repeats: Sequence[Repeat]) -> list[_Sweep]:
     """All sweeps, in order of their first entries."""
-    stretches: dict[tuple[int, str], list[list[int]]] = {}
-    for index, entry in enumerate(entries):
-        for number, repeat in enumerate(repeats):
-            group = _group_of(repeat, entry.names)
-            if group is None:
-                continue
-            stretch = stretches.setdefault((number, entry.section), [])
-            if stretch and stretch[-1][0] == group:
-                stretch[-1][2] = index
-            else:
-                stretch.append([group, index, index])
-            break
+    groups = [_group_of(repeats, entry.names) for entry in entries]
+    stretches: dict[tuple[int, str], list[_Stretch]] = {}
+    for index, place in enumerate(groups):
+        if place is None:
+            continue
+        repeat, group = place
+        visited = stretches.setdefault((repeat, entries[index].section), [])
+        if visited and visited[-1].group == group:
+            visited[-1] = visited[-1]._replace(last=index)
+        else:
+            visited.append(_Stretch(group, index, index))
     sweeps = []
-    for (number, section), stretch in stretches.items():
-        path = repeats[number].path
-        for start in range(0, len(stretch), KEPT_GROUPS):
-            sweeps.append(_sweep(number, stretch[start : start + KEPT_GROUPS], f"the {section} of {path}"))
+    for (repeat, section), visited in stretches.items():
+        for start in range(0, len(visited), KEPT_GROUPS):
+            stretch = visited[start : start + KEPT_GROUPS]
+            order = [group for group, _, _ in stretch]
+            if order not in (list(range(KEPT_GROUPS)), list(range(KEPT_GROUPS))[::-1]):
+                raise Irregular(f"the {section} of {repeats[repeat].path} visits its groups in the order {order}")
+            sweeps.append(_sweep(entries, groups, repeat, stretch))
     sweeps.sort(key=lambda sweep: sweep.start)
     for before, after in itertools.pairwise(sweeps):
         if before.end > after.start:
@@ -170,35 +171,39 @@ def _find_sweeps(entries: Sequence[Entry], repeats: Sequence[Repeat]) -> list[_S
     return sweeps
 
 
-def _group_of(repeat: Repeat, names: Iterable[str]) -> int | None:
+class _Stretch(NamedTuple):
+    """Entries from the first to the last that say to be in a group."""
+
+    group: int
+    first: int
+    last: int
+
+
+def _group_of(repeats: Sequence[Repeat], names: Iterable[str]) -> tuple[int, int] | None:
+    """The repeat and the group that an entry says to be in; None where it does not say."""
     for name in names:
-        child = repeat.child_of(name)
-        if child is not None:
-            return repeat.traced_group(child)
+        for number, repeat in enumerate(repeats):
+            child = repeat.child_of(name)
+            group = None if child is None else repeat.traced_group(child)
+            if group is not None:
+                return number, group
     return None
 
 
-def _sweep(number: int, stretch: Sequence[Sequence[int]], what: str) -> _Sweep:
-    """The sweep over one stretch for each group; what stands between two groups belongs to the earlier one."""
-    order = [group for group, _, _ in stretch]
-    if order not in (list(range(KEPT_GROUPS)), list(range(KEPT_GROUPS))[::-1]):
-        raise Irregular(f"{what} visits its groups in the order {order}")
-    bounds = {}
-    for position, (group, start, last) in enumerate(stretch):
-        end = stretch[position + 1][1] if position + 1 < KEPT_GROUPS else last + 1
-        bounds[group] = (start, end)
-    return _Sweep(number, tuple(bounds[group] for group in range(KEPT_GROUPS)))
+def _sweep(entries: Sequence[Entry], groups: Sequence[object], repeat: int, stretch: Sequence[_Stretch]) -> _Sweep:
+    """The sweep over one stretch for each group.
 
-
-class _Reference(NamedTuple):
-    """What an entry inside of a run reads: always the same entry, or one that moves along.
-
-    `place` is relative then: its group counts from the reader's. `is_from_end` says which of its offsets holds.
+    What stands between two groups and does not say where it belongs is given to the earlier one, such as the sum of two
+    gradients. Behind the last group as much is given to it as is like what stands behind the group before it.
     """
-
-    fixed: int | None
-    place: _Place | None = None
-    is_from_end: bool = False
+    ends = [after.first for after in stretch[1:]]
+    end = stretch[-1].last + 1
+    for tail in range(stretch[-2].last + 1, ends[-1]):
+        if end == len(entries) or groups[end] is not None or entries[end].key != entries[tail].key:
+            break
+        end += 1
+    bounds = {group: (first, end) for (group, first, _), end in zip(stretch, [*ends, end], strict=True)}
+    return _Sweep(repeat, tuple(bounds[group] for group in range(KEPT_GROUPS)))
 
 
 class _Layout:
@@ -212,7 +217,7 @@ class _Layout:
         for number, sweep in enumerate(sweeps):
             for group, (start, end) in enumerate(sweep.bounds):
                 for index in range(start, end):
-                    self.places[index] = _Place(number, group, index - start, end - index)
+                    self.places[index] = _Place(number, group, index - start)
         self.starts: dict[tuple[int, int], int] = {}
         self.outside: dict[int, int] = {}
         self.order: list[tuple[int, int]] = []
@@ -255,7 +260,10 @@ class _Layout:
                 names = tuple(self._name_in_whole(name) for name in entry.names)
             else:
                 references, moving = inside[place.sweep][place.offset]
-                reads = tuple(self._moved(reference, group) for reference in references)
+                reads = tuple(
+                    self._moved(read, place, reference, group)
+                    for read, reference in zip(entry.reads, references, strict=True)
+                )
                 repeat = self.repeats[self.sweeps[place.sweep].repeat]
                 names = tuple(
                     _shifted(repeat, name, group - place.group) if moves else self._name_in_whole(name)
@@ -289,20 +297,16 @@ class _Layout:
                 return repeat.renamed(name, repeat.in_whole_model(child))
         return name
 
-    def _moved(self, reference: _Reference, group: int) -> int:
-        """Where an entry stands that is read from this group of the whole."""
-        if reference.place is None:
-            assert reference.fixed is not None
-            return self._position(reference.fixed, None)
-        place = reference.place
-        sweep = self.sweeps[place.sweep]
-        target = group + place.group
-        start = self.starts[place.sweep, target]
-        if reference.is_from_end:
-            return start + sweep.length(self._traced(sweep, target)) - place.offset_from_end
-        return start + place.offset
+    def _moved(self, read: int, reader: _Place, reference: _Place | None, group: int) -> int:
+        """Where that stands in the whole which a copy, in this group of the whole, of an entry inside reads."""
+        if reference is None:
+            return self._position(read, None)
+        place = self.places[read]
+        if place is not None and place.group not in _INSIDE:
+            return self._position(read, reader)
+        return self.starts[reference.sweep, group + reference.group] + reference.offset
 
-    def _references(self, sweep: _Sweep) -> list[tuple[tuple[_Reference, ...], tuple[bool, ...]]]:
+    def _references(self, sweep: _Sweep) -> list[tuple[tuple[_Place | None, ...], tuple[bool, ...]]]:
         """What each entry of a group inside reads, and which of its names move along; raises Irregular."""
         repeat = self.repeats[sweep.repeat]
         lengths = {sweep.length(group) for group in _INSIDE}
@@ -321,17 +325,27 @@ class _Layout:
             answers.append((references, _moving_names(repeat, names)))
         return answers
 
-    def _reference(self, repeat: int, reads: tuple[int, ...]) -> _Reference:
-        """What the three groups inside read at one place, as one reference; raises Irregular where there is none."""
+    def _reference(self, repeat: int, reads: tuple[int, ...]) -> _Place | None:
+        """What the three groups inside read at one place: one entry (None), or one that moves along with the group.
+
+        The group of the result counts from the reader's. Those of the three that read inside must read at the same
+        place of a group; one that reads in the first or last group keeps what it reads there, since these may differ.
+        """
         if len(set(reads)) == 1:
-            return _Reference(reads[0])
-        places = [place for read in reads if (place := self.places[read]) is not None]
-        if len(places) == len(reads) and self._repeat_of(places[0]) == repeat:
-            relative = [place._replace(group=place.group - group) for place, group in zip(places, _INSIDE, strict=True)]
-            if len({(place.sweep, place.group, place.offset) for place in relative}) == 1:
-                return _Reference(None, relative[1])
-            if len({(place.sweep, place.group, place.offset_from_end) for place in relative}) == 1:
-                return _Reference(None, relative[1], is_from_end=True)
+            return None
+        places = [
+            place._replace(group=place.group - group)
+            for read, group in zip(reads, _INSIDE, strict=True)
+            if (place := self.places[read]) is not None
+        ]
+        inside = {place for place, group in zip(places, _INSIDE, strict=False) if place.group + group in _INSIDE}
+        if (
+            len(places) == len(reads)
+            and len(inside) == 1
+            and self._repeat_of(places[0]) == repeat
+            and len({(place.sweep, place.group) for place in places}) == 1
+        ):
+            return inside.pop()
         raise Irregular(f"the groups read {[self.entries[read].key for read in reads]} at one place")
 
 

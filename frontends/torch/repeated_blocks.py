@@ -71,13 +71,20 @@ def choose_repeats(trial: TrialRun, containers: Mapping[str, torch.nn.Module]) -
 
 
 def _kinds(record: Sequence[Entry], containers: Mapping[str, torch.nn.Module]) -> dict[str, dict[int, list[object]]]:
-    """What the arguments and the forward of each child are, by container and number of the child."""
+    """What the arguments and the forward of each child are, by container and number of the child.
+
+    To what an entry does belongs what it reads of that which was made before the container's first child ran: masks of
+    several kinds have equal shapes.
+    """
     kinds: dict[str, dict[int, list[object]]] = {path: {} for path in containers}
-    for entry in record:
+    starts: dict[str, int] = {}
+    for index, entry in enumerate(record):
         if entry.section == FORWARD:
             for name in entry.names:
                 path, _, child = name.rpartition(".")
-                kinds[path].setdefault(int(child), []).append(entry.key)
+                start = starts.setdefault(path, index)
+                shared = [read for read in entry.reads if read < start and record[read].reads]
+                kinds[path].setdefault(int(child), []).append((entry.key, *shared))
         elif entry.section in (PARAMETER, BUFFER):
             words = entry.names[0].split(".")
             for length in range(len(words) - 1):
@@ -121,8 +128,10 @@ def shortened(containers: Mapping[str, torch.nn.Module], repeats: Sequence[Repea
 def capture_repeated(loss_call: LossCall, trial: TrialRun, containers: Mapping[str, torch.nn.Module]) -> Capture:
     """Capture few of a model's blocks and copy them; raises Irregular where this would not be the whole capture."""
     repeats = choose_repeats(trial, containers)
-    if not trial.is_whole or not repeats:
+    if not repeats:
         raise Irregular("no blocks repeat often enough")
+    if not trial.is_whole:
+        raise Irregular("the backward does not run on fake tensors")
     with shortened(containers, repeats):
         try:
             short_trial = run_trial(loss_call, tuple(containers.values()))
