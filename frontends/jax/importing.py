@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.jax.traceable_functions import Leaf, TraceableFunction, as_traceable, explaining_failures
+from phaze.frontends.paused_collection import paused_collection
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles, Selector, infer_roles, read_selectors, select
 from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main
@@ -45,14 +46,15 @@ Shapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 def import_model(model: Any, inputs: object, options: Mapping[str, object]) -> Graph:
     """The training graph of a function, a module of linen or nnx, a lowered or traced function, or a jaxpr."""
-    lowered = _already_lowered(model, inputs)
-    if lowered is not None:
-        graph = _import_lowered(lowered, options)
-    else:
-        if isinstance(model, jax.extend.core.ClosedJaxpr):
-            model, inputs = _from_jaxpr(model, inputs)
-        function = as_traceable(model, inputs, options)
-        graph = _import_function(_import_task(function, options))
+    with paused_collection():
+        lowered = _already_lowered(model, inputs)
+        if lowered is not None:
+            graph = _import_lowered(lowered, options)
+        else:
+            if isinstance(model, jax.extend.core.ClosedJaxpr):
+                model, inputs = _from_jaxpr(model, inputs)
+            function = as_traceable(model, inputs, options)
+            graph = _import_function(_import_task(function, options))
     size = options.get("micro_batch_size")
     return graph if size is None else graph.with_micro_batch(size)  # type: ignore[arg-type]
 

@@ -83,7 +83,8 @@ class _Cluster:
         if names is None:
             return False
         for op_name, name in names.items():
-            self.factors.setdefault(name, replace(op.rule.factor(op_name), name=name))
+            if name not in self.factors:
+                self.factors[name] = replace(op.rule.factor(op_name), name=name)
 
         def renamed(dims: Dims) -> Dims:
             return tuple(Dim(tuple(names[name] for name in dim.factors)) for dim in dims)
@@ -151,6 +152,7 @@ class _Fusion:
             for tensor_id in dict.fromkeys(op.inputs):
                 self.readers.setdefault(tensor_id, []).append(op)
         self.outputs = {*graph.outputs, *(gradient for _, gradient in graph.gradients)}
+        self.fusible: dict[str, bool] = {}
 
     def add(self, op: Op) -> None:
         """Join an op to the latest cluster that feeds it and that it fits, or start a cluster with it."""
@@ -172,7 +174,12 @@ class _Fusion:
         self._enter(op, len(self.clusters) - 1)
 
     def _is_fusible(self, op: Op) -> bool:
-        """Whether an op is vector work that may be part of a cluster."""
+        """Whether an op is vector work that may be part of a cluster; each op is looked at once."""
+        if op.id not in self.fusible:
+            self.fusible[op.id] = self._is_vector_work(op)
+        return self.fusible[op.id]
+
+    def _is_vector_work(self, op: Op) -> bool:
         if op.phase is Phase.UPDATE or any(dim.size is not None for dims in op.rule.tensors() for dim in dims):
             return False
         if op.kind is OpKind.VIEW:
