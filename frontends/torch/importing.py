@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from phaze.errors import GraphError, ImportModelError, PhazeError
+from phaze.frontends.paused_collection import paused_collection
 from phaze.frontends.torch.block_copies import Irregular
 from phaze.frontends.torch.capture import (
     Capture,
@@ -63,7 +64,7 @@ def import_module(
 
     Without `copies_blocks` every block is captured by itself; the graph is the same.
     """
-    with preserved_torch_state():
+    with preserved_torch_state(), paused_collection():
         source = read_model(model, inputs, options)
         fake = make_fake_model(source.module, _read_dtype(options.get("dtype")))
         loss_fn = cast(Callable[..., object] | None, options.get("loss_fn"))

@@ -89,7 +89,7 @@ def _kinds(record: Sequence[Entry], containers: Mapping[str, torch.nn.Module]) -
             words = entry.names[0].split(".")
             for length in range(len(words) - 1):
                 path = ".".join(words[:length])
-                if path in kinds:
+                if path in kinds and words[length].isdigit():
                     kinds[path].setdefault(int(words[length]), []).append((tuple(words[length + 1 :]), entry.key))
     return kinds
 

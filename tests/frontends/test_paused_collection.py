@@ -7,11 +7,16 @@ import pytest
 from phaze.frontends.paused_collection import paused_collection
 
 
-def test_the_collector_is_off_inside_and_on_again_after_an_error() -> None:
-    assert gc.isenabled()
-    with pytest.raises(ValueError, match="inside"), paused_collection():
+def fail_while_paused() -> None:
+    with paused_collection():
         assert not gc.isenabled()
         raise ValueError("inside")
+
+
+def test_the_collector_is_off_inside_and_on_again_after_an_error() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="inside"):
+        fail_while_paused()
     assert gc.isenabled()
 
 
