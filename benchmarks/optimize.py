@@ -1,9 +1,14 @@
-"""From model names to plans: how long it takes, what comes out, and how much of it is proven.
+"""From model names to plans: what it costs in processor time and memory, what comes out, and how much of it is proven.
 
-    python benchmarks/optimize.py [MODEL ...] [--cluster tpuv4:1024@tpuv4-pod] [--global-batch 4096] [--verify]
+    python benchmarks/optimize.py [QUESTION ...] [--before REV] [--verify]
 
-A row a model: seconds (and those of the search alone, without the explanation), strategy, tokens per second, MFU, gap.
-The last line counts the passes of layers that were scheduled and proven within 1 %.
+A row a question, each in a process of its own: processor seconds after the import, peak memory, gap and plan. With
+`--before` the same questions are put to another commit in the same run, and the ratio of both is shown; a commit that
+explains every plan has the explanation in its seconds. QUESTION is one of the names that the table shows.
+
+    python benchmarks/optimize.py --growth [--before REV]
+
+asks the same of more devices (64 to 131,072), more layers (12 to 1,000) and more values of tp.
 
     python benchmarks/optimize.py --grid gpt2-xl --cluster a100-80gb:64 --global-batch 256
 
@@ -14,14 +19,31 @@ faster. The last line counts strategies that fit, and those that are faster.
 from __future__ import annotations
 
 import argparse
+import inspect
+import io
 import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
 import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import phaze
-from phaze.planner import Progress
 from phaze.report.plan_text import strategy_text
 
-MODELS = (
+Asked = Mapping[str, Any]
+"""A question as JSON: `model` (a name, or a config), and options of `phaze.optimize`."""
+
+PAPER_MODELS = (
     "bert-large",
     "gpt2-xl",
     "opt-350m",
@@ -33,59 +55,171 @@ MODELS = (
     "gpt3-175b",
 )
 
+GPT3: Asked = {"model": "gpt3-175b", "global_batch_size": 1536}
+
+QUESTIONS: dict[str, Asked] = {
+    "gpt2-xl a100:8": {"model": "gpt2-xl", "cluster": "a100-80gb:8", "global_batch_size": 512},
+    "gpt3-175b a100:1024": {**GPT3, "cluster": "a100-80gb:1024"},
+    "gpt3-175b a100:1024 explained": {**GPT3, "cluster": "a100-80gb:1024", "explain": True},
+    "gpt3-175b a100:16384": {**GPT3, "cluster": "a100-80gb:16384", "global_batch_size": 16384},
+    **{
+        f"{name} a100:1024": {"model": name, "cluster": "a100-80gb:1024", "global_batch_size": 2048}
+        for name in ("llama3-70b", "mixtral-8x7b", "t5-large")
+    },
+    **{
+        f"{name} tpuv4:1024": {"model": name, "cluster": "tpuv4:1024", "global_batch_size": 4096}
+        for name in PAPER_MODELS
+    },
+}
+
+GPT_CONFIG: Asked = {
+    "model_type": "megatron-gpt",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "seq_length": 2048,
+    "vocab_size": 51200,
+}
+"""A GPT whose number of layers grows; the other sizes are those of a model of some billion parameters."""
+
+GROWTH: dict[str, Asked] = {
+    **{
+        f"devices {count}": {**GPT3, "cluster": f"a100-80gb:{count}", "global_batch_size": max(1536, count)}
+        for count in (64, 256, 1024, 4096, 16384, 65536, 131072)
+    },
+    **{
+        f"layers {count}": {
+            "model": {**GPT_CONFIG, "num_layers": count},
+            "cluster": "a100-80gb:256",
+            "global_batch_size": 1024,
+        }
+        for count in (12, 24, 48, 96, 192, 384, 1000)
+    },
+    **{
+        f"tp up to {most}": {
+            **GPT3,
+            "cluster": "a100-80gb:1024",
+            "tp": [2**power for power in range(most.bit_length())],
+        }
+        for most in (1, 2, 4, 8, 16)
+    },
+}
+
 
 def main() -> None:
-    """Plan models and print a row each."""
+    """Ask and print a row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL")
-    parser.add_argument("--cluster", default="tpuv4:1024@tpuv4-pod")
-    parser.add_argument("--global-batch", type=int, default=4096)
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help="names of the table; all by default")
+    parser.add_argument("--before", metavar="REV", help="also ask this commit, and show the ratio")
+    parser.add_argument("--growth", action="store_true", help="the questions that grow")
+    parser.add_argument("--cluster", default="a100-80gb:64", help="of --grid")
+    parser.add_argument("--global-batch", type=int, default=256, help="of --grid")
     parser.add_argument("--grid", metavar="MODEL", help="price a grid of strategies against the best plan")
     parser.add_argument("--verify", action="store_true", help="derive every number of every plan again")
+    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)  # what a process of the table is given
     arguments = parser.parse_args()
-    if arguments.grid is not None:
+    if arguments.answer is not None:
+        print(json.dumps(_answer(arguments.answer)))
+    elif arguments.grid is not None:
         _grid(arguments.grid, arguments.cluster, arguments.global_batch)
     else:
-        _table(arguments.models or MODELS, arguments)
+        known = GROWTH if arguments.growth else QUESTIONS
+        unknown = [name for name in arguments.questions if name not in known]
+        if unknown:
+            parser.error(f"unknown question {unknown[0]!r}; known are {', '.join(map(repr, known))}")
+        _table({name: known[name] for name in arguments.questions or known}, arguments.before, arguments.verify)
 
 
-def _table(models: tuple[str, ...] | list[str], arguments: argparse.Namespace) -> None:
-    schedules = proven = feasible = 0
-    slowest = 0.0
-    print(f"{'model':<18}{'seconds':>8}{'search':>8}{'tokens/s':>13}{'MFU':>7}{'gap':>8}  plan")
-    for name in models:
-        searched: list[float] = []
+def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """What one process found: its processor seconds and memory, and the plan in short."""
+    verifies, explain, model = asked.pop("verifies", False), asked.pop("explain", False), asked.pop("model")
+    if isinstance(model, dict):
+        from phaze.frontends.transformer_config import graph_from_config
 
-        def listen(progress: Progress, searched: list[float] = searched) -> None:
-            if progress.doing.startswith("the best plan of another kind") and not searched:
-                searched.append(progress.elapsed_s)
+        model = graph_from_config(model, name=f"gpt-{model['num_layers']}")
+    if "explain" in inspect.signature(phaze.optimize).parameters:
+        asked["explain"] = explain
+    start = time.process_time()
+    plan = phaze.optimize(model, **asked)
+    seconds = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found = {
+        "seconds": seconds,
+        "peak_mib": peak,
+        "step_time_s": plan.step_time_s,
+        "gap": plan.gap,
+        "is_feasible": plan.is_feasible,
+        "proven": [plan.provenance.schedules_proven, plan.provenance.schedules],
+        "strategy": strategy_text(plan.strategy),
+    }
+    if verifies:
+        from phaze.verify.plan_checks import check_plan
 
-        start = time.perf_counter()
-        plan = phaze.optimize(
-            name, cluster=arguments.cluster, global_batch_size=arguments.global_batch, progress=listen
-        )
-        seconds = time.perf_counter() - start
-        slowest = max(slowest, seconds)
-        feasible += plan.is_feasible
-        schedules += plan.provenance.schedules
-        proven += plan.provenance.schedules_proven
-        told = strategy_text(plan.strategy) if plan.is_feasible else f"does not fit: {strategy_text(plan.strategy)}"
-        print(
-            f"{name:<18}{seconds:>8.1f}{(searched or [seconds])[0]:>8.1f}{plan.tokens_per_s:>13,.0f}{plan.mfu:>7.1%}"
-            f"{plan.gap:>8.2%}  {told}{_verified(plan, name) if arguments.verify else ''}",
-            flush=True,
-        )
-    print(
-        f"{feasible} of {len(models)} feasible, slowest {slowest:.1f} s; {proven} of {schedules} scheduled passes of "
-        f"layers proven within 1 % ({proven / schedules:.1%})"
-    )
+        findings = check_plan(plan, model)
+        found["strategy"] += f"; {sum(finding.holds for finding in findings)} of {len(findings)} checks hold"
+    return found
 
 
-def _verified(plan: phaze.Plan, name: str) -> str:
-    from phaze.verify.plan_checks import check_plan
+def _table(questions: Mapping[str, Asked], before: str | None, verifies: bool) -> None:
+    columns = f"{'before':>9}{'ratio':>7}{'step, s':>10}{'before':>10}" if before else f"{'step, s':>10}"
+    print(f"{'question':<32}{'cpu s':>8}{'MiB':>6}{columns}{'gap':>8}  plan")
+    seconds, worst_gap = 0.0, 0.0
+    with _commit(before) as older:
+        for name, asked in questions.items():
+            now = _in_process({**asked, "verifies": verifies}, None)
+            row = f"{name:<32}{now['seconds']:>8.2f}{now['peak_mib']:>6.0f}"
+            if older is not None:
+                then = _in_process(asked, older)
+                row += f"{then['seconds']:>9.2f}{then['seconds'] / now['seconds']:>7.1f}"
+                row += f"{now['step_time_s']:>10.4g}{then['step_time_s']:>10.4g}"
+            else:
+                row += f"{now['step_time_s']:>10.4g}"
+            told = now["strategy"] if now["is_feasible"] else f"does not fit: {now['strategy']}"
+            print(f"{row}{now['gap']:>8.2%}  {told}", flush=True)
+            seconds, worst_gap = seconds + now["seconds"], max(worst_gap, now["gap"])
+    print(f"{len(questions)} questions, {seconds:.1f} processor seconds in all, largest gap {worst_gap:.2%}")
 
-    findings = check_plan(plan, name)
-    return f"; {sum(finding.holds for finding in findings)} of {len(findings)} checks hold"
+
+def _in_process(asked: Asked, package: Path | None) -> dict[str, Any]:
+    """The answer of a process of its own, with this package or that of another commit."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if package is not None:
+        environment["PYTHONPATH"] = str(package)
+    command = [sys.executable, __file__, "--answer", json.dumps(asked)]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@contextmanager
+def _commit(revision: str | None) -> Iterator[Path | None]:
+    """A folder from which the package of a commit is imported, with that commit's plugins; None without a revision."""
+    if revision is None:
+        yield None
+        return
+    root = Path(__file__).parent.parent
+    archive = subprocess.run(["git", "archive", revision], cwd=root, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as name:
+        source, package = Path(name) / "source", Path(name) / "package"
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            tar.extractall(source, filter="data")
+        package.mkdir()
+        project = tomllib.loads((source / "pyproject.toml").read_text())
+        for module, folder in sorted(project["tool"]["setuptools"]["package-dir"].items()):
+            shutil.copytree(source / folder, package / module.replace(".", "/"), dirs_exist_ok=True)
+        _write_metadata(package, project["project"])
+        yield package
+
+
+def _write_metadata(package: Path, project: Mapping[str, Any]) -> None:
+    """The facts of an installation by which plugins are found: those of this folder come before installed ones."""
+    facts = package / f"{project['name'].replace('-', '_')}-0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())])
+        for group, entries in project.get("entry-points", {}).items()
+    ]
+    (facts / "entry_points.txt").write_text("\n\n".join(groups) + "\n")
 
 
 def _grid(name: str, cluster: str, batch: int) -> None:

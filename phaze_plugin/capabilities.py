@@ -27,6 +27,7 @@ class Capabilities:
     as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
     equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
+    `allows_mixed_sequences`: sequences may be split between or inside of some layers only.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -40,6 +41,7 @@ class Capabilities:
     allows_idle_devices: bool = False
     allows_uneven_micro_batches: bool = False
     allows_uneven_sequences: bool = False
+    allows_mixed_sequences: bool = False
     allows_strided_parameters: bool = False
     can_cut_stages: bool = False
     spreads_ends: bool = False
@@ -80,6 +82,7 @@ class Capabilities:
             allows_idle_devices=True,
             allows_uneven_micro_batches=True,
             allows_uneven_sequences=True,
+            allows_mixed_sequences=True,
             allows_strided_parameters=True,
             can_cut_stages=True,
         )

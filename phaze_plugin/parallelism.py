@@ -14,6 +14,7 @@ from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
 
 __all__ = [
+    "MIXED_SEQUENCES",
     "PIPELINE_SCHEDULES",
     "STRATEGY_KEYS",
     "ZERO_STAGES",
@@ -28,6 +29,9 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 ALL_DEVICES = "all"
 """The value of `shard` that means all dp x cp devices."""
+
+MIXED_SEQUENCES = "mixed"
+"""The value of `sequence_parallel` that splits sequences between or inside of some layers, wherever it is fastest."""
 
 
 class PipelineSchedule(StrEnum):
@@ -44,6 +48,9 @@ PIPELINE_SCHEDULES = tuple(kind for kind in PipelineSchedule if kind is not Pipe
 """The schedules of pipelines with several stages."""
 
 
+_SEQUENCE_WORDS = f"True or False (or {MIXED_SEQUENCES!r})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
     """One complete strategy: how a batch is divided over dp x cp x tp x pp devices.
@@ -55,7 +62,8 @@ class Parallelism:
         cp: devices that each sequence is split over (context parallelism); only 1 is planned today.
         ep: devices that experts are divided over, of the dp x cp ones; only 1 is planned today.
         tp: devices that each layer is split over (tensor parallelism).
-        sequence_parallel: whether tensors between layers are split along the sequence over the tp devices.
+        sequence_parallel: whether tensors between layers are split along the sequence over the tp devices; False splits
+            no sequence inside of layers either; "mixed" splits wherever it makes the layers fastest.
         pp: devices along the pipeline; each position takes tp of them in every copy.
         schedule: the order of the pipeline's passes; "none" for a single stage.
         chunks: stages on each device; more than one only in interleaved pipelines.
@@ -69,7 +77,7 @@ class Parallelism:
     cp: int = 1
     ep: int = 1
     tp: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool | str = False
     pp: int = 1
     schedule: PipelineSchedule = PipelineSchedule.NONE
     chunks: int = 1
@@ -83,6 +91,8 @@ class Parallelism:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"zero is {self.zero}; expected one of {ZERO_STAGES}.")
+        if self.sequence_parallel not in (True, False, MIXED_SEQUENCES):
+            raise ValueError(f"sequence_parallel is {shown(self.sequence_parallel)}; expected {_SEQUENCE_WORDS}.")
 
     @property
     def stages(self) -> int:
@@ -106,7 +116,7 @@ class Choices:
         schedule: schedules for pipelines of several stages; a single stage is possible whenever `pp` allows it.
         chunks: stages on each device of an interleaved pipeline.
         zero: ZeRO stages.
-        sequence_parallel: whether sequences must be split between layers; None leaves it to the sharding program.
+        sequence_parallel: the value of `Parallelism.sequence_parallel`; None allows all of them.
         recompute: modes that a stage may use.
         stages: how many layers each stage has; None lets the search cut the model.
     """
@@ -118,7 +128,7 @@ class Choices:
     schedule: tuple[PipelineSchedule, ...] = PIPELINE_SCHEDULES
     chunks: tuple[int, ...] = (2, 3, 4)
     zero: tuple[int, ...] = ZERO_STAGES
-    sequence_parallel: bool | None = None
+    sequence_parallel: bool | str | None = None
     recompute: tuple[RecomputeMode, ...] = SEARCHED_MODES
     stages: tuple[int, ...] | None = None
 
@@ -203,10 +213,10 @@ def _zero(key: str, value: object) -> int:
     return value
 
 
-def _flag(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise QuestionError(f"strategy has {key} {shown(value)}; expected True or False.")
-    return value
+def _sequence_parallel(key: str, value: object) -> bool | str:
+    if isinstance(value, bool) or value == MIXED_SEQUENCES:
+        return MIXED_SEQUENCES if value == MIXED_SEQUENCES else bool(value)
+    raise QuestionError(f"strategy has {key} {shown(value)}; expected {_SEQUENCE_WORDS}.")
 
 
 def _recompute(key: str, value: object) -> tuple[RecomputeMode, ...]:
@@ -229,7 +239,7 @@ _READERS = {
     **dict.fromkeys(("cp", "ep"), _unit),
     "shard": _shard,
     "zero": _zero,
-    "sequence_parallel": _flag,
+    "sequence_parallel": _sequence_parallel,
     "schedule": _schedule,
     "recompute": _recompute,
     "stages": _stages,
@@ -250,6 +260,11 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
     if chunks != 1 and schedule not in (None, PipelineSchedule.INTERLEAVED):
         raise QuestionError(
             f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected 'interleaved-1f1b'."
+        )
+    if settled.get("tp") == 1 and settled.get("sequence_parallel", False) is not False:
+        raise QuestionError(
+            f"strategy has sequence_parallel {settled['sequence_parallel']} and tp 1; sequences are split over the tp "
+            "devices. Use a larger tp, or leave sequence_parallel out."
         )
     stages, modes = settled.get("stages"), settled.get("recompute", ())
     assert stages is None or isinstance(stages, tuple)

@@ -33,7 +33,7 @@ from phaze.ir import Graph, Role
 from phaze.ir.backward import derive_backward
 from phaze.ir.graph_json import graph_content_json
 from phaze.model_import import import_with_plugins
-from phaze.parallelism import Choices, read_strategy
+from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
 from phaze.shard.layout import check_constraints
 from phaze.solvers import SolverChain, choose_solver
@@ -55,10 +55,12 @@ __all__ = [
 ]
 
 DEFAULT_MICRO_BATCH_SIZES = (1, 2, 4, 8)
-"""Sizes that are tried unless others are given: larger ones rarely fit, and every size is profiled anew."""
+"""Sizes that are tried first unless others are given: larger ones rarely fit, and every size is profiled anew. While
+the largest one is the best, twice as large ones are tried, too."""
 
 DEFAULT_TP = (1, 2, 4, 8)
-"""Tensor-parallel degrees that are tried unless others are given: up to the eight devices of a usual node."""
+"""Tensor-parallel degrees that are tried first unless others are given: up to the eight devices of a usual node. While
+the largest one is the best, twice as many devices are tried, too, as far as a node has them."""
 
 SAMPLES_PER_DEVICE = 8
 """The global batch per device that is assumed when none is given: enough microbatches to fill a short pipeline."""
@@ -123,6 +125,7 @@ class Question:
         gap: how far from the proven optimum the answer may stay.
         solver: the solver that was asked for, with the ones behind it; None for the automatic choice.
         notes: which defaults were taken.
+        grows: fields of `Choices` whose offer is the default one: it grows while its largest value is the best.
     """
 
     graph: Graph
@@ -140,6 +143,7 @@ class Question:
     gap: float = 0.01
     solver: SolverChain | None = None
     notes: tuple[str, ...] = ()
+    grows: frozenset[str] = frozenset()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -168,6 +172,28 @@ class Question:
         """A hash of the cluster's content."""
         return content_hash(json.dumps(cluster_to_json(self.cluster), sort_keys=True))
 
+    def next_size(self) -> int | None:
+        """The microbatch size to offer after the largest one; None where there is none, or the user said which."""
+        size = 2 * max(self.micro_batch_sizes)
+        dp = 1 if self.choices.dp is None else self.choices.dp[0]
+        is_possible = self.global_batch_size % size == 0 and self.global_batch_size // size >= dp
+        return size if is_possible and "micro_batch_size" in self.grows - self.fixed.keys() else None
+
+    def next_tp(self) -> int | None:
+        """The tp to offer after the largest one; None beyond a node, or where the user said which."""
+        tp, node = 2 * max(self.tp_degrees), self.cluster.levels[0].size if self.cluster.levels else 1
+        is_possible = tp <= min(node, self.cluster.device_count)
+        return tp if is_possible and "tp" in self.grows - self.fixed.keys() else None
+
+    def offering(self, *, micro_batch_size: int | None = None, tp: int | None = None) -> Question:
+        """The same question with a further microbatch size or tp to choose from."""
+        choices = self.choices
+        if micro_batch_size is not None:
+            choices = replace(choices, micro_batch_size=(*self.micro_batch_sizes, micro_batch_size))
+        if tp is not None:
+            choices = replace(choices, tp=(*self.tp_degrees, tp))
+        return replace(self, choices=choices)
+
     def with_strategy(self, strategy: Mapping[str, object]) -> Question:
         """The same question with what a strategy fixes kept, and everything else as open as it was offered.
 
@@ -177,7 +203,7 @@ class Question:
 
     def with_fixed(self, fixed: Mapping[str, object]) -> Question:
         """As `with_strategy`, for values that are settled already."""
-        choices = self.offered.within(fixed)
+        choices = self._with_several_devices(self.offered.within(fixed), fixed)
         if "micro_batch_size" in fixed:
             sizes = _usable_sizes(choices.micro_batch_size or (), self.global_batch_size, self.graph)
             choices = replace(choices, micro_batch_size=sizes)
@@ -186,6 +212,29 @@ class Question:
         if choices.dp is not None:
             choices = replace(choices, micro_batch_size=self._sizes_for(choices))
         return replace(self, choices=choices, strategy=fixed, fixed=fixed)
+
+    def _with_several_devices(self, choices: Choices, fixed: Mapping[str, object]) -> Choices:
+        """The choices without a single stage where a pipeline is asked for, and without tp 1 for split sequences."""
+        most = min(len(self.graph.layers), self.cluster.device_count)
+        is_pipeline = (
+            fixed.get("chunks", 1) != 1 or fixed.get("schedule", PipelineSchedule.NONE) != PipelineSchedule.NONE
+        )
+        if is_pipeline and choices.pp is None:
+            if most < 2:
+                raise QuestionError(
+                    f"strategy asks for a pipeline, but {len(self.graph.layers)} layers on {self.cluster.device_count} "
+                    "devices have no two stages; leave out schedule and chunks."
+                )
+            choices = replace(choices, pp=tuple(range(2, most + 1)))
+        if choices.sequence_parallel not in (None, False):
+            several = tuple(tp for tp in choices.tp or () if tp > 1)
+            if not several:
+                raise QuestionError(
+                    f"strategy has sequence_parallel {choices.sequence_parallel}, which splits sequences over tp "
+                    "devices; only tp 1 is offered. Offer a larger tp, or leave sequence_parallel out."
+                )
+            choices = replace(choices, tp=several)
+        return choices
 
     def _sizes_for(self, choices: Choices) -> tuple[int, ...]:
         """The microbatch sizes that leave at least one microbatch to each of the dp pipelines."""
@@ -254,6 +303,7 @@ def ask(
         prices=plugin_prices(plugins),
         gap=float(options.get("gap", 0.01)),
         solver=_solver(options.get("solver"), plugins),
+        grows=_growing(options, graph),
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
@@ -364,6 +414,12 @@ def _offered_sizes(sizes: object, batch_size: int, graph: Graph, notes: list[str
         notes.append(f"the graph is fixed to the microbatch that it was captured with, {graph.micro_batch_size}")
     wanted = (graph.micro_batch_size,) if sizes is None else _numbers("micro_batch_size", sizes)
     return _usable_sizes(wanted, batch_size, graph)
+
+
+def _growing(options: QuestionOptions, graph: Graph) -> frozenset[str]:
+    """The choices whose values were not given and may go beyond the default ones."""
+    growing = {"micro_batch_size"} if options.get("micro_batch_size") is None and marks_batch(graph) else set()
+    return frozenset(growing | ({"tp"} if options.get("tp") is None else set()))
 
 
 def _usable_sizes(wanted: tuple[int, ...], batch_size: int, graph: Graph) -> tuple[int, ...]:

@@ -216,7 +216,7 @@ def _arrange_function(plan: Plan, model: torch.nn.Module, mesh: DeviceMesh) -> A
             module,
             mesh,
             cuts=cuts,
-            splits_sequences=plan.strategy.sequence_parallel and plan.strategy.tp > 1,
+            splits_sequences=plan.strategy.sequence_parallel is True and plan.strategy.tp > 1,
             blocks=blocks,
             zero=plan.strategy.zero,
             compute_dtype=getattr(torch, recipe.compute_dtype),

@@ -84,7 +84,7 @@ def _plan_data(plan: Plan) -> dict[str, object]:
         "zero": strategy.zero,
         "compute_dtype": recipe.compute_dtype,
         "reduction_dtype": recipe.reduction_dtype,
-        "splits_sequences": strategy.sequence_parallel and strategy.tp > 1,
+        "splits_sequences": strategy.sequence_parallel is True and strategy.tp > 1,
         "layers": [layer.path for layer in plan.stages[0].layers],
         "recompute": strategy.recompute[0],
         "parameters": {name: list(stored_cut(splits)) for name, splits in plan.layouts.parameters.items() if splits},

@@ -32,7 +32,7 @@ from phaze.planner.strategy_search import graph_at
 from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes
 from phaze.profile.layer_passes import placement_graph
 from phaze.profile.layer_profile import Bounded
-from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slice_model
+from phaze.profile.model_profiles import fastest_slicing, layer_keys, layer_variants, repeated_layers
 from phaze.question import Question, QuestionOptions, ask
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
@@ -201,7 +201,7 @@ def _prepared(
 ) -> PreparedRun:
     mode, tp = parallelism.recompute[0], parallelism.tp
     graph = graph_at(question, parallelism.micro_batch_size)
-    model = slice_model(question, graph, tp)
+    model = fastest_slicing(question, graph, tp)
     layers = _layers(model, mode, stack, question.recipe.gradient_bytes)
     profiles = {(key, tp, mode): layer.profile for key, layer in layers.items()}
     problem = PlacementProblem(

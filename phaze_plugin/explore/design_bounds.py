@@ -49,7 +49,13 @@ from phaze.planner.strategy_search import graph_at, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
 from phaze.profile.layer_profile import ProfileKey
-from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, repeated_layers, slice_model
+from phaze.profile.model_profiles import (
+    fastest_slicing,
+    layer_variants,
+    profile_model,
+    profile_options,
+    repeated_layers,
+)
 from phaze.schedule import Compatibility
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 from phaze.tolerances import CLAIM_MARGIN, PASS_BOUND_MARGIN
@@ -249,7 +255,7 @@ def sweep_slicing(task: SweepTask) -> SweptSlicing:
     """Slice a model and bound its passes on all accelerators; raises ShardError where the tp is impossible."""
     question, points, tp = task.question, task.question.points, task.tp
     (model_question,) = question.questions
-    sharded = slice_model(model_question, graph_at(model_question, task.micro_batch_size), tp)
+    sharded = fastest_slicing(model_question, graph_at(model_question, task.micro_batch_size), tp)
     options = replace(profile_options(model_question), gap=_SIZES_ONLY_GAP, work=_SIZES_ONLY_WORK)
     slices = profile_model(sharded, options)
     problem = placement_problem(model_question, slices).choosing(schedule=question.schedules)

@@ -31,7 +31,7 @@ from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate
 from phaze.profile.layer_passes import ProfileOptions, priced_pass
 from phaze.profile.layer_profile import ProfileKey
-from phaze.profile.model_profiles import layer_variants, profile_model, profile_options
+from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, sequence_parallel_of
 from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer
 from phaze.shard import Axis, ShardedLayer, ShardedModel, slice_layer
@@ -118,12 +118,8 @@ class Evaluation:
     placed: int = 0
 
     def strategy(self) -> dict[str, object]:
-        """The plan's strategy with its cuts, in the form that `phaze.evaluate` takes.
-
-        Whether sequences are split is left out: slices were free to split them between some layers and not others.
-        """
+        """The plan's strategy with its cuts, in the form that `phaze.evaluate` takes."""
         document: dict[str, object] = to_document(self.parallelism)
-        del document["sequence_parallel"]
         return {**document, "stages": list(self.stages)}
 
 
@@ -197,7 +193,13 @@ def _evaluate(task: EvaluateTask, slicing: Slicing, cutoff_s: float) -> Evaluati
     if result.best is None:
         return Evaluation(time_s=None, bound_s=bound_s, placed=1)
     candidate = Candidate(slices=slices, problem=problem, result=result)
-    answer = Answer(placement=result.best, candidate=candidate, candidates=(candidate,), bound_s=result.bound_s)
+    answer = Answer(
+        question=model_question,
+        placement=result.best,
+        candidate=candidate,
+        candidates=(candidate,),
+        bound_s=result.bound_s,
+    )
     return Evaluation(
         time_s=result.best.time_s,
         bound_s=bound_s,
@@ -250,6 +252,7 @@ def _evaluate_as_paper(task: EvaluateTask, slicing: Slicing) -> Evaluation:
         pp=pp,
         schedule=PipelineSchedule.ONE_F_ONE_B if pp > 1 else PipelineSchedule.NONE,
         micro_batch_size=slicing.micro_batch_size,
+        sequence_parallel=sequence_parallel_of(slicing.sharded),
         recompute=(*(repeated,) * (pp - 1), RecomputeMode.NONE),  # the paper's last stage never computes again
     )
     return Evaluation(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, shown
 from phaze.interfaces import RunnableTarget, Target
-from phaze.parallelism import PipelineSchedule
+from phaze.parallelism import MIXED_SEQUENCES, PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -80,6 +80,8 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
             reasons.append(f"schedule {schedule.value} with {count} in {len(plan.stages)} stages")
     if len({stage.tp for stage in plan.stages}) > 1 and not capabilities.allows_mixed_tp:
         reasons.append("stages of different tp")
+    if chosen.sequence_parallel == MIXED_SEQUENCES and not capabilities.allows_mixed_sequences:
+        reasons.append("sequences that are split in some layers only")
     used = {device for stage in plan.stages for device in stage.devices}
     if len(used) < plan.cluster.device_count and not capabilities.allows_idle_devices:
         reasons.append(f"{plan.cluster.device_count - len(used)} idle devices")

@@ -60,10 +60,11 @@ VERSION = 3
 
 
 class PlanStatus(StrEnum):
-    """What is known about a plan."""
+    """What is known about a plan; one above the gap is less well proven than was asked."""
 
     OPTIMAL = "optimal"
     WITHIN_GAP = "within the gap"
+    ABOVE_GAP = "above the gap"
     INTERRUPTED = "interrupted"
     DOES_NOT_FIT = "does not fit"
 
@@ -289,8 +290,9 @@ class Explainer(Protocol):
 class Plan:
     """What `phaze.optimize` returns; see the module's words and those of its parts.
 
-    `bound_s`: no plan for the chosen slices of layers is faster. `gap` is (step_time_s - bound_s) / step_time_s.
-    `is_explained` is False while nobody has looked for runners-up and changes; `explain()` does, by the `explainer`.
+    `bound_s`: no plan of any slicing that was offered (of the strategy, where one was given) is faster. `gap` is
+    (step_time_s - bound_s) / step_time_s. `is_explained` is False while nobody has looked for runners-up and changes;
+    `explain()` does, by the `explainer`.
     """
 
     model: ModelFacts

@@ -25,7 +25,7 @@ from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.planner.plan_building import MEMORY_ITEMS, complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
-from phaze.profile.model_profiles import profile_model, profile_options, slice_model
+from phaze.profile.model_profiles import profile_model, profile_options, sequence_parallel_of, slice_model
 from phaze.question import Question
 from phaze.report.plan_text import seconds_text
 
@@ -292,7 +292,7 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     levels = tuple(replace(level, bandwidth_bytes_per_s=2 * level.bandwidth_bytes_per_s) for level in cluster.levels)
     faster = replace(cluster, levels=levels)
     slices = answer.candidate.slices
-    is_split = any(slices.sharded.is_sequence_split) or None  # free where nothing was split
+    is_split = sequence_parallel_of(slices.sharded)
     model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster)
     problem = placement_problem(question, profile_model(model, profile_options(question, slices.modes)), faster)
     step_time_s = best_of([problem], answer.placement.time_s)

@@ -7,7 +7,7 @@ bounds of the layers' schedules for their times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
@@ -23,9 +23,17 @@ from phaze.place import (
     evaluate_placement,
 )
 from phaze.place.memory.remedies import explain_infeasibility
-from phaze.planner.progress import Watch
-from phaze.planner.strategy_search import Answer, Candidate, graph_at, nearest_tp, placement_problem
-from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slice_model
+from phaze.planner.progress import TimeLimitError, Watch
+from phaze.planner.strategy_search import (
+    Answer,
+    Candidate,
+    graph_at,
+    least_time_s,
+    nearest_tp,
+    nothing_found,
+    placement_problem,
+)
+from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slicings
 from phaze.question import Question
 
 __all__ = ["price_fixed_stages"]
@@ -43,36 +51,30 @@ class _PricedStages:
 
 
 def price_fixed_stages(question: Question, watch: Watch) -> Answer:
-    """The fastest strategy with these stages that fits; where none does, the fastest as if memory were no limit."""
-    sizes, degrees = question.micro_batch_sizes, question.tp_degrees
-    watch.expect(len(sizes) * len(degrees))
-    priced: list[_PricedStages] = []
-    refused: dict[int, str] = {}
-    unrunnable = ""
-    for size, tp in product(sizes, degrees):
-        watch.report(f"microbatch {size}: pricing stages sliced {tp} ways")
-        try:
-            model = slice_model(question, graph_at(question, size), tp)
-        except ShardError as error:
-            refused[tp] = str(error)
-            watch.step()
-            continue
-        slices = profile_model(model, profile_options(question, profiled_modes(question)))
-        try:
-            priced += _priced_ways(question, slices)
-        except PlacementError as error:  # none of the ways to fill it in runs
-            unrunnable = str(error)
-        watch.step()
+    """The fastest strategy with these stages that fits; where none does, the fastest as if memory were no limit.
+
+    Raises PlanError if nothing was priced before the time was over, or if nothing is possible.
+    """
+    pricing = _Pricing(question, watch)
+    is_interrupted = False
+    try:
+        pricing.price_all()
+    except (TimeLimitError, KeyboardInterrupt) as error:
+        if not pricing.priced:
+            raise nothing_found(watch, error) from error
+        is_interrupted = True
+    priced = pricing.priced
     if not priced:
-        is_sliced = len(refused) < len(degrees)
-        raise PlanError(unrunnable or _nothing(question, sizes[0], max(degrees), {} if is_sliced else refused))
+        raise PlanError(pricing.why_nothing())
     best = min(priced, key=lambda way: (way.is_over, way.placement.time_s))
-    bound_s = min(best.placement.time_s, *(way.bound_s for way in priced if way.is_over == best.is_over))
+    bounds = [best.placement.time_s, *(way.bound_s for way in priced if way.is_over == best.is_over)]
+    if is_interrupted:
+        bounds.append(least_time_s(question))
     result = PlacementResult(
         status=PlacementStatus.INFEASIBLE if best.is_over else PlacementStatus.WITHIN,
         best=None if best.is_over else best.placement,
         alternatives=(),
-        bound_s=bound_s,
+        bound_s=min(bounds),
         explain=partial(explain_infeasibility, best.prepared) if best.is_over else None,
         strategies=len(priced),
         nodes=0,
@@ -80,8 +82,51 @@ def price_fixed_stages(question: Question, watch: Watch) -> Answer:
     )
     candidate = Candidate(slices=best.slices, problem=best.prepared.problem, result=result)
     return Answer(
-        placement=best.placement, candidate=candidate, candidates=(candidate,), refused=refused, bound_s=bound_s
+        question=question,
+        placement=best.placement,
+        candidate=candidate,
+        candidates=(candidate,),
+        refused=pricing.refused,
+        bound_s=min(bounds),
+        is_interrupted=is_interrupted,
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Pricing:
+    """What was priced so far, and why the rest was not."""
+
+    question: Question
+    watch: Watch
+    priced: list[_PricedStages] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    unrunnable: str = ""
+
+    def price_all(self) -> None:
+        """Price every microbatch size, tp and slicing that the question offers."""
+        sizes, degrees = self.question.micro_batch_sizes, self.question.tp_degrees
+        self.watch.expect(len(sizes) * len(degrees))
+        for size, tp in product(sizes, degrees):
+            self.watch.report(f"microbatch {size}: pricing stages sliced {tp} ways")
+            try:
+                models = slicings(self.question, graph_at(self.question, size), tp)
+            except ShardError as error:
+                self.refused[tp] = str(error)
+                models = ()
+            for model in models:
+                options = profile_options(self.question, profiled_modes(self.question))
+                try:
+                    self.priced += _priced_ways(self.question, profile_model(model, options))
+                except PlacementError as error:  # none of the ways to fill it in runs
+                    self.unrunnable = str(error)
+            self.watch.step()
+
+    def why_nothing(self) -> str:
+        """Why no strategy has these stages."""
+        degrees, size = self.question.tp_degrees, self.question.micro_batch_sizes[0]
+        is_sliced = len(self.refused) < len(degrees)
+        refused = {} if is_sliced else self.refused
+        return self.unrunnable or _nothing(self.question, size, max(degrees), refused)
 
 
 def _priced_ways(question: Question, slices: ModelProfiles) -> list[_PricedStages]:

@@ -30,7 +30,7 @@ from phaze.planner.layer_times import LayerKinds, layer_kinds
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
 from phaze.planner.strategy_search import Answer, Candidate, step_flops
-from phaze.profile.model_profiles import ModelProfiles
+from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
 from phaze.question import Question, content_hash, tokens_per_sample
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
@@ -45,6 +45,7 @@ PROVEN_GAP = 0.01
 def build_plan(question: Question, answer: Answer) -> Plan:
     """The plan of an answer to a question."""
     placement = answer.placement
+    question = replace(question, choices=answer.question.choices)  # the sizes and tp that were looked at
     tokens = tokens_per_sample(question.graph)
     seconds = placement.time_s
     samples_per_s = question.global_batch_size / seconds
@@ -64,7 +65,7 @@ def build_plan(question: Question, answer: Answer) -> Plan:
         ),
         hardware=to_document(cluster_to_json(question.cluster)),
         question=facts,
-        status=_status(answer, gap),
+        status=_status(answer, gap, question.gap),
         strategy=strategy_of(answer.candidate, placement),
         stages=_stages(answer, kinds),
         layouts=_layouts(answer),
@@ -104,12 +105,14 @@ def question_facts(question: Question) -> QuestionFacts:
     )
 
 
-def _status(answer: Answer, gap: float) -> PlanStatus:
+def _status(answer: Answer, gap: float, asked_gap: float) -> PlanStatus:
     if not answer.is_feasible:
         return PlanStatus.DOES_NOT_FIT
     if answer.is_interrupted:
         return PlanStatus.INTERRUPTED
-    return PlanStatus.OPTIMAL if gap <= EQUAL_RESULTS else PlanStatus.WITHIN_GAP
+    if gap <= EQUAL_RESULTS:
+        return PlanStatus.OPTIMAL
+    return PlanStatus.WITHIN_GAP if gap <= asked_gap + EQUAL_RESULTS else PlanStatus.ABOVE_GAP
 
 
 def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:
@@ -124,7 +127,7 @@ def complete_strategy(
     return replace(
         parallelism,
         micro_batch_size=slices.micro_batch_size,
-        sequence_parallel=any(slices.sharded.is_sequence_split),
+        sequence_parallel=sequence_parallel_of(slices.sharded),
         recompute=tuple(recompute),
     )
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Unpack
 
-from phaze.errors import QuestionError, shown
+from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
-from phaze.plan.plan import Plan, RunFacts
+from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
 from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.launch import active_world, plan_together
 from phaze.planner.plan_building import build_plan
-from phaze.planner.progress import Progress, TimeLimitError, Watch
+from phaze.planner.progress import Progress, Watch
 from phaze.planner.strategy_search import Answer, choose
 from phaze.question import Question, QuestionOptions, ask
 from phaze.report.notebook_views import evaluation_view
@@ -78,16 +78,21 @@ def optimize(
     )
 
 
+_SO_FAR = " of those that there was time for"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """A strategy of one's own, priced: its plan, the best plan, and the single change that brings most.
 
-    `change` is None where nothing was compared or no single change helps.
+    `change` is None where nothing was compared or no single change helps. `is_interrupted` says that the time was over
+    before everything was compared.
     """
 
     plan: Plan
     best: Plan | None
     change: str | None
+    is_interrupted: bool = False
 
     @property
     def step_time_s(self) -> float:
@@ -116,8 +121,10 @@ class Evaluation:
                 f"{abs(self.slower_than_best):.2%} {'slower' if self.slower_than_best >= 0 else 'faster'}"
                 f"{'' if self.is_feasible else ', but does not fit'}.",
                 f"best: {strategy_text(self.best.strategy)}",
-                f"most valuable single change: {self.change or 'none helps'}",
+                f"most valuable single change{_SO_FAR if self.is_interrupted else ''}: {self.change or 'none helps'}",
             ]
+        elif self.is_interrupted:
+            lines += ["", "the time was over before a best plan to compare with was found."]
         return "\n".join(lines)
 
 
@@ -147,8 +154,16 @@ def evaluate(
     if not compares:
         return Evaluation(plan=plan, best=None, change=None)
     free = _free_question(question)
-    best = plan_for(free, watch)
-    return Evaluation(plan=plan, best=best, change=_best_change(free, question, plan, watch))
+    try:
+        best = plan_for(free, watch)
+    except (PlanError, KeyboardInterrupt) as error:
+        if isinstance(error, PlanError) and not watch.is_over:
+            raise
+        # What was priced is worth keeping without a comparison.
+        return Evaluation(plan=plan, best=None, change=None, is_interrupted=True)
+    change, is_interrupted = _best_change(free, question, plan, watch)
+    is_interrupted |= best.status is PlanStatus.INTERRUPTED
+    return Evaluation(plan=plan, best=best, change=change, is_interrupted=is_interrupted)
 
 
 def _free_question(question: Question) -> Question:
@@ -261,14 +276,21 @@ def _without_memory_limit(answer: Answer) -> Answer:
     return best or answer
 
 
-def _best_change(free: Question, asked: Question, plan: Plan, watch: Watch) -> str | None:
-    """The key whose release makes the strategy fastest, and the value that it then takes."""
+def _best_change(free: Question, asked: Question, plan: Plan, watch: Watch) -> tuple[str | None, bool]:
+    """The key whose release makes the strategy fastest with the value that it then takes, and whether time was over."""
     best: tuple[float, str] | None = None
+    is_interrupted = False
     for name in (field.name for field in fields(Parallelism) if field.name in asked.fixed):
         kept = {key: value for key, value in asked.fixed.items() if key not in (name, "stages")}
         try:
             answer = choose(free.with_fixed(kept), watch)
-        except (TimeLimitError, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            is_interrupted = True
+        except PlanError:  # nothing has these values, or the time was over before something was found
+            is_interrupted = watch.is_over
+            if not is_interrupted:
+                continue
+        if is_interrupted:
             break
         if not answer.is_feasible:
             continue
@@ -278,4 +300,4 @@ def _best_change(free: Question, asked: Question, plan: Plan, watch: Watch) -> s
         if value != getattr(plan.strategy, name) and is_faster and (best is None or released.step_time_s < best[0]):
             shown_value = ", ".join(dict.fromkeys(value)) if isinstance(value, tuple) else value
             best = (released.step_time_s, f"{name} {shown_value}: {seconds_text(released.step_time_s)} per step")
-    return None if best is None else best[1]
+    return (None if best is None else best[1]), is_interrupted

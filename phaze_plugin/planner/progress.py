@@ -61,13 +61,18 @@ class Watch:
         """Since the watch was started."""
         return time.monotonic() - self.started_s
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.time_limit_s is not None and self.elapsed_s > self.time_limit_s
+
     def expect(self, steps: int) -> None:
         """Announce more steps."""
         self.total += steps
 
     def report(self, doing: str) -> None:
         """Say what comes next; ends the work if its time is over."""
-        if self.time_limit_s is not None and self.elapsed_s > self.time_limit_s:
+        if self.is_over:
             raise TimeLimitError
         if self.listener is not None:
             self.listener(

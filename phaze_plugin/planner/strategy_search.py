@@ -1,10 +1,11 @@
-"""The search for the best strategy over all microbatch sizes and values of tp: slice, bound, schedule, place, keep.
+"""The search for the best strategy over all microbatch sizes, values of tp and slicings: slice, bound, schedule, place.
 
-Every pair of a microbatch size and a tp is a placement problem of its own (`_Search.look_at`). The best step time so
-far is handed to the next pair. If the bound of the next pair's slices (`least_step_s`) does not beat that time, the
-pair is pruned and nothing of it is scheduled. Otherwise placement looks only for plans that are faster. Schedules are
-solved to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At
-the end `_Search.polish` searches every pair briefly for plans that are better by less than the gap.
+Every slicing of a microbatch size and a tp is a placement problem of its own (`_Search.look_at`). The best step time so
+far is handed to the next one. If the bound of the next slicing (`least_step_s`) does not beat that time, it is pruned
+and nothing of it is scheduled. Otherwise placement looks only for plans that are faster. Schedules are solved to the
+requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
+`_Search.polish` searches every slicing briefly for plans that are better by less than the gap, and `_Search.settle`
+gives the best strategy the stages that it gets when it is evaluated alone, so that both say the same of it.
 
 When the time limit or the user ends the work, the pairs that were not looked at are bounded by `least_time_s`: the
 matrix products of the whole step at peak speed on all devices.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster, cast_graph
 from phaze.ir import Graph, Phase
-from phaze.parallelism import Choices
+from phaze.parallelism import Choices, Parallelism, PipelineSchedule
 from phaze.place import (
     Placement,
     PlacementProblem,
@@ -35,13 +36,16 @@ from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import (
     ModelProfiles,
+    dominates,
     least_step_s,
     profile_model,
     profile_options,
     profiled_modes,
-    slice_model,
+    sequence_parallel_of,
+    slicings,
 )
-from phaze.question import Question
+from phaze.question import DEFAULT_TP, Question
+from phaze.shard import ShardedModel
 
 __all__ = [
     "Answer",
@@ -52,8 +56,10 @@ __all__ = [
     "least_time_s",
     "narrowed_problem",
     "nearest_tp",
+    "nothing_found",
     "placement_problem",
     "step_flops",
+    "strategy_problem",
 ]
 
 _POLISH = SearchEffort(nodes=60, nodes_per_strategy=30, strategies=20)
@@ -83,9 +89,10 @@ class Answer:
     """The best placement with its slices, everything else that was looked at, and a lower bound on every plan's time.
 
     Where nothing fits, `placement` is the one that needs least memory. `refused` says by tp why the model cannot be
-    sliced so many ways.
+    sliced so many ways. `question` names all microbatch sizes and tp that were looked at.
     """
 
+    question: Question
     placement: Placement
     candidate: Candidate
     candidates: tuple[Candidate, ...]
@@ -123,16 +130,52 @@ class _Search:
         placed = [candidate.result.bound_s for candidate in self.candidates]
         return min([*placed, *(pruned.least_s for pruned in self.pruned)], default=math.inf)
 
+    def look_at_all(self) -> None:
+        """Look at every microbatch size and tp that is offered, and beyond while the largest one is the best.
+
+        Sizes come before values of tp beyond the default ones, whether these are offered or grown, so that a question
+        that names all of them is answered in the same order.
+        """
+        degrees = [tp for tp in self.question.tp_degrees if tp <= max(DEFAULT_TP)]
+        further = [tp for tp in self.question.tp_degrees if tp > max(DEFAULT_TP)]
+        self._look_at_each(self.question.micro_batch_sizes, degrees)
+        while (size := self.question.next_size()) and self._has_best(micro_batch_size=size // 2):
+            self.question = self.question.offering(micro_batch_size=size)
+            self._look_at_each((size,), degrees)
+        for tp in further:
+            self._look_at_each(self.question.micro_batch_sizes, (tp,))
+        while (wider := self.question.next_tp()) and self._has_best(tp=wider // 2):
+            self.question = self.question.offering(tp=wider)
+            self._look_at_each(self.question.micro_batch_sizes, (wider,))
+
+    def _has_best(self, **wanted: int) -> bool:
+        """Whether the best plan so far has a microbatch size or tp."""
+        if self.best_s == math.inf:
+            return False
+        slices = self.candidates[min(range(len(self.candidates)), key=self._found_s)].slices
+        return all(getattr(slices, name) == value for name, value in wanted.items())
+
+    def _look_at_each(self, sizes: Sequence[int], degrees: Sequence[int]) -> None:
+        self.watch.expect(len(sizes) * len(degrees))
+        for graph in (graph_at(self.question, size) for size in sizes):
+            for tp in degrees:
+                self.look_at(graph, tp)
+                self.watch.step()
+
     def look_at(self, graph: Graph, tp: int) -> None:
-        """Slice, bound, schedule and place one microbatch size and tp."""
-        question, size = self.question, graph.micro_batch_size
-        self.watch.report(f"microbatch {size}: slicing layers {tp} ways")
+        """Slice one microbatch size and tp in every way, and look at each slicing."""
+        self.watch.report(f"microbatch {graph.micro_batch_size}: slicing layers {tp} ways")
         try:
-            model = slice_model(question, graph, tp)
+            models = slicings(self.question, graph, tp)
         except ShardError as error:
             self.refused[tp] = str(error)
             return
-        best_s = self.best_s
+        for model in models:
+            self._place(model)
+
+    def _place(self, model: ShardedModel) -> None:
+        """Bound, schedule and place one slicing, unless it cannot be better than what is known."""
+        question, size, tp, best_s = self.question, model.graph.micro_batch_size, model.axis.tp, self.best_s
         if best_s < math.inf:
             least_s = least_step_s(question, model, self.options)
             if least_s >= best_s * (1 - question.gap / 2):
@@ -140,9 +183,15 @@ class _Search:
                 return
         self.watch.report(f"microbatch {size}: scheduling layers sliced {tp} ways")
         slices = profile_model(model, self.options)
+        others = [
+            other.slices for other in self.candidates if (other.slices.micro_batch_size, other.slices.tp) == (size, tp)
+        ]
+        if any(dominates(other, slices) for other in others):
+            return
         self.watch.report(f"microbatch {size}: placing layers sliced {tp} ways")
         problem = narrowed_problem(question, slices)
-        result = find_placement(problem, top=1, cutoff_s=best_s, gap=question.gap / 2)
+        gap = 0.0 if _is_one_strategy(question) else question.gap / 2
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap)
         self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
         if result.best is not None:
             self.watch.best_step_time_s = result.best.time_s
@@ -157,9 +206,37 @@ class _Search:
             better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).plans
             if better:
                 placement = assemble(prepared, better[0].parallelism, better[0].stages)
-                result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
-                self.candidates[index] = replace(candidate, result=result)
-                self.watch.best_step_time_s = placement.time_s
+                self._replace_best(index, placement)
+
+    def settle(self) -> None:
+        """Give the best strategy the stages that it gets when it is evaluated: those that its own search finds.
+
+        What was found for a strategy while many were compared may depend on the others. A strategy whose own search
+        does worse than that gives way to the next best one.
+        """
+        settled: set[int] = set()
+        while self.best_s < math.inf and not _is_one_strategy(self.question):
+            self.watch.report("settling the best strategy")
+            index = min(range(len(self.candidates)), key=self._found_s)
+            if index in settled:
+                return
+            settled.add(index)
+            candidate = self.candidates[index]
+            assert candidate.result.best is not None
+            problem = strategy_problem(self.question, candidate.slices, candidate.result.best.parallelism)
+            alone = find_placement(problem, top=1).best
+            if alone is not None:
+                self._replace_best(index, alone)
+
+    def _found_s(self, index: int) -> float:
+        best = self.candidates[index].result.best
+        return math.inf if best is None else best.time_s
+
+    def _replace_best(self, index: int, placement: Placement) -> None:
+        candidate = self.candidates[index]
+        result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
+        self.candidates[index] = replace(candidate, result=result)
+        self.watch.best_step_time_s = placement.time_s
 
 
 def choose(question: Question, watch: Watch) -> Answer:
@@ -167,32 +244,24 @@ def choose(question: Question, watch: Watch) -> Answer:
 
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
-    sizes, degrees = question.micro_batch_sizes, question.tp_degrees
     watch.best_step_time_s, watch.bound_s = None, least_time_s(question)
-    watch.expect(len(sizes) * len(degrees))
     search = _Search(question=question, watch=watch, options=profile_options(question, profiled_modes(question)))
     is_interrupted = False
     try:
-        for graph in (graph_at(question, size) for size in sizes):
-            for tp in degrees:
-                search.look_at(graph, tp)
-                watch.step()
+        search.look_at_all()
         watch.bound_s = search.bound_s
         watch.report("looking for what is a little better")
         search.polish()
+        search.settle()
     except (TimeLimitError, KeyboardInterrupt) as error:
         if search.best_s == math.inf:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise PlanError(
-                f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of "
-                "micro_batch_size and tp."
-            ) from error
+            raise nothing_found(watch, error) from error
         is_interrupted = True
+    question = search.question
     if not search.candidates:
-        offer = nearest_tp(question, sizes[0], max(degrees))
+        offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees))
         raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
-    answer = replace(_best(search.candidates), pruned=tuple(search.pruned), refused=search.refused)
+    answer = replace(_best(search.candidates, question), pruned=tuple(search.pruned), refused=search.refused)
     bounds = [answer.bound_s]
     if answer.is_feasible:
         bounds += [pruned.least_s for pruned in search.pruned]
@@ -201,13 +270,23 @@ def choose(question: Question, watch: Watch) -> Answer:
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
 
 
+def nothing_found(watch: Watch, error: BaseException) -> BaseException:
+    """What to raise where the time limit or the user ended a search that had found nothing yet."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    return PlanError(
+        f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of micro_batch_size "
+        "and tp."
+    )
+
+
 def nearest_tp(question: Question, size: int, tp: int) -> str:
     """The largest smaller tp that slices the model and divides the devices, as an offer."""
     for smaller in range(tp - 1, 0, -1):
         if question.cluster.device_count % smaller:
             continue
         try:
-            slice_model(question, graph_at(question, size), smaller)
+            slicings(question, graph_at(question, size), smaller)
         except ShardError:
             continue
         return f" The nearest tp that runs is {smaller}: tp={smaller}."
@@ -247,7 +326,26 @@ def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProb
     return replace(placement_problem(question, slices), choices=question.choices, capabilities=capabilities)
 
 
-def _best(candidates: Sequence[Candidate]) -> Answer:
+def strategy_problem(question: Question, slices: ModelProfiles, parallelism: Parallelism) -> PlacementProblem:
+    """The placement problem of one strategy: exactly the one that is solved where the strategy is evaluated."""
+    names = ("dp", "tp", "pp", "schedule", "chunks", "zero")
+    fixed = {
+        **question.fixed,
+        **{name: getattr(parallelism, name) for name in names},
+        "micro_batch_size": slices.micro_batch_size,
+        "sequence_parallel": sequence_parallel_of(slices.sharded),
+    }
+    return narrowed_problem(question.with_fixed(fixed), slices)
+
+
+def _is_one_strategy(question: Question) -> bool:
+    """Whether the question leaves nothing open but stages and what is recomputed."""
+    needed = {"dp", "tp", "pp", "zero", "micro_batch_size", "sequence_parallel", "schedule"}
+    needed |= {"chunks"} if question.fixed.get("schedule") is PipelineSchedule.INTERLEAVED else set()
+    return needed <= question.fixed.keys()
+
+
+def _best(candidates: Sequence[Candidate], question: Question) -> Answer:
     """The fastest that fits; where nothing does, the one that needs least memory."""
     fitting = [candidate for candidate in candidates if candidate.result.best is not None]
     bound_s = min(candidate.result.bound_s for candidate in candidates)
@@ -258,7 +356,7 @@ def _best(candidates: Sequence[Candidate]) -> Answer:
     else:
         best, placement = _least_memory(candidates)
         bound_s = placement.time_s
-    return Answer(placement=placement, candidate=best, candidates=tuple(candidates), bound_s=bound_s)
+    return Answer(question=question, placement=placement, candidate=best, candidates=tuple(candidates), bound_s=bound_s)
 
 
 def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement]:

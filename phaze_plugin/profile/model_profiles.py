@@ -1,5 +1,8 @@
 """The profiles of a whole model at one microbatch size and one tp: sliced, priced and scheduled, each layer once.
 
+Slicings are a choice like any other (`slicings`): whoever plans, evaluates or verifies a strategy takes them from here,
+and a strategy's `sequence_parallel` names one of them.
+
 Equal layers may be sliced differently: the first block reads a whole tensor, the others one that is split along the
 sequence. Layers therefore share a profile only where they are equal and sliced alike (`layer_keys`).
 
@@ -17,6 +20,7 @@ from phaze.cost import Calibration
 from phaze.errors import ShardError
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
+from phaze.parallelism import MIXED_SEQUENCES
 from phaze.profile.layer_passes import (
     LayerReport,
     ProfileOptions,
@@ -38,9 +42,12 @@ from phaze.shard import (
     unsharded,
 )
 from phaze.solvers import AUTOMATIC_SOLVERS
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
     "ModelProfiles",
+    "dominates",
+    "fastest_slicing",
     "layer_keys",
     "layer_variants",
     "least_step_s",
@@ -49,7 +56,9 @@ __all__ = [
     "profiled_modes",
     "recomputed_keys",
     "repeated_layers",
+    "sequence_parallel_of",
     "slice_model",
+    "slicings",
 ]
 
 _WORK = 400_000
@@ -90,6 +99,10 @@ class ModelProfiles:
         """The passes of one layer of the graph."""
         return self.reports[self.placement.layers[layer].key, self.tp, mode]
 
+    def placed(self, layer: int, mode: RecomputeMode) -> LayerProfile:
+        """The profile of one layer of the graph."""
+        return self.profiles[self.placement.layers[layer].key, self.tp, mode]
+
 
 def profile_options(question: Question, modes: tuple[RecomputeMode, ...] = SEARCHED_MODES) -> ProfileOptions:
     """How the passes of a question are scheduled: with little work, unless the optimum is asked for."""
@@ -110,28 +123,73 @@ def profiled_modes(question: Question) -> tuple[RecomputeMode, ...]:
     return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in asked)
 
 
-def slice_model(
-    question: Question,
-    graph: Graph,
-    tp: int,
-    *,
-    sequence_parallel: bool | None = None,
-    cluster: Cluster | None = None,
-) -> ShardedModel:
-    """Layouts of every layer, each distinct one solved once.
+def slicings(question: Question, graph: Graph, tp: int, cluster: Cluster | None = None) -> tuple[ShardedModel, ...]:
+    """The slicings that a question may choose from at one microbatch size and tp, each distinct layer solved once.
 
-    Whether sequences are split between layers is what the question says, unless `sequence_parallel` says otherwise.
-    Raises ShardError where the model cannot be sliced so many ways.
+    There are up to three, which depend on the model, the cluster and the target, and on nothing else that is asked: all
+    sequences split between layers (least memory), no sequence split at all, and whatever is fastest (least time), where
+    that is another one. A question that says which it wants selects from these; a "mixed" one gets the fastest of them.
+    Raises ShardError where there is none.
     """
-    axis = Axis(cluster or question.cluster, tp, question.calibration)
-    if tp > 1:
-        options = ShardOptions(
-            sequence_parallel=_runnable(question, graph, tp, sequence_parallel),
-            constraints=question.constraints,
-            may_stride_parameters=question.capabilities.allows_strided_parameters,
-            solver=question.solver or AUTOMATIC_SOLVERS,
-        )
-        return shard_model(graph, axis, options)
+    if tp == 1:
+        return (_whole_model(question, graph, cluster or question.cluster),)
+    asked, errors = question.choices.sequence_parallel, list[ShardError]()
+    models: list[ShardedModel] = []
+    for value in (True, False) if asked in (None, MIXED_SEQUENCES) else (asked,):
+        try:
+            models.append(slice_model(question, graph, tp, sequence_parallel=value, cluster=cluster))
+        except ShardError as error:
+            errors.append(error)
+    may_mix = question.capabilities.allows_mixed_sequences and _is_even(question, graph, tp)
+    if asked in (None, MIXED_SEQUENCES) and models and may_mix:
+        fastest = slice_model(question, graph, tp, sequence_parallel=MIXED_SEQUENCES, cluster=cluster)
+        if fastest.seconds < min(model.seconds for model in models) * (1 - EQUAL_RESULTS):
+            models.append(fastest)
+    if not models:
+        raise errors[-1]
+    return (min(models, key=lambda model: model.seconds),) if asked == MIXED_SEQUENCES else tuple(models)
+
+
+def fastest_slicing(question: Question, graph: Graph, tp: int) -> ShardedModel:
+    """Among the slicings of a microbatch size and tp, the one whose layers take least time one after the other."""
+    return min(slicings(question, graph, tp), key=lambda model: model.seconds)
+
+
+def sequence_parallel_of(model: ShardedModel) -> bool | str:
+    """The `sequence_parallel` of a strategy that selects a slicing among those of its microbatch size and tp."""
+    return {kind: value for value, kind in _SEQUENCE_KINDS.items()}[model.sequence_parallel]
+
+
+_SEQUENCE_KINDS: dict[bool | str, SequenceParallel] = {
+    True: SequenceParallel.ON,
+    False: SequenceParallel.OFF,
+    MIXED_SEQUENCES: SequenceParallel.FREE,
+}
+
+
+def slice_model(
+    question: Question, graph: Graph, tp: int, *, sequence_parallel: bool | str, cluster: Cluster | None = None
+) -> ShardedModel:
+    """One slicing: layouts of every layer, each distinct one solved once.
+
+    Raises ShardError where the model cannot be sliced so many ways, or has no sequences that could be split.
+    """
+    if tp == 1:
+        return _whole_model(question, graph, cluster or question.cluster)
+    if sequence_parallel is True:
+        _check_sequences(question, graph, tp)
+    options = ShardOptions(
+        sequence_parallel=_SEQUENCE_KINDS[sequence_parallel],
+        constraints=question.constraints,
+        may_stride_parameters=question.capabilities.allows_strided_parameters,
+        solver=question.solver or AUTOMATIC_SOLVERS,
+    )
+    return shard_model(graph, Axis(cluster or question.cluster, tp, question.calibration), options)
+
+
+def _whole_model(question: Question, graph: Graph, cluster: Cluster) -> ShardedModel:
+    """The model with every layer on one device."""
+    axis = Axis(cluster, 1, question.calibration)
     whole = {
         layer.key: unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers
     }
@@ -144,19 +202,25 @@ def slice_model(
     )
 
 
-def _runnable(question: Question, graph: Graph, tp: int, asked: bool | None) -> SequenceParallel:
-    """Off where the target splits sequences only evenly and these are not divided; ShardError where it must be on."""
-    asked = question.choices.sequence_parallel if asked is None else asked
-    wanted = SequenceParallel.FREE if asked is None else SequenceParallel.ON if asked else SequenceParallel.OFF
-    odd = [length for length in sequence_lengths(graph) if length % tp]
-    if question.capabilities.allows_uneven_sequences or not odd:
-        return wanted
-    if wanted is SequenceParallel.ON:
+def _is_even(question: Question, graph: Graph, tp: int) -> bool:
+    """Whether tp devices divide every sequence, or the target does not mind."""
+    return question.capabilities.allows_uneven_sequences or not any(length % tp for length in sequence_lengths(graph))
+
+
+def _check_sequences(question: Question, graph: Graph, tp: int) -> None:
+    """Raise ShardError where sequences cannot be split between layers as they are asked to be."""
+    lengths = sequence_lengths(graph)
+    if max(lengths, default=0) < tp:
         raise ShardError(
-            f"a sequence of {odd[0]} cannot be split evenly {tp} ways, as target {question.target} does it; leave "
+            f"no tensor between layers has a sequence of at least {tp} positions, which sequence_parallel would split; "
+            "leave sequence_parallel out."
+        )
+    if not _is_even(question, graph, tp):
+        odd = next(length for length in lengths if length % tp)
+        raise ShardError(
+            f"a sequence of {odd} cannot be split evenly {tp} ways, as target {question.target} does it; leave "
             "sequence_parallel out, or train on lengths that tp divides."
         )
-    return SequenceParallel.OFF
 
 
 def least_step_s(question: Question, model: ShardedModel, options: ProfileOptions) -> float:
@@ -186,6 +250,46 @@ def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles
         modes=options.modes,
         profiles=profiles,
         reports=reports,
+    )
+
+
+def dominates(first: ModelProfiles, second: ModelProfiles) -> bool:
+    """Whether no strategy is faster or smaller on the second slicing than on the first, of the same size and tp.
+
+    So it is where every layer takes no more seconds (as priced, and as bounded), keeps no more bytes and sends no more:
+    the simulated time of a strategy only grows with each of them.
+    """
+    layers = range(len(first.placement.layers))
+    return all(
+        _is_no_more(first.placed(layer, mode), second.placed(layer, mode), first.tp)
+        for layer in layers
+        for mode in first.modes
+    )
+
+
+def _is_no_more(first: LayerProfile, second: LayerProfile, tp: int) -> bool:
+    """Whether one profile of a layer is nowhere above another."""
+    passes = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
+    seconds = [
+        float(getattr(getattr(profile, name), kind)[0])
+        for profile in (first, second)
+        for name in passes
+        for kind in ("value", "bound")
+    ]
+    half = len(seconds) // 2
+    # A whole tensor may be sent in tp parts that are put together behind the link, so that a part must be no larger.
+    sent = all(
+        ours.size_bytes <= (theirs.size_bytes / tp if theirs.is_whole and not ours.is_whole else theirs.size_bytes)
+        and (theirs.is_whole or not ours.is_whole)
+        for ours, theirs in zip(first.outputs, second.outputs, strict=True)
+    )
+    return (
+        sent
+        and all(ours <= theirs for ours, theirs in zip(seconds[:half], seconds[half:], strict=True))
+        and first.stashed_bytes <= second.stashed_bytes
+        and first.peak_working_bytes <= second.peak_working_bytes
+        and all(first.parameter_bytes[dtype] <= size for dtype, size in second.parameter_bytes.items())
+        and all(first.tied_parameters[name] <= count for name, count in second.tied_parameters.items())
     )
 
 

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from phaze.parallelism import Parallelism
+from phaze.parallelism import MIXED_SEQUENCES, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 
 __all__ = ["explanation", "provenance_lines", "seconds_text", "strategy_text", "summary", "verdict"]
@@ -69,27 +69,52 @@ def strategy_text(strategy: Parallelism) -> str:
         words.append(f"schedule {strategy.schedule}{chunks}")
     words.append(f"ZeRO-{strategy.zero}")
     if strategy.tp > 1:
-        words.append("sequence parallel" if strategy.sequence_parallel else "no sequence parallelism")
+        words.append(_SEQUENCE_WORDS[strategy.sequence_parallel])
     words.append(f"recompute {recompute}")
     return ", ".join(words)
 
 
+_SEQUENCE_WORDS: dict[bool | str, str] = {
+    True: "sequence parallel",
+    False: "no sequence parallelism",
+    MIXED_SEQUENCES: "sequences split in some layers",
+}
+
+
 def verdict(plan: Plan) -> str:
     """What is proven, in words."""
-    about = "of this strategy" if plan.question.strategy else "for these slices of layers"
-    bound = f"no plan {about} takes less than {seconds_text(plan.bound_s)}"
+    bound = f"{_bounded_plans(plan)} takes less than {seconds_text(plan.bound_s)}"
+    of_what = "the best of this strategy" if plan.question.strategy else "the best"
     match plan.status:
         case PlanStatus.OPTIMAL:
             return f"optimal: {bound}"
         case PlanStatus.WITHIN_GAP:
-            of_what = "the best of this strategy" if plan.question.strategy else "the best"
             return f"within {_percent_up(plan.gap)} of {of_what}: {bound}"
+        case PlanStatus.ABOVE_GAP:
+            asked = f"{plan.question.gap * 100:.4g} %"
+            return f"ended at {_percent_up(plan.gap)} of {of_what}, {asked} was asked: {bound}"
         case PlanStatus.INTERRUPTED:
             return f"interrupted: the best so far, within {_percent_up(plan.gap)} of the best: {bound}"
         case PlanStatus.DOES_NOT_FIT:
             if plan.question.strategy:
                 return "DOES NOT FIT: priced as if it did"
             return "DOES NOT FIT: this is the plan that needs least memory; explain() lists what would fit"
+
+
+def _bounded_plans(plan: Plan) -> str:
+    """What the bound holds over, as the subject of a sentence."""
+    strategy = plan.question.strategy
+    if not strategy:
+        return "no plan of any slicing offered"
+    names = [name for name in _FILLED_IN if name != "sequence_parallel" or strategy.get("tp") != 1]
+    is_open = any(strategy.get(name) is None for name in names)
+    if strategy.get("stages") is not None and is_open:
+        return "no way that was tried to fill in what this strategy leaves open"
+    return "no plan of this strategy"
+
+
+_FILLED_IN = ("dp", "tp", "zero", "micro_batch_size", "sequence_parallel", "recompute")
+"""What is tried, and not optimised in every way, where a strategy gives its stages and leaves these out."""
 
 
 def _percent_up(share: float) -> str:
@@ -203,6 +228,7 @@ def provenance_lines(plan: Plan) -> list[str]:
     lines = [
         f"prices: {facts.prices}" + (" (nothing is fitted to measurements)" if facts.prices == "ideal" else ""),
         f"{facts.schedules_proven} of {facts.schedules} scheduled passes of layers are proven within 1 %",
+        f"the bound holds over {_offered(plan)}",
         f"rules cover {facts.coverage_flops:.1%} of flops and {facts.coverage_bytes:.1%} of bytes",
         f"target: {facts.target}",
     ]
@@ -215,3 +241,13 @@ def provenance_lines(plan: Plan) -> list[str]:
     if not plan.is_explained:
         lines.append("what other kinds of plans or other hardware would cost was not looked for")
     return [*lines, *facts.notes]
+
+
+def _offered(plan: Plan) -> str:
+    """What the plan was chosen from, in words."""
+    sizes, degrees = (", ".join(map(str, values)) for values in (plan.question.micro_batch_size, plan.question.tp))
+    what = "what the strategy leaves open of " if plan.question.strategy else ""
+    return (
+        f"{what}microbatch {sizes} and tp {degrees}, with sequences split between all layers, in none, or wherever "
+        "that is fastest, at these prices"
+    )

@@ -60,13 +60,17 @@ class ShardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """The sharding of every layer (equal layers share one answer) and of every parameter."""
+    """The sharding of every layer (equal layers share one answer) and of every parameter.
+
+    `sequence_parallel` is what was asked for; `is_sequence_split` says of each layer whether what leaves it is split.
+    """
 
     graph: Graph
     axis: Axis
     layers: tuple[ShardedLayer, ...]
     parameters: Mapping[str, Layout]
     is_sequence_split: tuple[bool, ...]
+    sequence_parallel: SequenceParallel = SequenceParallel.OFF
 
     @property
     def seconds(self) -> float:
@@ -147,6 +151,7 @@ def _shard(
         layers=layers,
         parameters=parameters,
         is_sequence_split=tuple(combination.leaves_split for combination in chosen),
+        sequence_parallel=options.sequence_parallel,
     )
 
 

@@ -82,10 +82,7 @@ def check_plan(
         return findings
     question = question_for(plan, model, inputs, plugins)
     watch.report("pricing the strategy a second time")
-    # The strategy leaves nothing but this plan; whether sequences are split is as open as when it was made.
-    is_sequence_split = plan.question.strategy.get("sequence_parallel")
-    strategy = {**strategy_with_stages(plan), "sequence_parallel": is_sequence_split}
-    answer = price_fixed_stages(question.with_strategy(strategy), watch)
+    answer = price_fixed_stages(question.with_strategy(strategy_with_stages(plan)), watch)
     findings += _plain_findings(plan, answer)
     findings += _asked_again_findings(plan, question, answer, watch)
     return findings

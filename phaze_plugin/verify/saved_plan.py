@@ -157,10 +157,7 @@ def priced_anew(
     plan: Plan, model: object, inputs: object, cluster: str | Cluster | None, plugins: PluginManager
 ) -> Plan:
     """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
-    strategy = strategy_with_stages(plan)
-    if plan.strategy.tp == 1:
-        del strategy["sequence_parallel"]  # there is nothing to split over
-    question = question_for(plan, model, inputs, plugins, cluster).with_strategy(strategy)
+    question = question_for(plan, model, inputs, plugins, cluster).with_strategy(strategy_with_stages(plan))
     anew = build_plan(question, price_fixed_stages(question, Watch()))
     return replace(anew, binds=binding(anew))
 

@@ -43,10 +43,8 @@ def planned_traffic(
     """The traffic of every stage of a plan for this model; tensors of less than `least_bytes` do not count."""
     question = question_for(plan, model, inputs, PluginManager.load())
     chosen = plan.strategy
-    is_split = plan.question.strategy.get("sequence_parallel")
-    assert is_split is None or isinstance(is_split, bool)
     graph = graph_at(question, chosen.micro_batch_size)
-    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=is_split)
+    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=chosen.sequence_parallel)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
     spread = _spread_names(question, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))
