@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import phaze
@@ -164,7 +164,8 @@ def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch:
     """Every number of the plan against that of the question asked again."""
     left_out: tuple[str, ...] = _RUN
     if plan.status is PlanStatus.INTERRUPTED:
-        again, left_out = build_plan(question, answer), _SEARCHED
+        # The stages were priced as a strategy; the plan says what was offered when its search was interrupted.
+        again, left_out = build_plan(question, replace(answer, question=question)), _SEARCHED
     else:
         again = plan_for(question.with_strategy(plan.question.strategy), watch, explain=plan.is_explained)
     claimed, derived = _leaves(plan, left_out), _leaves(again, left_out)
