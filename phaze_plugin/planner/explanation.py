@@ -89,9 +89,10 @@ def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
     watch.expect(len(kinds))
     found: dict[str, RunnerUp] = {}
+    prepared = _PreparedCandidates()
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
-        found[kind.name] = _seen(kind, answer) or _runner_up(kind, answer)
+        found[kind.name] = _seen(kind, answer) or _runner_up(kind, answer, prepared)
         watch.step()
     return tuple(_best_of_kind(kind, found) for kind in kinds)
 
@@ -203,7 +204,20 @@ def _of_size(wanted: int) -> _Kind:
     )
 
 
-def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
+class _PreparedCandidates:
+    """The tables of candidates' placement problems, made when they are first needed and shared by all kinds."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[int, PreparedProblem] = {}
+
+    def of(self, candidate: Candidate) -> PreparedProblem:
+        """The tables of one candidate."""
+        if id(candidate) not in self._prepared:
+            self._prepared[id(candidate)] = PreparedProblem.of(candidate.problem)
+        return self._prepared[id(candidate)]
+
+
+def _runner_up(kind: _Kind, answer: Answer, prepared: _PreparedCandidates) -> RunnerUp:
     """The best plan of a kind, or why there is none; pruned slices count by their bound."""
     best: tuple[Candidate, Placement] | None = None
     is_proven = True
@@ -219,7 +233,7 @@ def _runner_up(kind: _Kind, answer: Answer) -> RunnerUp:
         if problem is candidate.problem and candidate.result.best is not None:
             placement, is_searched = candidate.result.best, True
         else:
-            placement, is_searched = _short_search(problem, cutoff_s)
+            placement, is_searched = _short_search(problem, cutoff_s, prepared.of(candidate))
         is_proven &= is_searched
         if placement is not None and placement.time_s < cutoff_s:
             best = (candidate, placement)
@@ -246,9 +260,14 @@ def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> 
     return best_s if best_s < math.inf else None
 
 
-def _short_search(problem: PlacementProblem, cutoff_s: float = math.inf) -> tuple[Placement | None, bool]:
-    """A fast placement below the cutoff if a short search finds one, and whether everything was looked at."""
-    prepared = PreparedProblem.of(problem)
+def _short_search(
+    problem: PlacementProblem, cutoff_s: float = math.inf, known: PreparedProblem | None = None
+) -> tuple[Placement | None, bool]:
+    """A fast placement below the cutoff if a short search finds one, and whether everything was looked at.
+
+    ``known`` has the tables of the same problem under other choices.
+    """
+    prepared = PreparedProblem.of(problem) if known is None else known.with_problem(problem)
     answer = search_parallelisms(prepared, effort=_SHORT_EFFORT, cutoff_s=cutoff_s, gap=_SHORT_GAP)
     if not answer.plans:
         return None, answer.bound_s >= cutoff_s

@@ -12,9 +12,10 @@ of all layers, each on as many devices as it is sliced for, on all devices of th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phaze.cost import Calibration
 from phaze.errors import ShardError
@@ -39,6 +40,7 @@ from phaze.shard import (
     ShardOptions,
     sequence_lengths,
     shard_model,
+    shard_variants,
     unsharded,
 )
 from phaze.solvers import AUTOMATIC_SOLVERS
@@ -133,21 +135,39 @@ def slicings(question: Question, graph: Graph, tp: int, cluster: Cluster | None 
     """
     if tp == 1:
         return (_whole_model(question, graph, cluster or question.cluster),)
-    asked, errors = question.choices.sequence_parallel, list[ShardError]()
-    models: list[ShardedModel] = []
-    for value in (True, False) if asked in (None, MIXED_SEQUENCES) else (asked,):
-        try:
-            models.append(slice_model(question, graph, tp, sequence_parallel=value, cluster=cluster))
-        except ShardError as error:
-            errors.append(error)
-    may_mix = question.capabilities.allows_mixed_sequences and _is_even(question, graph, tp)
-    if asked in (None, MIXED_SEQUENCES) and models and may_mix:
-        fastest = slice_model(question, graph, tp, sequence_parallel=MIXED_SEQUENCES, cluster=cluster)
-        if fastest.seconds < min(model.seconds for model in models) * (1 - EQUAL_RESULTS):
-            models.append(fastest)
-    if not models:
-        raise errors[-1]
-    return (min(models, key=lambda model: model.seconds),) if asked == MIXED_SEQUENCES else tuple(models)
+    axis, asked = Axis(cluster or question.cluster, tp, question.calibration), question.choices.sequence_parallel
+    models = shard_variants(graph, axis, _shard_options(question), _sequence_kinds(question, graph, tp))
+    fastest = models.pop(SequenceParallel.FREE, None)
+    least_s = min((model.seconds for model in models.values()), default=math.inf)
+    if fastest is not None and fastest.seconds < least_s * (1 - EQUAL_RESULTS):
+        models[SequenceParallel.FREE] = fastest
+    listed = tuple(models.values())
+    return (min(listed, key=lambda model: model.seconds),) if asked == MIXED_SEQUENCES else listed
+
+
+def _sequence_kinds(question: Question, graph: Graph, tp: int) -> list[SequenceParallel]:
+    """How sequences may be split, as the question asks or in every way that the target runs."""
+    asked = question.choices.sequence_parallel
+    if asked is not None and asked != MIXED_SEQUENCES:
+        if asked:
+            _check_sequences(question, graph, tp)
+        return [_SEQUENCE_KINDS[asked]]
+    kinds = [SequenceParallel.OFF]
+    if _is_even(question, graph, tp):
+        if max(sequence_lengths(graph), default=0) >= tp:
+            kinds.insert(0, SequenceParallel.ON)
+        if question.capabilities.allows_mixed_sequences:
+            kinds.append(SequenceParallel.FREE)
+    return kinds
+
+
+def _shard_options(question: Question) -> ShardOptions:
+    """What the sharding program may do for a question, whatever becomes of sequences."""
+    return ShardOptions(
+        constraints=question.constraints,
+        may_stride_parameters=question.capabilities.allows_strided_parameters,
+        solver=question.solver or AUTOMATIC_SOLVERS,
+    )
 
 
 def fastest_slicing(question: Question, graph: Graph, tp: int) -> ShardedModel:
@@ -178,12 +198,7 @@ def slice_model(
         return _whole_model(question, graph, cluster or question.cluster)
     if sequence_parallel is True:
         _check_sequences(question, graph, tp)
-    options = ShardOptions(
-        sequence_parallel=_SEQUENCE_KINDS[sequence_parallel],
-        constraints=question.constraints,
-        may_stride_parameters=question.capabilities.allows_strided_parameters,
-        solver=question.solver or AUTOMATIC_SOLVERS,
-    )
+    options = replace(_shard_options(question), sequence_parallel=_SEQUENCE_KINDS[sequence_parallel])
     return shard_model(graph, Axis(cluster or question.cluster, tp, question.calibration), options)
 
 
