@@ -45,7 +45,7 @@ from phaze.profile.model_profiles import (
     slicings,
 )
 from phaze.question import DEFAULT_TP, Question
-from phaze.shard import ShardedModel
+from phaze.shard import ShardedModel, ShardingTables
 
 __all__ = [
     "Answer",
@@ -114,6 +114,7 @@ class _Search:
     question: Question
     watch: Watch
     options: ProfileOptions
+    tables: ShardingTables = field(default_factory=ShardingTables)
     candidates: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class _Search:
         """Slice one microbatch size and tp in every way, and look at each slicing."""
         self.watch.report(f"microbatch {graph.micro_batch_size}: slicing layers {tp} ways")
         try:
-            models = slicings(self.question, graph, tp)
+            models = slicings(self.question, graph, tp, self.tables)
         except ShardError as error:
             self.refused[tp] = str(error)
             return

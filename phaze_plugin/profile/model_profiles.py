@@ -37,6 +37,7 @@ from phaze.shard import (
     ShardedLayer,
     ShardedModel,
     ShardingProblem,
+    ShardingTables,
     ShardOptions,
     sequence_lengths,
     shard_model,
@@ -125,18 +126,20 @@ def profiled_modes(question: Question) -> tuple[RecomputeMode, ...]:
     return tuple(mode for mode in RecomputeMode if mode in SEARCHED_MODES or mode in asked)
 
 
-def slicings(question: Question, graph: Graph, tp: int, cluster: Cluster | None = None) -> tuple[ShardedModel, ...]:
+def slicings(
+    question: Question, graph: Graph, tp: int, tables: ShardingTables | None = None
+) -> tuple[ShardedModel, ...]:
     """The slicings that a question may choose from at one microbatch size and tp, each distinct layer solved once.
 
     There are up to three, which depend on the model, the cluster and the target, and on nothing else that is asked: all
     sequences split between layers (least memory), no sequence split at all, and whatever is fastest (least time), where
     that is another one. A question that says which it wants selects from these; a "mixed" one gets the fastest of them.
-    Raises ShardError where there is none.
+    `tables` keep what serves other microbatch sizes again. Raises ShardError where there is no slicing.
     """
     if tp == 1:
-        return (_whole_model(question, graph, cluster or question.cluster),)
-    axis, asked = Axis(cluster or question.cluster, tp, question.calibration), question.choices.sequence_parallel
-    models = shard_variants(graph, axis, _shard_options(question), _sequence_kinds(question, graph, tp))
+        return (_whole_model(question, graph, question.cluster),)
+    axis, asked = Axis(question.cluster, tp, question.calibration), question.choices.sequence_parallel
+    models = shard_variants(graph, axis, _shard_options(question), _sequence_kinds(question, graph, tp), tables)
     fastest = models.pop(SequenceParallel.FREE, None)
     least_s = min((model.seconds for model in models.values()), default=math.inf)
     if fastest is not None and fastest.seconds < least_s * (1 - EQUAL_RESULTS):
