@@ -172,28 +172,6 @@ class Question:
         """A hash of the cluster's content."""
         return content_hash(json.dumps(cluster_to_json(self.cluster), sort_keys=True))
 
-    def next_size(self) -> int | None:
-        """The microbatch size to offer after the largest one; None where there is none, or the user said which."""
-        size = 2 * max(self.micro_batch_sizes)
-        dp = 1 if self.choices.dp is None else self.choices.dp[0]
-        is_possible = self.global_batch_size % size == 0 and self.global_batch_size // size >= dp
-        return size if is_possible and "micro_batch_size" in self.grows - self.fixed.keys() else None
-
-    def next_tp(self) -> int | None:
-        """The tp to offer after the largest one; None beyond a node, or where the user said which."""
-        tp, node = 2 * max(self.tp_degrees), self.cluster.levels[0].size if self.cluster.levels else 1
-        is_possible = tp <= min(node, self.cluster.device_count)
-        return tp if is_possible and "tp" in self.grows - self.fixed.keys() else None
-
-    def offering(self, *, micro_batch_size: int | None = None, tp: int | None = None) -> Question:
-        """The same question with a further microbatch size or tp to choose from."""
-        choices = self.choices
-        if micro_batch_size is not None:
-            choices = replace(choices, micro_batch_size=(*self.micro_batch_sizes, micro_batch_size))
-        if tp is not None:
-            choices = replace(choices, tp=(*self.tp_degrees, tp))
-        return replace(self, choices=choices)
-
     def with_strategy(self, strategy: Mapping[str, object]) -> Question:
         """The same question with what a strategy fixes kept, and everything else as open as it was offered.
 

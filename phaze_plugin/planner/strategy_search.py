@@ -30,8 +30,10 @@ from phaze.place import (
     SearchEffort,
     find_placement,
 )
+from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
+from phaze.planner.offer_growth import next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import (
@@ -109,11 +111,12 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The state of one search: what was placed, pruned and refused so far."""
+    """The state of one search: what was placed, pruned and refused so far, and prices that serve all slicings."""
 
     question: Question
     watch: Watch
     options: ProfileOptions
+    network: Network
     tables: ShardingTables = field(default_factory=ShardingTables)
     candidates: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
@@ -140,13 +143,13 @@ class _Search:
         degrees = [tp for tp in self.question.tp_degrees if tp <= max(DEFAULT_TP)]
         further = [tp for tp in self.question.tp_degrees if tp > max(DEFAULT_TP)]
         self._look_at_each(self.question.micro_batch_sizes, degrees)
-        while (size := self.question.next_size()) and self._has_best(micro_batch_size=size // 2):
-            self.question = self.question.offering(micro_batch_size=size)
+        while (size := next_size(self.question)) and self._has_best(micro_batch_size=size // 2):
+            self.question = offering(self.question, micro_batch_size=size)
             self._look_at_each((size,), degrees)
         for tp in further:
             self._look_at_each(self.question.micro_batch_sizes, (tp,))
-        while (wider := self.question.next_tp()) and self._has_best(tp=wider // 2):
-            self.question = self.question.offering(tp=wider)
+        while (wider := next_tp(self.question)) and self._has_best(tp=wider // 2):
+            self.question = offering(self.question, tp=wider)
             self._look_at_each(self.question.micro_batch_sizes, (wider,))
 
     def _has_best(self, **wanted: int) -> bool:
@@ -192,7 +195,7 @@ class _Search:
         self.watch.report(f"microbatch {size}: placing layers sliced {tp} ways")
         problem = narrowed_problem(question, slices)
         gap = 0.0 if _is_one_strategy(question) else question.gap / 2
-        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap)
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network)
         self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
         if result.best is not None:
             self.watch.best_step_time_s = result.best.time_s
@@ -203,7 +206,7 @@ class _Search:
             best_s = self.best_s
             if best_s == math.inf or candidate.result.bound_s >= best_s:
                 continue
-            prepared = PreparedProblem.of(candidate.problem)
+            prepared = PreparedProblem.of(candidate.problem, network=self.network)
             better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).plans
             if better:
                 placement = assemble(prepared, better[0].parallelism, better[0].stages)
@@ -225,7 +228,7 @@ class _Search:
             candidate = self.candidates[index]
             assert candidate.result.best is not None
             problem = strategy_problem(self.question, candidate.slices, candidate.result.best.parallelism)
-            alone = find_placement(problem, top=1).best
+            alone = find_placement(problem, top=1, network=self.network).best
             if alone is not None:
                 self._replace_best(index, alone)
 
@@ -246,7 +249,12 @@ def choose(question: Question, watch: Watch) -> Answer:
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
     watch.best_step_time_s, watch.bound_s = None, least_time_s(question)
-    search = _Search(question=question, watch=watch, options=profile_options(question, profiled_modes(question)))
+    search = _Search(
+        question=question,
+        watch=watch,
+        options=profile_options(question, profiled_modes(question)),
+        network=Network(question.cluster, question.calibration),
+    )
     is_interrupted = False
     try:
         search.look_at_all()

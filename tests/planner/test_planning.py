@@ -17,6 +17,7 @@ from phaze.installed import installed_plugins
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import PlanStatus, plan_from_document
 from phaze.planner import Progress
+from phaze.planner.offer_growth import next_tp, offering
 from phaze.question import ask
 
 
@@ -507,7 +508,7 @@ def test_tp_is_offered_beyond_the_default_degrees_up_to_a_node(node: int, device
     cluster = small_cluster(devices=devices)
     levels = (replace(cluster.levels[0], size=node), replace(cluster.levels[-1], size=-(-devices // node)))
     question = ask(small_graph(), None, {"cluster": replace(cluster, levels=levels)}, installed_plugins())
-    assert question.next_tp() == expected
-    assert question.with_strategy({"tp": 8}).next_tp() is None
+    assert next_tp(question) == expected
+    assert next_tp(question.with_strategy({"tp": 8})) is None
     if expected is not None:
-        assert question.offering(tp=expected).tp_degrees == (1, 2, 4, 8, expected)
+        assert offering(question, tp=expected).tp_degrees == (1, 2, 4, 8, expected)
