@@ -378,7 +378,8 @@ class _PassBounder:
     def _priced(self, ops: Sequence[Op]) -> Iterator[PricedPass]:
         compatibility = Compatibility.PAPER if self.is_paper else Compatibility.PHAZE
         for start in range(0, len(self.points), _ACCELERATORS_AT_ONCE):
-            part = self.points.take(np.arange(start, min(start + _ACCELERATORS_AT_ONCE, len(self.points))))
+            end = min(start + _ACCELERATORS_AT_ONCE, len(self.points))
+            part = self.points if end - start == len(self.points) else self.points.take(np.arange(start, end))
             yield priced_pass(self.layer, self.local, ops, self.options, part, compatibility)
 
 

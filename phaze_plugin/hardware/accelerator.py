@@ -205,8 +205,14 @@ class AcceleratorArray:
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> AcceleratorArray:
         """The accelerators at ``indices``, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
-        columns = {field: getattr(self, field)[chosen] for field in (*INTEGER_FIELDS, *REAL_FIELDS, "rates")}
-        return AcceleratorArray(names=tuple(self.names[int(index)] for index in chosen), **columns)
+        # Every entry was checked in this array, so that the new one is not checked again: searches take many.
+        taken = object.__new__(AcceleratorArray)
+        object.__setattr__(taken, "names", tuple(map(self.names.__getitem__, chosen.tolist())))
+        for field in (*INTEGER_FIELDS, *REAL_FIELDS, "rates"):
+            column = getattr(self, field)[chosen]
+            column.setflags(write=False)
+            object.__setattr__(taken, field, column)
+        return taken
 
     def renamed(self, names: Sequence[str]) -> AcceleratorArray:
         """The same accelerators under other names."""
