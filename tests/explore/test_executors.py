@@ -12,26 +12,15 @@ from typing import Any
 
 import pytest
 from designs import SMALL, some_points, tiny_model
+from worker_functions import die, die_once, square
 
 import phaze
 from phaze.errors import PlanError, QuestionError
+from phaze.explore import executors
 from phaze.explore.executors import Workers, open_workers
 from phaze.explore.search_result import SearchProgress
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "gap": 0.0}
-
-
-def square(value: int) -> int:
-    return value * value
-
-
-def die_once(task: tuple[int, str]) -> int:
-    """Kills its own process the first time."""
-    value, marker = task
-    if not Path(marker).exists():
-        Path(marker).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return value
 
 
 def search_tiny(**options: Any) -> phaze.SearchResult:
@@ -91,11 +80,6 @@ def test_workers_end_with_a_search_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def die(task: int) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return task
-
-
 def test_a_search_that_is_interrupted_waits_for_no_process() -> None:
     def interrupt(index: int, result: object) -> None:
         raise KeyboardInterrupt
@@ -149,7 +133,8 @@ def test_an_executor_that_cannot_be_is_refused(executor: object) -> None:
         search_tiny(executor=executor)
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error() -> None:
+def test_a_scheduler_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_DASK_TIMEOUT_S", 0.2)
     with pytest.raises(PlanError, match="no Dask scheduler answers"), open_workers("dask://127.0.0.1:1"):
         pass
 

@@ -73,7 +73,7 @@ def test_sampling_ends_when_it_has_found_enough() -> None:
 
 @pytest.mark.parametrize("gap", [0.0, 0.01])
 def test_a_trial_is_told_its_throughput_or_is_not_among_the_best_few(gap: float) -> None:
-    question = small_question([small_graph()], some_points(10, seed=3), gap=gap)
+    question = small_question([small_graph(num_layers=1)], some_points(8, seed=3), gap=gap, micro_batch_size=(1,))
     few, whole = (_Evaluator.of(question, few=count) for count in (3, 10**9))
     known: list[float] = []
     skipped = 0

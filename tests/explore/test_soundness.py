@@ -128,10 +128,17 @@ def test_progress_is_told_while_nothing_was_found() -> None:
     assert heard[-1].bound is None
 
 
-@pytest.mark.parametrize("schedules", [("1f1b", "zero-bubble"), ("1f1b", "gpipe")])
-@pytest.mark.parametrize("kind", [TimeLimitError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("kind", "schedules"),
+    [
+        (TimeLimitError, ("1f1b", "zero-bubble")),
+        (KeyboardInterrupt, ("1f1b", "gpipe")),
+        pytest.param(TimeLimitError, ("1f1b", "gpipe"), marks=pytest.mark.exhaustive),
+        pytest.param(KeyboardInterrupt, ("1f1b", "zero-bubble"), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_wherever_a_search_is_interrupted_its_bound_holds_and_every_accelerator_is_listed(
-    schedules: tuple[str, ...], kind: type[BaseException]
+    kind: type[BaseException], schedules: tuple[str, ...]
 ) -> None:
     question = small_question([tiny_model()], some_points(3, seed=2), micro_batch_size=(2,), schedule=schedules)
     reports: list[str] = []

@@ -22,11 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
     script = ROOT / "tests" / "support" / "planning_ranks.py"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, script, str(rank), str(RANKS), folder], env=environment)
-        for rank in range(RANKS)
-    ]
-    assert [process.wait() for process in processes] == [0] * RANKS
+    subprocess.run([sys.executable, script, str(RANKS), folder], env=environment, check=True)
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

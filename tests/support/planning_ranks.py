@@ -1,10 +1,15 @@
-"""One of several processes that plan together; started by the tests as `planning_ranks.py RANK RANKS FOLDER`."""
+"""Processes that plan together; started by the tests as `planning_ranks.py RANKS FOLDER`.
+
+They are forked from one that has imported torch, which takes each of them longer than planning.
+"""
 
 import json
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 from plans import QUESTION, small_cluster, small_graph
 
 import phaze
@@ -33,7 +38,7 @@ def interrupt(progress: Progress) -> None:
         raise KeyboardInterrupt
 
 
-def main(rank: int, ranks: int, folder: Path) -> None:
+def answer(rank: int, ranks: int, folder: Path) -> None:
     """Answer every case and write down what was found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = {}
@@ -47,4 +52,6 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    torch.set_num_threads(1)  # a thread pool would not survive the fork
+    count = int(sys.argv[1])
+    processes.start_processes(answer, args=(count, Path(sys.argv[2])), nprocs=count, start_method="fork")

@@ -1,6 +1,7 @@
-"""Runs the program that `plan.export("fsdp")` wrote, where phaze cannot be imported; started as `... FOLDER KIND`.
+"""Runs programs that `plan.export("fsdp")` wrote, where phaze cannot be imported; started as `... FOLDER KIND...`.
 
-Two ranks take three steps; rank 0 writes their losses, and those of one process, to FOLDER/found.json.
+For each kind of model two ranks take three steps with the program in FOLDER/KIND; rank 0 writes their losses, and those
+of one process, to FOLDER/KIND/found.json. Ranks are forked from a process that has imported torch and built the models.
 """
 
 import json
@@ -38,5 +39,12 @@ def run(rank: int, folder: Path, kind: str) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: Path, kinds: list[str]) -> None:
+    torch.set_num_threads(1)  # a thread pool would not survive the fork
+    for kind in kinds:
+        build_model(kind)  # imports what it needs
+        processes.start_processes(run, args=(folder / kind, kind), nprocs=2, start_method="fork")
+
+
 if __name__ == "__main__":
-    processes.start_processes(run, args=(Path(sys.argv[1]), sys.argv[2]), nprocs=2, start_method="spawn")
+    main(Path(sys.argv[1]), sys.argv[2:])

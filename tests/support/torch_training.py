@@ -142,17 +142,17 @@ def build_model(kind: str) -> torch.nn.Module:
         return _BUILDERS[kind]()
 
 
-def _gpt2(use_cache: bool = False) -> torch.nn.Module:
+def _gpt2(layers: int = 4, use_cache: bool = False) -> torch.nn.Module:
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=use_cache, **drops, **_IDS
+        n_layer=layers, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=use_cache, **drops, **_IDS
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(use_cache: bool = False) -> torch.nn.Module:
+def _llama(layers: int = 4, use_cache: bool = False) -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         hidden_size=32,
         intermediate_size=64,
         num_attention_heads=4,
@@ -164,10 +164,10 @@ def _llama(use_cache: bool = False) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _t5(use_cache: bool = False) -> torch.nn.Module:
+def _t5(layers: int = 2, use_cache: bool = False) -> torch.nn.Module:
     config = transformers.T5Config(
-        num_layers=2,
-        num_decoder_layers=2,
+        num_layers=layers,
+        num_decoder_layers=layers,
         d_model=32,
         d_ff=64,
         num_heads=4,
@@ -184,7 +184,7 @@ def _t5(use_cache: bool = False) -> torch.nn.Module:
 def _bert() -> torch.nn.Module:
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(
-        num_hidden_layers=4, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=96, **drops
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=96, **drops
     )
     return transformers.BertForMaskedLM(config)
 
@@ -234,13 +234,15 @@ def _mamba() -> torch.nn.Module:
 
 
 def _mixtral() -> torch.nn.Module:
-    config = transformers.MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2)
+    layer = {**_SMALL, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(**layer, num_local_experts=4, num_experts_per_tok=2)
     return transformers.MixtralForCausalLM(config)
 
 
 def _qwen2_moe() -> torch.nn.Module:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = transformers.Qwen2MoeConfig(**_SMALL, **experts, shared_expert_intermediate_size=48)
+    layer = {**_SMALL, "num_hidden_layers": 1}
+    config = transformers.Qwen2MoeConfig(**layer, **experts, shared_expert_intermediate_size=48)
     return transformers.Qwen2MoeForCausalLM(config)
 
 
@@ -260,9 +262,9 @@ def _gpt_oss() -> torch.nn.Module:
 
 
 _BUILDERS = {
-    "gpt2-cached": partial(_gpt2, use_cache=True),
-    "llama-cached": partial(_llama, use_cache=True),
-    "t5-cached": partial(_t5, use_cache=True),
+    "gpt2-cached": partial(_gpt2, layers=2, use_cache=True),
+    "llama-cached": partial(_llama, layers=2, use_cache=True),
+    "t5-cached": partial(_t5, layers=1, use_cache=True),
     "neox-cached": _neox,
     "qwen3-cached": _qwen3,
     "gemma3": _gemma3,
