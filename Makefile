@@ -3,7 +3,7 @@
 # pages with. Nothing needs root; where it is there, on Debian and Ubuntu, a missing Chromium is installed.
 
 .NOTPARALLEL:
-.PHONY: help run test test-full check package clean compiler-noted compiler-required browser-required unlinked
+.PHONY: help run test test-quick test-full check package clean compiler-noted compiler-required browser-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -13,6 +13,13 @@ MAIN_JOB ?= optimize gpt2-xl --cluster a100-80gb:8 --global-batch 512 --explain
 
 # Two workers, and the process groups that tests start, share the cores: more threads in each only wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
+
+# A file's tests run in one process and share its fixtures; files are handed out in order, those with processes first.
+PYTEST := $(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
+
+# Where no test imports torch or JAX, or starts a process that does, but in files whose names say so.
+QUICK_ROOMS := calibration_fitting cost explore hardware hooks ir place plan planner profile schedule shard solvers verify
+QUICK := $(QUICK_ROOMS:%=tests/%) $(wildcard tests/test_*.py) --ignore-glob='*_with_frameworks.py'
 
 # What an installation depends on: the project's description and version, the pinned versions, which files exist (a
 # strict editable install links every file, so their contents may change freely) and where the clone lies.
@@ -25,20 +32,24 @@ RUN_STAMP := $(or $(wildcard $(TEST_STAMP)),$(CORE_STAMP))
 UNLINKED := $(if $(wildcard build/__editable__.*),,unlinked)
 
 help:
-	@echo 'make run        install the core into .venv and run the main job (phaze $(MAIN_JOB))'
-	@echo 'make test       install everything the tests need; ruff, mypy --strict, pytest'
-	@echo 'make test-full  the same with the exhaustive versions of slow tests'
-	@echo 'make package    source distribution and wheel in dist/'
-	@echo 'make clean      remove .venv, build/ and dist/'
+	@echo 'make run         install the core into .venv and run the main job (phaze $(MAIN_JOB))'
+	@echo 'make test        install everything the tests need; ruff, mypy --strict, pytest'
+	@echo 'make test-quick  only pytest, only the rooms that need no framework: for between two edits'
+	@echo 'make test-full   make test with the exhaustive versions of slow tests'
+	@echo 'make package     source distribution and wheel in dist/'
+	@echo 'make clean       remove .venv, build/ and dist/'
 
 run: compiler-noted $(RUN_STAMP)
 	@$(VENV)/bin/phaze $(MAIN_JOB)
 
 test: compiler-required browser-required check
-	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20
+	@$(PYTEST)
+
+test-quick: $(TEST_STAMP)
+	@$(PYTEST) $(QUICK)
 
 test-full: compiler-required browser-required check
-	@$(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --durations=20 -m '' --hypothesis-profile=full
+	@$(PYTEST) -m '' --hypothesis-profile=full
 
 check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -11,7 +11,6 @@ from torch_plans import planned
 
 from phaze.errors import PlanError
 
-
 EXPORTED: dict[str, dict[str, object]] = {"gpt2": {"tp": 2, "recompute": "full"}, "uncut": {"dp": 2, "zero": 3}}
 """By kind of model: the strategy of the plan whose export is run."""
 

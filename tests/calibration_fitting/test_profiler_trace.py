@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from phaze.calibration_fitting import StepTrace, fit_trace, read_trace
 from phaze.calibration_fitting.pass_decomposition import PassParts
@@ -113,16 +112,3 @@ def test_a_trace_with_products_only_cannot_separate_matrix_from_memory() -> None
     trace = replace(traced(0.0, launches_ahead=False), vector_s=0.0)
     with pytest.raises(FormatError, match="cannot be separated"):
         fit_trace(trace, [PASS], START, name="traced")
-
-
-def test_a_real_training_step_has_products_other_kernels_and_an_update(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    path = tmp_path / "trace.json"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        model(torch.randn(32, 64)).sum().backward()
-        optimizer.step()
-    profiler.export_chrome_trace(str(path))
-    trace = read_trace(path)
-    assert min(trace.matrix_s, trace.vector_s, trace.update_s) > 0
-    assert trace.matrix_s + trace.vector_s + trace.update_s <= trace.step_s * 1.001

@@ -1,13 +1,16 @@
-"""`make` says first what a machine lacks and how to get it, and takes any Python that is new enough."""
+"""`make` says first what a machine lacks, takes any Python that is new enough, and has tests for between two edits."""
 
+import ast
+import fnmatch
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import ROOT, imported_modules
 
 TOOLS = ("sh", "make", "cat", "cksum", "find", "pwd", "sort", "tr", "rm", "touch")
 ROOMS = ("phaze_plugin", "frontends", "backends", "hooks")
@@ -109,3 +112,45 @@ def test_a_python_that_is_only_called_python3_is_taken(clone: Path, tools: Path)
     done = make(".venv/bin/python", clone, tools)
     assert done.returncode == 0, done.stderr
     assert (clone / ".venv" / "bin" / "python").exists()
+
+
+FRAMEWORKS = {"flax", "jax", "jaxlib", "torch", "transformers"}
+SLOW_ROOMS = {"backends", "commands", "frontends", "house"}
+"""Rooms that `make test-quick` leaves out: they are about frameworks, or start programs."""
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def quick_files() -> list[Path]:
+    """The files that `make test-quick` runs."""
+    command = ["make", "--dry-run", "test-quick"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in told.splitlines() if " -m pytest " in line)
+    words = shlex.split(line)
+    chosen = [ROOT / word for word in words if word.startswith("tests/")]
+    ignored = [word.partition("=")[2] for word in words if word.startswith("--ignore-glob=")]
+    files = [path for path in TEST_FILES if any(path == place or place in path.parents for place in chosen)]
+    return [path for path in files if not any(fnmatch.fnmatch(str(path), pattern) for pattern in ignored)]
+
+
+def needed_frameworks(path: Path, seen: set[Path]) -> set[str]:
+    """What a test imports of frameworks, itself or in files of tests/support that it imports or starts."""
+    text = path.read_text()
+    modules = {name.partition(".")[0] for name in imported_modules(ast.parse(text))}
+    needed = modules & FRAMEWORKS
+    for support in (ROOT / "tests" / "support").glob("*.py"):
+        if support not in seen and (support.stem in modules or support.name in text):
+            seen.add(support)
+            needed |= needed_frameworks(support, seen)
+    return needed
+
+
+def test_quick_tests_need_no_framework() -> None:
+    assert {str(path): needed for path in quick_files() if (needed := needed_frameworks(path, set()))} == {}
+
+
+def test_quick_tests_are_all_of_their_rooms_but_those_that_need_a_framework() -> None:
+    folder = ROOT / "tests"
+    fitting = [path for path in TEST_FILES if path.relative_to(folder).parts[0] not in SLOW_ROOMS]
+    assert quick_files() == [path for path in fitting if not path.stem.endswith("_with_frameworks")]
+    named = [path for path in TEST_FILES if path.stem.endswith("_with_frameworks")]
+    assert [path for path in named if not needed_frameworks(path, set())] == []

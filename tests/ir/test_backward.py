@@ -1,16 +1,13 @@
-"""The backward of a graph: by rule it equals central differences, captured ones are replaced, tied gradients split."""
+"""The backward of a graph: by rule it equals central differences, and tied gradients are split."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import jax_models
 import numpy as np
 import pytest
-import torch_models
 from graphs import TINY_CONFIGS, argument_values, graphs, tiny_graph
 from hypothesis import given
 from oracles.numpy_reference import evaluate_graph
 
-import phaze
 from phaze.errors import GraphError
 from phaze.ir import Attribute, DType, Graph, GraphBuilder, OpKind, Phase, Role, Rule
 from phaze.ir.backward import derive_backward, split_tied_gradients
@@ -223,49 +220,10 @@ def test_a_tied_parameter_has_one_gradient_per_layer() -> None:
     assert len(tied) == 2
 
 
-def captured(name: str) -> Graph:
-    if name == "torch":
-        return phaze.import_graph(torch_models.gpt2(), torch_models.FAMILIES["gpt2"].inputs())
-    stacked = name == "scan"
-    model = jax_models.gpt_scan if stacked else jax_models.gpt_loss
-    return phaze.import_graph(model, (jax_models.gpt_parameters(stacked=stacked), jax_models.tokens()))
-
-
-@pytest.mark.parametrize("name", ["torch", "jax", "scan"])
-def test_a_derived_backward_has_the_products_and_gradients_of_the_captured_one(name: str) -> None:
-    graph = captured(name)
-    derived = derive_backward(graph)
-    assert derived.is_backward_derived
-    assert "backward derived by rule" in derived.notes
-    assert derived.matmul_flops(Phase.FORWARD) == graph.matmul_flops(Phase.FORWARD)
-    assert derived.matmul_flops(Phase.BACKWARD) == graph.matmul_flops(Phase.BACKWARD)
-    assert {name for name, _ in derived.gradients} == {name for name, _ in graph.gradients}
-    assert len(derived.layers) == len(graph.layers)
-    assert len(derived.distinct_layers) == len(graph.distinct_layers)
-
-
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_derived_backward_ops_belong_to_forward_ops_of_their_layer(name: str) -> None:
-    derived = derive_backward(captured(name))
-    layer_of = derived.layer_graph.layer_of
-    for op in derived.ops_of(Phase.BACKWARD):
-        assert layer_of[op.gradient_of] == layer_of[op.id]
-
-
 def test_a_backward_that_was_derived_stays_as_it_is() -> None:
     graph = tiny_graph("gpt2").with_backward()
     assert derive_backward(graph) is graph
     assert derive_backward(tiny_graph("gpt2")) == graph
-
-
-def test_a_captured_backward_that_is_kept_says_why() -> None:
-    graph = captured("torch")
-    lossless = replace(graph, outputs=tuple(name for name in graph.outputs if graph.tensors[name].elements > 1))
-    kept = derive_backward(lossless)
-    assert kept.ops == graph.ops
-    assert not kept.is_backward_derived
-    assert "no scalar float output" in kept.why_backward_kept
-    assert any("backward kept as captured" in note and "no scalar float output" in note for note in kept.notes)
 
 
 def with_summed_gradients(graph: Graph) -> Graph:

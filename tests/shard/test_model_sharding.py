@@ -1,11 +1,10 @@
-"""Megatron's patterns are found, not coded: column then row, heads, vocabulary, sequence, experts; also on captures."""
+"""Megatron's patterns are found, not coded: column then row, heads, vocabulary, sequence, experts."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch_models
 from graphs import kept_bytes
 from sharded_layer_text import format_sharded_layer
 from sharding import A100S
@@ -14,7 +13,6 @@ import phaze
 from phaze.errors import ShardError
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode
-from phaze.ir.backward import derive_backward
 from phaze.ir.layers import single_layer
 from phaze.ir.rule import Rule
 from phaze.shard import (
@@ -27,7 +25,6 @@ from phaze.shard import (
     shard_variants,
     slice_layer,
 )
-from phaze.shard.op_splits import head_factors
 from phaze.solvers import AUTOMATIC_SOLVERS, LinearProblem, LinearResult, SolverChain, WorkLimits
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -286,31 +283,6 @@ def test_fused_columns_are_split_in_one_block_where_strides_are_not_allowed() ->
     plain = shard_model(graph, Axis(A100S, 2), replace(options, may_stride_parameters=False))
     assert strided.is_strided
     assert not any(layout.is_strided for layout in plain.parameters.values())
-
-
-@pytest.fixture(scope="module")
-def t5() -> ShardedModel:
-    family = torch_models.FAMILIES["t5"]
-    graph = phaze.import_graph(family.build(), family.inputs())
-    return shard_model(derive_backward(graph), Axis(A100S, 2))
-
-
-def test_a_t5_captured_from_torch_is_tensor_parallel(t5: ShardedModel) -> None:
-    matrices = {name: layout for name, layout in t5.parameters.items() if len(t5.graph.tensors[name].shape) == 2}
-    assert len(matrices) == 3 * (4 + 2) + 3 * (8 + 2) + 2 + 1
-    assert {layout.ways for layout in matrices.values()} == {2}
-
-
-def test_the_attention_of_a_captured_t5_is_split_by_heads(t5: ShardedModel) -> None:
-    products = [
-        (op, layer.splits[op.id])
-        for layer in t5.layers
-        for op in (*layer.problem.layer.forward, *layer.problem.layer.backward)
-        if op.kind is OpKind.CONTRACTION and head_factors(t5.graph, op)
-    ]
-    assert len(products) == (3 + 2 * 3) * 2 * 3
-    for op, split in products:
-        assert split.ways == tuple((name, 2) for name in head_factors(t5.graph, op))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Functions for worker processes: they need nothing but the standard library, so that a fresh process starts quickly."""
+"""Functions for worker processes, of the standard library only, so that a fresh process starts quickly."""
 
 import os
 import signal

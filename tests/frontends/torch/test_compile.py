@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 import torch_models as models
 
 import phaze
@@ -40,6 +41,7 @@ def test_results_and_gradients_equal_the_inner_backend_s(inner: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@torch._inductor.config.patch(compile_threads=1)  # for two small kernels no processes that compile are started
 def test_inductor_runs_by_default() -> None:
     model, x = models.Tower(1).eval(), torch.randn(5, 6, 8)
     through_phaze = gradients(torch.compile(model, backend="phaze"), x)
