@@ -8,7 +8,7 @@ from plans import checked, small_cluster
 import phaze
 from phaze.ir import Graph
 
-LENGTH, WIDTH, HEADS, LAYERS, WORDS = 512, 2048, 16, 4, 1000
+LENGTH, WIDTH, HEADS, LAYERS, WORDS = 512, 2048, 16, 2, 1000
 """Large enough that matrix products decide: small vector ops differ between the frameworks."""
 
 
