@@ -38,6 +38,8 @@ def small(*, stacked: bool = False) -> tuple[Any, tuple[Any, Any]]:
 def plan_of(dp: int, tp: int, stacked: bool = False, zero: int = 0) -> Plan:
     loss, inputs = small(stacked=stacked)
     strategy = {**FIXED, "dp": dp, "tp": tp, "zero": zero, "micro_batch_size": 16 // dp}
+    if tp > 1:
+        strategy["sequence_parallel"] = False
     return phaze.evaluate(loss, inputs, cluster=f"cpu:{dp * tp}", strategy=strategy, compares=False, **QUESTION).plan
 
 

@@ -145,6 +145,8 @@ def error(measured: Any, expected: Any) -> float:
 def forced(name: str) -> dict[str, Any]:
     """One step of a strategy that is given."""
     kind, wanted = FORCED[name]
+    if wanted["tp"] > 1:
+        wanted = {"sequence_parallel": False, **wanted}
     case = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
     if name.endswith("sequence"):

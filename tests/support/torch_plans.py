@@ -28,7 +28,19 @@ def planned(
     precision: str = "fp32",
 ) -> phaze.Plan:
     """The plan of a strategy; for ZeRO 1 and 2 in a precision with a master copy."""
-    return _planned(kind, world, tuple(strategy.items()), target, precision)
+    return _planned(kind, world, tuple(completed(world, strategy).items()), target, precision)
+
+
+def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
+    """A strategy with the plainest value for what it leaves open, so that nothing has to be searched."""
+    tp, pp = (int(str(strategy.get(name, 1))) for name in ("tp", "pp"))
+    plain: dict[str, object] = {"dp": world // (tp * pp), "tp": tp, "pp": pp, "zero": 0, "recompute": "none"}
+    plain["micro_batch_size"] = 2
+    if tp > 1:
+        plain["sequence_parallel"] = False
+    if pp > 1:
+        plain |= {"schedule": "1f1b", "chunks": 1}
+    return {**plain, **strategy}
 
 
 @functools.cache
@@ -45,7 +57,7 @@ def _planned(
         global_batch_size=8,
         precision=recipe,
         target=target,
-        strategy={"micro_batch_size": 2, **strategy},
+        strategy=strategy,
         compares=False,
     ).plan
 
