@@ -133,7 +133,8 @@ def _memory_findings(
             [plain_in_flight(schedule, pp, micro_batches, chunk_count, place, chunk) for chunk in range(chunk_count)],
         )
         is_fitting &= sum(items.values()) <= usable_bytes
-        claimed = next(stage.memory_bytes for stage in plan.stages if stage.place == place)
+        no_claim: Mapping[str, float] = {}  # no stage of the plan says that it has this place
+        claimed = next((stage.memory_bytes for stage in plan.stages if stage.place == place), no_claim)
         for item in MEMORY_ITEMS:
             yield _number_finding(f"place {place}: {item} bytes", claimed.get(item, math.nan), items[item])
     yield Finding("feasibility", str(plan.is_feasible), str(is_fitting), plan.is_feasible == is_fitting)

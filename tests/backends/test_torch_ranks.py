@@ -58,7 +58,7 @@ DEGREES: dict[int, list[Strategy]] = {
 
 
 UNFORCED = {"gpt2": 300_000, "uncut": 300_000}
-UNFORCED_IN_FULL = {"gpt2": 500_000, "llama": 600_000, "bert": 700_000, "hand-written": 400_000}
+UNFORCED_IN_FULL = {"gpt2": 400_000, "llama": 250_000, "bert": 300_000, "hand-written": 400_000}
 
 
 def full_cases(world: int) -> dict[str, Strategy]:

@@ -34,8 +34,9 @@ def planned(
 def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
     """A strategy with the plainest value for what it leaves open, so that nothing has to be searched."""
     tp, pp = (int(str(strategy.get(name, 1))) for name in ("tp", "pp"))
-    plain: dict[str, object] = {"dp": world // (tp * pp), "tp": tp, "pp": pp, "zero": 0, "recompute": "none"}
-    plain["micro_batch_size"] = 2
+    dp = world // (tp * pp)
+    plain: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "zero": 0, "recompute": "none"}
+    plain["micro_batch_size"] = 2 if dp > 1 or pp > 1 else 4  # at least two microbatches of eight samples
     if tp > 1:
         plain["sequence_parallel"] = False
     if pp > 1:

@@ -142,17 +142,17 @@ def build_model(kind: str) -> torch.nn.Module:
         return _BUILDERS[kind]()
 
 
-def _gpt2(layers: int = 4, use_cache: bool = False) -> torch.nn.Module:
+def _gpt2(use_cache: bool = False) -> torch.nn.Module:
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=use_cache, **drops, **_IDS
+        n_layer=2, n_embd=32, n_head=4, vocab_size=97, n_positions=LENGTH, use_cache=use_cache, **drops, **_IDS
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(layers: int = 4, use_cache: bool = False) -> torch.nn.Module:
+def _llama(use_cache: bool = False) -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         hidden_size=32,
         intermediate_size=64,
         num_attention_heads=4,
@@ -262,8 +262,8 @@ def _gpt_oss() -> torch.nn.Module:
 
 
 _BUILDERS = {
-    "gpt2-cached": partial(_gpt2, layers=2, use_cache=True),
-    "llama-cached": partial(_llama, layers=2, use_cache=True),
+    "gpt2-cached": partial(_gpt2, use_cache=True),
+    "llama-cached": partial(_llama, use_cache=True),
     "t5-cached": partial(_t5, layers=1, use_cache=True),
     "neox-cached": _neox,
     "qwen3-cached": _qwen3,
@@ -278,7 +278,7 @@ _BUILDERS = {
     "t5": _t5,
     "bert": _bert,
     "hand-written": HandWritten,
-    "headless": Headless,
+    "headless": partial(Headless, layers=2),
     "encoder": TorchEncoder,
     "nanogpt": NanoGpt,
     "nanogpt-indexed": NanoGpt,
