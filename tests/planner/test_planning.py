@@ -192,7 +192,8 @@ def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
         assert again.step_time_s == plan.step_time_s
 
 
-def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> None:
+@pytest.mark.parametrize("degrees", [(4,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)])
+def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest(degrees: tuple[int, ...]) -> None:
     question = {**QUESTION, "compares": False, "micro_batch_size": (2,), "tp": (1,)}
     layers = len(small_graph().layers)
     stages = (1, layers - 1)
@@ -201,7 +202,7 @@ def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest() -> Non
     rest = {"tp": 1, "micro_batch_size": 2, "stages": stages}
     every = [
         {"pp": 2, "chunks": 1, "dp": dp, "schedule": schedule, "zero": zero, "recompute": mode, **rest}
-        for dp in (1, 2, 4)
+        for dp in degrees
         for schedule in ("gpipe", "1f1b", "zero-bubble")
         for zero in ((0, 1, 2, 3) if dp > 1 else (0,))
         for mode in ("none", "selective", "full")

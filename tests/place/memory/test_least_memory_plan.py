@@ -14,7 +14,7 @@ from phaze.place.memory.least_memory_plan import least_memory
 seeds = st.integers(0, 2**32 - 1)
 
 
-@examples(40)
+@examples(20)
 @given(seeds, st.booleans())
 def test_nothing_fits_below_the_least_memory_and_something_fits_at_it(seed: int, is_stage_sharded: bool) -> None:
     problem = replace(stage_sharded_problem(seed) if is_stage_sharded else random_problem(seed), memory_margin=0.0)
