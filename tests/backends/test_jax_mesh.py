@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax_training import QUICK_COMPILER
 from repository import ROOT
 
 Results = Callable[[str], dict[str, Any]]
 
 SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "fused dp2 tp4")
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
@@ -29,7 +31,7 @@ UNFORCED = ("unforced 500 KB", "unforced 300 KB")
 
 def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
     """Run cases in one process with eight devices; what each one measured."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"{EIGHT_DEVICES} {QUICK_COMPILER}", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), *names],
         env=os.environ | flags | {"PYTHONPATH": str(ROOT / "tests")},  # where `oracles` lies

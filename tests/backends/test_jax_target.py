@@ -340,7 +340,7 @@ def test_the_exported_program_runs_where_phaze_cannot_be_imported(tmp_path: Path
     script = ROOT / "tests" / "support" / "run_exported_step.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": models.QUICK_COMPILER},
         capture_output=True,
         text=True,
     )

@@ -33,8 +33,6 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
     },
     4: {
         "gpt2 dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
-        "gpt2 pp2 tp2": {"pp": 2, "tp": 2, "recompute": "selective"},
-        "llama dp2 tp2": {"dp": 2, "tp": 2, "zero": 0},
         "llama pp2 tp2": {"pp": 2, "tp": 2, "recompute": "full"},
         "llama dp2 pp2 zero1": {"dp": 2, "pp": 2, "zero": 1, "schedule": "1f1b"},
         "llama dp2 pp2 zero2": {"dp": 2, "pp": 2, "zero": 2, "schedule": "gpipe"},
@@ -47,7 +45,6 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
     8: {
         "gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "llama dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
-        "t5 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "recompute": "full"},
     },
 }
 DEGREES: dict[int, list[Strategy]] = {
@@ -72,21 +69,22 @@ def full_cases(world: int) -> dict[str, Strategy]:
                     name = f"{kind} {words} zero{zero} {mode}"
                     cases[name] = {**degrees, "zero": zero, "recompute": mode}
     if world == 4:
+        cases["gpt2 pp2 tp2 selective"] = {"pp": 2, "tp": 2, "recompute": "selective"}
         cases["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
         cases["llama tp4"] = {"tp": 4}
         cases["hand-written pp4"] = {"pp": 4}
     return cases
 
 
-def unforced_cases(kinds: Mapping[str, int]) -> Cases:
-    """Cases of twenty steps for plans exactly as `optimize` returns them, under a limit of memory for each kind."""
+def unforced_cases(kinds: Mapping[str, int], steps: int) -> Cases:
+    """Cases of some steps for plans exactly as `optimize` returns them, under a limit of memory for each kind."""
     plans = {kind: unforced(kind, memory_bytes) for kind, memory_bytes in kinds.items()}
-    return {f"unforced {kind}": (kind, plan, 20) for kind, plan in plans.items()}
+    return {f"unforced {kind}": (kind, plan, steps) for kind, plan in plans.items()}
 
 
 @pytest.fixture(scope="module")
 def unforced_plans() -> Cases:
-    return unforced_cases(UNFORCED)
+    return unforced_cases(UNFORCED, steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +150,10 @@ def test_copies_send_the_planned_bytes(answers: dict[int, Answers], world: int, 
 
 
 def check_unforced(answers: Answers, cases: Cases) -> None:
-    """Twenty steps of plans exactly as they are returned, their losses against those of one process."""
-    for name in cases:
+    """Some steps of plans exactly as they are returned, their losses against those of one process."""
+    for name, (_, _, steps) in cases.items():
         check_equality(answers(name))
-        assert len(answers(name)["curve"]) == 20
+        assert len(answers(name)["curve"]) == steps
         assert answers(name)["curve_error"] < 1e-4
 
 
@@ -176,7 +174,7 @@ def test_plans_under_limits_of_memory_train_as_one_process_does(
 
 @pytest.mark.exhaustive
 def test_plans_of_more_models_train_as_one_process_does(tmp_path: Path) -> None:
-    cases = unforced_cases(UNFORCED_IN_FULL)
+    cases = unforced_cases(UNFORCED_IN_FULL, steps=20)
     check_unforced(run_cases(tmp_path, {8: cases})[8], cases)
 
 
