@@ -36,7 +36,7 @@ def test_optimizers_with_less_state_hold_less(optimizer: str) -> None:
     strategy = {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "micro_batch_size": 1}
     adam, other = (
         phaze.evaluate(
-            small_graph(), cluster="h100:8", strategy=strategy, optimizer=name, global_batch_size=32, compare=False
+            small_graph(), cluster="h100:8", strategy=strategy, optimizer=name, global_batch_size=32, compares=False
         ).plan
         for name in ("adamw", optimizer)
     )
