@@ -1,12 +1,17 @@
-"""What each layer of a chain adds to a stage under many strategies at once: the input of `stage_filling.py`.
+"""What each layer adds to a stage under many strategies at once: the input of `stage_filling.py`.
+
+In a graph that branches only the layers of a longest chain count (`_backbone`): a stage takes and holds at least what
+its layers of that chain do.
 
 `LayerTable.terms` computes lower bounds, so that what filling the stages proves holds for every plan:
 
 - every term is the least over recompute modes, unless it is listed per mode;
-- collectives run on the fastest links that they could use, without latencies (`LayerTable._s_per_byte`);
+- collectives over copies take what they take at least; those of several values of dp, and all others, run on the
+  fastest links that they could use, without latencies (`LayerTable._data_prices`);
 - a pass takes as long as its layers or as the collectives behind them, whichever is longer, and what of the shorter is
   not hidden; here the one that is longer over the whole model is charged for every layer (`_overlapped_over_model`),
   which is never more than a stage pays; likewise of reductions only the part that may be hidden is;
+- where the graph branches, the backward of all layers that are left out may hide the reductions of any stage;
 - a tied parameter counts for the first layer that has it, and for both ends if the first and the last layer share it
   (`_tied_parameters`); parameters that are sharded over stages do not count.
 
@@ -31,7 +36,7 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, Stage
 from phaze.place.model.stage_sums import cut_bytes
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
-from phaze.profile.layer_profile import LayerProfile
+from phaze.profile.layer_profile import LayerProfile, RecomputeMode
 
 __all__ = ["LayerTable", "build_layer_table"]
 
@@ -46,7 +51,7 @@ all strategies, and five leave a 32nd of the interval."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTable:
-    """Layers of a chain, per (tp, layer) and the least over recompute modes; empty if the graph is no chain.
+    """Layers in order, per (tp, layer) and the least over recompute modes; of a graph that branches, some of them.
 
     Attributes:
         tp_degrees: the values of tp, in the order of the first axis.
@@ -66,6 +71,8 @@ class LayerTable:
         least_cut_s: least seconds of receiving what crosses a cut on the fastest link, per tp.
         least_sent_bytes: least bytes that cross a cut between two devices, each of which sends a part of what all of
             its tp devices hold whole; per tp.
+        left_out: how many layers of the graph are not among these.
+        left_out_backward_s: their backward at its longest, per tp.
         problem: what is placed.
         network: prices of links.
         mixed_tp: values of tp at which some layer is not sliced and may lie on a single device.
@@ -88,6 +95,8 @@ class LayerTable:
     peak_bytes: FloatArray
     least_cut_s: FloatArray
     least_sent_bytes: FloatArray
+    left_out: int
+    left_out_backward_s: FloatArray
     problem: PlacementProblem
     network: Network
     mixed_tp: frozenset[int]
@@ -135,19 +144,19 @@ class LayerTable:
         ]
 
     def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
-        return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes)
+        return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes, self.left_out)
 
     def sharding(self, strategies: ParallelismTable) -> ZeroSharding:
         """What the ZeRO stage of each strategy holds and moves."""
         return ZeroSharding(self.problem.recipe, strategies.zero, strategies.dp)
 
-    def _s_per_byte(self, strategies: ParallelismTable) -> FloatArray:
-        """Seconds per byte of gather, scatter and all-reduce over the copies of each strategy, without latencies.
+    def _data_prices(self, strategies: ParallelismTable) -> FloatArray:
+        """Of gather, scatter and all-reduce over the copies of each strategy: seconds per byte, and latencies.
 
-        Of rows that stand for several values of dp: what the fewest copies move, on the fastest links.
+        Of rows that stand for several values of dp: what the fewest copies move on the fastest links, no latencies.
         """
         part = (1 - 1 / strategies.least_dp) * self.network.least_s_per_byte
-        rates = np.stack([part, part, 2 * part])
+        rates = np.stack([part, part, 2 * part, *np.zeros((3, len(part)))])
         narrow = np.flatnonzero(~strategies.is_wide)
         if not len(narrow):
             return rates
@@ -157,23 +166,23 @@ class LayerTable:
         used = (tp * dp * pp)[first].tolist()
         exact = np.array(
             [
-                self._exact_s_per_byte(key_tp, key_dp, key_depth, devices)
+                self._exact_prices(key_tp, key_dp, key_depth, devices)
                 for (key_tp, key_dp, key_depth), devices in zip(distinct.tolist(), used, strict=True)
             ]
         )
         rates[:, narrow] = exact[which.ravel()].T
         return rates
 
-    def _exact_s_per_byte(self, tp: int, dp: int, depth: int, used: int) -> tuple[float, ...]:
+    def _exact_prices(self, tp: int, dp: int, depth: int, used: int) -> tuple[float, ...]:
         """Of one tp and dp, in plans of one depth of the network; each is priced once."""
         known = self.network.rates
         strides = (tp, 1) if tp in self.mixed_tp else (tp,)
         key = (strides, dp, depth)
         if key not in known:
             kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-            known[key] = tuple(
-                min(self.network.collective(kind, dp, stride, used).s_per_byte for stride in strides) for kind in kinds
-            )
+            prices = [[self.network.collective(kind, dp, stride, used) for stride in strides] for kind in kinds]
+            rates = [min(price.s_per_byte for price in by_stride) for by_stride in prices]
+            known[key] = (*rates, *(min(price.latency_s for price in by_stride) for by_stride in prices))
         return known[key]
 
     def terms(self, strategies: ParallelismTable) -> LayerTerms:
@@ -183,9 +192,11 @@ class LayerTable:
         untied, tied = self.untied[tp_index].T, self._tied(strategies)
         parameters = untied + tied
         sharding = self.sharding(strategies)
-        gather, scatter, reduce = self._s_per_byte(strategies)
-        gathered = parameters * (sharding.gathered_bytes_per_pass * gather)
-        scattered = parameters * (sharding.scattered_bytes_per_backward * scatter)
+        gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = self._data_prices(strategies)
+        gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
+        gathered = parameters * (gathered_bytes * gather) + (parameters > 0) * (gathered_bytes > 0) * gather_latency_s
+        scattered = parameters * (scattered_bytes * scatter)
+        scattered += (parameters > 0) * (scattered_bytes > 0) * scatter_latency_s
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         overlap = self.problem.calibration.overlap
         run = _overlapped_over_model(forward, gathered, overlap)
@@ -196,7 +207,10 @@ class LayerTable:
         )
         reduction = sharding.all_reduced_bytes_per_batch * reduce + sharding.scattered_bytes_per_batch * scatter
         settled = self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather
-        finish = parameters * settled + (tied + (1 - overlap) * untied) * reduction
+        latency_s = (sharding.all_reduced_bytes_per_batch > 0) * reduce_latency_s
+        latency_s = latency_s + (sharding.scattered_bytes_per_batch > 0) * scatter_latency_s
+        reduced = untied * reduction + (untied > 0) * latency_s
+        finish = parameters * settled + tied * reduction + (1 - overlap) * reduced
         between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
         finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
@@ -209,13 +223,14 @@ class LayerTable:
             through_s=run + back,
             weight_s=np.where(is_split, _overlapped_over_model(to_weights, scattered, overlap), 0.0),
             finish_s=finish,
-            reduced_s=overlap * untied * reduction,
+            reduced_s=overlap * reduced,
             hidden_s=np.where(strategies.zero < 2, overlap * hides, 0.0),
             held_bytes=parameters * sharding.held_bytes_per_parameter,
             buffer_bytes=parameters * sharding.buffer_bytes,
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,
+            hidden_elsewhere_s=overlap * self.left_out_backward_s[tp_index],
             cut_s=np.maximum(self.least_cut_s[tp_index], between_s * self.least_sent_bytes[tp_index]),
         )
 
@@ -241,7 +256,7 @@ def build_layer_table(
     problem: PlacementProblem, space: StageSpace, network: Network, update_s: float, use_bounds: bool
 ) -> LayerTable:
     """The layers of a problem, with the profiles' values or their lower bounds."""
-    layers = range(space.layers) if space.is_chain else range(0)
+    layers = list(range(space.layers)) if space.is_chain else _backbone(space)
     value_or_bound = "bound" if use_bounds else "value"
 
     def by_mode(read: Callable[[LayerProfile], float]) -> FloatArray:
@@ -257,8 +272,8 @@ def build_layer_table(
 
     stash, peak = by_mode(lambda profile: profile.stashed_bytes), by_mode(lambda profile: profile.peak_working_bytes)
     untied = by_mode(lambda profile: profile.parameters - sum(profile.tied_parameters.values()))
-    untied[..., problem.stage_sharded_layers[list(layers)]] = 0.0
-    tied, tied_ends = _tied_parameters(problem, layers)
+    untied[..., problem.stage_sharded_layers[layers]] = 0.0
+    tied, tied_ends = _tied_parameters(problem, layers, space)
     least_cut_bytes, least_sent_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees]).T
     return LayerTable(
         tp_degrees=problem.tp_degrees,
@@ -268,6 +283,10 @@ def build_layer_table(
         peak_bytes=peak,
         least_cut_s=least_cut_bytes * network.least_s_per_byte,
         least_sent_bytes=least_sent_bytes,
+        left_out=space.layers - len(layers),
+        left_out_backward_s=_longest_backward_s(
+            problem, [layer for layer in range(space.layers) if layer not in layers]
+        ),
         forward_s=seconds("forward_s").min(axis=0),
         input_s=seconds("backward_input_s").min(axis=0),
         weight_s=seconds("backward_weight_s").min(axis=0),
@@ -278,34 +297,59 @@ def build_layer_table(
         working_bytes=peak.min(axis=0),
         problem=problem,
         network=network,
-        mixed_tp=frozenset(tp for tp in problem.tp_degrees if _is_mixed(problem, tp, layers)),
+        mixed_tp=frozenset(tp for tp in problem.tp_degrees if _is_mixed(problem, tp)),
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
 
 
-def _is_mixed(problem: PlacementProblem, tp: int, layers: range) -> bool:
+def _backbone(space: StageSpace) -> list[int]:
+    """The most layers of which each stands behind the one before, in their order."""
+    inside = space.inside.astype(np.int64)
+    needs = (inside.T @ (1 - inside)) == 0  # per (later, earlier): never placed without the earlier one
+    np.fill_diagonal(needs, val=False)
+    longest: dict[int, list[int]] = {}  # per layer, the longest chain that ends with it
+    for layer in np.argsort(needs.sum(axis=1), kind="stable").tolist():
+        before = max((longest[earlier] for earlier in np.flatnonzero(needs[layer]).tolist()), key=len, default=[])
+        longest[layer] = [*before, layer]
+    return max(longest.values(), key=len)
+
+
+def _longest_backward_s(problem: PlacementProblem, layers: list[int]) -> FloatArray:
+    """Per tp: seconds of backward of some layers, each with the mode in which it takes longest."""
+
+    def backward_s(layer: int, tp: int, mode: RecomputeMode) -> float:
+        profile = problem.profile(layer, tp, mode)
+        return float((profile.backward_input_s.value + profile.backward_weight_s.value)[problem.accelerator])
+
+    modes = problem.choices.recompute
+    longest = [[max(backward_s(layer, tp, mode) for mode in modes) for layer in layers] for tp in problem.tp_degrees]
+    return np.asarray(np.array(longest).reshape(len(problem.tp_degrees), -1).sum(axis=1))
+
+
+def _is_mixed(problem: PlacementProblem, tp: int) -> bool:
     """Whether a stage of layers that are not sliced at this tp may take a single device."""
     mode = problem.choices.recompute[0]
     return problem.capabilities.allows_mixed_tp and not all(
-        problem.profile(layer, tp, mode).is_tensor_parallel for layer in layers
+        problem.profile(layer, tp, mode).is_tensor_parallel for layer in range(len(problem.graph.layers))
     )
 
 
-def _tied_parameters(problem: PlacementProblem, layers: range) -> tuple[FloatArray, FloatArray]:
+def _tied_parameters(problem: PlacementProblem, layers: list[int], space: StageSpace) -> tuple[FloatArray, FloatArray]:
     """`LayerTable.tied` per (tp, layer), and `LayerTable.tied_ends` per (first or last, tp)."""
     tied, ends = np.zeros((len(problem.tp_degrees), len(layers))), np.zeros((2, len(problem.tp_degrees)))
     if not layers or problem.stage_sharded_layers.any():
         return tied, ends
-    for name, members in problem.graph.ties.items():
-        for row, tp in enumerate(problem.tp_degrees):
-            sizes = {
-                layer: problem.profile(layer, tp, problem.choices.recompute[0]).tied_parameters.get(name, 0.0)
+    for name, all_members in problem.graph.ties.items():
+        members = [layer for layer in layers if layer in all_members]
+        for row, tp in enumerate(problem.tp_degrees if members else ()):
+            sizes = [
+                problem.profile(layer, tp, problem.choices.recompute[0]).tied_parameters.get(name, 0.0)
                 for layer in members
-            }
-            tied[row, min(members)] += sizes[min(members)]
-            if {0, layers[-1]} <= set(members) and len(layers) > 1:
-                ends[:, row] += sizes[0], sizes[layers[-1]]
+            ]
+            tied[row, layers.index(members[0])] += sizes[0]
+            if space.is_chain and len(layers) > 1 and (members[0], members[-1]) == (layers[0], layers[-1]):
+                ends[:, row] += sizes[0], sizes[-1]
     return tied, ends
 
 
@@ -318,7 +362,7 @@ def _least_cut_bytes(problem: PlacementProblem, space: StageSpace, tp: int) -> t
     return float(cut.min()), float((cut - whole * (1 - 1 / tp)).min())
 
 
-def _recompute_prices(problem: PlacementProblem, tp: int, layers: range) -> list[float]:
+def _recompute_prices(problem: PlacementProblem, tp: int, layers: list[int]) -> list[float]:
     """For each recompute mode after the first: what it costs over the one before it per byte of stash saved."""
     prices = []
     for before, after in pairwise(problem.choices.recompute):

@@ -1,4 +1,4 @@
-"""A quick proof that a strategy cannot beat a target time, on chains: fill the stages from the front and count them.
+"""A quick proof that a strategy cannot beat a target time: fill the stages of a chain from the front and count them.
 
 Let m be the microbatches per pipeline, S the number of stages, F and t a stage's forward seconds and forward plus
 backward seconds, lead(p) the seconds of the layers before layer p, W the t of all layers, and n = min(m, S-s) - 1.
@@ -59,6 +59,7 @@ class LayerTerms:
         again_s: recompute, per (mode, layer, strategy).
         stash_bytes: likewise.
         working_bytes: likewise.
+        hidden_elsewhere_s: backward of layers that are left out, which may hide reductions too, per strategy.
         cut_s: receiving what crosses the cheapest cut, per strategy.
     """
 
@@ -73,6 +74,7 @@ class LayerTerms:
     again_s: FloatArray
     stash_bytes: FloatArray
     working_bytes: FloatArray
+    hidden_elsewhere_s: FloatArray
     cut_s: FloatArray
 
 
@@ -103,10 +105,14 @@ class StageFilling:
     what that stage may take.
     """
 
-    def __init__(self, strategies: ParallelismTable, terms: LayerTerms, usable_bytes: float) -> None:
+    def __init__(
+        self, strategies: ParallelismTable, terms: LayerTerms, usable_bytes: float, layers_left_out: int = 0
+    ) -> None:
         self.terms, self.usable_bytes, self.modes = terms, usable_bytes * (1 + GREEDY_MARGIN), len(terms.again_s)
         self.schedule = SCHEDULES[int(strategies.schedule[0])]
         self.micro_batches, self.pp = strategies.micro_batches.astype(float), strategies.pp.astype(float)
+        # Before each stage there may be others that have only layers which are left out here.
+        self.stages_between = layers_left_out
         self.layer_peaks = terms.working_bytes + terms.stash_bytes
         needed_s = self._needed_recompute_s()
         self.terms = terms = replace(terms, through_s=terms.through_s + needed_s, again_s=terms.again_s - needed_s)
@@ -144,7 +150,8 @@ class StageFilling:
         self.used, self.is_dead = np.ones(count), np.zeros(count, dtype=bool)
         end_s = target_s * (1 + GREEDY_MARGIN)
         # U for constraint (1), and U - z for the others; what is left of both when a stage begins.
-        self.ends_s = np.stack([end_s, end_s - terms.finish_s[0] - terms.reduced_s[0] - terms.weight_s[0]])
+        exposed_s = np.maximum(terms.reduced_s[0] - terms.hidden_elsewhere_s, 0.0)
+        self.ends_s = np.stack([end_s, end_s - terms.finish_s[0] - exposed_s - terms.weight_s[0]])
         self.left_s = self.ends_s.copy()
         self.spare_s = self.ends_s[1] - self.whole_s - (self.pp - 1) * (terms.cut_s + self.returned_s)
         for layer in range(len(terms.run_s)):
@@ -187,7 +194,7 @@ class StageFilling:
             case PipelineSchedule.ZERO_BUBBLE:
                 flight = np.minimum(self.micro_batches, self.pp)
             case _:
-                flight = stages_left
+                flight = np.maximum(np.minimum(stages_left, self.pp - self.used + 1 - self.stages_between), 1)
         most_s = self._most_more_s(stages_left - 1)
         over = self.given_back_s[layer] > most_s
         room = self.usable_bytes - self.sums.held_bytes - self.buffer_bytes
@@ -200,11 +207,11 @@ class StageFilling:
         """How long the stage may recompute or wait for what it gets back, by constraints (1) to (4) in turn."""
         micro_batches, sums, spare_s = self.micro_batches, self.sums, self.spare_s
         stay_s, return_s = self.left_s
-        stay_s = stay_s - sums.finish_s - self.exposed_s
+        stay_s = stay_s - sums.finish_s - np.maximum(self.exposed_s - self.terms.hidden_elsewhere_s, 0.0)
         late = 0.0
         if self.schedule is PipelineSchedule.ZERO_BUBBLE:
             stay_s = stay_s - micro_batches * sums.weight_s
-            late = np.maximum(micro_batches - self.used, 0) * sums.weight_s
+            late = np.maximum(micro_batches - self.used - self.stages_between, 0) * sums.weight_s
         most_s = np.minimum(stay_s, return_s - late) / micro_batches
         if self.schedule is PipelineSchedule.GPIPE:
             most_s = np.minimum(most_s, _over(spare_s, micro_batches - 1))

@@ -334,7 +334,7 @@ def _search_group(
     The strategies are returned with their bounds; rows that were split are infinite and stand before their parts.
     """
     least_s = float(strategies.bound_s.min())
-    if math.isinf(progress.cutoff_s) and prepared.space.is_chain and not proves:
+    if math.isinf(progress.cutoff_s) and not proves:
         _try_likely(prepared, strategies, progress)
     cutoff_s = min(progress.cutoff_s, enough_s)
     targets: tuple[float, ...] = _TARGETS[1:] if proves else _TARGETS
@@ -435,10 +435,8 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
 
     A strategy that provably does not beat the target gets at least the target as its bound.
     """
-    if not prepared.space.is_chain:
-        return strategies.bound_s
     bounds, layer_table = strategies.bound_s.copy(), prepared.layer_table
-    interleaved = np.flatnonzero(strategies.chunks > 1)
+    interleaved = np.flatnonzero((strategies.chunks > 1) & prepared.space.is_chain)
     closed_form_s = interleaved_closed_form_s(layer_table, strategies.take(interleaved))
     bounds[interleaved] = np.maximum(bounds[interleaved], closed_form_s)
     refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
