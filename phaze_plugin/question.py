@@ -48,6 +48,7 @@ __all__ = [
     "QuestionOptions",
     "ask",
     "content_hash",
+    "default_notes",
     "hash_graph",
     "marks_batch",
     "settled_cluster",
@@ -259,7 +260,7 @@ def ask(
     batch_size = options.get("global_batch_size")
     if batch_size is None:
         batch_size = SAMPLES_PER_DEVICE * cluster.device_count
-        notes.append(f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {batch_size}, is assumed")
+        notes.append(_assumed_batch_note(cluster))
     batch_size = _positive("global_batch_size", batch_size)
     calibration = options.get("calibration")
     if calibration is None and (reason := why_ideal(cluster.accelerator)):
@@ -285,6 +286,17 @@ def ask(
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
+
+
+def default_notes(cluster: Cluster) -> frozenset[str]:
+    """The notes that a question has on a cluster only because something was not given."""
+    reason = why_ideal(cluster.accelerator)
+    return frozenset({_assumed_batch_note(cluster), *([reason] if reason else [])})
+
+
+def _assumed_batch_note(cluster: Cluster) -> str:
+    batch_size = SAMPLES_PER_DEVICE * cluster.device_count
+    return f"no global_batch_size was given: {SAMPLES_PER_DEVICE} per device, {batch_size}, is assumed"
 
 
 def _check_options(options: QuestionOptions) -> None:

@@ -27,7 +27,7 @@ from phaze.planner.plan_building import MEMORY_ITEMS, build_plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
-from phaze.question import Question
+from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.saved_plan import differences, question_for, strategy_with_stages
@@ -161,6 +161,11 @@ def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dic
     }
 
 
+def _without_notes(plan: Plan, left_out: frozenset[str]) -> Plan:
+    notes = tuple(note for note in plan.provenance.notes if note not in left_out)
+    return replace(plan, provenance=replace(plan.provenance, notes=notes))
+
+
 def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch: Watch) -> Iterator[Finding]:
     """Every number of the plan against that of the question asked again."""
     left_out: tuple[str, ...] = _RUN
@@ -169,7 +174,9 @@ def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch:
         again, left_out = build_plan(question, replace(answer, question=question)), _SEARCHED
     else:
         again = plan_for(question.with_strategy(plan.question.strategy), watch, explain=plan.is_explained)
-    claimed, derived = _leaves(plan, left_out), _leaves(again, left_out)
+    # Asked again, everything is given: notes that say what was not given the first time are no difference.
+    assumed = default_notes(question.cluster)
+    claimed, derived = (_leaves(_without_notes(either, assumed), left_out) for either in (plan, again))
     wrong = [
         path for path in dict.fromkeys((*claimed, *derived)) if not _is_equal(claimed.get(path), derived.get(path))
     ]

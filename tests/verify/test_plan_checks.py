@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from designs import tiny_model
-from plans import small_graph, small_plan
+from plans import small_cluster, small_graph, small_plan
 
 import phaze
 from phaze.errors import PhazeError
@@ -82,6 +82,12 @@ def test_a_good_plan_holds() -> None:
     assert "step time, simulated plainly" in names
     assert "feasibility" in names
     assert "every number, asked again" in names
+
+
+def test_a_plan_for_which_batch_and_calibration_were_assumed_holds() -> None:
+    plan = phaze.optimize(small_graph(), cluster=small_cluster(), micro_batch_size=(1,), tp=(1,))
+    assert any("no global_batch_size was given" in note for note in plan.provenance.notes)
+    assert [finding for finding in check_plan(plan, small_graph()) if not finding.holds] == []
 
 
 @pytest.mark.parametrize("path", SOME, ids=str)
