@@ -21,7 +21,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["KEPT_GROUPS", "Copy", "Entry", "Irregular", "Repeat", "add_copies"]
+__all__ = ["FORWARD", "KEPT_GROUPS", "Copy", "Entry", "Irregular", "Repeat", "add_copies"]
+
+FORWARD = "forward"
+"""The section of a trace in which operators run forward: every repeat must be swept over there."""
 
 KEPT_GROUPS = 5
 """How many groups of a run are traced: one at each end, which may differ, and three inside, which must be equal. Two
@@ -156,6 +159,9 @@ def _find_sweeps(entries: Sequence[Entry], repeats: Sequence[Repeat]) -> list[_S
             visited[-1] = visited[-1]._replace(last=index)
         else:
             visited.append(_Stretch(group, index, index))
+    for number, repeated in enumerate(repeats):
+        if (number, FORWARD) not in stretches:
+            raise Irregular(f"no operator says that it runs in a block of {repeated.path}")
     sweeps = []
     for (repeat, section), visited in stretches.items():
         for start in range(0, len(visited), KEPT_GROUPS):

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from phaze.frontends.torch.block_copies import KEPT_GROUPS, Copy, Entry, Irregular, Repeat, add_copies
+from phaze.frontends.torch.block_copies import FORWARD, KEPT_GROUPS, Copy, Entry, Irregular, Repeat, add_copies
 from phaze.frontends.torch.capture import Argument, Capture, capture_loss
 from phaze.frontends.torch.fake_model import LossCall, path_in_model
-from phaze.frontends.torch.trial_run import BACKWARD, BUFFER, FORWARD, GRADIENT, PARAMETER, TrialRun, run_trial
+from phaze.frontends.torch.trial_run import BACKWARD, BUFFER, GRADIENT, PARAMETER, TrialRun, run_trial
 
 __all__ = ["capture_repeated", "choose_repeats", "find_containers", "shortened"]
 

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phaze.errors import ImportModelError
-from phaze.frontends.torch.block_copies import Entry
+from phaze.frontends.torch.block_copies import FORWARD, Entry
 from phaze.frontends.torch.fake_model import LossCall, as_exported
 
 __all__ = ["OperatorShapes", "TrialRun", "run_trial"]
@@ -27,15 +27,8 @@ __all__ = ["OperatorShapes", "TrialRun", "run_trial"]
 OperatorShapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Every operator that ran, in order, with the shapes of its results."""
 
-PARAMETER, BUFFER, INPUT, FORWARD, BACKWARD, GRADIENT = (
-    "parameter",
-    "buffer",
-    "input",
-    "forward",
-    "backward",
-    "gradient",
-)
-"""The sections of a record: its arguments, the operators that run forward and backward, and what was asked for."""
+PARAMETER, BUFFER, INPUT, BACKWARD, GRADIENT = "parameter", "buffer", "input", "backward", "gradient"
+"""The sections of a record besides the forward: its arguments, the backward's operators, and what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

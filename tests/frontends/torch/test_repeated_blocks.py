@@ -237,3 +237,9 @@ def test_a_block_inside_that_does_something_else_is_refused() -> None:
     entries[8] = replace(entries[8], key="another")
     with pytest.raises(Irregular, match="differ"):
         add_copies(entries, [Repeat(path="blocks", first=0, period=1, groups=9)])
+
+
+def test_a_trace_that_does_not_say_in_which_blocks_it_runs_is_refused() -> None:
+    entries = [replace(entry, names=() if entry.section == "forward" else entry.names) for entry in chain_of(5)]
+    with pytest.raises(Irregular, match="no operator says"):
+        add_copies(entries, [Repeat(path="blocks", first=0, period=1, groups=9)])
