@@ -138,6 +138,15 @@ class ConfigFields:
             )
         return hidden // heads
 
+    def key_value_heads(self, heads: int, default: int, name: str = "num_key_value_heads") -> int:
+        """How many keys and values the query heads share: a divisor of their number."""
+        shared = self.size(name, default=default)
+        if heads % shared:
+            raise ImportModelError(
+                f"{self.where}: {heads} attention heads cannot share {shared} key/value heads ({name}): not a multiple."
+            )
+        return shared
+
     def activation(self, name: str, default: str) -> str:
         """The function of the graph that the field of this name, or the default, stands for."""
         activation = self.text(name, default)

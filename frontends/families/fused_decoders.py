@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from phaze.errors import ImportModelError
 from phaze.frontends.families.config_fields import ConfigFields
 from phaze.frontends.families.transformer_writer import Attention, TransformerWriter
 from phaze.ir import GraphBuilder, OpKind
@@ -49,7 +48,7 @@ def write_phi(fields: ConfigFields, builder: GraphBuilder) -> str:
     """Phi 1, 1.5 and 2: one norm for both branches, biases everywhere."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     writer = TransformerWriter.for_config(fields, builder, i=hidden, f=fields.size("intermediate_size"))
-    attention = _attention(fields, hidden, heads)
+    attention = _attention(fields, hidden, heads, fields.key_value_heads(heads, heads))
     norm = _layer_norm(fields, writer, "layer_norm_eps")
     drop, activation = fields.number("resid_pdrop", 0), fields.activation("hidden_act", "gelu_new")
     tables = writer.rotary_tables(attention.head_size)
@@ -146,7 +145,7 @@ def write_falcon(fields: ConfigFields, builder: GraphBuilder) -> str:
         y = norm(f"{path}.{'ln_attn' if has_two_norms else 'input_layernorm'}", x)
         z = norm(f"{path}.ln_mlp", x) if has_two_norms else y
         root = f"{path}.self_attention"
-        y = _falcon_attention(writer, root, y, attention, positions, bias=bias, is_new=is_new)
+        y = _falcon_attention(writer, root, y, attention, positions, bias)
         y = writer.dropout(root, y, drop)
         x = writer.residual(path, x, y)
         z = z if is_parallel else norm(f"{path}.post_attention_layernorm", x)
@@ -159,10 +158,7 @@ def write_falcon(fields: ConfigFields, builder: GraphBuilder) -> str:
 
 def _falcon_groups(fields: ConfigFields, heads: int, is_new: bool) -> int | None:
     if is_new:
-        groups = fields.size("num_kv_heads", default=heads)
-        if heads % groups:
-            raise ImportModelError(f"{fields.where}: {heads} attention heads cannot share num_kv_heads={groups} keys.")
-        return groups
+        return fields.key_value_heads(heads, heads, "num_kv_heads")
     return 1 if fields.flag("multi_query", True) else None
 
 
@@ -172,21 +168,18 @@ def _falcon_attention(
     x: str,
     attention: Attention,
     positions: tuple[str, ...],
-    *,
     bias: bool,
-    is_new: bool,
 ) -> str:
     """`positions` are two tables of rotations, or one of what distance adds to scores."""
     sizes, query_dims, g = attention.sizes, attention.query_dims, attention.key_dims
     groups, shared = sizes["g"], sizes["r"]
-    if not is_new and groups == attention.heads:
+    if groups == attention.heads:
         query, key, value = _interleaved(writer, path, x, attention, bias)
     else:
         # Rows of the weight are (group, its query heads and its key and value, d).
         rows = shared + 2
         text = "b s i, (g x d) i -> b s g x d"
         y = writer.linear(f"{path}.query_key_value", x, text, bias=bias, sizes={**sizes, "x": rows})
-        query_dims, g = "g r", "g"
         query = writer.slice(path, y, f"b s g r@{rows} d -> b s g r d", 0, sizes)
         key, value = (
             writer.op(
@@ -202,10 +195,6 @@ def _falcon_attention(
             )[0]
             for offset, name in enumerate(("key", "value"))
         )
-    if attention.query_dims == "h" and query_dims == "g r":
-        raise ImportModelError(
-            "a Falcon of the new architecture shares keys; its num_kv_heads must be fewer than heads."
-        )
     slopes = None
     if len(positions) == 2:
         query = writer.rotary(f"{path}.query", query, query_dims, (positions[0], positions[1]), attention)
@@ -218,8 +207,7 @@ def _falcon_attention(
 
 def _attention(fields: ConfigFields, hidden: int, heads: int, groups: int | None = None) -> Attention:
     size, dropout = fields.head_size(hidden, heads), fields.number("attention_dropout", 0)
-    key_value_heads = groups or fields.size("num_key_value_heads", default=heads)
-    return Attention(heads=heads, key_value_heads=key_value_heads, head_size=size, dropout=dropout)
+    return Attention(heads=heads, key_value_heads=groups, head_size=size, dropout=dropout)
 
 
 def _layer_norm(fields: ConfigFields, writer: TransformerWriter, epsilon: str) -> partial[str]:

@@ -161,12 +161,8 @@ def _norm_of(fields: ConfigFields, writer: TransformerWriter, relative: Relative
 
 def _read_attention(fields: ConfigFields, hidden: int, relative: Relative) -> Attention:
     heads = fields.size("num_attention_heads")
-    key_value_heads = fields.size("num_key_value_heads", default=relative.key_value_heads or heads)
+    key_value_heads = fields.key_value_heads(heads, relative.key_value_heads or heads)
     size = fields.head_size(hidden, heads)
-    if heads % key_value_heads:
-        raise ImportModelError(
-            f"{heads} attention heads cannot share {key_value_heads} key/value heads: not a multiple."
-        )
     if size % 2:
         raise ImportModelError(
             f"{fields.where}: rotary positions rotate pairs, so heads of size {size} are not possible."

@@ -283,7 +283,11 @@ def test_a_head_size_of_its_own_need_not_divide_the_hidden_size() -> None:
     [
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 4 experts"),
         ("deepseek_v3", {"n_group": 3}, "2 of 4 experts cannot be chosen from topk_group=1 of n_group=3 groups"),
-        ("falcon with groups", {"num_kv_heads": 3}, "4 attention heads cannot share num_kv_heads=3"),
+        (
+            "falcon with groups",
+            {"num_kv_heads": 3},
+            "4 attention heads cannot share 3 key/value heads",
+        ),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ("gemma2", {"layer_types": ["full_attention", "some"]}, "layer_types has 'some'"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1; expected a positive number"),
