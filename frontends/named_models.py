@@ -305,6 +305,7 @@ _MIXTURES_AND_STATE_SPACES: Mapping[str, Config] = {
         2048,
         10944,
         16,
+        q_lora_rank=None,
         n_routed_experts=64,
         n_shared_experts=2,
         num_experts_per_tok=6,

@@ -92,8 +92,9 @@ def _read_attention(fields: ConfigFields) -> tuple[Attention, dict[str, int]]:
         dropout=fields.number("attention_dropout", 0),
     )
     sizes = {"n": plain, "p": rotated, "l": fields.size("kv_lora_rank", default=512)}
-    if fields.has("q_lora_rank"):
-        sizes["y"] = fields.size("q_lora_rank")
+    # A config without the field has the reference's latent; null stands for queries without one.
+    if fields.values.get("q_lora_rank", 1536) is not None:
+        sizes["y"] = fields.size("q_lora_rank", default=1536)
     return attention, sizes
 
 

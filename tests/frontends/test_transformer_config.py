@@ -263,6 +263,14 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     assert all(op.attribute("window") is None for op in graph.ops)
 
 
+def test_a_latent_of_queries_is_the_reference_s_unless_it_is_null() -> None:
+    config = {key: value for key, value in ALL_TINY_CONFIGS["deepseek_v3"].items() if key != "q_lora_rank"}
+    graph = graph_from_config(config, name="whole", sequence_length=8)
+    assert graph.tensors["model.layers.0.self_attn.q_a_proj.weight"].shape == (1536, 12)
+    graph = graph_from_config({**config, "q_lora_rank": None}, name="none", sequence_length=8)
+    assert graph.tensors["model.layers.0.self_attn.q_proj.weight"].shape == (18, 12)
+
+
 def test_the_multi_token_head_adds_a_block_three_norms_and_a_linear_map() -> None:
     config = {**ALL_TINY_CONFIGS["deepseek_v3"], "with_multi_token_heads": True, "num_hidden_layers": 2}
     graph = graph_from_config(config, name="mtp", sequence_length=8)
