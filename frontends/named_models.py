@@ -203,7 +203,6 @@ _ENCODERS: Mapping[str, Config] = {
     "whisper-large-v3": _whisper(32, 1280, 20, 128, 51866),
     "t5-large": _t5(24, 1024, 4096, 16, 64),
     "t5-11b": _t5(24, 1024, 65536, 128, 128),
-    "flan-t5-xxl": _t5(24, 4096, 10240, 64, 64, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "ul2": _t5(32, 4096, 16384, 16, 256, feed_forward_proj="gated-silu"),
 }
 

@@ -20,7 +20,8 @@ def write_t5(fields: ConfigFields, builder: GraphBuilder) -> str:
     encoded = _write_stack(fields, writer, "encoder", layers)
     x = _write_stack(fields, writer, "decoder", fields.count("num_decoder_layers", default=layers), encoded)
     tied = fields.tied_table("shared.weight", True)
-    if tied:
+    # transformers 5 ties the logits always, and keeps in this field whether the config did.
+    if tied and fields.flag("scale_decoder_outputs", True):
         x = writer.scale("lm_head", x, hidden**-0.5)
     return writer.head("lm_head", x, writer.batch("labels"), tied_to=tied)
 
