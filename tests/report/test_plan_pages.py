@@ -108,6 +108,8 @@ def test_marks_tell_their_numbers_to_pointer_and_keyboard(
         tip = page.locator("#tip")
         page.locator("#memory-chart g[aria-label=bar] rect").first.hover()
         assert re.fullmatch(r"place 0: parameters [\d.]+ GiB\nin all [\d.]+ GiB", tip.text_content() or "")
+        page.keyboard.press("Escape")
+        assert tip.is_hidden()
         page.mouse.move(0, 0)  # the focus scrolls the page: a pointer that rests may come to lie on another mark
         page.locator("#landscape-chart svg").focus()
         page.keyboard.press("ArrowRight")

@@ -30,6 +30,8 @@ const page = (() => {
     tip.style.top = `${above ? y - box.height - 12 : y + 18}px`;
   };
   const hideTip = () => { tip.hidden = true; };
+  // Whatever has the focus: a tip that the pointer called up must be dismissible, too.
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
 
   // A chart draws itself into its place, again whenever the width or the theme changes.
   const chart = (name, draw) => {
