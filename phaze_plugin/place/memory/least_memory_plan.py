@@ -245,7 +245,7 @@ def _least_interleaved_peak(
     """
     cluster = prepared.problem.cluster
     roomy = replace(cluster, accelerator=replace(cluster.accelerator, hbm_bytes=LARGEST_BYTES))
-    candidates = prepared.with_cluster(roomy).candidates(parallelism, np.inf)
+    candidates = prepared.with_cluster(roomy).candidates(parallelism, np.inf, keeps_all_modes=True)
     states = prepared.space.states
     bounds = _InterleavedPeaks(candidates, parallelism, prepared.micro_batches(parallelism), states)
     search = StageSearch(

@@ -95,8 +95,13 @@ def build_candidates(
     costs: StageCosts,
     parallelism: Parallelism,
     listed: IntArray,
+    *,
+    keeps_all_modes: bool = False,
 ) -> CandidateStages:
-    """The candidates of one strategy; ``listed`` are the stages of the space that ``costs`` describes."""
+    """The candidates of one strategy; ``listed`` are the stages of the space that ``costs`` describes.
+
+    ``keeps_all_modes`` is for those who look for little memory: to them no mode is dominated by a quicker one.
+    """
     forward, backward = costs.forward_s, costs.backward_s
     weight, exposed = costs.weight_s, costs.exposed_s
     held, scratch, stash = costs.memory.held_bytes, costs.memory.scratch_bytes, costs.memory.stashed_bytes
@@ -104,7 +109,9 @@ def build_candidates(
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(room >= 0, np.where(stash > 0, np.floor(room / stash), np.inf), -1.0)
     times = (forward, backward, weight, exposed)
-    if parallelism.chunks > 1:
+    if keeps_all_modes:
+        dominated = np.zeros(forward.shape, dtype=bool)
+    elif parallelism.chunks > 1:
         dominated = _dominated_chunks(problem, parallelism, costs, times)
     else:
         dominated = _dominated(problem, parallelism, most, times)

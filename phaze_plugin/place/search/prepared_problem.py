@@ -144,7 +144,9 @@ class PreparedProblem:
             self.programs[key] = compile_order(pipeline_order(*key))
         return self.programs[key]
 
-    def candidates(self, parallelism: Parallelism, cutoff_s: float) -> CandidateStages:
+    def candidates(
+        self, parallelism: Parallelism, cutoff_s: float, *, keeps_all_modes: bool = False
+    ) -> CandidateStages:
         """The stages to choose from under a strategy, without those that alone take longer than the cutoff.
 
         Interleaved pipelines have chunks of nearly equal length.
@@ -155,7 +157,9 @@ class PreparedProblem:
             is_listed &= np.isin(self.space.sizes, chunk_sizes(self.space.layers, parallelism.stages))
         stages = np.flatnonzero(is_listed)
         costs = self.stage_costs(parallelism, stages)
-        return build_candidates(self.problem, self.space, sums, costs, parallelism, stages)
+        return build_candidates(
+            self.problem, self.space, sums, costs, parallelism, stages, keeps_all_modes=keeps_all_modes
+        )
 
     def single_device_stages(self, parallelism: Parallelism) -> SingleDeviceStages | None:
         """How many stages take a single device so that the devices suffice; None if they cannot be divided so.
