@@ -91,9 +91,11 @@ class LayerProfile:
         outputs: tensors that other layers read.
         is_tensor_parallel: whether the layer is sliced at this tp.
         tied_parameters: how many of the parameters are shared with other layers, by the name of the tie.
+        expert_parameters: how many of the trained parameters on this device belong to experts that are divided over ep
+            devices; no parameter of an expert is tied.
 
     Raises:
-        PlacementError: a size is negative, infinite or NaN.
+        PlacementError: a size is negative, infinite or NaN, or experts have more parameters than the layer.
     """
 
     forward_s: Bounded
@@ -106,10 +108,12 @@ class LayerProfile:
     outputs: tuple[BoundaryTensor, ...] = ()
     is_tensor_parallel: bool = False
     tied_parameters: Mapping[str, float] = field(default_factory=dict)
+    expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         sizes = {
+            "expert_parameters": self.expert_parameters,
             "stashed_bytes": self.stashed_bytes,
             "peak_working_bytes": self.peak_working_bytes,
             **{f"parameter_bytes[{dtype}]": size for dtype, size in self.parameter_bytes.items()},
@@ -119,6 +123,11 @@ class LayerProfile:
         for name, size in sizes.items():
             if not (np.isfinite(size) and size >= 0):
                 raise PlacementError(f"{name} is {size}; expected a finite number of at least 0.")
+        if self.expert_parameters > self.parameters * (1 + CLAIM_MARGIN):
+            raise PlacementError(
+                f"expert_parameters is {self.expert_parameters}; expected at most the {self.parameters} parameters "
+                "that are trained on the device."
+            )
 
     @property
     def parameters(self) -> float:

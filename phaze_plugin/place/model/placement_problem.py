@@ -37,6 +37,9 @@ class PlacementProblem:
         overlaps_reduction: whether gradients are reduced while backward still runs.
         calibration: how far links and memory stay behind their ideal.
         accelerator: which entry of the profiles' accelerator axis to place.
+        cp: devices that each sequence is split over, in every profile: seconds include the collectives inside of
+            layers, and sizes are those of one device.
+        ep: devices that experts are divided over, likewise; a divisor of dp x cp in every strategy.
 
     Raises:
         PlacementError: a count, a margin or a choice cannot be, a profile is missing, or no layer is sliced at any tp.
@@ -55,9 +58,14 @@ class PlacementProblem:
     overlaps_reduction: bool = True
     calibration: Calibration = IDEAL
     accelerator: int = 0
+    cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         """Check counts, choices and profiles."""
+        for name in ("cp", "ep"):
+            if getattr(self, name) < 1:
+                raise PlacementError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if self.micro_batches < 1:
             raise PlacementError(f"micro_batches is {self.micro_batches}; expected at least 1.")
         if not 0 <= self.memory_margin < 1:
