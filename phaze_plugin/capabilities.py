@@ -27,7 +27,10 @@ class Capabilities:
     as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
     equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
-    `allows_mixed_sequences`: sequences may be split between or inside of some layers only.
+    `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
+    (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
+    between the parts) are axes that it has. `product_dtypes` are the quantized types, such as fp8, that it runs
+    products in.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -43,6 +46,10 @@ class Capabilities:
     allows_uneven_sequences: bool = False
     allows_mixed_sequences: bool = False
     allows_strided_parameters: bool = False
+    allows_context_parallel: bool = False
+    allows_expert_parallel: bool = False
+    allows_shard_groups: bool = False
+    product_dtypes: frozenset[str] = frozenset()
     can_cut_stages: bool = False
     spreads_ends: bool = False
     trims_recompute: bool = False
@@ -84,6 +91,9 @@ class Capabilities:
             allows_uneven_sequences=True,
             allows_mixed_sequences=True,
             allows_strided_parameters=True,
+            allows_context_parallel=True,
+            allows_expert_parallel=True,
+            allows_shard_groups=True,
             can_cut_stages=True,
         )
 

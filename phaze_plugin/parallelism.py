@@ -99,6 +99,11 @@ class Parallelism:
         """Stages in the pipeline."""
         return self.pp * self.chunks
 
+    @property
+    def shard_devices(self) -> int:
+        """How many devices ZeRO divides its states over: `shard` as a number."""
+        return self.dp * self.cp if self.shard == ALL_DEVICES else int(self.shard)
+
     def micro_batches_per_pipeline(self, micro_batches: int) -> int:
         """Microbatches that the fullest of the dp pipelines runs, when the batch has so many in all."""
         return -(-micro_batches // self.dp)

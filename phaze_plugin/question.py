@@ -374,7 +374,8 @@ def _precision_notes(recipe: PrecisionRecipe, cluster: Cluster, target: ChosenTa
     chip = cluster.accelerator
     if chip.rates.of(recipe.product_dtype) <= chip.rates.of(recipe.compute_dtype):
         yield f"{chip.name} runs {recipe.product_dtype} no faster than {recipe.compute_dtype}"
-    if target.name is not None and recipe.quantizes_products:
+    runs_products = recipe.product_dtype in target.capabilities.product_dtypes
+    if target.name is not None and recipe.quantizes_products and not runs_products:
         yield f"target {target.name} runs products in {recipe.compute_dtype}: this plan is priced, and not run"
 
 

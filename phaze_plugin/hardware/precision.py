@@ -85,7 +85,7 @@ class PrecisionRecipe:
 
     @property
     def quantizes_products(self) -> bool:
-        """Whether products need kernels that cast and scale their operands, which targets do not run yet."""
+        """Whether products need kernels that cast and scale their operands, which few targets run."""
         return self.product_dtype not in ("", "tf32")
 
     @property

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, shown
 from phaze.interfaces import RunnableTarget, Target
-from phaze.parallelism import MIXED_SEQUENCES, PipelineSchedule
+from phaze.parallelism import MIXED_SEQUENCES, Parallelism, PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-__all__ = ["apply_plan", "export_plan", "obstacles"]
+__all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles"]
 
 
 def apply_plan(
@@ -63,8 +63,9 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
         reasons.append(f"ZeRO stage {chosen.zero}{needs}")
-    if recipe.quantizes_products:
-        reasons.append(f"products in {recipe.product_dtype} ({recipe.name}), which targets do not run yet")
+    if recipe.quantizes_products and recipe.product_dtype not in capabilities.product_dtypes:
+        reasons.append(f"products in {recipe.product_dtype} ({recipe.name})")
+    reasons += axes_not_run(chosen, capabilities)
     unknown = sorted(set(chosen.recompute) - capabilities.recompute_modes)
     if unknown:
         reasons.append(f"recompute mode {unknown[0]}")
@@ -93,6 +94,18 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     )
     if strided and not capabilities.allows_strided_parameters:
         reasons.append(f"parameters that are split inside a dimension ({strided[0]})")
+    return reasons
+
+
+def axes_not_run(chosen: Parallelism, capabilities: Capabilities) -> list[str]:
+    """The axes beside dp, tp and pp that a strategy has and a target does not run, in words."""
+    reasons = []
+    if chosen.cp > 1 and not capabilities.allows_context_parallel:
+        reasons.append(f"context parallelism (cp {chosen.cp})")
+    if chosen.ep > 1 and not capabilities.allows_expert_parallel:
+        reasons.append(f"expert parallelism (ep {chosen.ep})")
+    if chosen.zero and chosen.shard_devices < chosen.dp * chosen.cp and not capabilities.allows_shard_groups:
+        reasons.append(f"ZeRO over {chosen.shard_devices} of {chosen.dp * chosen.cp} devices")
     return reasons
 
 

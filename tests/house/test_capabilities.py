@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from phaze.capabilities import Capabilities
-from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, Parallelism, PipelineSchedule
+from phaze.plan.handover import axes_not_run
 
 
 def test_the_modest_default_runs_no_pipeline() -> None:
@@ -65,3 +66,14 @@ def test_a_target_spreads_ends_only_over_equal_stages_without_shards(choices: di
     Capabilities(**fixed)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         Capabilities(**(fixed | choices))
+
+
+def test_axes_that_a_target_does_not_have_are_named() -> None:
+    strategy = Parallelism(dp=4, cp=2, ep=2, shard=4, zero=3)
+    assert axes_not_run(strategy, Capabilities()) == [
+        "context parallelism (cp 2)",
+        "expert parallelism (ep 2)",
+        "ZeRO over 4 of 8 devices",
+    ]
+    assert axes_not_run(strategy, Capabilities.everything()) == []
+    assert axes_not_run(Parallelism(dp=4, shard=2), Capabilities()) == []
