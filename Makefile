@@ -3,7 +3,7 @@
 # pages with. Nothing needs root; where it is there, on Debian and Ubuntu, a missing Chromium is installed.
 
 .NOTPARALLEL:
-.PHONY: help run test test-quick test-full check package clean compiler-noted compiler-required browser-required unlinked
+.PHONY: help run test test-quick test-full fuzz check package clean compiler-noted compiler-required browser-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -36,6 +36,7 @@ help:
 	@echo 'make test        install everything the tests need; ruff, mypy --strict, pytest'
 	@echo 'make test-quick  only pytest, only the rooms that need no framework: for between two edits'
 	@echo 'make test-full   make test with the exhaustive versions of slow tests'
+	@echo 'make fuzz        damaged files of every format: MINUTES=10 of them, or COUNT=N; SEED=N draws others'
 	@echo 'make package     source distribution and wheel in dist/'
 	@echo 'make clean       remove .venv, build/ and dist/'
 
@@ -50,6 +51,10 @@ test-quick: $(TEST_STAMP)
 
 test-full: compiler-required browser-required check
 	@$(PYTEST) -m '' --hypothesis-profile=full
+
+fuzz: $(TEST_STAMP)
+	@$(ONE_THREAD) PYTHONPATH=tests:tests/support $(PYTHON_IN_VENV) benchmarks/fuzz.py --minutes $(or $(MINUTES),10) \
+		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(KEEP),--keep $(KEEP))
 
 check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .

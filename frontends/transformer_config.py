@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from phaze.errors import FormatError, ImportModelError
+from phaze.file_reading import read_document
 from phaze.frontends.families import fields_of, write_model
 from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS
@@ -108,12 +108,7 @@ def _read(model: object) -> tuple[Mapping[str, object], str]:
 
 
 def _read_file(path: Path) -> Mapping[str, object]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not valid JSON ({error}); expected a Hugging Face config.json.") from error
-    except OSError as error:
-        raise FormatError(f"cannot read {path}: {error.strerror}.") from error
+    values = read_document(path, "a Hugging Face config.json", is_foreign=True)
     if not isinstance(values, dict):
         raise FormatError(f"{path} holds no JSON object; expected a Hugging Face config.json.")
     return values

@@ -2,6 +2,7 @@
 
 PhazeError
 ├── GraphError            a graph, rule or layer that contradicts itself; names the op, tensor or field
+├── LimitError            a count beyond what is worked with by default; says how to raise the limit
 ├── FormatError           a file or JSON document that is damaged, foreign or of another schema version
 ├── ImportModelError      a frontend could not turn a model into a graph
 ├── HardwareError         an accelerator, cluster or network that cannot exist; an unknown preset
@@ -31,6 +32,7 @@ __all__ = [
     "GraphError",
     "HardwareError",
     "ImportModelError",
+    "LimitError",
     "PhazeError",
     "PlacementError",
     "PlanError",
@@ -63,6 +65,10 @@ class GraphError(PhazeError):
 
 class FormatError(PhazeError):
     """A file or JSON document is damaged, foreign or of another schema version."""
+
+
+class LimitError(PhazeError):
+    """A count is beyond what is worked with by default; the message says how to raise the limit."""
 
 
 class ImportModelError(PhazeError):

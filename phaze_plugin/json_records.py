@@ -7,23 +7,17 @@ nothing else is converted.
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
 import types
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from phaze.errors import FormatError, shown
 
-__all__ = ["check_writable", "from_document", "read_document", "to_document", "write_whole"]
+__all__ = ["from_document", "to_document"]
 
 _Record = TypeVar("_Record")
 
@@ -100,46 +94,10 @@ def _typed(kind: type, value: object, where: str) -> Any:
 
 
 def _number(value: object, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise FormatError(f"{where} is {shown(value)}; expected a finite number.")
-    return float(value)  # type: ignore[arg-type]
-
-
-def read_document(path: str | os.PathLike[str], what: str) -> Any:
-    """The JSON document of a file; raises FormatError where it cannot be read or is no JSON."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FormatError(f"{os.fspath(path)} is not {what}: {type(error).__name__}: {error}.") from error
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file beside its destination, then move it there: whole or not at all."""
-    target = Path(path)
-    with _beside(target) as beside:
-        with open(beside, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(beside, target)
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise what `write_whole` would raise, before the work whose answer is to be written."""
-    target = Path(path)
-    with _beside(target) as beside:
-        beside.touch(exist_ok=False)
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A name for a file beside another one, which is gone in the end; what goes wrong is a FormatError."""
-    beside = target.parent / f".{target.name[:100]}.{uuid.uuid4().hex}"
-    try:
-        yield beside
-    except OSError as error:
-        raise FormatError(f"cannot write {target}: {error.strerror}.") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    return number

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.errors import FormatError, QuestionError, near_names, shown
+from phaze.file_reading import read_document
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, AcceleratorArray, largest
 from phaze.hardware.area_energy import area_mm2, areas_mm2, energy_model
 from phaze.hardware.chip_presets import preset
 from phaze.hardware.field_checks import positive_integer
-from phaze.json_records import read_document
 
 __all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
 

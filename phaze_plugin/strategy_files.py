@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phaze.errors import FormatError
+from phaze.file_reading import read_text
 
 __all__ = ["StrategyFile", "read_strategy_file"]
 
@@ -39,10 +40,7 @@ def read_strategy_file(path: str | os.PathLike[str], devices: int) -> StrategyFi
     `devices` settles degrees that a tool leaves to the number of devices. Raises FormatError for any other file.
     """
     file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"cannot read {file}: {error}.") from error
+    text = read_text(file, "a strategy")
     try:
         if file.suffix == ".toml":
             return _torchtitan(tomllib.loads(text), devices)

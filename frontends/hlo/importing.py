@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phaze.errors import FormatError, ImportModelError
+from phaze.file_reading import read_bytes
 from phaze.frontends.hlo.dumps import Form, find_dumps, find_form
 from phaze.frontends.hlo.parser_client import Parser, shared_parser
 from phaze.frontends.stablehlo.argument_roles import infer_roles, read_selectors
@@ -82,11 +83,7 @@ def _read(model: object) -> ModuleBytes:
 
 
 def _from_file(path: Path) -> ModuleBytes:
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise FormatError(f"cannot read {path}: {error}.") from error
-    return _with_form(data, str(path))
+    return _with_form(read_bytes(path, "an HLO module"), str(path))
 
 
 def _from_folder(path: Path) -> ModuleBytes:

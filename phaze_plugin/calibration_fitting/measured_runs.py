@@ -15,11 +15,11 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from phaze.cost import Stack
 from phaze.errors import FormatError, near_names, shown
+from phaze.file_reading import read_text
 from phaze.hardware import Cluster, PrecisionRecipe
 
 __all__ = [
@@ -38,6 +38,8 @@ OPTIONAL = ("name", "precision", "sequence_length", "memory_gib", *_COUNTS, *_WO
 COLUMNS = (*REQUIRED, *OPTIONAL)
 
 _BYTES_PER_GIB = 2**30
+_MOST_DIGITS = 18
+"""Digits of a count: more do not fit 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,20 +78,18 @@ class Run:
 def read_steps(path: str | os.PathLike[str]) -> list[Run]:
     """The runs of a table; raises FormatError naming the file, the line and the column that is wrong."""
     where = os.fspath(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise FormatError(f"cannot read {where}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{where} is no text in UTF-8; expected a CSV table of measured steps.") from error
+    text = read_text(path, "a CSV table of measured steps", encoding="utf-8-sig")
     reader = csv.DictReader(text.splitlines())
-    columns = [column.strip() for column in reader.fieldnames or ()]
-    _check_columns(where, columns)
     runs = []
-    for line in reader:
-        cells = {str(key).strip(): (value or "").strip() for key, value in line.items() if key is not None}
-        if any(cells.values()):
-            runs.append(_run(where, reader.line_num, cells))
+    try:
+        columns = [column.strip() for column in reader.fieldnames or ()]
+        _check_columns(where, columns)
+        for line in reader:
+            cells = {str(key).strip(): (value or "").strip() for key, value in line.items() if key is not None}
+            if any(cells.values()):
+                runs.append(_run(where, reader.line_num, cells))
+    except csv.Error as error:
+        raise FormatError(f"{where}, line {reader.line_num} is no line of a CSV table: {error}.") from error
     if not runs:
         raise FormatError(f"{where} has no rows; expected one measured step a line under {', '.join(REQUIRED)}.")
     return runs
@@ -147,7 +147,7 @@ def _cell(where: str, cells: dict[str, str], name: str, cell_type: _CellType[_Va
 
 
 def _count(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 def _positive(text: str) -> float | None:

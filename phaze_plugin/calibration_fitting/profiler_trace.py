@@ -20,19 +20,17 @@ even full efficiency is too slow the chip is described too small: the efficiency
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from phaze.calibration_fitting.pass_decomposition import PassParts
 from phaze.cost import Calibration
 from phaze.errors import FormatError
+from phaze.file_reading import read_document
 
 __all__ = [
     "StepTrace",
@@ -59,6 +57,8 @@ _MOST_OVERHEAD_S = 1.0
 """The highest overhead per op that is looked for: far above any host's."""
 _BISECTIONS = 60
 """Halvings of the interval: it is then narrower than the last digits of a float."""
+_LATEST_US = 1e18
+"""Times of a trace are below this, thirty thousand years; others are damaged and left out."""
 _SECONDS_PER_MICROSECOND = 1e-6
 """Traces are in microseconds."""
 
@@ -89,14 +89,7 @@ class TraceFit:
 def read_trace(path: str | os.PathLike[str]) -> StepTrace:
     """Read a Chrome trace, plain or gzipped; raises FormatError where it is none or holds no kernels."""
     where = os.fspath(path)
-    try:
-        raw = Path(path).read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        document = json.loads(text)
-    except OSError as error:
-        raise FormatError(f"cannot read {where}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is no JSON ({error}); expected a trace that torch.profiler exported.") from error
+    document = read_document(path, "a trace that torch.profiler exported", is_foreign=True, unpacks=True)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise FormatError(f"{where} has no traceEvents; expected a trace that torch.profiler exported.")
@@ -119,7 +112,7 @@ class _Span:
 
     name: str
     category: str
-    thread: object
+    thread: str
     start_us: float
     duration_us: float
     enclosing: str = ""
@@ -137,10 +130,12 @@ def _span(event: object) -> _Span | None:
     start, duration = event.get("ts"), event.get("dur")
     if not isinstance(duration, int | float) or not isinstance(start, int | float):
         return None
+    if not abs(start) < _LATEST_US or not 0 <= duration < _LATEST_US:  # what is no number compares as False
+        return None
     return _Span(
         name=str(event.get("name", "")),
         category=str(event.get("cat", "")),
-        thread=event.get("tid"),
+        thread=str(event.get("tid")),
         start_us=float(start),
         duration_us=float(duration),
     )
@@ -151,7 +146,7 @@ def _innermost(operators: Sequence[_Span]) -> list[_Span]:
     in_order = sorted(operators, key=lambda span: (span.start_us, -span.duration_us))
     own_us = [span.duration_us for span in in_order]
     enclosing: list[str] = []
-    stacks: dict[object, list[int]] = {}
+    stacks: dict[str, list[int]] = {}
     for index, span in enumerate(in_order):
         stack = stacks.setdefault(span.thread, [])
         while stack and span.start_us >= in_order[stack[-1]].end_us:

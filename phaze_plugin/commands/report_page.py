@@ -28,7 +28,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Write the page, say where it is, and open it if that is wanted."""
-    from phaze.json_records import write_whole
+    from phaze.file_writing import write_whole
 
     path: Path = arguments.out or arguments.file.with_suffix(".html")
     write_whole(path, _page(arguments))

@@ -89,7 +89,7 @@ def _configure_export(parser: ArgumentParser) -> None:
 def _run_export(arguments: Namespace, console: Console) -> int:
     """Print the files, or write them."""
     import phaze
-    from phaze.json_records import write_whole
+    from phaze.file_writing import write_whole
 
     plan = phaze.load_plan(arguments.plan)
     model = None if arguments.model is None else find_model(arguments.model)[0]

@@ -260,9 +260,10 @@ def _chart(scheduled: _LayerSchedule, title: str, trace: str | None) -> Iterator
 
 
 def _write_trace(schedule: Schedule, path: Path) -> None:
+    from phaze.file_writing import write_whole
     from phaze.schedule import chrome_trace
 
-    path.write_text(json.dumps(chrome_trace(schedule)), encoding="utf-8")
+    write_whole(path, json.dumps(chrome_trace(schedule)))
 
 
 def _document(scheduled: _LayerSchedule) -> dict[str, object]:

@@ -84,7 +84,7 @@ def words(text: str) -> tuple[str, ...]:
 def run(arguments: Namespace, console: Console) -> int:
     """Search, print and save."""
     import phaze
-    from phaze.json_records import write_whole
+    from phaze.file_writing import write_whole
 
     _check_files(arguments)
     models_and_inputs = [find_model(text) for text in arguments.models]
@@ -134,7 +134,7 @@ def run(arguments: Namespace, console: Console) -> int:
 def _check_files(arguments: Namespace) -> None:
     """Raise now what would keep the answer from being saved after hours."""
     from phaze.errors import QuestionError
-    from phaze.json_records import check_writable
+    from phaze.file_writing import check_writable
 
     if arguments.plan is not None and len(arguments.models) > 1:
         raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")

@@ -32,11 +32,13 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from phaze.errors import FormatError, shown
+from phaze.file_reading import read_document
+from phaze.file_writing import write_whole
 from phaze.hardware import Accelerator, preset
 from phaze.hardware.chip_presets import preset_names
 from phaze.hardware.field_checks import fraction, non_negative, positive_integer
 from phaze.hardware.packaged_data import Table, packaged_table
-from phaze.json_records import from_document, read_document, to_document, write_whole
+from phaze.json_records import from_document, to_document
 
 __all__ = [
     "EAGER_STACK",

@@ -21,8 +21,9 @@ from phaze.explore.journal import Journal, read_header
 from phaze.explore.objectives import Metric
 from phaze.explore.search_question import question_from_header
 from phaze.explore.search_result import FORMAT, VERSION, SearchResult
+from phaze.file_reading import read_document
 from phaze.installed import installed_plugins
-from phaze.json_records import from_document, read_document
+from phaze.json_records import from_document
 from phaze.planner.progress import TimeLimitError
 
 if TYPE_CHECKING:

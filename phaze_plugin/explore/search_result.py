@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from phaze.json_records import to_document, write_whole
+from phaze.file_writing import write_whole
+from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
 from phaze.report.notebook_views import search_view

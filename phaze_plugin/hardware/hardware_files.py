@@ -15,7 +15,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from phaze.errors import FormatError, HardwareError
+from phaze.errors import FormatError, HardwareError, shown
+from phaze.file_reading import read_document
+from phaze.file_writing import write_whole
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.chip_presets import known_accelerator
 from phaze.hardware.cluster import Cluster, InterconnectLevel
@@ -100,23 +102,16 @@ def load_cluster(path: str | Path, plugins: PluginManager | None = None) -> Clus
 
 
 def _write(path: str | Path, kind: str, body: dict[str, object]) -> None:
-    text = json.dumps({"version": _VERSION, "kind": kind, kind: body}, indent=1)
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists.") from error
+    write_whole(path, json.dumps({"version": _VERSION, "kind": kind, kind: body}, indent=1) + "\n")
 
 
 def _load(path: str | Path, kind: str) -> object:
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: not readable as JSON ({error}).") from error
-    envelope = _json_object(str(path), document)
+    envelope = _json_object(str(path), read_document(path, f"the file of a saved {kind}"))
     if envelope.get("kind") != kind:
-        raise FormatError(f"{path}: kind is {envelope.get('kind')!r}; expected {kind!r}.")
+        raise FormatError(f"{path}: kind is {shown(envelope.get('kind'))}; expected {kind!r}.")
     if envelope.get("version") != _VERSION:
-        raise FormatError(f"{path}: version is {envelope.get('version')!r}; this Phaze reads version {_VERSION}.")
+        found = shown(envelope.get("version"))
+        raise FormatError(f"{path}: version is {found}; this Phaze reads version {_VERSION}.")
     return envelope.get(kind)
 
 

@@ -12,15 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar, cast
 
 from phaze.errors import FormatError, GraphError, PhazeError, shown
+from phaze.file_reading import parse_json, read_text
+from phaze.file_writing import write_whole
 from phaze.ir.graph import Graph
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
 from phaze.ir.tensor import DType, Role, Tensor
-from phaze.json_records import write_whole
 
 __all__ = ["FORMAT", "VERSION", "graph_content_json", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
 
@@ -89,12 +89,7 @@ def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
     """Read a graph that `save_graph` wrote."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not a text file, so it is no saved graph.") from error
-    except OSError as error:
-        raise FormatError(f"cannot read {path}: {error.strerror}.") from error
+    text = read_text(path, "a saved graph")
     try:
         return graph_from_json(text)
     except PhazeError as error:
@@ -103,12 +98,7 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
 
 def graph_from_json(text: str) -> Graph:
     """The graph of a JSON document; FormatError names the field that is wrong, GraphError what contradicts itself."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"not valid JSON ({error}); the file may be truncated or something else.") from error
-    except RecursionError as error:
-        raise FormatError("JSON nested too deeply for a saved graph.") from error
+    document = parse_json(text, "the text", "a saved graph")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError(f"JSON, but not a saved graph: expected an object with format {FORMAT!r}.")
     if document.get("version") != VERSION:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import phaze
 from phaze.cost import Calibration
 from phaze.errors import FormatError
+from phaze.file_reading import read_document
+from phaze.file_writing import write_whole
 from phaze.hardware import PrecisionRecipe
 from phaze.installed import installed_plugins
-from phaze.json_records import from_document, read_document, to_document, write_whole
+from phaze.json_records import from_document, to_document
 from phaze.parallelism import Parallelism
 from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
 from phaze.plan.plan_integrity import check_integrity

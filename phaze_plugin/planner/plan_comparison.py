@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 
 from phaze.errors import shown
-from phaze.json_records import write_whole
+from phaze.file_writing import write_whole
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan
 from phaze.report.comparison_page import comparison_page

@@ -55,16 +55,16 @@ def test_a_cluster_may_name_a_plugins_chip() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"none.chip\.json: cannot be written \(No such file or directory\)"):
+    with pytest.raises(FormatError, match=r"cannot write .*none.chip\.json: No such file or directory"):
         save_accelerator(preset("h100").accelerator, tmp_path / "none" / "chip.json")
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "not readable as JSON"),
-        ("{", "not readable as JSON"),
-        ("[" * 100_000, "not readable as JSON"),
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ("[]", "expected a JSON object"),
         ("{}", "kind is None"),
         ('{"kind": "cluster", "version": 1}', "kind is 'cluster'; expected 'accelerator'"),
@@ -84,7 +84,7 @@ def test_a_damaged_or_foreign_file_is_refused_with_its_reason(tmp_path: Path, te
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chip.json"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="not readable"):
+    with pytest.raises(FormatError, match="no text in UTF-8"):
         load_accelerator(path)
 
 

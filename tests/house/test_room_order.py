@@ -14,6 +14,9 @@ ORDER = (
     # words that everything else is said in
     "errors",
     "tolerances",
+    "limits",
+    "file_reading",
+    "file_writing",
     "json_records",
     # what is planned, how it may be divided, on what, at what price
     "ir",
