@@ -19,8 +19,11 @@ from jaxlib import _hlo
 from jaxlib.mlir import ir
 
 from phaze.frontends.hlo.dumps import Form
+from phaze.frontends.hlo.hlo_lowering import lower_module
+from phaze.frontends.hlo.hlo_text import read_hlo_text
 from phaze.frontends.hlo.parser_client import READY
 from phaze.frontends.stablehlo.mlir_reader import read_module
+from phaze.frontends.stablehlo.module import Document
 
 __all__ = ["main", "unwrapped"]
 
@@ -60,7 +63,7 @@ def main(descriptor: int) -> None:
 
 def _answer(form: Form, data: bytes) -> bytes:
     try:
-        document = read_module(_parse(form, data))
+        document = _document(form, data)
         return json.dumps({"document": document}).encode()
     except Exception as error:  # whatever a parser says of foreign input is the answer
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -68,23 +71,20 @@ def _answer(form: Form, data: bytes) -> bytes:
         return json.dumps({"error": text}).encode()
 
 
-def _parse(form: Form, data: bytes) -> ir.Module:
-    """The module; raises what the parsers raise. A context keeps all that was parsed in it, so each has its own."""
+def _document(form: Form, data: bytes) -> Document:
+    """The document of a module; raises what the parsers raise."""
+    if form is Form.HLO_TEXT:
+        return lower_module(read_hlo_text(data.decode()))
+    if form is Form.HLO_PROTO:
+        options = _hlo.HloPrintOptions()
+        options.print_large_constants = False
+        module = _hlo.HloModule.from_serialized_hlo_module_proto(unwrapped(data))
+        return lower_module(read_hlo_text(module.to_string(options)))
+    # A context keeps all that was parsed in it, so each module has its own.
     with make_ir_context():
         if form is Form.STABLEHLO_BYTECODE and _PORTABLE_MARK in data[:_HEAD_BYTES]:
-            return jax.extend.mlir.deserialize_portable_artifact(data)
-        return ir.Module.parse(_as_mlir(form, data))
-
-
-def _as_mlir(form: Form, data: bytes) -> str | bytes:
-    if form is Form.STABLEHLO_TEXT:
-        return data.decode()
-    if form is Form.STABLEHLO_BYTECODE:
-        return data
-    if form is Form.HLO_TEXT:
-        data = _hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
-    converted: bytes = jax.extend.mlir.hlo_to_stablehlo(unwrapped(data))
-    return converted
+            return read_module(jax.extend.mlir.deserialize_portable_artifact(data))
+        return read_module(ir.Module.parse(data.decode() if form is Form.STABLEHLO_TEXT else data))
 
 
 def unwrapped(data: bytes) -> bytes:

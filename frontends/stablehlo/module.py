@@ -109,27 +109,45 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module: its functions by name, and the text of the meshes that its shardings refer to."""
+    """A module: its functions by name, and the text of the meshes that its shardings refer to.
+
+    `entry` is the name of the function that a program starts with. `aliases` pairs arguments with the results that are
+    written over them. A module for `partitions` devices that was already partitioned has the shapes of one of them.
+    """
 
     name: str
     functions: Mapping[str, Function]
     meshes: tuple[str, ...] = ()
+    entry: str = "main"
+    aliases: tuple[tuple[int, int], ...] = ()
+    partitions: int = 1
+    replicas: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def main(self) -> Function:
         """The function that a program starts with. Raises ImportModelError where there is none."""
-        if "main" in self.functions:
-            return self.functions["main"]
+        if self.entry in self.functions:
+            return self.functions[self.entry]
         known = ", ".join(self.functions) or "none at all"
         raise ImportModelError(
-            f"the module {self.name!r} has no function 'main' (functions: {known}); nothing to import."
+            f"the module {self.name!r} has no function {self.entry!r} (functions: {known}); nothing to import."
         )
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Module:
         """The module of a document that `read_module` wrote."""
         functions = {entry["name"]: _function(entry) for entry in document["functions"]}
-        return cls(document["name"], functions, tuple(document["meshes"]))
+        return cls(
+            name=document["name"],
+            functions=functions,
+            meshes=tuple(document["meshes"]),
+            entry=document.get("entry", "main"),
+            aliases=tuple((argument, result) for argument, result in document.get("aliases", ())),
+            partitions=document.get("partitions", 1),
+            replicas=document.get("replicas", 1),
+            notes=tuple(document.get("notes", ())),
+        )
 
 
 def _function(entry: Mapping[str, Any]) -> Function:

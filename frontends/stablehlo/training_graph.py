@@ -205,6 +205,7 @@ def _drop_unread(tensors: dict[str, GraphTensor], ops: Sequence[Op], outputs: Se
 def _notes(module: Module, run: SymbolicRun, stacked: set[int], names: Sequence[str]) -> list[str]:
     """What a reader of the graph should know: what the run noted, stacks, and shardings that are already there."""
     notes = [f"{text} ({count} times)" if count > 1 else text for text, count in run.recorder.notes.items()]
+    notes += module.notes
     if stacked:
         first = slot_name(names[min(stacked)], 0)
         notes.append(f"{len(stacked)} stacked arguments are taken apart by the trips of a scan, such as {first}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from phaze.frontends.stablehlo.dataflow import Dataflow
-from phaze.ir import OpKind, Phase
+from phaze.ir import Op, OpKind, Phase
 
 __all__ = ["find_gradient", "find_phases"]
 
@@ -62,6 +62,11 @@ def find_gradient(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -
     return next(whole, candidates[-1] if candidates else None)
 
 
+def _is_pointwise(op: Op) -> bool:
+    """Whether every element of the result comes from the elements at its place; annotations of shardings are so too."""
+    return op.kind is OpKind.ELEMENTWISE or (op.kind is OpKind.VIEW and op.function == "sharding_constraint")
+
+
 def _free_tensors(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -> dict[str, bool]:
     """Whether each tensor of an update is free, operands before results."""
     is_free: dict[str, bool] = {}
@@ -69,7 +74,7 @@ def _free_tensors(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -
     while waiting:
         tensor_id, are_operands_done = waiting.pop()
         op = dataflow.producers.get(tensor_id)
-        if op is None or op.kind is not OpKind.ELEMENTWISE:
+        if op is None or not _is_pointwise(op):
             is_free[tensor_id] = tensor_id not in arguments
         elif are_operands_done:
             operands_free = all(is_free.get(operand, operand not in arguments) for operand in op.inputs)
@@ -92,7 +97,7 @@ def _topmost_free(dataflow: Dataflow, updated: str, is_free: Mapping[str, bool])
         if is_free.get(tensor_id):
             if op is not None:
                 topmost.append(tensor_id)
-        elif op is not None and op.kind is OpKind.ELEMENTWISE:
+        elif op is not None and _is_pointwise(op):
             waiting.extend(op.inputs)
     return topmost
 
@@ -103,7 +108,7 @@ def _leaves(dataflow: Dataflow, top: str, is_free: Mapping[str, bool]) -> set[st
     while waiting:
         tensor_id = waiting.pop()
         op = dataflow.producers.get(tensor_id)
-        if op is None or op.kind is not OpKind.ELEMENTWISE:
+        if op is None or not _is_pointwise(op):
             if op is not None and dataflow.shape(tensor_id) == dataflow.shape(top):
                 leaves.add(tensor_id)
             continue

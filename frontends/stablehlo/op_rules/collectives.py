@@ -14,6 +14,9 @@ __all__ = ["COLLECTIVES", "EMPTY_MESH"]
 MOST_CHARACTERS = 200
 """Shardings are cut here: their text is a hint for people, and those of large meshes are long."""
 
+_RESULT_ANNOTATIONS = frozenset({"xla.sdy.FuncResultSharding"})
+"""Custom calls around the results of a function, which say how these should lie and nothing about what is computed."""
+
 EMPTY_MESH = "@empty_mesh"
 """The mesh that JAX names where there is none."""
 
@@ -60,7 +63,9 @@ def _sharding(call: Call) -> Values:
 def _custom_call(call: Call) -> Values:
     """Custom calls that are known by the name of their target; all others are opaque."""
     target = str(call.attribute("call_target_name") or "")
-    if target in ("Sharding", "annotate_device_placement", "xla.sdy.FuncResultSharding", "LayoutConstraint"):
+    if target in _RESULT_ANNOTATIONS:
+        return call.values
+    if target in ("Sharding", "annotate_device_placement", "LayoutConstraint"):
         return _sharding(call)
     if target in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
         call.recorder.note("parts that run per device (shard_map) are priced at their local shapes")

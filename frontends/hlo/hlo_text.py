@@ -1,0 +1,310 @@
+"""Read HLO text into plain values: computations of instructions, with shapes, operands and attributes.
+
+The grammar is small, and XLA changes it from version to version: attributes come and go, layouts grow, tables of source
+lines stand between the header and the computations. So nothing here depends on which attributes there are. A module is
+
+    HloModule NAME, ATTRIBUTE=VALUE, ...
+    [ENTRY] %NAME (...) -> SHAPE {
+      [ROOT] %NAME = SHAPE OPCODE(OPERANDS), ATTRIBUTE=VALUE, ...
+    }
+
+where a value is anything up to the next comma outside of brackets and quotes. What an attribute means is known to
+`hlo_lowering.py` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Computation", "HloModule", "HloTextError", "Instruction", "Shape", "read_hlo_text", "split_list"]
+
+MOST_SHOWN = 80
+"""How many characters of a line that cannot be read its message shows."""
+
+MOST_NESTED_TUPLES = 100
+"""How deep tuples may stand inside tuples: far more than programs nest, few enough for Python's own stack."""
+
+
+class HloTextError(ValueError):
+    """The text is not HLO; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of a value: an array with its element type, dimensions and layout, or a tuple of shapes.
+
+    `layout` has the dimensions minor to major, None where the text has none. A dimension whose size is not known is -1.
+    """
+
+    element: str = ""
+    dims: tuple[int, ...] = ()
+    layout: tuple[int, ...] | None = None
+    parts: tuple[Shape, ...] | None = None
+
+    @property
+    def leaves(self) -> tuple[Shape, ...]:
+        """The arrays of a shape in order, those inside tuples with the others."""
+        if self.parts is None:
+            return (self,)
+        return tuple(leaf for part in self.parts for leaf in part.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. `argument` is the text between the parentheses of a constant, a parameter or an iota."""
+
+    name: str
+    shape: Shape
+    opcode: str
+    operands: tuple[str, ...]
+    argument: str
+    attributes: Mapping[str, str]
+    line: int
+
+    def integers(self, attribute: str) -> tuple[int, ...]:
+        """The integers of an attribute such as `dimensions={0,1}`; none where it is absent."""
+        return tuple(int(word) for word in re.findall(r"-?\d+", self.attributes.get(attribute, "")))
+
+
+@dataclass(slots=True)
+class Computation:
+    """A computation: its instructions in order, and the name of the one whose value it gives."""
+
+    name: str
+    is_entry: bool
+    line: int
+    instructions: list[Instruction] = field(default_factory=list)
+    root: str = ""
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """The parameters, in the order of their numbers."""
+        given = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
+        return sorted(given, key=lambda instruction: int(instruction.argument or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class HloModule:
+    """A module: its name, the attributes of its header, and its computations by name."""
+
+    name: str
+    attributes: Mapping[str, str]
+    computations: Mapping[str, Computation]
+
+    @property
+    def entry(self) -> Computation:
+        """The computation that a program starts with: the one marked so, else the last."""
+        marked = [computation for computation in self.computations.values() if computation.is_entry]
+        return marked[0] if marked else list(self.computations.values())[-1]
+
+
+_STRING = re.compile(r'"(?:\\.|[^"\\])*"')
+_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_DELIMITER = re.compile(r'"(?:\\.|[^"\\])*"|[(){}\[\],]')
+_HEADER = re.compile(r"HloModule\s+%?([^\s,]+)\s*(.*)$")
+_COMPUTATION = re.compile(r"\s*(?:(ENTRY)\b\s*)?(?:%?([A-Za-z_][\w.$~<>:-]*)\s*)?(?:\(.*\)\s*->\s*.*\{\s*$|\{)")
+_ASSIGNMENT = re.compile(r"\s*(ROOT\b)?\s*%?([^\s=]+)\s*=\s*")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
+_LAYOUT = re.compile(r"\{([^{}]*)\}")
+_OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
+_OPENING = {"(": ")", "{": "}", "[": "]"}
+
+
+def read_hlo_text(text: str) -> HloModule:
+    """The module that a text holds; raises HloTextError."""
+    name, attributes, has_header = "module", {}, False
+    computations: dict[str, Computation] = {}
+    current: Computation | None = None
+    for line, statement in _statements(_BLOCK_COMMENT.sub("", text)):
+        stripped = statement.strip()
+        if current is not None:
+            if stripped.startswith("}"):
+                _close(current)
+                current = None
+            else:
+                _add_instruction(current, statement, line)
+            continue
+        header = None if has_header else _HEADER.match(stripped)
+        if header is not None:
+            name, attributes, has_header = header[1], _attributes(header[2].lstrip(",")), True
+            continue
+        opening = _COMPUTATION.match(statement)
+        if opening is not None and has_header and stripped.endswith("{"):
+            current = Computation(opening[2] or f"computation{len(computations)}", bool(opening[1]), line)
+            computations[current.name] = current
+        elif " = " in stripped and "{" not in stripped[: stripped.index("=")] and _OPCODE.search(stripped):
+            raise HloTextError(f"line {line}: an instruction outside of a computation: {stripped[:MOST_SHOWN]!r}")
+    if not has_header:
+        raise HloTextError("the text has no line that begins with 'HloModule'.")
+    if current is not None:
+        raise HloTextError(f"the computation {current.name!r} of line {current.line} has no end: the text is cut.")
+    if not computations:
+        raise HloTextError("the module has no computations.")
+    return HloModule(name, attributes, computations)
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """The statements of a text with the number of their line.
+
+    A statement is the line that opens a computation, the brace that closes it, or anything else: one line, or several
+    where brackets stay open.
+    """
+    held: list[str] = []
+    balance, first, is_inside = 0, 0, False
+    for number, line in enumerate(text.split("\n"), start=1):
+        line, bare = _without_comment(line)
+        opening = None if is_inside or held else _COMPUTATION.match(line)
+        if opening is not None:
+            yield number, line[: opening.end()]
+            is_inside, line = True, line[opening.end() :]
+            bare = _STRING.sub("", line)
+        if not bare.strip():
+            continue
+        first = first if held else number
+        held.append(line)
+        balance += sum(map(bare.count, "({[")) - sum(map(bare.count, ")}]"))
+        if balance > 0:
+            continue
+        statement = " ".join(held)
+        if is_inside and balance < 0:  # the brace that closes the computation
+            statement, is_inside = statement[: statement.rindex("}")], False
+            if statement.strip():
+                yield first, statement
+            yield number, "}"
+        else:
+            yield first, statement
+        held, balance = [], 0
+    if held:
+        yield first, " ".join(held)
+
+
+def _without_comment(line: str) -> tuple[str, str]:
+    """A line without the comment at its end, and the same without quoted texts."""
+    bare = _STRING.sub("", line) if '"' in line else line
+    if "//" not in bare:
+        return line, bare
+    quoted = [match.span() for match in _STRING.finditer(line)]
+    starts = (match.start() for match in re.finditer("//", line))
+    cut = next(start for start in starts if not any(a <= start < b for a, b in quoted))
+    return line[:cut], _STRING.sub("", line[:cut])
+
+
+def _close(computation: Computation) -> None:
+    if not computation.instructions:
+        raise HloTextError(f"line {computation.line}: the computation {computation.name!r} has no instructions.")
+    computation.root = computation.root or computation.instructions[-1].name
+
+
+def _add_instruction(computation: Computation, statement: str, line: int) -> None:
+    assignment = _ASSIGNMENT.match(statement)
+    if assignment is None:
+        raise HloTextError(f"line {line}: expected NAME = SHAPE OPCODE(...), not {statement.strip()[:MOST_SHOWN]!r}")
+    try:
+        shape, offset = _shape(statement, assignment.end(), 0)
+        opcode = _OPCODE.match(statement, offset)
+        if opcode is None:
+            raise HloTextError("no opcode follows the shape")
+        end = _closing(statement, opcode.end() - 1)
+    except (HloTextError, ValueError) as error:
+        raise HloTextError(f"line {line}: {error}: {statement.strip()[:MOST_SHOWN]!r}") from None
+    inside = statement[opcode.end() : end]
+    is_literal = opcode[1] in ("constant", "parameter", "iota")
+    operands = () if is_literal else tuple(_operand_name(part) for part in split_list(inside))
+    instruction = Instruction(
+        name=assignment[2],
+        shape=shape,
+        opcode=opcode[1],
+        operands=operands,
+        argument=inside.strip() if is_literal else "",
+        attributes=_attributes(statement[end + 1 :]),
+        line=line,
+    )
+    if instruction.opcode == "parameter" and not instruction.argument.isdigit():
+        raise HloTextError(f"line {line}: the parameter {instruction.name!r} has no number.")
+    computation.instructions.append(instruction)
+    if assignment[1]:
+        computation.root = instruction.name
+
+
+def _shape(text: str, start: int, depth: int) -> tuple[Shape, int]:
+    """The shape at an offset of a text, and where it ends."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if text[start : start + 1] == "(":
+        return _tuple_shape(text, start + 1, depth + 1)
+    array = _ARRAY.match(text, start)
+    if array is None:
+        raise HloTextError("expected a shape such as f32[2,3]")
+    dims = tuple(_dimension(word) for word in array[2].split(",") if word.strip())
+    end, layout = array.end(), None
+    given = _LAYOUT.match(text, end)
+    if given is not None:
+        end = given.end()
+        order = tuple(int(word) for word in given[1].partition(":")[0].split(",") if word.strip().isdigit())
+        layout = order if sorted(order) == list(range(len(dims))) else None
+    return Shape(array[1], dims, layout), end
+
+
+def _tuple_shape(text: str, start: int, depth: int) -> tuple[Shape, int]:
+    if depth > MOST_NESTED_TUPLES:
+        raise HloTextError(f"tuples are nested more than {MOST_NESTED_TUPLES} deep")
+    parts: list[Shape] = []
+    while True:
+        while start < len(text) and (text[start].isspace() or text[start] == ","):
+            start += 1
+        if text[start : start + 1] == ")":
+            return Shape(parts=tuple(parts)), start + 1
+        part, start = _shape(text, start, depth)
+        parts.append(part)
+
+
+def _dimension(word: str) -> int:
+    """A size; one that is only bounded (`<=5`) counts as its bound, an unknown one (`?`) as -1."""
+    word = word.strip().removeprefix("<=")
+    return -1 if word == "?" else int(word)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at an offset is closed."""
+    depth = 0
+    for delimiter in _DELIMITER.finditer(text, start):
+        letter = delimiter[0]
+        if letter in _OPENING:
+            depth += 1
+        elif letter in ")}]":
+            depth -= 1
+            if depth == 0:
+                return delimiter.start()
+    raise HloTextError("a bracket is not closed")
+
+
+def split_list(text: str) -> list[str]:
+    """The parts of a text between the commas that stand outside of brackets and quotes."""
+    parts, depth, start = [], 0, 0
+    for delimiter in _DELIMITER.finditer(text):
+        letter = delimiter[0]
+        if letter in _OPENING:
+            depth += 1
+        elif letter in ")}]":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            parts.append(text[start : delimiter.start()])
+            start = delimiter.end()
+    parts.append(text[start:])
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _operand_name(text: str) -> str:
+    """The name of an operand, which may stand behind its shape."""
+    return text.split()[-1].removeprefix("%")
+
+
+def _attributes(text: str) -> dict[str, str]:
+    """`name=value` pairs; a word without a value has an empty one."""
+    attributes: dict[str, str] = {}
+    for part in split_list(text):
+        name, _, value = part.partition("=")
+        attributes[name.strip()] = value.strip()
+    return attributes
