@@ -17,6 +17,7 @@ PhazeError
 └── UnknownNameError      a name that nobody registered; lists the known ones
 
 PluginWarning (a UserWarning)  a plugin raised and was passed over; says which and why
+JournalWarning (a UserWarning)  the damaged end of a journal was dropped; says what is computed again
 
 Bad argument values are ValueError or TypeError as everywhere in Python; these are for what the arguments describe.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "GraphError",
     "HardwareError",
     "ImportModelError",
+    "JournalWarning",
     "LimitError",
     "PhazeError",
     "PlacementError",
@@ -113,6 +115,10 @@ class PluginError(PhazeError):
 
 class PluginWarning(UserWarning):
     """A plugin raised and was passed over; the others went on."""
+
+
+class JournalWarning(UserWarning):
+    """The damaged end of a search's journal was dropped; what was in it is computed again."""
 
 
 class UnknownNameError(PhazeError):

@@ -1,29 +1,13 @@
 """Files are written whole or not at all; links are followed, and what is no file is refused."""
 
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from full_disks import full_disk
 
 from phaze.errors import FormatError
 from phaze.file_writing import check_writable, write_whole
-
-
-@contextmanager
-def full_disk(most_bytes: int) -> Iterator[None]:
-    """Every file of this process ends after so many bytes, as on a disk without space."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_file_that_cannot_be_written_whole_is_as_it_was(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
 from phaze.file_reading import read_document
 from phaze.file_writing import write_whole
@@ -214,8 +215,9 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
-_KIND, _VERSION = "phaze calibration", 1
-"""What a calibration's file says of itself; a file of another version is refused instead of being read wrongly."""
+_KIND, _VERSION = "phaze calibration", 2
+"""What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Version
+2 carries a digest of its content."""
 
 
 def save_calibration(
@@ -223,7 +225,7 @@ def save_calibration(
 ) -> None:
     """Write a calibration; ``report`` says how it was obtained and is not read again."""
     document = {"kind": _KIND, "version": _VERSION, "calibration": to_document(calibration), "report": report or {}}
-    write_whole(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(with_digest(to_document(document)), indent=2, allow_nan=False) + "\n")
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
@@ -236,4 +238,5 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
             f"{os.fspath(path)} has version {shown(document.get('version'))}; this program reads version {_VERSION}. "
             "Calibrate again."
         )
+    document = without_digest(document, os.fspath(path))
     return from_document(Calibration, document.get("calibration"), "calibration")

@@ -120,7 +120,7 @@ class BestFirstSearch:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 raise PlanError(
-                    "nothing was found before the time was over; allow more time. A journal keeps what was done."
+                    f"nothing was found before the time was over; allow more time. {self.journal.kept_text()}"
                 ) from error
             self.is_interrupted = True
             if self.root is not None:

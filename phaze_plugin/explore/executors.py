@@ -99,7 +99,7 @@ class Workers:
         if self.renew is None or self.replaced > _MOST_REPLACEMENTS:
             raise PlanError(
                 f"the processes that evaluate accelerators keep dying ({error}); there may be too little memory for so "
-                "many of them: use fewer, such as executor='processes:1'. A journal keeps what was done."
+                "many of them: use fewer, such as executor='processes:1'. A journal keeps the tasks that were finished."
             ) from error
         assert self.executor is not None
         self.executor.shutdown(wait=False, cancel_futures=True)
@@ -207,7 +207,8 @@ def _dask_workers(address: str) -> Iterator[Workers]:
         yield Workers(executor=client.get_executor(pure=False, retries=_MOST_REPLACEMENTS))
     except KilledWorker as error:
         raise PlanError(
-            f"workers of {address} keep dying ({error}); give them more memory. A journal keeps what was done."
+            f"workers of {address} keep dying ({error}); give them more memory. A journal keeps the tasks that were "
+            "finished."
         ) from error
     finally:
         client.close()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phaze.errors import FormatError
+from phaze.digests import without_digest
+from phaze.errors import FormatError, shown
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
@@ -58,9 +59,10 @@ def search_from_document(document: object, where: str = "search") -> SearchResul
         raise FormatError(f"{where} is not a saved search: its format is not {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise FormatError(
-            f"{where} has version {document.get('version')!r}; this program reads version {VERSION}. Search again, or "
-            "give the journal of the search."
+            f"{where} has version {shown(document.get('version'))}; this program reads version {VERSION}. Search "
+            "again, or give the journal of the search."
         )
+    document = without_digest(document, where)
     body = {name: value for name, value in document.items() if name not in ("format", "version")}
     result = from_document(SearchResult, body, where)
     if result.objective not in (*Metric, "ratio"):

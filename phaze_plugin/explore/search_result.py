@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from phaze.digests import with_digest
 from phaze.file_writing import write_whole
 from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
@@ -21,8 +22,8 @@ from phaze.tolerances import EQUAL_RESULTS
 __all__ = ["Certificate", "Design", "Explored", "MemoryRow", "ModelRow", "PrunedBox", "SearchProgress", "SearchResult"]
 
 FORMAT = "phaze-search"
-VERSION = 3
-"""Version 3 also has the designs that were evaluated, and the areas of those that were pruned together."""
+VERSION = 4
+"""Version 4 carries a digest of its content; version 3 has the designs that were evaluated."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
 """The parts of a strategy that a line about a model shows."""
@@ -209,7 +210,7 @@ class SearchResult:
         """Everything as a JSON document; of the explored accelerators those that were evaluated."""
         evaluated = tuple(row for row in self.explored if row.state == "evaluated")
         document = to_document(replace(self, explored=evaluated))
-        return json.dumps({"format": FORMAT, "version": VERSION, **document}, indent=2)
+        return json.dumps(with_digest({"format": FORMAT, "version": VERSION, **document}), indent=2, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
 from phaze.cost import Calibration
-from phaze.errors import FormatError
+from phaze.digests import with_digest, without_digest
+from phaze.errors import FormatError, shown
 from phaze.file_reading import read_document
 from phaze.file_writing import write_whole
 from phaze.hardware import PrecisionRecipe
@@ -57,8 +58,8 @@ __all__ = [
 ]
 
 FORMAT = "phaze-plan"
-VERSION = 3
-"""Version 3 keeps what its pages draw: the passes of stages, the ops of layers, and the strategies that were met."""
+VERSION = 4
+"""Version 4 carries a digest of its content; version 3 keeps what its pages draw."""
 
 
 class PlanStatus(StrEnum):
@@ -349,7 +350,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as one JSON document, with as much of its explanation as was looked for so far."""
         document = {"format": FORMAT, "version": VERSION, **_document(self)}
-        return json.dumps(document, indent=1, allow_nan=False)
+        return json.dumps(with_digest(document), indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan: whole or not at all."""
@@ -434,9 +435,10 @@ def plan_from_document(document: object, where: str = "plan") -> Plan:
         raise FormatError(f"{where} is not a saved plan: its format is not {FORMAT!r}.")
     if document.get("version") != VERSION:
         raise FormatError(
-            f"{where} has version {document.get('version')!r}; this is phaze {phaze.__version__} and reads version "
-            f"{VERSION}. Make the plan again."
+            f"{where} has version {shown(document.get('version'))}; this is phaze {phaze.__version__} and reads "
+            f"version {VERSION}. Make the plan again."
         )
+    document = without_digest(document, where)
     body = {name: value for name, value in document.items() if name not in ("format", "version")}
     plan = from_document(Plan, body, where)
     check_integrity(plan, where)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from designs import SMALL, some_points, tiny_model
+from full_disks import full_disk
 
 import phaze
-from phaze.errors import FormatError
+from phaze.errors import FormatError, JournalWarning, PlanError
 from phaze.explore.journal import Journal, is_journal
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "serial", "gap": 0.0}
@@ -52,13 +53,86 @@ def test_a_torn_last_line_is_dropped_and_written_anew(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_other_damage_is_reported_with_its_line(tmp_path: Path) -> None:
+def test_behind_a_damaged_line_everything_is_dropped_with_a_warning(tmp_path: Path) -> None:
     path = filled(tmp_path / "journal")
     lines = path.read_text().splitlines()
-    for broken in (lines[1][:20], "[]", '{"task": 1}', "\\x00"):
+    for broken in (lines[1][:20], "[]", '{"task": 1}', "\\x00", lines[1].replace("1.5", "1.6"), lines[2]):
         path.write_text("\n".join([lines[0], broken, lines[2]]) + "\n")
         with pytest.raises(FormatError, match="line 2"):
-            Journal.open(path, HEADER)
+            Journal.load(path)
+        with pytest.warns(JournalWarning, match=r"line 2.* 0 results before it are good; 2 lines are not used"):
+            resumed = Journal.open(path, HEADER)
+        assert resumed.records == {}
+        resumed.close()
+        assert path.read_text() == lines[0] + "\n"
+
+
+def test_no_digit_of_a_journal_can_be_flipped_unnoticed(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    whole = path.read_bytes()
+    for place in range(whole.index(b"\n") + 1, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(FormatError, match=r"line [23]"):
+            Journal.load(path)
+
+
+def test_lines_that_were_left_out_moved_or_repeated_are_noticed(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    header, one, two = path.read_text().splitlines()
+    for lines in ([header, two], [header, two, one], [header, one, one, two]):
+        path.write_text("\n".join(lines) + "\n")
+        with pytest.raises(FormatError, match="does not agree with its digest"):
+            Journal.load(path)
+
+
+def test_two_searches_cannot_write_to_one_journal(tmp_path: Path) -> None:
+    path = filled(tmp_path / "journal")
+    whole = path.read_bytes()
+    first = Journal.open(path, HEADER)
+    with pytest.raises(FormatError, match="in use by another search"):
+        Journal.open(path, HEADER)
+    first.close()
+    Journal.open(path, HEADER).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_full_disk_at_any_write_of_a_search_is_told_and_resumed(tmp_path: Path) -> None:
+    whole = phaze.search(tiny_model(), space=some_points(2), journal=tmp_path / "whole", **QUESTION)
+    size = os.stat(tmp_path / "whole").st_size
+    path = tmp_path / "journal"
+    for most_bytes in range(50, size, size // 6):
+        before = path.read_bytes() if path.exists() else b""
+        with full_disk(most_bytes), pytest.raises(FormatError, match=r"cannot write the journal .*goes on from them"):
+            phaze.search(tiny_model(), space=some_points(2), journal=path, **QUESTION)
+        assert path.read_bytes().startswith(before)
+        assert path.read_bytes() == b"" or path.read_bytes().endswith(b"\n")
+    again = phaze.search(tiny_model(), space=some_points(2), journal=path, **QUESTION)
+    assert (again.best, again.certificate) == (whole.best, whole.certificate)
+
+
+def test_a_journal_whose_folder_vanishes_ends_the_search(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "folder", tmp_path / "moved"
+    folder.mkdir()
+    journal = Journal.open(folder / "journal", HEADER)
+    journal.add("one", 2.0, {"bound_s": 1.5})
+    folder.rename(moved)
+    with pytest.raises(FormatError, match="was removed or replaced while the search ran"):
+        journal.add("two", 2.0, {"bound_s": 1.5})
+    journal.close()
+    assert list(Journal.load(moved / "journal").records) == ["one"]
+
+
+def test_what_cannot_be_a_journal_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path, tmp_path / "none" / "journal", "/dev/null", "a\0b"):
+        with pytest.raises(FormatError, match="cannot write the journal"):
+            Journal.open(place, HEADER)
+
+
+def test_a_search_without_time_says_what_its_journal_holds(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with pytest.raises(PlanError, match="has no results yet"):
+        phaze.search(tiny_model(), space=some_points(2), journal=path, time_limit_s=1e-9, **QUESTION)
 
 
 def test_a_journal_of_another_search_is_refused_with_what_differs(tmp_path: Path) -> None:

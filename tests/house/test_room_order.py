@@ -18,6 +18,7 @@ ORDER = (
     "file_reading",
     "file_writing",
     "json_records",
+    "digests",
     # what is planned, how it may be divided, on what, at what price
     "ir",
     "parallelism",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from designs import tiny_model
+from forgeries import forged
 from plans import small_cluster, small_graph, small_plan
 
 import phaze
@@ -47,7 +48,7 @@ def changed(path: tuple[Any, ...]) -> dict[str, Any]:
         parent = parent[key]
     old = parent[path[-1]]
     parent[path[-1]] = old + 1 if isinstance(old, int) else old * 1.001 + 1e-12
-    return plan
+    return forged(plan)
 
 
 def holds(plan: Plan) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from designs import SMALL, some_points, tiny_model
+from forgeries import forged_journal
 
 import phaze
 from phaze.cli import main
@@ -30,7 +31,7 @@ def wrong(path: Path, model: object = None) -> list[Finding]:
 
 
 def changed(journal: Path, path: Path, lines: list[str]) -> Path:
-    path.write_text("\n".join([journal.read_text().splitlines()[0], *lines]) + "\n")
+    path.write_text(forged_journal([journal.read_text().splitlines()[0], *lines]))
     return path
 
 

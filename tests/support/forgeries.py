@@ -1,0 +1,24 @@
+"""Files as a forger writes them: edited on purpose, with digests that agree with what they say now."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from phaze.digests import DIGEST, digest_of, with_digest
+
+__all__ = ["forged", "forged_journal"]
+
+
+def forged(document: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A document with some fields changed, and a digest that agrees with them."""
+    return with_digest({**document, **changes})
+
+
+def forged_journal(lines: Iterable[str]) -> str:
+    """The text of a journal of these lines, the first one included, whose digests agree with them."""
+    written, before = [], ""
+    for line in lines:
+        document = {name: value for name, value in json.loads(line).items() if name != DIGEST}
+        before = digest_of(document, before)[:16]
+        written.append(json.dumps({**document, DIGEST: before}) + "\n")
+    return "".join(written)
