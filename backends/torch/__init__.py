@@ -39,11 +39,13 @@ class TorchTarget:
         inputs: the inputs that `optimize` took; needed for stages, because they say what crosses the cuts.
         optimizer: a function from parameters to a torch optimizer; by default AdamW or SGD, as the plan's precision
             says.
+        batch_norm: needed for models with batch norms that would train otherwise than in one process:
+            "synchronized" sums their statistics over all copies, "local" keeps those of each microbatch apart.
     """
 
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
-    options: tuple[str, ...] = ("inputs", "optimizer")
+    options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,6 +91,7 @@ class TorchTarget:
             loss_fn=loss_fn,  # type: ignore[arg-type]
             inputs=options.get("inputs"),
             optimizer=options.get("optimizer"),
+            batch_norm=options.get("batch_norm"),
             stage_builders=[offer.value for offer in plugins.stage_builders()],
         )
 

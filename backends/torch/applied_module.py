@@ -18,8 +18,11 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.arrange import arrange_module, schedule_gradient_sync
+from phaze.backends.torch.batch_statistics import settle_batch_norms
 from phaze.backends.torch.fsdp_export import stored_cut
+from phaze.backends.torch.gradient_norm import clip_gradients
 from phaze.backends.torch.pipeline import ArrangeFunction, LossFunction, Pipeline, build_pipeline
+from phaze.backends.torch.rank_failures import told_to_all
 from phaze.backends.torch.split_collectives import Axis, shared_gradient_sums
 from phaze.backends.torch.split_parameters import Cut
 from phaze.backends.torch.split_tensor import to_whole
@@ -93,17 +96,36 @@ class AppliedModule:
         return loss
 
     def backward(self, *args: object, **kwargs: object) -> torch.Tensor:
-        """The loss, its gradients added to those that parameters have; nothing is updated."""
-        count = self._micro_batch_count(args, kwargs)
-        if self._pipeline is not None:
-            loss = self._pipeline.backward(count, args, kwargs)
-        else:
-            loss = self._accumulate(count, args, kwargs)
-        for name in ("replicate", "shard"):
-            if self.mesh[name].size() > 1:
-                dist.all_reduce(loss, group=self.mesh[name].get_group())
-                loss /= self.mesh[name].size()
+        """The loss, its gradients added to those that parameters have; nothing is updated.
+
+        An error on one process is told to the others, which raise it as a PlanError.
+        """
+        with told_to_all():
+            count = self._micro_batch_count(args, kwargs)
+            if self._pipeline is not None:
+                loss = self._pipeline.backward(count, args, kwargs)
+            else:
+                loss = self._accumulate(count, args, kwargs)
+            for name in ("replicate", "shard"):
+                if self.mesh[name].size() > 1:
+                    dist.all_reduce(loss, group=self.mesh[name].get_group())
+                    loss /= self.mesh[name].size()
         return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of the whole model so that their norm is at most `max_norm`; the norm before that.
+
+        Call it in every process, between `backward` and the optimizer's step. torch's own function would count
+        parameters that tensor-parallel devices or stages share several times, and leave others out.
+        """
+        elsewhere = self._pipeline.counted_elsewhere if self._pipeline else frozenset()
+        return clip_gradients(
+            (parameter for stage in self.stages for parameter in stage.parameters()),
+            self.mesh,
+            counted_elsewhere=elsewhere,
+            max_norm=max_norm,
+            norm_type=norm_type,
+        )
 
     def _micro_batch_count(self, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
         sizes = {leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)}
@@ -139,6 +161,7 @@ def apply_to_module(
     loss_fn: Callable[..., torch.Tensor] | None,
     inputs: object,
     optimizer: object,
+    batch_norm: object,
     stage_builders: Iterable[StageBuilder],
 ) -> AppliedModule:
     """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
@@ -146,6 +169,10 @@ def apply_to_module(
         raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
     _check_model(plan, model)
     device_mesh = _mesh_of_plan(plan, mesh)
+    share_size = plan.question.global_batch_size // plan.strategy.dp
+    copies = [device_mesh[name].get_group() for name in ("replicate", "shard") if device_mesh[name].size() > 1]
+    micro_batches = share_size // plan.strategy.micro_batch_size
+    settle_batch_norms(model, batch_norm, copies=copies, micro_batches=micro_batches)
     loss = _loss_function(loss_fn, model)
     arrange = _arrange_function(plan, model, device_mesh)
     pipeline = None
@@ -175,7 +202,7 @@ def apply_to_module(
         _pipeline=pipeline,
         _loss=loss,
         _micro_batch_size=plan.strategy.micro_batch_size,
-        _share_size=plan.question.global_batch_size // plan.strategy.dp,
+        _share_size=share_size,
         _zero=plan.strategy.zero,
     )
 

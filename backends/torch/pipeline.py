@@ -77,11 +77,13 @@ class _ZeroStage(PipelineStage):
 class SharedParameter:
     """A parameter that several stages hold: its copies on this process, and the processes that have others.
 
-    The group is None where no other process has a copy.
+    The group is None where no other process has a copy. Of all copies the process at the first place counts one, where
+    gradients are counted.
     """
 
     copies: tuple[torch.nn.Parameter, ...]
     group: dist.ProcessGroup | None
+    is_at_first_place: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,15 @@ class Pipeline:
     argument_names: tuple[str, ...]
     group: dist.ProcessGroup
     holds_loss: bool
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of this process's parameters that are counted by another copy, where every parameter counts once."""
+        return frozenset(
+            id(parameter)
+            for shared in self.shared_parameters
+            for parameter in (shared.copies[1:] if shared.is_at_first_place else shared.copies)
+        )
 
     def backward(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
         """Run `count` microbatches; the mean loss on every process of the pipeline, and gradients of that mean."""
@@ -354,7 +365,8 @@ def _shared_parameters(
                 if alias in known:
                     copies[id(known[alias])] = known[alias]
         places = _places(stages, mesh)
-        shared.append(SharedParameter(tuple(copies.values()), groups.get(places)))
+        is_at_first_place = mesh.get_local_rank("pp") == places[0]
+        shared.append(SharedParameter(tuple(copies.values()), groups.get(places), is_at_first_place))
     return tuple(shared)
 
 

@@ -155,3 +155,20 @@ def test_a_pipeline_with_fewer_microbatches_than_stages_is_no_1f1b() -> None:
     assert plan.strategy.schedule == "gpipe"
     with pytest.raises(PlanError, match="no plan is possible"):
         phaze.evaluate(imported("hand-written"), strategy={**strategy, "schedule": "1f1b"}, **question)
+
+
+def test_batch_norms_that_would_train_otherwise_than_in_one_process_are_refused(alone: None) -> None:
+    plan = planned("batch-normed", 1, {"dp": 1})  # two microbatches
+    with pytest.raises(PlanError, match=r"'blocks.0.norm' is a batch norm, .* each copy runs 2 microbatches"):
+        plan.apply(build_model("batch-normed"))
+    with pytest.raises(PlanError, match=r"cannot be synchronized: each copy runs 2 microbatches"):
+        plan.apply(build_model("batch-normed"), batch_norm="synchronized")
+    with pytest.raises(PlanError, match=r"batch_norm is 'sync'; expected one of 'synchronized', 'local'"):
+        plan.apply(build_model("batch-normed"), batch_norm="sync")
+
+
+def test_batch_norms_of_one_microbatch_or_of_each_are_left_alone(alone: None) -> None:
+    batch = batch_of("batch-normed")
+    for strategy, options in (({"micro_batch_size": 8}, {}), ({"micro_batch_size": 4}, {"batch_norm": "local"})):
+        run = planned("batch-normed", 1, strategy).apply(build_model("batch-normed"), **options)
+        assert float(run.step(**run.share(batch))) > 0

@@ -71,5 +71,8 @@ def check_equality(answer: dict[str, Any], most: float = 1e-5) -> None:
     assert answer["loss"] < most
     assert answer["gradient"] < most, answer["worst"]
     assert answer["again"] < most
+    assert answer["norm"] < most
+    assert answer["clipped"] < most
+    assert answer["buffers"] < most
     assert answer["parameter"] < most
     assert answer["loaded"] == 0.0

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_training import batch_of, build_model, given_loss, inputs_of, loss_of
+from torch_training import apply_options, batch_of, build_model, inputs_of, loss_of
 
 import phaze
 
@@ -102,7 +102,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model,
         inputs=inputs_of(kind, batch),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
-        **given_loss(kind),
+        **apply_options(kind),
     )
     gathered = {}
     for stage in run.stages:
@@ -126,8 +126,21 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "worst": worst,
         "names": names,
     }
+    norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf")))
+    answer["norm"] = abs(float(run.clip_grad_norm_(float("inf"))) - norm) / norm
+    answer["buffers"] = max(
+        (
+            float((buffer - dict(reference.named_buffers())[name]).abs().max())
+            for stage in run.stages
+            for name, buffer in stage.named_buffers()
+            if "running" in name
+        ),
+        default=0.0,
+    )
     live = live_bytes(run) | {"gathered": sum(gathered.values()), "copies": traffic.total_bytes}
     answer["again"] = second_backward(run, batch, gradients, largest)
+    run.clip_grad_norm_(norm / 2)
+    answer["clipped"] = abs(float(run.clip_grad_norm_(float("inf"))) / (norm / 2) - 1)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter -= LEARNING_RATE * parameter.grad

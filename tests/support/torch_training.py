@@ -97,6 +97,22 @@ class TorchEncoder(HandWritten):
         return result
 
 
+class BatchNormed(HandWritten):
+    """One with batch norms, which look at all samples at once."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self, momentum: float) -> None:
+            super().__init__()
+            self.mix, self.norm = torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32, momentum=momentum)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.relu(self.norm(self.mix(x).transpose(1, 2)).transpose(1, 2))
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks = torch.nn.ModuleList(BatchNormed.Mixed(momentum) for momentum in (0.1, 0.3))
+
+
 def second_of_output(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return output[1]
 
@@ -280,6 +296,7 @@ _BUILDERS = {
     "hand-written": HandWritten,
     "headless": partial(Headless, layers=2),
     "encoder": TorchEncoder,
+    "batch-normed": BatchNormed,
     "nanogpt": NanoGpt,
     "nanogpt-indexed": NanoGpt,
     "uncut": Uncut,
@@ -292,7 +309,7 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     torch.manual_seed(seed)
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
-    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder")
+    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder", "batch-normed")
     names = ("tokens", "targets") if is_written else ("input_ids", "labels")
     if kind.startswith("nanogpt"):
         names = ("idx", "targets")
@@ -303,6 +320,11 @@ def given_loss(kind: str) -> dict[str, Any]:
     """The loss that is given beside a model, as `optimize` and `apply` take it."""
     losses = {"headless": word_loss, "nanogpt-indexed": second_of_output}
     return {"loss_fn": losses[kind]} if kind in losses else {}
+
+
+def apply_options(kind: str) -> dict[str, Any]:
+    """What `apply` is given beside the inputs."""
+    return given_loss(kind) | ({"batch_norm": "synchronized"} if kind == "batch-normed" else {})
 
 
 def inputs_of(kind: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
