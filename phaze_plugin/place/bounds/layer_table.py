@@ -161,9 +161,12 @@ class LayerTable:
         if not len(narrow):
             return rates
         tp, dp, pp = strategies.tp[narrow], strategies.dp[narrow], strategies.pp[narrow]
-        keys = np.stack([tp, dp, self.network.depths(np.minimum(tp * dp * pp, self.most_used))], axis=1)
+        # Where stages may lie on single devices, tp * dp * pp may count more devices than the cluster has. Prices only
+        # grow with the devices used, so that those of the whole cluster are a bound; one stage's copies must fit.
+        used_by_each = np.maximum(np.minimum(tp * dp * pp, self.most_used), tp * dp)
+        keys = np.stack([tp, dp, self.network.depths(used_by_each)], axis=1)
         distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        used = (tp * dp * pp)[first].tolist()
+        used = used_by_each[first].tolist()
         exact = np.array(
             [
                 self._exact_prices(key_tp, key_dp, key_depth, devices)

@@ -82,6 +82,20 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
         assert tightened[index] <= time_s
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_of_a_strategy_does_not_depend_on_which_others_were_bounded_before(seed: int) -> None:
+    problem = random_problem(seed, largest=6, most_devices=8)
+    prepared = PreparedProblem.of(problem)
+    strategies = list_parallelisms(
+        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s
+    )
+    target_s = 50.0
+    together = prepared.layer_table.tightened(strategies, target_s)
+    for index in range(len(strategies)):
+        alone = PreparedProblem.of(problem).layer_table.tightened(strategies.take(np.array([index])), target_s)
+        assert alone[0] == together[index]
+
+
 @examples(15)
 @given(seeds)
 @example(33943)  # an interleaved strategy with more pipelines than the default effort searches
