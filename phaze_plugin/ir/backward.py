@@ -61,14 +61,16 @@ def derive_backward(graph: Graph) -> Graph:
 
 
 def without_backward(graph: Graph) -> Graph:
-    """The forward ops alone, with the tensors that they read and make."""
+    """The forward ops alone, with the tensors that they read and make, and all parameters, also those nobody reads."""
     forward = graph.ops_of(Phase.FORWARD)
     made = {name for op in forward for name in op.outputs}
     used = made | {name for op in forward for name in op.inputs}
     return replace(
         graph,
         ops=forward,
-        tensors={name: tensor for name, tensor in graph.tensors.items() if name in used},
+        tensors={
+            name: tensor for name, tensor in graph.tensors.items() if name in used or tensor.role is Role.PARAMETER
+        },
         outputs=tuple(name for name in graph.outputs if name in made),
         gradients=(),
         is_backward_derived=False,

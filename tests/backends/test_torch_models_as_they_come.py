@@ -28,6 +28,8 @@ CASES: dict[str, Strategy] = {
     "qwen2-moe dp2": {"dp": 2},
     "deepseek-v3 dp2": {"dp": 2},
     "gpt-oss dp2": {"dp": 2},
+    "spare dp2 zero3": {"dp": 2, "zero": 3},
+    "spare pp2": {"pp": 2},
     "batch-normed dp2": {"dp": 2, "micro_batch_size": 4},
     "batch-normed dp2 zero3": {"dp": 2, "micro_batch_size": 4, "zero": 3},
 }

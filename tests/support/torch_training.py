@@ -113,6 +113,14 @@ class BatchNormed(HandWritten):
         self.blocks = torch.nn.ModuleList(BatchNormed.Mixed(momentum) for momentum in (0.1, 0.3))
 
 
+class Spare(HandWritten):
+    """One with parameters that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.spare = torch.nn.Linear(32, 32)
+
+
 def second_of_output(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return output[1]
 
@@ -297,6 +305,7 @@ _BUILDERS = {
     "headless": partial(Headless, layers=2),
     "encoder": TorchEncoder,
     "batch-normed": BatchNormed,
+    "spare": Spare,
     "nanogpt": NanoGpt,
     "nanogpt-indexed": NanoGpt,
     "uncut": Uncut,
@@ -309,7 +318,7 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     torch.manual_seed(seed)
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
-    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder", "batch-normed")
+    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder", "batch-normed", "spare")
     names = ("tokens", "targets") if is_written else ("input_ids", "labels")
     if kind.startswith("nanogpt"):
         names = ("idx", "targets")
