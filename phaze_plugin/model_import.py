@@ -107,11 +107,13 @@ def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object]) -> G
 
 
 def _checked(answer: object) -> Graph:
+    """The graph that a frontend answered with, with its sequence factors marked."""
     from phaze.ir import Graph
+    from phaze.ir.sequence_factors import mark_sequences
 
     if not isinstance(answer, Graph):
         raise TypeError(f"it answered with a {type(answer).__name__}; expected a Graph")
-    return answer
+    return mark_sequences(answer)
 
 
 def _check_options(offer: Offer[object], options: Mapping[str, object], known: Iterable[str]) -> None:

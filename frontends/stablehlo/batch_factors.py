@@ -1,25 +1,18 @@
 """Find batch factors by following the first dimension of the batch arguments, where a model cannot be captured twice.
 
-A factor is made of the batch if it covers, in some tensor, a piece of a dimension that is. Pieces are passed on through
-every op to all its tensors until nothing changes (`_batch_pieces`). If a parameter would grow with the batch, or the
-rules do not scale, the graph stays fixed to its size and says so.
+If a parameter would grow with the batch, or the rules do not scale, the graph stays fixed to its size and says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from phaze.errors import GraphError
-from phaze.ir import Dims, Factor, Graph, Op, Role, Rule
+from phaze.ir import Dims, Factor, Graph, Role, Rule
+from phaze.ir.factor_following import Pieces, follow_pieces, followed_factors
 
 __all__ = ["follow_batch", "rule_by_appearance"]
-
-Piece = tuple[int, int, int]
-"""A factor in a tensor: its dimension, where in this it starts (the product of the factors before), and its size."""
-
-MOST_SWEEPS = 20
-"""Sweeps over the graph, to and fro. More than the turns that a batch takes through the views of a model."""
 
 
 def follow_batch(graph: Graph) -> Graph:
@@ -33,7 +26,7 @@ def follow_batch(graph: Graph) -> Graph:
     rules: dict[object, Rule] = {}
     ops = []
     for op in graph.ops:
-        batch_factors = _batch_factors(op, pieces)
+        batch_factors = followed_factors(op, pieces)
         key = (id(op.rule), batch_factors)
         if key not in rules:
             rules[key] = _with_batch_marks(op.rule, batch_factors)
@@ -57,48 +50,14 @@ def _batch_size(graph: Graph) -> int | None:
     return shapes[0][0] if shapes and shapes[0][0] > 1 else None
 
 
-def _batch_pieces(graph: Graph, size: int) -> dict[str, set[Piece]]:
+def _batch_pieces(graph: Graph, size: int) -> Pieces:
     """The pieces of every tensor that are made of the batch."""
-    pieces: dict[str, set[Piece]] = {}
-    for tensor in graph.tensors.values():
-        if tensor.role is Role.BATCH and tensor.shape[:1] == (size,):
-            pieces[tensor.id] = {(0, 1, size)}
-    for sweep in range(MOST_SWEEPS):
-        has_changed = False
-        for op in graph.ops if sweep % 2 == 0 else reversed(graph.ops):
-            batch_factors = _batch_factors(op, pieces)
-            if not batch_factors:
-                continue
-            for tensor_id, dims in zip((*op.inputs, *op.outputs), op.rule.tensors(), strict=True):
-                passed_on = {piece for name, piece in _pieces(op.rule, dims) if name in batch_factors}
-                known = pieces.setdefault(tensor_id, set())
-                if not passed_on <= known:
-                    known |= passed_on
-                    has_changed = True
-        if not has_changed:
-            break
-    return pieces
-
-
-def _pieces(rule: Rule, dims: Dims) -> Iterator[tuple[str, Piece]]:
-    """Every factor of a tensor with the piece that it covers; a dimension that is covered in part has none."""
-    for index, dim in enumerate(dims):
-        if dim.size is not None:
-            continue
-        start = 1
-        for name in dim.factors:
-            yield name, (index, start, rule.size(name))
-            start *= rule.size(name)
-
-
-def _batch_factors(op: Op, pieces: dict[str, set[Piece]]) -> frozenset[str]:
-    """The factors of an op that cover, in some of its tensors, a piece that is made of the batch."""
-    names: set[str] = set()
-    for tensor_id, dims in zip((*op.inputs, *op.outputs), op.rule.tensors(), strict=True):
-        known = pieces.get(tensor_id)
-        if known:
-            names.update(name for name, piece in _pieces(op.rule, dims) if piece in known)
-    return frozenset(names)
+    start = {
+        tensor.id: {(0, 1, size)}
+        for tensor in graph.tensors.values()
+        if tensor.role is Role.BATCH and tensor.shape[:1] == (size,)
+    }
+    return follow_pieces(graph.ops, start)
 
 
 def _with_batch_marks(rule: Rule, batch_factors: frozenset[str]) -> Rule:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.cost import Calibration, Collective, Stack, Work, fuse_epilogues, group_work, price_works
+from phaze.cost import Calibration, Stack, Work, fuse_epilogues, group_work, price_works
 from phaze.hardware import Accelerator
 from phaze.ir import Graph, Op, OpKind
 from phaze.shard import Axis
@@ -76,7 +76,8 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
     tensor, vector, memory = work_parts(works, axis.cluster.accelerator, stack) if works else (np.zeros(0),) * 3
     # Halving an efficiency doubles the seconds on its links, so that the differences are what those links take.
     whole, inner, outer = (
-        sum(_link_s(axis, op, link, network) for op in links) for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
+        sum(_link_s(axis, local, op, link, network) for op in links)
+        for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
     )
     return PassParts(
         tensor_s=tensor,
@@ -90,6 +91,5 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
     )
 
 
-def _link_s(axis: Axis, op: Op, link: float, network: float) -> float:
-    derated = Axis(axis.cluster, axis.tp, Calibration(name="parts", link=link, network=network))
-    return derated.seconds(Collective(op.function), op.collective_bytes)
+def _link_s(axis: Axis, local: Graph, op: Op, link: float, network: float) -> float:
+    return replace(axis, calibration=Calibration(name="parts", link=link, network=network)).link_s(local, op)

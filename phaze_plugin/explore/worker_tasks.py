@@ -34,7 +34,7 @@ from phaze.profile.layer_profile import ProfileKey
 from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, sequence_parallel_of
 from phaze.question import Question
 from phaze.schedule import Compatibility, schedule_layer
-from phaze.shard import Axis, ShardedLayer, ShardedModel, slice_layer
+from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 from phaze.tolerances import PASS_BOUND_MARGIN
 
 __all__ = [
@@ -227,7 +227,7 @@ def _likely_here(likely: Parallelism | None, slicing: Slicing) -> Parallelism | 
 
 def _on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
     """The same slices on another accelerator; equal layers stay one object."""
-    axis = Axis(replace(model.axis.cluster, accelerator=accelerator), model.axis.tp, model.axis.calibration)
+    axis = replace(model.axis, cluster=replace(model.axis.cluster, accelerator=accelerator))
     moved: dict[int, ShardedLayer] = {}
     for layer in model.layers:
         moved.setdefault(id(layer), replace(layer, problem=replace(layer.problem, axis=axis)))

@@ -16,7 +16,7 @@ from phaze.ir.gradients import GradientRequest, gradients_of
 from phaze.ir.graph import Graph
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.op import Op, OpKind, Phase
-from phaze.ir.rule import Dim, Dims, Factor, Rule
+from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
@@ -153,10 +153,7 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
     """The sum of two tensors with these dimensions; one that is covered in part becomes a factor of its own."""
     simple = tuple(dim if dim.size is None else Dim((f"part{index}",)) for index, dim in enumerate(dims))
     factors = tuple(
-        Factor(name, rule.size(name), is_batch=rule.factor(name).is_batch)
-        for dim in dims
-        if dim.size is None
-        for name in dim.factors
+        replace(rule.factor(name), kind=FactorKind.FREE) for dim in dims if dim.size is None for name in dim.factors
     )
     parts = tuple(
         Factor(f"part{index}", dim.size, is_batch=any(rule.factor(name).is_batch for name in dim.factors))

@@ -355,6 +355,23 @@ def _pad(request: GradientRequest) -> Answers:
     return request.emit("slice", (request.came_in(),), (request.operand(0),), kind=OpKind.VIEW)
 
 
+def _collective(request: GradientRequest) -> Answers:
+    """The collective that brings gradients back: what was gathered is reduced and scattered, and so on."""
+    dual = _DUAL_COLLECTIVES.get(request.op.function)
+    if dual is None:
+        return _opaque(request)
+    return request.emit(dual, (request.came_in(),), (request.operand(0),))
+
+
+_DUAL_COLLECTIVES = {
+    "all_gather": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "reduce_scatter": "all_gather",
+}
+"""The collective that carries the gradient of each: the transpose of its linear map over all devices."""
+
+
 def _opaque(request: GradientRequest) -> Answers:
     """One op that reads every float input and gives every gradient: right in traffic, silent about the mathematics."""
     came_in = [request.came_in(index) for index, gradient in enumerate(request.incoming) if gradient is not None]
@@ -395,6 +412,7 @@ _BY_KIND: dict[OpKind, Callable[[GradientRequest], Answers]] = {
     OpKind.LOOKUP: _lookup,
     OpKind.REDUCTION: _reduction,
     OpKind.VIEW: _view,
+    OpKind.COLLECTIVE: _collective,
 }
 
 _BY_FUNCTION: dict[str, Callable[[GradientRequest], Answers]] = {

@@ -83,7 +83,7 @@ class GraphBuilder:
         attributes: Mapping[str, Attribute] | None = None,
     ) -> tuple[str, ...]:
         """Add an op; returns its result ids: the op's own, then `op_id:name` for each further name in `results`."""
-        op_id = self._unused(op_id)
+        op_id = self.unused(op_id)
         op = Op(
             id=op_id,
             kind=kind,
@@ -126,7 +126,8 @@ class GraphBuilder:
             raise GraphError(f"two tensors have the id {tensor.id!r}; ids must be unique.")
         self.tensors[tensor.id] = tensor
 
-    def _unused(self, op_id: str) -> str:
+    def unused(self, op_id: str) -> str:
+        """An id that no op or tensor has: this one, or with a number behind it; it is taken from then on."""
         candidate, count = op_id, 1
         while candidate in self._op_ids or candidate in self.tensors:
             count += 1

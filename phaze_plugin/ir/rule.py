@@ -11,8 +11,9 @@ result which factors it is made of, major to minor. It is written like an einsum
     first half    s@2048 i -> s i                a dimension of 2048 of which the factor s covers only a part
     loss          b s v, b s -> .                a result of rank 0
 
-After a bar stand the factors with their sizes and marks: `b=1* s=1024 v=50257? t=1024~ c=3!` - `*` grows with the
-microbatch, `?` looked up, `~` normalized (splitting it costs a collective of statistics), `!` must stay whole.
+After a bar stand the factors with their sizes and marks: `b=1* s=1024^ v=50257? t=1024~^ c=3!` - `*` grows with the
+microbatch, `^` runs along the sequence, `?` looked up, `~` normalized (splitting it costs a collective of statistics),
+`!` must stay whole.
 `str(rule)` and `Rule.parse` are inverse to each other, and JSON stores exactly this text.
 """
 
@@ -52,9 +53,11 @@ class Factor:
     size: int
     kind: FactorKind = FactorKind.FREE
     is_batch: bool = False
+    is_sequence: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}={self.size}{self.kind}{'*' if self.is_batch else ''}"
+        marks = f"{'*' if self.is_batch else ''}{'^' if self.is_sequence else ''}"
+        return f"{self.name}={self.size}{self.kind}{marks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ Dims = tuple[Dim, ...]
 _DIM = re.compile(
     r"(?:\((?P<many>[A-Za-z_]\w*(?: +[A-Za-z_]\w*)*)\)|(?P<one>[A-Za-z_]\w*)|1)(?:@(?P<size>\d{1,19}))?(?: +|$)"
 )
-_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!]?)(?P<batch>\*?)")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!]?)(?P<batch>\*?)(?P<sequence>\^?)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -231,7 +234,10 @@ class Rule:
         local = object.__new__(Rule)
         object.__setattr__(local, "operands", self.operands)
         object.__setattr__(local, "results", self.results)
-        factors = (Factor(f.name, sizes[f.name], f.kind, f.is_batch) if f.name in ways else f for f in self.factors)
+        factors = (
+            Factor(f.name, sizes[f.name], f.kind, f.is_batch, f.is_sequence) if f.name in ways else f
+            for f in self.factors
+        )
         object.__setattr__(local, "factors", tuple(factors))
         object.__setattr__(local, "_sizes", sizes)
         return local
@@ -332,6 +338,7 @@ def _parse_factor(word: str, rule: str) -> Factor:
     match = _FACTOR.fullmatch(word)
     if not match:
         raise GraphError(
-            f"rule {shown(rule)} has an unreadable factor {shown(word)}; expected name=size with marks ? ~ ! *."
+            f"rule {shown(rule)} has an unreadable factor {shown(word)}; expected name=size with marks ? ~ ! * ^."
         )
-    return Factor(match["name"], int(match["size"]), FactorKind(match["kind"]), bool(match["batch"]))
+    marks = bool(match["batch"]), bool(match["sequence"])
+    return Factor(match["name"], int(match["size"]), FactorKind(match["kind"]), *marks)

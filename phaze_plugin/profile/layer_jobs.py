@@ -2,16 +2,16 @@
 
 Each group of ops (one op, or a matrix op with its fused epilogue) becomes one job. The job's resource and its two
 latencies come from the cost model. Views hold nothing and take no time. Collectives hold the link; on a software stack
-that hides none of them they hold all cores instead (`_on_one_core`). A group precedes another if it makes a tensor that
-the other reads (`group_edges`). No pass takes less than its off-chip traffic over the bandwidth, where the traffic of
-each group is counted as if it had the whole buffer, nor less than the host needs to launch all groups
-(`_launch_floor_s`).
+that hides none of them they hold all cores instead (`_on_one_core`). Exchanges of a ring are part of the attention that
+works on what they bring (`_behind_rings`). A group precedes another if it makes a tensor that the other reads
+(`group_edges`). No pass takes less than its off-chip traffic over the bandwidth, where the traffic of each group is
+counted as if it had the whole buffer, nor less than the host needs to launch all groups (`_launch_floor_s`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,7 @@ from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind
 from phaze.schedule.makespan_bounds import lower_bounds
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
+from phaze.shard.mesh_axes import WAYS, is_ring
 
 if TYPE_CHECKING:
     from phaze.cost import OpGroup, PriceTable
@@ -105,14 +106,18 @@ def price_pass(
     """
     chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
+    edges = group_edges(groups)
     links = {
         index: _seconds(group.head, link_s) + calibration.op_overhead_s
         for index, group in enumerate(groups)
         if _is_link(group.head)
     }
+    rings = _rings(groups, edges, links)
+    links |= dict.fromkeys((index for ring in rings.values() for index in ring.links), 0.0)
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
     placed = [index for index in range(len(groups)) if index not in links]
+    estimate = _behind_rings(estimate, {placed.index(index): ring for index, ring in rings.items()}, calibration)
     resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
     for index, kind in zip(placed, estimate.kinds, strict=True):
         resources[index] = Resource(kind.value)
@@ -122,7 +127,7 @@ def price_pass(
         name=name,
         names=tuple(group.head.id for group in groups),
         resources=tuple(resources),
-        edges=group_edges(groups),
+        edges=edges,
         latency_s=_columns(estimate.core_s, placed, _on_one_core(links, calibration, chips), len(groups)),
         spread_s=_spread(estimate, placed, {} if calibration.stack.hides_links else links, len(groups)),
         energy_j=_columns(estimate.core_energy_j, placed, {}, len(groups)),
@@ -143,6 +148,48 @@ def group_edges(groups: Sequence[OpGroup]) -> tuple[tuple[int, int], ...]:
     maker = {tensor: index for index, group in enumerate(groups) for op in group.ops for tensor in op.outputs}
     edges = {(maker[tensor], index) for index, group in enumerate(groups) for tensor in group.reads if tensor in maker}
     return tuple(sorted((before, after) for before, after in edges if before != after))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Exchanges that go around in steps while an attention works on the blocks that have come."""
+
+    links: tuple[int, ...]
+    seconds: float
+    blocks: int
+
+
+def _rings(groups: Sequence[OpGroup], edges: Sequence[tuple[int, int]], links: Mapping[int, float]) -> dict[int, _Ring]:
+    """The ring of each attention that has one: exchanges of keys that it reads and of gradients that it makes."""
+    beside: dict[int, list[int]] = {}
+    for before, after in edges:
+        for index, other in ((before, after), (after, before)):
+            if index in links and is_ring(groups[index].head) and groups[other].head.kind is OpKind.ATTENTION:
+                beside.setdefault(other, []).append(index)
+    return {
+        attention: _Ring(
+            tuple(members),
+            sum(links[index] for index in members),
+            max(groups[index].head.rule.size(WAYS) for index in members),
+        )
+        for attention, members in beside.items()
+    }
+
+
+def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], calibration: Calibration) -> Estimate:
+    """Attentions that wait for their rings: each step is hidden behind the work on one of the blocks, but for the last.
+
+    An attention of W seconds in n blocks whose n - 1 exchanges take R in all ends after max(W, W / n + R); after W + R
+    where the software stack hides no links.
+    """
+    if not rings:
+        return estimate
+    core_s, spread_s = estimate.core_s.copy(), estimate.spread_s.copy()
+    for row, ring in rings.items():
+        for seconds in (core_s, spread_s):
+            hidden = (1 - 1 / ring.blocks) * seconds[row] if calibration.stack.hides_links else 0.0
+            seconds[row] += np.maximum(0.0, ring.seconds - hidden)
+    return replace(estimate, core_s=core_s, spread_s=spread_s)
 
 
 def _launch_floor_s(links: Mapping[int, float], estimate: Estimate, calibration: Calibration) -> FloatArray | float:

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from phaze.ir import Graph, Layer, Op, OpKind, RecomputeMode, Role, kept_tensors, recomputed_ops
 from phaze.profile.layer_profile import BoundaryTensor
 from phaze.shard import WHOLE, ShardedLayer
+from phaze.shard.expert_slicing import DIVIDED_OVER
+from phaze.shard.mesh_axes import EXPERT_AXIS, WAYS, is_ring
 
-__all__ = ["layer_outputs", "layer_parameter_bytes", "peak_working_bytes", "total_bytes"]
+__all__ = ["expert_parameters", "layer_outputs", "layer_parameter_bytes", "peak_working_bytes", "total_bytes"]
 
 
 def layer_parameter_bytes(local: Graph) -> dict[str, float]:
@@ -22,6 +24,18 @@ def layer_parameter_bytes(local: Graph) -> dict[str, float]:
     for tensor in local.parameters:
         sizes[tensor.dtype.value] = sizes.get(tensor.dtype.value, 0.0) + tensor.size_bytes
     return sizes
+
+
+def expert_parameters(local: Graph) -> float:
+    """How many of the trained parameters on a device belong to experts that are divided over ep devices."""
+    names = {
+        name
+        for op in local.ops
+        if op.attribute(DIVIDED_OVER) == EXPERT_AXIS
+        for name in op.inputs
+        if local.tensors[name].role is Role.PARAMETER and local.tensors[name].dtype.is_float
+    }
+    return float(sum(local.tensors[name].elements for name in names))
 
 
 def total_bytes(local: Graph, names: Iterable[str]) -> float:
@@ -54,16 +68,24 @@ def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_tr
 def _peak_alive_bytes(local: Graph, ops: Sequence[Op], stays: set[str], start: Sequence[str] = ()) -> float:
     """The most bytes alive at once when ops run in order and the tensors of `start` are there before them.
 
-    Views take no room, and tensors of `stays` are not counted.
+    Views take no room, and tensors of `stays` are not counted. Of what goes around in a ring, one block is worked on
+    while another one comes.
     """
+    # The whole keys are what an exchange makes, and their whole gradients what one reads.
+    rings = [(op, op.outputs if op.function == "all_gather" else op.inputs) for op in ops if is_ring(op)]
+    shares = {name: min(1.0, 2 / op.rule.size(WAYS)) for op, wholes in rings for name in wholes}
+
+    def room(name: str) -> float:
+        return local.tensors[name].size_bytes * shares.get(name, 1.0)
+
     last_use = {local.storage(name): step for step, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
-    alive = {name: local.tensors[name].size_bytes for name in start}
+    alive = {name: room(name) for name in start}
     now = peak = sum(alive.values())
     for step, op in enumerate(ops):
         if op.kind is not OpKind.VIEW:
             for name in op.outputs:
                 if name not in stays and name not in alive:
-                    alive[name] = local.tensors[name].size_bytes
+                    alive[name] = room(name)
                     now += alive[name]
         peak = max(peak, now)
         for name in [name for name in alive if last_use.get(name, -1) <= step]:

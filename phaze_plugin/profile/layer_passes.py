@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phaze.cost import Collective, PriceTables
+from phaze.cost import PriceTables
 from phaze.hardware import AcceleratorArray
 from phaze.ir import (
     SEARCHED_MODES,
@@ -28,7 +28,13 @@ from phaze.ir import (
 )
 from phaze.ir.layers import single_layer
 from phaze.profile.layer_jobs import PricedPass, price_pass
-from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes, total_bytes
+from phaze.profile.layer_memory import (
+    expert_parameters,
+    layer_outputs,
+    layer_parameter_bytes,
+    peak_working_bytes,
+    total_bytes,
+)
 from phaze.profile.layer_profile import (
     Bounded,
     Flow,
@@ -145,6 +151,7 @@ def profile_and_report(
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.problem.axis.tp > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+            expert_parameters=expert_parameters(local),
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
         profiles[mode] = (profile, LayerReport(*reports))
@@ -179,7 +186,7 @@ def _report(sharded: ShardedLayer, local: Graph, schedule: Schedule | None) -> P
         for entry, job in zip(schedule.jobs, schedule.problem.jobs, strict=True)
         if job.resource is not Resource.LINK and local.op(job.name).kind is OpKind.COLLECTIVE
     )
-    sent_j = sum(sharded.problem.axis.joules(Collective(op.function), float(op.collective_bytes)) for op in links)
+    sent_j = sum(sharded.problem.axis.link_j(local, op) for op in links)
     return PassReport(
         time_s=schedule.time_s,
         bound_s=schedule.time_bound_s,
@@ -246,7 +253,7 @@ def priced_pass(
     axis = sharded.problem.axis
 
     def link_s(op: Op) -> float:
-        return axis.seconds(Collective(op.function), float(op.collective_bytes))
+        return axis.link_s(local, op)
 
     return price_pass(
         local,

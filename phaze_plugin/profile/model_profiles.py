@@ -127,18 +127,21 @@ def profiled_modes(question: Question) -> tuple[RecomputeMode, ...]:
 
 
 def slicings(
-    question: Question, graph: Graph, tp: int, tables: ShardingTables | None = None
+    question: Question, graph: Graph, tp: int, tables: ShardingTables | None = None, *, cp: int = 1, ep: int = 1
 ) -> tuple[ShardedModel, ...]:
     """The slicings that a question may choose from at one microbatch size and tp, each distinct layer solved once.
+
+    With cp or ep the graph is that of one of their devices (`local_graphs.py`).
 
     There are up to three, which depend on the model, the cluster and the target, and on nothing else that is asked: all
     sequences split between layers (least memory), no sequence split at all, and whatever is fastest (least time), where
     that is another one. A question that says which it wants selects from these; a "mixed" one gets the fastest of them.
     `tables` keep what serves other microbatch sizes again. Raises ShardError where there is no slicing.
     """
+    axis = Axis(question.cluster, tp, question.calibration, cp, ep)
     if tp == 1:
-        return (_whole_model(question, graph, question.cluster),)
-    axis, asked = Axis(question.cluster, tp, question.calibration), question.choices.sequence_parallel
+        return (_whole_model(graph, axis),)
+    asked = question.choices.sequence_parallel
     models = shard_variants(graph, axis, _shard_options(question), _sequence_kinds(question, graph, tp), tables)
     fastest = models.pop(SequenceParallel.FREE, None)
     least_s = min((model.seconds for model in models.values()), default=math.inf)
@@ -191,23 +194,30 @@ _SEQUENCE_KINDS: dict[bool | str, SequenceParallel] = {
 
 
 def slice_model(
-    question: Question, graph: Graph, tp: int, *, sequence_parallel: bool | str, cluster: Cluster | None = None
+    question: Question,
+    graph: Graph,
+    tp: int,
+    *,
+    sequence_parallel: bool | str,
+    cluster: Cluster | None = None,
+    cp: int = 1,
+    ep: int = 1,
 ) -> ShardedModel:
-    """One slicing: layouts of every layer, each distinct one solved once.
+    """One slicing: layouts of every layer, each distinct one solved once; the graph is that of a device of cp and ep.
 
     Raises ShardError where the model cannot be sliced so many ways, or has no sequences that could be split.
     """
+    axis = Axis(cluster or question.cluster, tp, question.calibration, cp, ep)
     if tp == 1:
-        return _whole_model(question, graph, cluster or question.cluster)
+        return _whole_model(graph, axis)
     if sequence_parallel is True:
         _check_sequences(question, graph, tp)
     options = replace(_shard_options(question), sequence_parallel=_SEQUENCE_KINDS[sequence_parallel])
-    return shard_model(graph, Axis(cluster or question.cluster, tp, question.calibration), options)
+    return shard_model(graph, axis, options)
 
 
-def _whole_model(question: Question, graph: Graph, cluster: Cluster) -> ShardedModel:
-    """The model with every layer on one device."""
-    axis = Axis(cluster, 1, question.calibration)
+def _whole_model(graph: Graph, axis: Axis) -> ShardedModel:
+    """The model with every layer on one device of the tensor-parallel axis."""
     whole = {
         layer.key: unsharded(ShardingProblem(graph=graph, layer=layer, axis=axis)) for layer in graph.distinct_layers
     }

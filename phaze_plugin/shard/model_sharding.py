@@ -191,7 +191,8 @@ class ShardingTables:
         """What is known of a layer, worked out where it is not known yet; raises ShardError where it has no splits."""
         is_automatic = options.solver is AUTOMATIC_SOLVERS
         rules = (options.constraints, options.may_stride_parameters, options.may_split_norms)
-        key = (problem.layer.index, problem.axis.tp, options.sequence_parallel, rules, is_automatic)
+        axis = problem.axis
+        key = (problem.layer.index, (axis.tp, axis.cp, axis.ep), options.sequence_parallel, rules, is_automatic)
         known = self._known.get(key)
         if known is None or not has_equal_splits(known.problem, problem):
             splits = splits_of_layer(problem, problem.ops)

@@ -28,7 +28,7 @@ from phaze.ir import DType, FactorKind, Graph, Op, OpKind, Role
 from phaze.ir.rule import factor_names, names_of
 from phaze.shard.layout import PARTIAL, WHOLE, Layout, layout_of
 
-__all__ = ["OpSplit", "Ways", "fills", "head_factors", "split_choices", "splits_of_op", "statistics_bytes"]
+__all__ = ["ROUTED", "OpSplit", "Ways", "fills", "head_factors", "split_choices", "splits_of_op", "statistics_bytes"]
 
 _LINEAR = frozenset({"add", "cast", "negative", "scale", "scale_backward", "sum", "expand", "reshape", "transpose"})
 """Functions f with f(a + b) = f(a) + f(b): they may run on partial sums."""
@@ -36,7 +36,7 @@ _LINEAR = frozenset({"add", "cast", "negative", "scale", "scale_backward", "sum"
 _MASKED_LOOKUPS = frozenset({"embedding", "pick", "scatter_add"})
 """Lookups that a device can do on its rows of the table alone, with zeros for indices that lie elsewhere."""
 
-_ROUTED = frozenset({"combine", "combine_rows_backward", "combine_weights_backward", "dispatch", "undispatch"})
+ROUTED = frozenset({"combine", "combine_rows_backward", "combine_weights_backward", "dispatch", "undispatch"})
 """Functions that carry tokens to experts and back; only the factor of experts can be split."""
 
 _BY_PARAMETER = frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION, OpKind.LOOKUP})
@@ -120,7 +120,7 @@ def fills(size: int, ways: int) -> bool:
 
 def _may_split(op: Op, name: str) -> bool:
     kind = op.rule.factor(name).kind
-    if op.function in _ROUTED:
+    if op.function in ROUTED:
         return name == _expert_factor(op)
     if kind is FactorKind.LOOKUP:
         return op.function in _MASKED_LOOKUPS

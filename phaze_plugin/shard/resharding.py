@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from phaze.cost import IDEAL, Calibration, Collective, price_collective
 from phaze.hardware import Cluster
+from phaze.ir import Graph, Op
 from phaze.shard.layout import Layout
+from phaze.shard.mesh_axes import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS, axis_of, is_ring, whole_bytes
 
 __all__ = ["IMPOSSIBLE", "Axis", "collective_of", "is_possible"]
 
@@ -40,42 +42,75 @@ class _CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The tensor-parallel mesh axis: the innermost `tp` devices of a cluster, and what collectives cost on them."""
+    """The tensor-parallel mesh axis: the innermost `tp` devices of a cluster, and what collectives cost on them.
+
+    Collectives of contexts and experts run on axes of `cp` and `ep` devices that lie around this one: every tp-th
+    device of the cluster (`link_s`).
+    """
 
     cluster: Cluster
     tp: int
     calibration: Calibration = IDEAL
-    _costs: Mapping[Collective, _CollectiveCost] = field(init=False, repr=False, compare=False)
+    cp: int = 1
+    ep: int = 1
+    _costs: Mapping[str, Mapping[Collective, _CollectiveCost]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        axes = {TENSOR_AXIS: (self.tp, 1), CONTEXT_AXIS: (self.cp, self.tp), EXPERT_AXIS: (self.ep, self.tp)}
+        costs = {
+            name: self._probed(size, stride) for name, (size, stride) in axes.items() if name == TENSOR_AXIS or size > 1
+        }
+        object.__setattr__(self, "_costs", costs)
+
+    def _probed(self, size: int, stride: int) -> dict[Collective, _CollectiveCost]:
+        """The cost of every collective on so many devices at a stride."""
         costs = {}
         for collective in Collective:
             sizes = np.array([0.0, float(PROBED_BYTES)])
-            price = price_collective(collective, sizes, self.cluster, self.tp, calibration=self.calibration)
+            price = price_collective(collective, sizes, self.cluster, size, stride, calibration=self.calibration)
             latency_s, probed_s = price.seconds.tolist()
             costs[collective] = _CollectiveCost(
                 latency_s, (probed_s - latency_s) / PROBED_BYTES, float(price.energy_j[1]) / PROBED_BYTES
             )
-        object.__setattr__(self, "_costs", costs)
+        return costs
 
-    def seconds(self, collective: Collective, tensor_bytes: float) -> float:
+    def devices_of(self, axis: str) -> int:
+        """How many devices a mesh axis has."""
+        return {TENSOR_AXIS: self.tp, CONTEXT_AXIS: self.cp, EXPERT_AXIS: self.ep}[axis]
+
+    def seconds(self, collective: Collective, tensor_bytes: float, axis: str = TENSOR_AXIS) -> float:
         """The time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
-        cost = self._costs[collective]
-        return cost.latency_s + cost.s_per_byte * self._priced_bytes(collective, tensor_bytes)
+        cost = self._costs[axis][collective]
+        return cost.latency_s + cost.s_per_byte * self._priced_bytes(collective, tensor_bytes, axis)
 
     def seconds_of_many(self, collective: Collective, tensor_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """The times of a collective on tensors of so many bytes each; equal to `seconds` on each of them."""
-        cost = self._costs[collective]
+        cost = self._costs[TENSOR_AXIS][collective]
         priced = tensor_bytes / self.tp if collective is Collective.ALL_TO_ALL else tensor_bytes
         return cost.latency_s + cost.s_per_byte * priced
 
-    def joules(self, collective: Collective, tensor_bytes: float) -> float:
-        """The energy of one device's part of a collective."""
-        return self._costs[collective].j_per_byte * self._priced_bytes(collective, tensor_bytes)
+    def link_s(self, graph: Graph, op: Op) -> float:
+        """The time of a collective op of a sliced graph, on the mesh axis that it names.
 
-    def _priced_bytes(self, collective: Collective, tensor_bytes: float) -> float:
+        In a ring, every step takes one device's part to the next device.
+        """
+        axis = axis_of(op)
+        devices = self.devices_of(axis)
+        size_bytes = whole_bytes(graph, op, devices)
+        if is_ring(op):
+            return (devices - 1) * self.seconds(Collective.POINT_TO_POINT, size_bytes / devices, axis)
+        return self.seconds(Collective(op.function), size_bytes, axis)
+
+    def link_j(self, graph: Graph, op: Op) -> float:
+        """The energy of one device's part of a collective op; a ring sends what an all-gather sends."""
+        axis = axis_of(op)
+        collective = Collective(op.function)
+        size_bytes = whole_bytes(graph, op, self.devices_of(axis))
+        return self._costs[axis][collective].j_per_byte * self._priced_bytes(collective, size_bytes, axis)
+
+    def _priced_bytes(self, collective: Collective, tensor_bytes: float, axis: str) -> float:
         """The bytes that a collective is priced by: a device's share for an all-to-all, else the whole tensor."""
-        return tensor_bytes / self.tp if collective is Collective.ALL_TO_ALL else tensor_bytes
+        return tensor_bytes / self.devices_of(axis) if collective is Collective.ALL_TO_ALL else tensor_bytes
 
     def move_s(self, before: Layout, after: Layout, tensor_bytes: float) -> float:
         """Seconds from one layout to another; infinite where that is impossible."""

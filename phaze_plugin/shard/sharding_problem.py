@@ -16,6 +16,7 @@ from phaze.errors import ShardError
 from phaze.ir import FactorKind, Graph, Layer, Op, OpKind, Phase, Role
 from phaze.ir.rule import Rule, factor_names, names_of
 from phaze.shard.layout import WHOLE, Layout, LayoutConstraint, admits
+from phaze.shard.mesh_axes import WAYS, is_exchange
 from phaze.shard.op_splits import OpSplit, Ways, head_factors, split_choices, splits_of_op, statistics_bytes
 from phaze.shard.resharding import Axis
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
@@ -167,6 +168,8 @@ def _sequence_factors(problem: ShardingProblem) -> dict[str, frozenset[str]]:
             along_sequence |= {
                 factor for index, dim in enumerate(dims) if (name, index) in sequence_dims for factor in dim.factors
             }
+        if is_exchange(op):  # devices are counted along the sequence before, and along heads afterwards
+            along_sequence.discard(WAYS)
         for name, dims in zip(op.outputs, rule.results, strict=True):
             sequence_dims |= {
                 (name, index) for index, dim in enumerate(dims) if along_sequence.intersection(dim.factors)
@@ -192,7 +195,10 @@ def compute_seconds(
     known: Container[tuple[str, Ways]] = (),
     table: PriceTable | None = None,
 ) -> dict[tuple[str, Ways], float]:
-    """The seconds of the local op of every split on all cores, by op and factors split; not those already known."""
+    """The seconds of the local op of every split on all cores, by op and factors split; not those already known.
+
+    Collectives of contexts and experts take the time of their links, whether something hides them or not.
+    """
     local_ops: dict[tuple[str, Ways], Op] = {}
     for op in ops:
         for split in splits[op.id]:
@@ -200,15 +206,18 @@ def compute_seconds(
             if key not in local_ops and key not in known:
                 local_ops[key] = op.with_rule(op.rule.local(dict(split.ways))) if split.ways else op
     axis = problem.axis
+    links = {key: op for key, op in local_ops.items() if is_exchange(op)}
+    computing = {key: op for key, op in local_ops.items() if key not in links}
     estimate = price_ops(
         problem.graph,
-        list(local_ops.values()),
+        list(computing.values()),
         axis.cluster.accelerator,
         calibration=axis.calibration,
         prices={},
         table=table,
     )
-    return dict(zip(local_ops, estimate.spread_s[:, 0].tolist(), strict=True))
+    seconds = dict(zip(computing, estimate.spread_s[:, 0].tolist(), strict=True))
+    return seconds | {key: axis.link_s(problem.graph, op) for key, op in links.items()}
 
 
 def settle_s(problem: ShardingProblem, op: Op, split: OpSplit) -> float:

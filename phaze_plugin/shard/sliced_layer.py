@@ -11,14 +11,12 @@ from phaze.cost import Collective
 from phaze.ir import Dim, Factor, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, Tensor
 from phaze.shard.layer_sharding import ShardedLayer
 from phaze.shard.layout import Layout
+from phaze.shard.mesh_axes import TENSOR_AXIS
 from phaze.shard.op_splits import statistics_bytes
 from phaze.shard.resharding import collective_of
 from phaze.shard.sharding_problem import leaving_tensors
 
 __all__ = ["slice_layer"]
-
-AXIS = "tensor"
-"""The name of the tensor-parallel mesh axis on collectives."""
 
 
 def slice_layer(sharded: ShardedLayer) -> Graph:
@@ -46,7 +44,7 @@ class _Slicer:
         self.builder.gradients.extend(
             (parameter, gradient) for parameter, gradient in self.graph.gradients if gradient in self.layouts
         )
-        return self.builder.build(outputs, (f"sliced {self.problem.axis.tp} ways along mesh axis {AXIS}",))
+        return self.builder.build(outputs, (f"sliced {self.problem.axis.tp} ways along mesh axis {TENSOR_AXIS}",))
 
     def _fetch(self, name: str, wanted: Layout, op: Op) -> str:
         """The id under which an op reads a tensor in the layout that it wants."""
@@ -93,7 +91,7 @@ class _Slicer:
             module=op.module,
             phase=op.phase,
             gradient_of=op.gradient_of,
-            attributes=() if collective is None else (("axis", AXIS),),
+            attributes=() if collective is None else (("axis", TENSOR_AXIS),),
             collective_bytes=0 if collective is None else tensor.size_bytes,
         )
         return self.builder.insert(moved, [tensor.dtype])[0]
@@ -171,7 +169,7 @@ class _Slicer:
             module=op.module,
             phase=op.phase,
             gradient_of=op.gradient_of,
-            attributes=(("axis", AXIS),),
+            attributes=(("axis", TENSOR_AXIS),),
             collective_bytes=size_bytes,
         )
         return self.builder.insert(reduced, [tensor.dtype])[0]

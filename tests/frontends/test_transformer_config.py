@@ -182,7 +182,7 @@ def test_mixtral_computes_only_the_chosen_experts() -> None:
 def test_keys_are_shared_between_query_heads_in_llama3() -> None:
     graph = phaze.import_graph("llama3-8b", sequence_length=64)
     (scores,) = [op for op in graph.layers[1].forward if op.id.endswith(".scores")]
-    assert str(scores.rule) == "b s g r d, b t g d -> b g r s t | b=1* s=64 g=8 r=4 d=128 t=64"
+    assert str(scores.rule) == "b s g r d, b t g d -> b g r s t | b=1* s=64^ g=8 r=4 d=128 t=64^"
 
 
 def test_a_sequence_length_overrides_the_model_s_own() -> None:
