@@ -31,7 +31,7 @@ from phaze.ir.shape_rules import elementwise_rule
 from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE, RING, collective_op, nearest_divisors, regrouped
 from phaze.shard.op_splits import ROUTED
 
-__all__ = ["KeyExchange", "can_exchange_heads", "gather_again", "key_attentions", "slice_context"]
+__all__ = ["KeyExchange", "can_exchange_heads", "gather_again", "key_attentions", "query_positions", "slice_context"]
 
 
 class KeyExchange(StrEnum):
@@ -80,17 +80,24 @@ def _check_lengths(graph: Graph, cp: int) -> None:
 
 
 def key_attentions(graph: Graph) -> list[Op]:
-    """The fused attentions whose keys lie along a sequence."""
-    return [
-        op
-        for op in graph.ops_of(Phase.FORWARD)
-        if op.kind is OpKind.ATTENTION and any(op.rule.factor(name).is_sequence for name in _key_positions(op))
-    ]
+    """The fused attentions whose queries and keys lie along sequences."""
+    return [op for op in graph.ops_of(Phase.FORWARD) if _attends_along_sequences(op)]
+
+
+def _attends_along_sequences(op: Op) -> bool:
+    if op.kind is not OpKind.ATTENTION or query_positions(op) is None:
+        return False
+    return any(op.rule.factor(name).is_sequence for name in _key_positions(op))
 
 
 def can_exchange_heads(op: Op, cp: int, tp: int = 1) -> bool:
     """Whether an attention's heads can be divided over cp devices, beside tp ones."""
     return _exchanged_heads(op, cp * tp) is not None
+
+
+def query_positions(op: Op) -> str | None:
+    """The factor of a fused attention along which queries lie; None where they lie along no sequence."""
+    return next(iter(_sequence_of(op.rule, op.rule.operand_names[0] - op.rule.operand_names[1])), None)
 
 
 def _key_positions(op: Op) -> frozenset[str]:
@@ -221,6 +228,7 @@ class _ContextSlicer:
         self.builder = GraphBuilder(graph.name, micro_batch_size=graph.micro_batch_size)
         self.held: dict[str, Location | None] = {}
         self.forms: dict[tuple[str, Location | None, str], str] = {}
+        self.rules: dict[tuple[int, frozenset[str]], Rule] = {}
 
     def run(self) -> Graph:
         for op in self.forward:
@@ -265,10 +273,10 @@ class _ContextSlicer:
 
     def _write(self, op: Op, names: frozenset[str]) -> None:
         """Add the local op, what brings its operands, and the reduction of a result that sums over positions."""
-        local = op.rule.local(dict.fromkeys(names, self.cp)) if names else op.rule
+        local = self._local_rule(op.rule, names)
         inputs = [self._fetch(op, index, names) for index in range(len(op.inputs))]
         attributes = op.attributes
-        if op.kind is OpKind.ATTENTION and any(op.rule.factor(name).is_sequence for name in _key_positions(op)):
+        if _attends_along_sequences(op):
             attributes = (*attributes, (EXCHANGE, self._exchange(op).value))
         summed = [names and not names.intersection(factors) for factors in op.rule.result_names]
         must_reduce = [
@@ -283,6 +291,15 @@ class _ContextSlicer:
             if must:
                 self._reduce(op, name, dims)
             self.held[name] = _location(op.rule, dims, names)
+
+    def _local_rule(self, rule: Rule, names: frozenset[str]) -> Rule:
+        """A rule with some factors divided by cp; ops of equal rules share one."""
+        if not names:
+            return rule
+        key = (id(rule), names)
+        if key not in self.rules:
+            self.rules[key] = self.builder.shared(rule.local(dict.fromkeys(names, self.cp)))
+        return self.rules[key]
 
     def _insert(self, local: Op, op: Op) -> None:
         self.builder.insert(local, [self.graph.tensors[name].dtype for name in op.outputs])
@@ -339,7 +356,7 @@ class _ContextSlicer:
             rule = elementwise_rule(shape, shape)
         else:
             rule = self._operand_rule(op, dims)
-        gather = regrouped(rule, self.cp, gathered=factor)
+        gather = self.builder.shared(regrouped(rule, self.cp, gathered=factor))
         result = self.builder.unused(f"{name}:gathered")
         extra = ((EXCHANGE, mode),) if mode else ()
         gathered = collective_op("all_gather", CONTEXT_AXIS, gather, name, result, op, extra)

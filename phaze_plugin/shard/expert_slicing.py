@@ -69,6 +69,7 @@ class _ExpertSlicer:
         self.builder = GraphBuilder(graph.name, micro_batch_size=graph.micro_batch_size)
         inside = [op for op in self.forward if op.id in self.inside]
         sent = {op.outputs[0]: _dispatched(op) for op in self.forward if op.function == "dispatch"}
+        self.rules: dict[object, Rule] = {}
         # Where experts, batch and rows lie in each tensor between the two exchanges.
         self.places: list[Pieces] = [
             follow_pieces(inside, {name: {(dim, 1, shape[dim])} for name, shape in sent.items()}) for dim in range(3)
@@ -111,14 +112,18 @@ class _ExpertSlicer:
 
     def _local(self, op: Op) -> Rule:
         """The rule of an op of experts: its device's experts, the batches of all ep devices, lengthened rows."""
-        experts, batch, rows = (followed_factors(op, places) for places in self.places)
+        experts, batch, rows = names = tuple(followed_factors(op, places) for places in self.places)
+        key = (id(op.rule), names)
+        if key in self.rules:
+            return self.rules[key]
 
         def local(factor: Factor) -> Factor:
             size = factor.size // self.ep if factor.name in experts else factor.size
             size = size * self.ep if factor.name in batch else size
             return replace(factor, size=self._lengthened(size) if factor.name in rows else size)
 
-        return Rule(op.rule.operands, op.rule.results, tuple(map(local, op.rule.factors)))
+        self.rules[key] = Rule(op.rule.operands, op.rule.results, tuple(map(local, op.rule.factors)))
+        return self.rules[key]
 
     def _lengthened(self, rows: int) -> int:
         # A product such as 1.1 * 10 may lie a little above the whole number that is meant.
@@ -164,7 +169,9 @@ class _ExpertSlicer:
         sizes = {name: rule.size(name) * (self.ep if name in dims[1].factors else 1) for name in factor_names(dims)}
         factors = tuple(replace(rule.factor(name), size=size) for name, size in sizes.items())
         identity = Rule((dims,), (dims,), factors)
-        return regrouped(identity, self.ep, gathered=dims[1].factors[0], divided=dims[0].factors[0])
+        return self.builder.shared(
+            regrouped(identity, self.ep, gathered=dims[1].factors[0], divided=dims[0].factors[0])
+        )
 
 
 def _ops_of_experts(forward: tuple[Op, ...]) -> frozenset[str]:

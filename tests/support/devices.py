@@ -3,10 +3,12 @@
 Every device runs the op at its local rule on its own pieces. Ops whose kernel needs to know where its piece lies (a
 masked lookup, a causal mask, a dropout pattern, the routing of tokens) get it by running on arrays that are zero
 outside of the device's piece; a normalization over a split factor runs on what its statistics make whole.
+
+`TensorGroup` is one group of tp devices; `device_grid.py` runs several of them beside each other.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op
 from phaze.ir.rule import names_of
-from phaze.shard import Layout, OpSplit, ShardedLayer, ShardingProblem
+from phaze.shard import Layout, OpSplit, ShardedLayer
 from phaze.shard.layout import layout_of
 
 Array = NDArray[Any]
@@ -73,60 +75,75 @@ def move(pieces: Pieces, before: Layout, after: Layout, shape: tuple[int, ...]) 
     return pieces if before == after else place(assemble(pieces, before, shape), after, len(pieces))
 
 
+Evaluate = Callable[[Op, Sequence[Array]], tuple[Array, ...]]
+"""What runs one op on arrays."""
+
+
+class TensorGroup:
+    """The tp devices that share a layer, op by op: what each holds so far, and in which layout."""
+
+    def __init__(self, sharded: ShardedLayer, arguments: Mapping[str, Array], evaluate: Evaluate = evaluate_op) -> None:
+        self.sharded, self.problem, self.tp = sharded, sharded.problem, sharded.problem.axis.tp
+        self.arguments, self.evaluate = arguments, evaluate
+        self.held: dict[str, tuple[Pieces, Layout]] = {}
+
+    def run(self, op: Op) -> None:
+        """Run an op on all devices of the group."""
+        split = self.sharded.splits[op.id]
+        self.keep(op, _run_op(self, op, split, self.operands(op), self.tp))
+
+    def operands(self, op: Op) -> list[Pieces]:
+        """What each device reads, moved to where the op wants it."""
+        wanted_layouts = self.sharded.splits[op.id].operands
+        return [self._fetch(name, wanted) for name, wanted in zip(op.inputs, wanted_layouts, strict=True)]
+
+    def keep(self, op: Op, made: Sequence[Sequence[Array]]) -> None:
+        """Settle what each device made of an op's results."""
+        split = self.sharded.splits[op.id]
+        for index, name in enumerate(op.outputs):
+            shape = self.problem.graph.tensors[name].shape
+            pieces = [results[index] for results in made]
+            self.held[name] = (move(pieces, split.made[index], split.results[index], shape), split.results[index])
+
+    def assembled(self) -> dict[str, Array]:
+        """Every tensor that was made, put together from the devices."""
+        tensors = self.problem.graph.tensors
+        return {name: assemble(*entry, tensors[name].shape) for name, entry in self.held.items()}
+
+    def _fetch(self, name: str, wanted: Layout) -> Pieces:
+        if name in self.held:
+            pieces, layout = self.held[name]
+            return move(pieces, layout, wanted, self.problem.graph.tensors[name].shape)
+        return place(np.asarray(self.arguments[name]), wanted, self.tp)
+
+
 def run_sharded(sharded: ShardedLayer, arguments: Mapping[str, Array]) -> dict[str, Array]:
     """Every tensor of a layer, assembled from the devices."""
-    problem, tp = sharded.problem, sharded.problem.axis.tp
-    held: dict[str, tuple[Pieces, Layout]] = {}
-    for op in problem.ops:
-        split = sharded.splits[op.id]
-        operands = [
-            _fetch(problem, held, arguments, name, wanted)
-            for name, wanted in zip(op.inputs, split.operands, strict=True)
-        ]
-        made = _run_op(problem, op, split, operands, tp)
-        for index, name in enumerate(op.outputs):
-            shape = problem.graph.tensors[name].shape
-            pieces = [results[index] for results in made]
-            held[name] = (move(pieces, split.made[index], split.results[index], shape), split.results[index])
-    return {name: assemble(*entry, problem.graph.tensors[name].shape) for name, entry in held.items()}
+    group = TensorGroup(sharded, arguments)
+    for op in sharded.problem.ops:
+        group.run(op)
+    return group.assembled()
 
 
-def _fetch(
-    problem: ShardingProblem,
-    held: Mapping[str, tuple[Pieces, Layout]],
-    arguments: Mapping[str, Array],
-    name: str,
-    wanted: Layout,
-) -> Pieces:
-    if name in held:
-        pieces, layout = held[name]
-        return move(pieces, layout, wanted, problem.graph.tensors[name].shape)
-    return place(np.asarray(arguments[name]), wanted, problem.axis.tp)
-
-
-def _run_op(
-    problem: ShardingProblem, op: Op, split: OpSplit, operands: list[Pieces], tp: int
-) -> list[tuple[Array, ...]]:
+def _run_op(group: TensorGroup, op: Op, split: OpSplit, operands: list[Pieces], tp: int) -> list[tuple[Array, ...]]:
     ways_of = dict(split.ways)
     if any(op.rule.factor(name).kind is FactorKind.NORMALIZED for name in ways_of):
-        return _run_whole(problem, op, split, operands, tp)
+        return _run_whole(group, op, split, operands, tp)
     is_positional = op.function in POSITIONAL and bool(ways_of)
     runner = _run_padded if is_positional else _run_local
-    return [runner(problem, op, split, [pieces[device] for pieces in operands], device) for device in range(tp)]
+    return [runner(group, op, split, [pieces[device] for pieces in operands], device) for device in range(tp)]
 
 
-def _run_local(
-    problem: ShardingProblem, op: Op, split: OpSplit, pieces: Sequence[Array], device: int
-) -> tuple[Array, ...]:
+def _run_local(group: TensorGroup, op: Op, split: OpSplit, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
     ways_of = dict(split.ways)
     if not ways_of:
-        return evaluate_op(op, pieces)
+        return group.evaluate(op, pieces)
     names, shards, stride = list(ways_of), {}, 1
     for name in reversed(names):
         shards[name] = (device // stride) % ways_of[name]
         stride *= ways_of[name]
     local = replace(op, rule=op.rule.local(ways_of, shards))
-    results = evaluate_op(local, pieces)
+    results = group.evaluate(local, pieces)
     for result, dims in zip(results, local.rule.results, strict=True):
         assert result.shape == local.rule.shape(dims)
     results = tuple(
@@ -155,16 +172,14 @@ def _averaged(op: Op) -> frozenset[str]:
     return frozenset()
 
 
-def _run_padded(
-    problem: ShardingProblem, op: Op, split: OpSplit, pieces: Sequence[Array], device: int
-) -> tuple[Array, ...]:
+def _run_padded(group: TensorGroup, op: Op, split: OpSplit, pieces: Sequence[Array], device: int) -> tuple[Array, ...]:
     padded = []
     for piece, layout, dims in zip(pieces, split.operands, op.rule.operands, strict=True):
         whole = np.zeros(op.rule.shape(dims), piece.dtype)
         if whole.ndim:
             whole[np.ix_(*piece_index(layout, whole.shape, device))] = piece
         padded.append(whole if whole.ndim else piece)
-    results = evaluate_op(op, padded)
+    results = group.evaluate(op, padded)
     cut = []
     for result, layout in zip(results, split.made, strict=True):
         is_cut = result.ndim and not layout.is_partial
@@ -172,11 +187,9 @@ def _run_padded(
     return tuple(cut)
 
 
-def _run_whole(
-    problem: ShardingProblem, op: Op, split: OpSplit, operands: list[Pieces], tp: int
-) -> list[tuple[Array, ...]]:
+def _run_whole(group: TensorGroup, op: Op, split: OpSplit, operands: list[Pieces], tp: int) -> list[tuple[Array, ...]]:
     shapes = [op.rule.shape(dims) for dims in op.rule.operands]
     whole = [assemble(p, layout, s) for p, layout, s in zip(operands, split.operands, shapes, strict=True)]
-    results = evaluate_op(op, whole)
+    results = group.evaluate(op, whole)
     placed = [place(np.asarray(r), layout, tp) for r, layout in zip(results, split.made, strict=True)]
     return [tuple(pieces[device] for pieces in placed) for device in range(tp)]

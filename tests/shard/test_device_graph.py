@@ -1,0 +1,114 @@
+"""Layers that are sliced by contexts, experts and tensor parallelism compute what the whole ones compute."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_grid import DeviceGrid
+from graphs import TINY_CONFIGS, argument_values
+from numpy.typing import NDArray
+from oracles.numpy_reference import evaluate_graph
+
+from phaze.cost import fuse_attention
+from phaze.frontends.transformer_config import graph_from_config
+from phaze.hardware import parse_cluster
+from phaze.ir import Graph
+from phaze.ir.layers import single_layer
+from phaze.ir.sequence_factors import mark_sequences
+from phaze.shard import Axis, ShardingProblem, shard_layer, unsharded
+from phaze.shard.context_slicing import KeyExchange, key_attentions
+from phaze.shard.device_graph import device_graph
+
+CLUSTER = parse_cluster("a100-80gb:64")
+
+_HEADS = {"num_attention_heads": 4, "hidden_size": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {**TINY_CONFIGS["gpt2"], "n_head": 4, "n_embd": 16},
+    "bert": {**TINY_CONFIGS["bert"], **_HEADS},
+    "bert with its language head": {**TINY_CONFIGS["bert with its language head"], **_HEADS},
+    "llama": {**TINY_CONFIGS["llama"], "num_attention_heads": 8, "num_key_value_heads": 4},
+    "t5": {**TINY_CONFIGS["t5"], "num_heads": 4, "d_model": 16},
+    "mixtral": {**TINY_CONFIGS["mixtral"], "num_key_value_heads": 4},
+    "deepseek_v3": {**TINY_CONFIGS["deepseek_v3"], **_HEADS},
+    "gemma2": TINY_CONFIGS["gemma2"],
+    "gpt_oss": TINY_CONFIGS["gpt_oss"],
+}
+
+
+def model(family: str, micro_batch_size: int, *, is_fused: bool) -> Graph:
+    graph = mark_sequences(graph_from_config(CONFIGS[family], name=family, sequence_length=8, micro_batch_size=1))
+    graph = fuse_attention(graph) if is_fused else graph
+    return graph.with_micro_batch(micro_batch_size)
+
+
+def spread_experts(graph: Graph) -> float:
+    """So much imbalance that no expert is ever full, whatever is routed to it: rows for all tokens."""
+    tokens = {op.id: op for op in graph.ops if op.function == "dispatch"}
+    return max((op.rule.size("s") / op.rule.size("c") for op in tokens.values()), default=1.0)
+
+
+def assert_equal_to_whole(
+    family: str, *, cp: int = 1, ep: int = 1, tp: int = 1, way: KeyExchange | None = None, ranks: int | None = None
+) -> None:
+    """Run one layer of all on the grid, and the whole model at the batch of all copies; compare loss and gradients."""
+    ranks = ranks or max(cp, ep)
+    samples = 2
+    whole = model(family, samples * ranks // cp, is_fused=way is not None)
+    imbalance = spread_experts(whole)
+    small = whole.with_micro_batch(samples)
+    exchanges = {op.id: way for op in key_attentions(small)} if way is not None else None
+    local = device_graph(small, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance)
+    reference = device_graph(whole, expert_imbalance=imbalance)
+    problem = ShardingProblem(graph=local, layer=single_layer(local), axis=Axis(CLUSTER, tp, cp=cp, ep=ep))
+    sharded = unsharded(problem) if tp == 1 else shard_layer(problem)
+    values = argument_values(reference)
+    expected = evaluate_graph(reference, values)
+    made = DeviceGrid(whole, sharded, ranks).run(values)
+    (loss,) = (name for name in reference.outputs if reference.tensors[name].elements == 1)
+    np.testing.assert_allclose(np.mean([each[loss] for each in made]), expected[loss], rtol=1e-9, atol=1e-9)
+    assert [name for name, _ in local.gradients] == [name for name, _ in reference.gradients]
+    for (parameter, gradient), (_, local_gradient) in zip(reference.gradients, local.gradients, strict=True):
+        found = reduced_gradient(local, parameter, local_gradient, made, ep)
+        np.testing.assert_allclose(found, expected[gradient], rtol=1e-9, atol=1e-9, err_msg=parameter)
+
+
+def reduced_gradient(
+    local: Graph, parameter: str, gradient: str, made: list[dict[str, NDArray[Any]]], ep: int
+) -> NDArray[Any]:
+    """The mean over all ranks, as data parallelism takes it; experts are put together from their owners."""
+    is_divided = any(op.attribute("divided_over") and parameter in op.inputs for op in local.ops)
+    if not is_divided:
+        return np.asarray(sum(each[gradient] for each in made)) / len(made)
+    sums = [np.asarray(sum(each[gradient] for each in made[owner::ep])) for owner in range(ep)]
+    stacked = np.stack(sums, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:]) / len(made)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_contexts_compute_what_the_whole_model_computes(family: str, cp: int) -> None:
+    assert_equal_to_whole(family, cp=cp)
+
+
+@pytest.mark.parametrize("way", KeyExchange)
+@pytest.mark.parametrize("family", ["gpt2", "bert with its language head", "llama", "mixtral", "deepseek_v3"])
+def test_every_exchange_of_keys_computes_what_the_whole_model_computes(family: str, way: KeyExchange) -> None:
+    assert_equal_to_whole(family, cp=4, way=way)
+
+
+@pytest.mark.parametrize(("cp", "ep", "tp"), [(1, 2, 1), (1, 4, 1), (2, 4, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_experts_beside_contexts_and_tensor_parallelism_compute_the_same(
+    family: str, cp: int, ep: int, tp: int
+) -> None:
+    assert_equal_to_whole(family, cp=cp, ep=ep, tp=tp)
+
+
+@pytest.mark.parametrize("way", KeyExchange)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_contexts_beside_tensor_parallelism_compute_the_same(family: str, way: KeyExchange) -> None:
+    assert_equal_to_whole(family, cp=2, tp=2, way=way)
+
+
+def test_copies_beside_contexts_and_experts_compute_the_same() -> None:
+    assert_equal_to_whole("mixtral", cp=2, ep=2, tp=2, way=KeyExchange.RING, ranks=4)
