@@ -170,8 +170,8 @@ def test_what_is_computed_again_is_no_model_flops(stacked: bool) -> None:
 def test_heads_and_the_batch_are_factors() -> None:
     graph = phaze.import_graph(CASES["gpt"]().model, CASES["gpt"]().inputs)
     products = [str(op.rule) for op in graph.layers[1].forward if op.function == "einsum"]
-    assert "b0 d0 d1, d1 (d2 d3 d4) -> b0 d0 (d2 d3 d4) | b0=2* d0=16 d1=48 d2=3 d3=3 d4=16" in products
-    assert "b0 d0 d1 d2, b0 d3 d1 d2 -> b0 d1 d0 d3 | b0=2* d0=16 d1=3 d2=16 d3=16" in products
+    assert "b0 d0 d1, d1 (d2 d3 d4) -> b0 d0 (d2 d3 d4) | b0=2* d0=16^ d1=48 d2=3 d3=3 d4=16" in products
+    assert "b0 d0 d1 d2, b0 d3 d1 d2 -> b0 d1 d0 d3 | b0=2* d0=16^ d1=3 d2=16 d3=16^" in products
 
 
 def test_a_linen_model_with_statistics_and_dropout_is_captured_in_training() -> None:

@@ -21,7 +21,7 @@ def test_heads_and_batch_are_factors_of_their_own() -> None:
     model = models.gpt2(n_layer=2)
     graph = phaze.import_graph(model, {"input_ids": models.ids(2), "labels": models.ids(2)})
     (linear,) = [op for op in graph.layers[1].forward if "c_attn" in op.module and op.function == "einsum"]
-    assert str(linear.rule) == "(b0 d0) d1, d1 (d2 d3 d4) -> (b0 d0) (d2 d3 d4) | b0=2* d0=16 d1=48 d2=3 d3=3 d4=16"
+    assert str(linear.rule) == "(b0 d0) d1, d1 (d2 d3 d4) -> (b0 d0) (d2 d3 d4) | b0=2* d0=16^ d1=48 d2=3 d3=3 d4=16"
 
 
 def test_a_micro_batch_size_may_be_asked_for() -> None:
