@@ -89,7 +89,7 @@ def run_of(row: Row, stack: Stack, weight: float = 1.0) -> Run:
         precision=row.recipe or "bf16",
         sequence_length=row.sequence_length,
         stack=replace(stack, **row.stack),
-        fuses_attention=row.fuses_attention,
+        attention=row.attention,
         weight=weight,
     )
 

@@ -40,7 +40,8 @@ class Row:
     """One measured run: its model and strategy, seconds (None: it did not run or nobody wrote it down) and memory.
 
     ``reason`` says why it is not scored. Rows of equal ``group`` differ in strategy only. ``stack`` holds what is known
-    to differ from the stack of the chip's calibration.
+    to differ from the stack of the chip's calibration. ``attention`` says how that ran: Megatron-LM of 2021 and 2022
+    had no fused kernel, torchtitan calls torch's and MaxText its own.
     """
 
     dataset: str
@@ -52,7 +53,7 @@ class Row:
     strategy: dict[str, Any] = field(default_factory=dict)
     recipe: PrecisionRecipe | None = None
     stack: dict[str, Any] = field(default_factory=dict)
-    fuses_attention: bool = False
+    attention: str = "unfused"
     tokens: int = 0
     seconds: float | None = None
     memory_bytes: float | None = None
@@ -297,7 +298,7 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
         strategy=strategy,
         recipe=_FSDP,
         stack={"fusion": "none"} if values["compile"] == "no" else {},
-        fuses_attention=True,
+        attention="fused",
         tokens=batch * length,
         seconds=None if rate is None else batch * length / (rate * devices),
         memory_bytes=None if (memory := _seconds(values["mem_GiB"])) is None else memory * GIB,
@@ -351,7 +352,7 @@ def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: li
         strategy=strategy,
         recipe=_XLA,
         tokens=tokens,
-        fuses_attention=True,
+        attention="fused",
         seconds=None if rate is None else flops * tokens / (rate * 1e12 * devices),
     )
 

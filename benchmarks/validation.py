@@ -74,22 +74,17 @@ def calibration_for(row: Row, is_ideal: bool = False) -> Calibration:
 def price(row: Row, calibration: Calibration) -> Plan:
     """The row's strategy, priced."""
     strategy = {key: value for key, value in row.strategy.items() if value is not None}
-    model: object = row.model
-    if row.fuses_attention:
-        from phaze.cost import fuse_attention
-
-        model = fuse_attention(phaze.import_graph(row.model, sequence_length=row.sequence_length))
-    length = None if row.fuses_attention else row.sequence_length
     if "stages" not in strategy and strategy["pp"] == 1:
-        graph = model if row.fuses_attention else phaze.import_graph(row.model, sequence_length=length)
+        graph = phaze.import_graph(row.model, sequence_length=row.sequence_length)
         strategy["stages"] = (len(graph.layers),)
     return phaze.evaluate(
-        model,
+        row.model,
         strategy=strategy,
         cluster=row.cluster,
         global_batch_size=row.global_batch_size,
         precision=row.recipe or "bf16",
-        sequence_length=length,
+        sequence_length=row.sequence_length,
+        attention=row.attention,
         target=None,
         compares=False,
         calibration=calibration,

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from phaze.capabilities import Capabilities
-from phaze.cost import Calibration, calibration_of, load_calibration, plugin_prices
+from phaze.cost import (
+    AttentionMode,
+    Calibration,
+    calibration_of,
+    load_calibration,
+    planned_graph,
+    plugin_prices,
+    settled_attention,
+)
 from phaze.cost.calibration import why_ideal
 from phaze.errors import PlanError, QuestionError, UnknownNameError, shown
 from phaze.hardware import (
@@ -29,8 +36,7 @@ from phaze.hardware import (
     recipe_of,
 )
 from phaze.hardware.hardware_files import cluster_to_json
-from phaze.ir import Graph, Role
-from phaze.ir.backward import derive_backward
+from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
 from phaze.model_import import import_with_plugins
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
@@ -52,7 +58,6 @@ __all__ = [
     "hash_graph",
     "marks_batch",
     "settled_cluster",
-    "tokens_per_sample",
 ]
 
 DEFAULT_MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -84,6 +89,7 @@ class QuestionOptions(TypedDict, total=False):
         target: what the plan is to run on: a target's name, "auto" for the model's own framework, None for analysis.
         constraints: layouts that parameters or tensors must have.
         calibration: a Calibration or the file of one, instead of the chip's own.
+        attention: "fused" (one kernel that stores no scores) or "unfused"; by default what the chip's software does.
         gap: how far from the proven optimum the answer may stay, as a part of the step time.
         solver: the linear solver of sharding and schedules (highs, scip, cp-sat, gurobi, or a plugin's); by default the
             built-in ones shard, and an exact search schedules.
@@ -101,6 +107,7 @@ class QuestionOptions(TypedDict, total=False):
     target: str | None
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None
     calibration: Calibration | str | PathLike[str] | None
+    attention: str | None
     gap: float
     solver: str | None
 
@@ -110,8 +117,7 @@ class Question:
     """Everything that is asked, settled: nothing of it is looked up again.
 
     Attributes:
-        graph: the model, with a backward by rule so that its ops can be sliced like those of forward (the captured one
-            is kept only where no loss is known).
+        graph: the model as it is planned (`planned_graph`).
         cluster: devices and links.
         global_batch_size: sequences in one step.
         recipe: bytes and types of the precision.
@@ -122,6 +128,7 @@ class Question:
         fixed: the settled values of the strategy, by key.
         constraints: layouts that tensors must have.
         calibration: how far the chip stays behind its ideal.
+        attention: how attention runs, which the graph shows already.
         prices: prices of ops that plugins bring.
         gap: how far from the proven optimum the answer may stay.
         solver: the solver that was asked for, with the ones behind it; None for the automatic choice.
@@ -137,6 +144,7 @@ class Question:
     offered: Choices
     choices: Choices
     calibration: Calibration
+    attention: AttentionMode
     strategy: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     constraints: tuple[LayoutConstraint, ...] = ()
@@ -255,7 +263,8 @@ def ask(
     _check_options(options)
     cluster = settled_cluster(options.get("cluster"), plugins)
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
-    graph, target = _import(model, inputs, options, plugins)
+    attention = settled_attention(options.get("attention"), cluster.accelerator)
+    graph, target = _import(model, inputs, options, attention, plugins)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
     if batch_size is None:
@@ -279,6 +288,7 @@ def ask(
         choices=offered,
         constraints=_constraints(options.get("constraints"), graph),
         calibration=_calibration(calibration, cluster),
+        attention=attention,
         prices=plugin_prices(plugins),
         gap=float(options.get("gap", 0.01)),
         solver=_solver(options.get("solver"), plugins),
@@ -335,9 +345,9 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
 
 
 def _import(
-    model: object, inputs: object, options: QuestionOptions, plugins: PluginManager
+    model: object, inputs: object, options: QuestionOptions, attention: AttentionMode, plugins: PluginManager
 ) -> tuple[Graph, ChosenTarget]:
-    """The model's graph with a backward, and the target that is to run it."""
+    """The model's graph as it is planned, and the target that is to run it."""
     given = {
         name: value
         for name, value in options.items()
@@ -345,7 +355,7 @@ def _import(
     }
     if "sequence_length" in given:
         _positive("sequence_length", given["sequence_length"])
-    graph = derive_backward(import_with_plugins(plugins, model, inputs, frontend=None, options=given))
+    graph = planned_graph(import_with_plugins(plugins, model, inputs, frontend=None, options=given), attention)
     return graph, find_target(options.get("target", "auto"), model, plugins, graph)
 
 
@@ -483,13 +493,3 @@ def _solver(name: object, plugins: PluginManager) -> SolverChain | None:
 def marks_batch(graph: Graph) -> bool:
     """Whether the graph knows which of its factors are the batch, and so can be rescaled."""
     return any(factor.is_batch for op in graph.ops for factor in op.rule.factors)
-
-
-def tokens_per_sample(graph: Graph) -> int:
-    """The length of the longest sequence of tokens among the inputs; 1 where there is none."""
-    lengths = [
-        math.prod(tensor.shape[1:])
-        for tensor in graph.tensors.values()
-        if tensor.role is Role.BATCH and tensor.dtype.value.startswith("int") and len(tensor.shape) == 2
-    ]
-    return max(lengths, default=1)

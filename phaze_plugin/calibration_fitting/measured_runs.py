@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 REQUIRED = ("model", "cluster", "global_batch", "seconds")
 _COUNTS = ("dp", "tp", "pp", "micro_batch_size", "chunks", "zero")
 _WORDS = ("schedule", "recompute")
-OPTIONAL = ("name", "precision", "sequence_length", "memory_gib", *_COUNTS, *_WORDS, "sequence_parallel")
+OPTIONAL = ("name", "precision", "attention", "sequence_length", "memory_gib", *_COUNTS, *_WORDS, "sequence_parallel")
 COLUMNS = (*REQUIRED, *OPTIONAL)
 
 _BYTES_PER_GIB = 2**30
@@ -57,7 +57,7 @@ class Run:
         sequence_length: instead of the model's own.
         memory_bytes: of the fullest device, where known.
         stack: where it differs from that of the other runs.
-        fuses_attention: whether attention ran as one kernel.
+        attention: how it ran, "fused" or "unfused"; None for what the chip's software does.
         weight: how much the run counts in a fit.
     """
 
@@ -71,7 +71,7 @@ class Run:
     sequence_length: int | None = None
     memory_bytes: float | None = None
     stack: Stack | None = None
-    fuses_attention: bool = False
+    attention: str | None = None
     weight: float = 1.0
 
 
@@ -126,6 +126,7 @@ def _run(path: str, line: int, cells: dict[str, str]) -> Run:
         strategy=strategy,
         seconds=_cell(where, cells, "seconds", _POSITIVE),
         precision=cells.get("precision") or "bf16",
+        attention=cells.get("attention") or None,
         sequence_length=_cell(where, cells, "sequence_length", _COUNT) if cells.get("sequence_length") else None,
         memory_bytes=None if memory is None else memory * _BYTES_PER_GIB,
     )

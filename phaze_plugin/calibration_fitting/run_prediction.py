@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phaze.calibration_fitting.measured_runs import Run
 from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
-from phaze.cost import Calibration, Stack, fuse_attention
+from phaze.cost import Calibration, Stack
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
@@ -157,10 +157,9 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
         "sequence_length": run.sequence_length,
         "target": None,
         "calibration": Calibration(name="preparing", stack=stack),
+        "attention": run.attention,
     }
     question = ask(run.model, None, options, plugins, {"tp": 1, **run.strategy})
-    if run.fuses_attention:
-        question = replace(question, graph=fuse_attention(question.graph))
     parallelism = complete_strategy(fixed, question)
     stages = fixed.get("stages") or _even_stages(len(question.graph.layers), parallelism.stages)
     assert isinstance(stages, tuple)

@@ -18,7 +18,16 @@ from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 
-__all__ = ["Command", "CommandGroup", "ExitCode", "add_json_option", "plain_table", "positive_integer", "show"]
+__all__ = [
+    "Command",
+    "CommandGroup",
+    "ExitCode",
+    "add_attention_option",
+    "add_json_option",
+    "plain_table",
+    "positive_integer",
+    "show",
+]
 
 
 class CommandGroup(StrEnum):
@@ -62,6 +71,13 @@ class Command:
 def add_json_option(parser: ArgumentParser) -> None:
     """Let a machine read the command's result: `show` looks at it."""
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+
+
+def add_attention_option(parser: ArgumentParser) -> None:
+    """Let somebody say how attention runs."""
+    parser.add_argument(
+        "--attention", choices=("fused", "unfused"), help="one kernel, or products (default: as the chip's software)"
+    )
 
 
 def show(console: Console, arguments: Namespace, document: Mapping[str, object], *renderables: RenderableType) -> None:

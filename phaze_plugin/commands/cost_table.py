@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+from phaze.commands.command import (
+    Command,
+    CommandGroup,
+    ExitCode,
+    add_attention_option,
+    add_json_option,
+    plain_table,
+    positive_integer,
+    show,
+)
 
 if TYPE_CHECKING:
     from phaze.cost.cost_breakdown import CostReport, CostRow
@@ -35,13 +44,13 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--precision", default="bf16-adam", metavar="RECIPE", help="default bf16-adam")
     parser.add_argument("--fuse", action="store_true", help="join elementwise epilogues to their matrix ops")
-    parser.add_argument("--fused-attention", action="store_true", help="attention as kernels that keep scores on chip")
+    add_attention_option(parser)
     add_json_option(parser)
 
 
 def run(arguments: Namespace, console: Console) -> int:
     """Price the model's ops and show the most expensive ones."""
-    from phaze.cost import fuse_attention, plugin_prices
+    from phaze.cost import AttentionMode, planned_graph, plugin_prices, settled_attention
     from phaze.cost.cost_breakdown import cost_report
     from phaze.hardware import cast_graph, find_accelerator, precision_recipe
     from phaze.installed import installed_plugins
@@ -51,17 +60,18 @@ def run(arguments: Namespace, console: Console) -> int:
     chip = find_accelerator(arguments.chip, plugins)
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
-    graph = import_graph(arguments.model, **options).with_backward()
+    mode = settled_attention(arguments.attention, chip)
+    graph = planned_graph(import_graph(arguments.model, **options), mode)
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
-    graph = cast_graph(fuse_attention(graph) if arguments.fused_attention else graph, recipe)
+    graph = cast_graph(graph, recipe)
     prices = plugin_prices(plugins)
     report = cost_report(graph, chip, recipe=recipe, is_fused=arguments.fuse, prices=prices)
     title = f"{graph.name} on {chip.name}, microbatch {graph.micro_batch_size}, {recipe.name}"
     counts = _attention_counts(graph)
     document = _document(report, title) | counts
     lines = _for_people(report, title, arguments.top)
-    fused = [_attention_line(counts)] if arguments.fused_attention else []
+    fused = [_attention_line(counts)] if mode is AttentionMode.FUSED else []
     show(console, arguments, document, *lines, *fused)
     return ExitCode.FINE
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from phaze.commands.command import positive_integer
+from phaze.commands.command import add_attention_option, positive_integer
 from phaze.errors import ImportModelError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def add_question_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
     )
+    add_attention_option(parser)
     parser.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
     parser.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
@@ -99,6 +100,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "tp": arguments.tp,
         "sequence_length": arguments.sequence_length,
         "calibration": arguments.calibration,
+        "attention": arguments.attention,
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
         "solver": arguments.solver,

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+from phaze.commands.command import (
+    Command,
+    CommandGroup,
+    ExitCode,
+    add_attention_option,
+    add_json_option,
+    plain_table,
+    positive_integer,
+    show,
+)
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -97,6 +106,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gap", type=gap, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
     )
+    add_attention_option(parser)
     parser.add_argument("--trace", metavar="FILE", help="write the layer's schedule as a Chrome trace")
     add_json_option(parser)
 
@@ -159,7 +169,7 @@ def _inquiry(arguments: Namespace, plugins: PluginManager) -> _Inquiry:
 
 def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     """Import, cast and slice the model."""
-    from phaze.cost import calibration_of
+    from phaze.cost import calibration_of, planned_graph, settled_attention
     from phaze.hardware import cast_graph, parse_cluster, precision_recipe
     from phaze.model_import import import_graph
     from phaze.shard import Axis, ShardOptions, shard_model
@@ -168,7 +178,8 @@ def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     cluster = parse_cluster(f"{arguments.chip}:{arguments.tp}", plugins)
     recipe = precision_recipe(arguments.precision)
     lengths = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
-    graph = import_graph(arguments.model, **lengths).with_backward()
+    mode = settled_attention(arguments.attention, cluster.accelerator)
+    graph = planned_graph(import_graph(arguments.model, **lengths), mode)
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
     axis = Axis(cluster, arguments.tp, calibration_of(cluster.accelerator))

@@ -1,6 +1,7 @@
 """What one op and one collective cost on an accelerator (time, traffic, energy), for many accelerators at once."""
 
 from phaze.cost.attention_fusion import fuse_attention
+from phaze.cost.attention_mode import AttentionMode, planned_graph, settled_attention
 from phaze.cost.calibration import (
     EAGER_STACK,
     IDEAL,
@@ -29,6 +30,7 @@ __all__ = [
     "LIBRARY_STACK",
     "PERFECT_STACK",
     "VIEW",
+    "AttentionMode",
     "Binding",
     "Calibration",
     "Collective",
@@ -53,12 +55,14 @@ __all__ = [
     "load_calibration",
     "matmul_work",
     "op_work",
+    "planned_graph",
     "plugin_prices",
     "price_collective",
     "price_groups",
     "price_ops",
     "price_works",
     "save_calibration",
+    "settled_attention",
     "single_groups",
     "stack_estimates",
     "total_estimate",

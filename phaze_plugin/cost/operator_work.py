@@ -13,8 +13,9 @@ The `Work` of a true view is empty and occupies no cores: the only thing that co
                   recipe marked it with                                                                   (`_product`)
     convolution   the GEMM that it becomes; its traffic is that of the image itself, not of unfolded patches, tiled as
                   if every block of the image were exact: optimistic where a small buffer makes windows overlap
-    attention     a fused kernel: score and context products (backward also the scores again), softmax and dropout on
-                  the vector cores at the same time, scores never off the chip                          (`_attention`)
+    attention     a fused kernel: score and context products (backward also the scores again) of the keys that are
+                  seen, softmax and dropout on the vector cores at the same time, scores never off the chip
+                  (`_attention`, `phaze.cost.attention_masks`)
     vector kinds  elements x operations per element, against every operand read and every result written once
                   (`_vector`, with the counts of `vector_operations`)
     lookup        only the rows that are picked are read; scatter also reads the rows that it adds to     (`_scatter`)
@@ -37,6 +38,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
+from phaze.cost.attention_masks import seen_gemms
 from phaze.cost.estimate import CoreKind
 from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling
 from phaze.cost.size_checks import check_amounts, check_sizes
@@ -54,6 +56,7 @@ __all__ = [
     "matmul_work",
     "op_work",
     "read_bytes",
+    "softmax_operations",
     "vector_operations",
     "vector_work",
     "written_bytes",
@@ -220,8 +223,9 @@ def _attention(op: Op, tensors: Tensors) -> Work:
     query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
     query_positions, key_positions = query - key, (key & value) - query
     is_backward = op.phase is Phase.BACKWARD
-    gemms = op.gemms
-    scores = _scores(op, gemms)
+    gemms = seen_gemms(op)
+    scores, square = _scores(op, gemms), _scores(op, op.gemms)
+    seen = scores.m * scores.n / (square.m * square.n)
     moved = dict.fromkeys(_Positions, 0.0)
     for dims, size in zip(op.rule.operands, read_bytes(op, tensors), strict=True):
         moved[_positions(dims, query_positions, key_positions)] += size
@@ -243,17 +247,18 @@ def _attention(op: Op, tensors: Tensors) -> Work:
     if not (moved[_Positions.QUERIES] and moved[_Positions.KEYS]):
         return work
     tiling = AttentionTiling(
-        heads=scores.batch,
-        queries=scores.m,
-        keys=scores.n,
+        heads=square.batch,
+        queries=square.m,
+        keys=square.n,
         query_width=width,
         key_width=width,
         query_bytes=moved[_Positions.QUERIES],
-        key_bytes=moved[_Positions.KEYS],
-        accumulated_bytes=accumulated,
+        key_bytes=moved[_Positions.KEYS] * seen,
+        accumulated_bytes=accumulated * seen,
         element_bytes=dtype.size_bytes,
     )
-    return replace(work, tilings=(tiling,), streamed_bytes=moved[_Positions.BOTH_OR_NEITHER])
+    once = (1 - seen) * (moved[_Positions.KEYS] + accumulated)  # a pass sees a part of the keys, all passes see all
+    return replace(work, tilings=(tiling,), streamed_bytes=moved[_Positions.BOTH_OR_NEITHER] + once)
 
 
 def _scores(op: Op, gemms: tuple[Gemm, ...]) -> Gemm:
@@ -368,11 +373,22 @@ def vector_operations(op: Op) -> float:
     return float(per_element) * touched
 
 
+def softmax_operations() -> int:
+    """Lane operations per element of a softmax."""
+    return _BY_FUNCTION["softmax"]
+
+
 def attention_operations(op: Op) -> int:
-    """Lane operations per score of fused attention, whose scores and mask are made again backward."""
+    """Lane operations per score of fused attention, whose scores and mask are made again backward.
+
+    Its attribute ``operations`` counts what is done to scores besides softmax and dropout, backward as often again.
+    """
     functions = ["softmax"]
     if op.attribute("probability") is not None:
         functions.append("dropout")
+    besides = op.attribute("operations")
+    more = besides if isinstance(besides, int) else 0
     if op.phase is Phase.BACKWARD:
         functions += [f"{function}_backward" for function in functions]
-    return sum(_BY_FUNCTION[function] for function in functions)
+        more *= 2
+    return sum(_BY_FUNCTION[function] for function in functions) + more

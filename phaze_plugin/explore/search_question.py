@@ -109,6 +109,7 @@ class SearchQuestion:
             "global_batch_size": first.global_batch_size,
             "precision": to_document(first.recipe),
             "calibration": to_document(first.calibration),
+            "attention": first.attention.value,
             "sequence_length": self.sequence_length,
             "compatibility": "paper" if self.is_paper else None,
             "schedule": [kind.value for kind in self.schedules],
@@ -153,6 +154,7 @@ class SearchOptions(TypedDict, total=False):
         weights: of the models in an average.
         front: whether the whole front of throughput, area and energy is wanted.
         calibration: how far the accelerators stay behind their ideal.
+        attention: "fused" or "unfused" (the default, as in the paper).
         gap: how far from the proven optimum the answer may stay.
     """
 
@@ -173,6 +175,7 @@ class SearchOptions(TypedDict, total=False):
     weights: Sequence[float] | None
     front: bool
     calibration: Calibration | None
+    attention: str | None
     gap: float
 
 
@@ -236,6 +239,7 @@ def _model_questions(
         "sequence_length": options.get("sequence_length"),
         "target": None,
         "calibration": options.get("calibration") or IDEAL,
+        "attention": options.get("attention"),
         "gap": options.get("gap", DEFAULT_GAP),
     }
     return tuple(

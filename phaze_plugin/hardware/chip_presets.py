@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
 __all__ = [
+    "AttentionKernel",
     "Preset",
     "known_accelerator",
     "links_of",
@@ -30,6 +31,14 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """A kernel that computes attention without storing its scores: what it is called, and who says so."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A chip with the origin of each of its numbers.
 
@@ -37,6 +46,8 @@ class Preset:
         accelerator: the chip, or the part of one that frameworks call a device.
         title: what people call it.
         maker: who makes it.
+        attention_kernel: the fused attention that its usual software has, and where that is said; None where there is
+            none that frameworks call, or the machine is to be priced as if there were none (the paper's).
         facts: one for each field of the accelerator, and one for each rate as ``rates.<dtype>``.
         published_peak_flops_per_s: the vendor's figure at ``published_dtype``; absent for generic machines.
         power_w: what the device may draw; absent where it is not published.
@@ -47,6 +58,7 @@ class Preset:
     accelerator: Accelerator
     title: str
     maker: str
+    attention_kernel: AttentionKernel | None
     facts: dict[str, Fact]
     published_peak_flops_per_s: Fact | None
     published_dtype: str | None
@@ -111,6 +123,7 @@ def _preset(name: str, entry: Table) -> Preset:
         ),
         title=entry["title"],
         maker=entry["maker"],
+        attention_kernel=AttentionKernel(**entry["attention_kernel"]) if entry["attention_kernel"] else None,
         facts=facts | {f"rates.{dtype}": fact for dtype, fact in rates.items()},
         published_peak_flops_per_s=fact_of(peak) if peak else None,
         published_dtype=peak["dtype"] if peak else None,

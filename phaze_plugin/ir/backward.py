@@ -20,7 +20,7 @@ from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
-__all__ = ["add_backward", "derive_backward", "split_tied_gradients", "without_backward"]
+__all__ = ["add_backward", "derive_backward", "split_tied_gradients", "tensors_with_gradient", "without_backward"]
 
 _DERIVED_NOTE = "backward derived by rule"
 """The note for people on a graph whose backward ops were derived here; code reads `Graph.is_backward_derived`."""
@@ -95,7 +95,7 @@ class _BackwardWalk:
         self.graph = graph
         self.builder = GraphBuilder.from_graph(graph)
         self.layer_of = graph.layer_graph.layer_of
-        self.wanted = _tensors_with_gradient(graph)
+        self.wanted = tensors_with_gradient(graph)
         self.gradient_of: dict[str, str] = {}
         self.parameter_gradients: dict[str, dict[int, str]] = {}
 
@@ -163,7 +163,7 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
     return Rule((simple, simple), (simple,), factors + parts)
 
 
-def _tensors_with_gradient(graph: Graph) -> set[str]:
+def tensors_with_gradient(graph: Graph) -> set[str]:
     """Tensors that a gradient must reach: parameters, and floats that depend on one."""
     wanted = {tensor.id for tensor in graph.parameters if tensor.dtype.is_float}
     for op in graph.ops_of(Phase.FORWARD):

@@ -253,14 +253,17 @@ def _norm(request: GradientRequest) -> Answers:
 
 
 def _attention(request: GradientRequest) -> Answers:
-    if any(request.wanted[3:]):
+    """One op gives the gradients of query, key, value and, where heads have sinks, of these; masks have none."""
+    count = 4 if request.op.function == "sink_attention" else 3
+    if any(request.wanted[count:]):
         raise GraphError(
-            f"op {request.op.id!r}: only query, key and value of a fused attention have gradients, but "
-            f"{request.op.inputs[request.wanted.index(True, 3)]!r} wants one; write it as products and a softmax."
+            f"op {request.op.id!r}: only query, key, value and sinks of a fused attention have gradients, but "
+            f"{request.op.inputs[request.wanted.index(True, count)]!r} wants one; write it as products and a softmax."
         )
-    reads = (*(request.operand(index) for index in range(3)), request.result(), request.came_in())
-    answers = request.emit("attention_backward", reads, tuple(request.operand(index) for index in range(3)))
-    return (*answers, *[None] * (len(request.op.inputs) - 3))
+    operands = [request.operand(index) for index in range(count)]
+    reads = (*operands[:3], request.result(), request.came_in(), *operands[3:])
+    answers = request.emit(f"{request.op.function}_backward", reads, operands)
+    return (*answers, *[None] * (len(request.op.inputs) - count))
 
 
 def _lookup(request: GradientRequest) -> Answers:

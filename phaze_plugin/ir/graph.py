@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -79,6 +80,16 @@ class Graph:
     def parameter_count(self) -> int:
         """Number of scalar parameters; a tied one counts once."""
         return sum(tensor.elements for tensor in self.parameters)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The length of the longest sequence of tokens among the inputs; 1 where there is none."""
+        lengths = [
+            math.prod(tensor.shape[1:])
+            for tensor in self.tensors.values()
+            if tensor.role is Role.BATCH and tensor.dtype.value.startswith("int") and len(tensor.shape) == 2
+        ]
+        return max(lengths, default=1)
 
     def matmul_flops(self, phase: Phase | str) -> int:
         """Flops of matrix ops in a phase: whole squares of attention, nothing recomputed."""

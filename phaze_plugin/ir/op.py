@@ -20,6 +20,7 @@ __all__ = [
     "OpKind",
     "Phase",
     "Saved",
+    "attention_gemms",
     "gemm_view",
 ]
 
@@ -150,7 +151,7 @@ class Op:
     def gemms(self) -> tuple[Gemm, ...]:
         """The matrix products that the op is made of; none where it is not a matrix op."""
         if self.kind is OpKind.ATTENTION:
-            return _attention_gemms(self)
+            return attention_gemms(self)
         return (gemm_view(self.rule),) if self.kind.is_matrix else ()
 
     @property
@@ -185,19 +186,19 @@ def gemm_view(rule: Rule) -> Gemm:
     )
 
 
-def _attention_gemms(op: Op) -> tuple[Gemm, ...]:
+def attention_gemms(op: Op, *, rows: int | None = None, keys: int | None = None) -> tuple[Gemm, ...]:
     """Scores and context forward (query, key, value -> context); the gradients of both operands of each backward.
 
     The factor that only value and context have is the value width, the one that only query and key have the query
     width, the one that key and value share the key length; query factors that keys lack are query positions or
-    repeated heads.
+    repeated heads. ``rows`` and ``keys`` stand for all of the latter and for the key length where they are given.
     """
     query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
     batch = _product(op.rule, query & key & value)
-    length = _product(op.rule, (key & value) - query)
+    length = _product(op.rule, (key & value) - query) if keys is None else keys
     width = _product(op.rule, (query & key) - value)
     value_width = _product(op.rule, value - key)
-    rows = _product(op.rule, query - key)
+    rows = _product(op.rule, query - key) if rows is None else rows
     scores, context = Gemm(batch, rows, length, width), Gemm(batch, rows, value_width, length)
     if op.phase is not Phase.BACKWARD:
         return (scores, context)
@@ -279,6 +280,7 @@ OPERANDS_AND_RESULTS: dict[str, tuple[tuple[int, ...], int]] = {
     "rms_norm": ((1, 2), 1),
     "rotary": ((3,), 1),
     "select": ((1,), 1),
+    "sink_attention": ((4,), 1),
     "sink_softmax": ((2,), 1),
     "softmax": ((1,), 1),
     "subtract": ((2,), 1),

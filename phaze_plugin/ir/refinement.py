@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from phaze.ir.backward import add_backward, without_backward
 from phaze.ir.graph import Graph
-from phaze.ir.op import Op
+from phaze.ir.op import Attribute, Op
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 
 __all__ = ["refine_factors"]
@@ -48,8 +48,19 @@ def refine_factors(graph: Graph, batch_size: int | None = None) -> Graph:
         if key not in written:
             rule = _split(op.rule, _factor_cuts(op.rule, around), batch_size)
             written[key] = written.setdefault(rule, rule)
-        ops.append(replace(op, rule=written[key]))
+        ops.append(replace(op, rule=written[key], attributes=_renamed_positions(op, written[key])))
     return replace(graph, ops=tuple(ops))
+
+
+def _renamed_positions(op: Op, rule: Rule) -> tuple[tuple[str, Attribute], ...]:
+    """The attributes of an op under its new rule: `causal` names the factors of query positions, major first."""
+    causal = op.attribute("causal")
+    if not isinstance(causal, str):
+        return op.attributes
+    names = tuple(causal.split())
+    place = next(index for index, dim in enumerate(op.rule.operands[0]) if dim.factors == names)
+    renamed = " ".join(rule.operands[0][place].factors)
+    return tuple((name, renamed if name == "causal" else value) for name, value in op.attributes)
 
 
 def _find_cuts(graph: Graph) -> dict[str, TensorCuts]:

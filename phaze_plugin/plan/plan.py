@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
-from phaze.cost import Calibration
+from phaze.cost import AttentionMode, Calibration
 from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
 from phaze.file_reading import read_document
@@ -59,7 +59,7 @@ __all__ = [
 
 FORMAT = "phaze-plan"
 VERSION = 4
-"""Version 4 carries a digest of its content; version 3 keeps what its pages draw."""
+"""Version 4 carries a digest of its content and says how attention runs; version 3 keeps what its pages draw."""
 
 
 class PlanStatus(StrEnum):
@@ -207,6 +207,7 @@ class QuestionFacts:
     tp: tuple[int, ...]
     precision: PrecisionRecipe
     calibration: Calibration
+    attention: AttentionMode
     target: str | None
     gap: float
     solver: str | None

@@ -31,7 +31,7 @@ from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
 from phaze.planner.strategy_search import Answer, Candidate, step_flops
 from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
-from phaze.question import Question, content_hash, tokens_per_sample
+from phaze.question import Question, content_hash
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
 
@@ -46,7 +46,7 @@ def build_plan(question: Question, answer: Answer) -> Plan:
     """The plan of an answer to a question."""
     placement = answer.placement
     question = replace(question, choices=answer.question.choices)  # the sizes and tp that were looked at
-    tokens = tokens_per_sample(question.graph)
+    tokens = question.graph.tokens_per_sample
     seconds = placement.time_s
     samples_per_s = question.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
@@ -97,6 +97,7 @@ def question_facts(question: Question) -> QuestionFacts:
         tp=question.tp_degrees,
         precision=question.recipe,
         calibration=question.calibration,
+        attention=question.attention,
         target=question.target.name,
         gap=question.gap,
         solver=None if question.solver is None else question.solver.solvers[0].name,

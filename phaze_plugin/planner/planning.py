@@ -57,8 +57,9 @@ def optimize(
             precision ("bf16", "fp32", "fp8", .. or a recipe), micro_batch_size and tp (values to try, one or several),
             sequence_length, loss_fn and targets (for a module that returns no loss; its plan is applied with the same
             loss_fn), target (what is to run the plan: a name, "auto" for the model's own framework, None for analysis),
-            constraints (layouts that tensors must have), calibration, gap (how near to the proven optimum), solver (the
-            linear solver of sharding and schedules).
+            constraints (layouts that tensors must have), calibration, attention ("fused" or "unfused"; by default what
+            the chip's software does), gap (how near to the proven optimum), solver (the linear solver of sharding and
+            schedules).
 
     A model that does not fit gets a plan that says so, with the changes after which it would. In a launch of several
     processes rank 0 plans for all.

@@ -105,11 +105,12 @@ def splits_of_op(graph: Graph, op: Op, choices: Sequence[Ways], tp: int) -> list
 
 def head_factors(graph: Graph, op: Op) -> tuple[str, ...]:
     """The factors that a product of two activations is batched over, besides the batch: attention heads, or experts."""
-    if op.kind not in (OpKind.CONTRACTION, OpKind.ATTENTION) or _parameter_operands(graph, op):
-        return ()
-    shared = frozenset.intersection(*op.rule.operand_names[:2], op.rule.result_names[0])
     if op.kind is OpKind.ATTENTION:
-        shared = op.rule.operand_names[0] & op.rule.operand_names[1] & op.rule.operand_names[2]
+        shared = frozenset.intersection(*op.rule.operand_names[:3])
+    elif op.kind is OpKind.CONTRACTION and not _parameter_operands(graph, op):
+        shared = frozenset.intersection(*op.rule.operand_names[:2], op.rule.result_names[0])
+    else:
+        return ()
     return tuple(factor.name for factor in op.rule.factors if factor.name in shared and not factor.is_batch)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from phaze.cost import planned_graph
 from phaze.errors import PhazeError, PlanError, shown
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.installed import installed_plugins
 from phaze.ir import Graph
-from phaze.ir.backward import derive_backward
 from phaze.json_records import to_document
 from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, read_plan
@@ -22,7 +22,7 @@ from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import choose
-from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster, tokens_per_sample
+from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -98,6 +98,7 @@ def question_for(
         "target": facts.target,
         "constraints": facts.constraints,
         "calibration": facts.calibration,
+        "attention": facts.attention,
         "gap": facts.gap,
         "solver": facts.solver,
     }
@@ -119,14 +120,14 @@ def differences(
 
 def model_differences(plan: Plan, graph: Graph) -> list[str]:
     """What differs between the model that the plan was made for and an imported one; nothing where it still holds."""
-    graph = derive_backward(graph)
+    graph = planned_graph(graph, plan.question.attention)
     if hash_graph(graph) == plan.hashes.graph:
         return []
     facts = {
         "name": graph.name,
         "parameter_count": graph.parameter_count,
         "layers": len(graph.layers),
-        "tokens_per_sample": tokens_per_sample(graph),
+        "tokens_per_sample": graph.tokens_per_sample,
     }
     planned = {name: getattr(plan.model, name) for name in facts}
     known = [*_changed("model", planned, facts), *_renamed(plan, graph)]

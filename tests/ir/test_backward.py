@@ -190,7 +190,7 @@ def test_a_wanted_gradient_that_nobody_can_give_is_said() -> None:
     inputs = [builder.argument(f"x{i}", rule.shape(d), Role.PARAMETER) for i, d in enumerate(rule.operands)]
     (y,) = builder.add("y", OpKind.ATTENTION, "attention", rule, inputs)
     (loss,) = builder.add("loss", OpKind.REDUCTION, "sum", reduction_rule((2, 2, 4, 5), range(4)), (y,))
-    with pytest.raises(GraphError, match=r"op 'y': only query, key and value .* but 'x3' wants one"):
+    with pytest.raises(GraphError, match=r"op 'y': only query, key, value and sinks .* but 'x3' wants one"):
         builder.build((loss,)).with_backward()
 
 

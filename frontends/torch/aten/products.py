@@ -9,7 +9,7 @@ from phaze.frontends.torch.operator_call import (
     Unsupported,
     Value,
 )
-from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
+from phaze.ir import Attribute, Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import contraction_rule, elementwise_rule
 
 __all__ = ["PRODUCTS"]
@@ -142,7 +142,19 @@ def _attention(call: OperatorCall) -> Value:
     heads = sizes["g"] * sizes["r"]
     has_statistics = len(call.outputs) > 1 and call.out_shape(1) == (sizes["b"], heads, sizes["s"])
     results = (dims.context, dims.statistics) if has_statistics else (dims.context,)
-    return call.emit(OpKind.ATTENTION, "attention", dims.rule(operands, results), *inputs, outputs=range(len(results)))
+    rule, attributes = dims.rule(operands, results), _attention_attributes(call, sizes["d"])
+    return call.emit(OpKind.ATTENTION, "attention", rule, *inputs, outputs=range(len(results)), attributes=attributes)
+
+
+def _attention_attributes(call: OperatorCall, width: int) -> dict[str, Attribute]:
+    """Scale, causal mask and dropout of a call; the mask's attribute names the factor of query positions."""
+    scale = call["scale"]
+    attributes: dict[str, Attribute] = {"scale": width**-0.5 if scale is None else float(scale)}
+    if call["is_causal"]:
+        attributes["causal"] = "s"
+    if call["dropout_p"]:
+        attributes["probability"] = float(call["dropout_p"])
+    return attributes
 
 
 def _attention_backward(call: OperatorCall) -> Value:

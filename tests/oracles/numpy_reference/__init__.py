@@ -17,6 +17,8 @@ _FUNCTIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
     **ELEMENTWISE,
     "attention": products.attention,
     "attention_backward": products.attention_backward,
+    "sink_attention": products.attention,
+    "sink_attention_backward": products.attention_backward,
     "biased_softmax": normalizing.softmax,
     "combine": indexing.combine,
     "combine_rows_backward": indexing.combine_rows_backward,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from oracles.numpy_reference.axes import Array, collapse, einsum, expand
+from oracles.numpy_reference.axes import Array, align, collapse, einsum, expand
 from oracles.numpy_reference.normalizing import mask_of, masked_softmax, softmax_slope
 from phaze.ir.op import Op
 from phaze.ir.rule import Dims, Rule, factor_names, names_of
@@ -67,48 +67,65 @@ def convolution_weight(op: Op, gradient: Array, x: Array) -> tuple[Array, ...]:
     return (result.reshape(rule.shape(weight_dims)),)
 
 
-def attention(op: Op, query: Array, key: Array, value: Array, *_: Array) -> tuple[Array, ...]:
-    """softmax(query . key * scale, causal) . value"""
-    weights, square = _attention_weights(op, query, key)
+def attention(op: Op, query: Array, key: Array, value: Array, *sinks: Array) -> tuple[Array, ...]:
+    """softmax(capped(query . key * scale), causal) . value, with a sink of each head where there is one"""
+    scores = _Scores(op, query, key, *sinks)
     rule = op.rule
     names = factor_names(rule.results[0])
-    context = einsum(rule, [(weights, square), expand(rule, rule.operands[2], value)], names)
+    context = einsum(rule, [(scores.weights, scores.square), expand(rule, rule.operands[2], value)], names)
     return (collapse(rule, rule.results[0], context, names),)
 
 
 def attention_backward(
-    op: Op, query: Array, key: Array, value: Array, result: Array, gradient: Array
+    op: Op, query: Array, key: Array, value: Array, result: Array, gradient: Array, *sinks: Array
 ) -> tuple[Array, ...]:
-    """Gradients of query, key and value."""
+    """Gradients of query, key and value, and of sinks."""
     rule = op.rule
-    weights, square = _attention_weights(op, query, key)
+    scores = _Scores(op, query, key, *sinks)
+    weights, square = scores.weights, scores.square
     incoming = expand(rule, rule.operands[4], gradient)
     to_weights = einsum(rule, [incoming, expand(rule, rule.operands[2], value)], square)
-    length = _length_names(rule)
-    to_scores = softmax_slope(weights, to_weights, [square.index(name) for name in length]) * _scale(op)
+    to_shown = softmax_slope(weights, to_weights, scores.length)
+    to_scores = to_shown * scores.slope
     operands = [
         [(to_scores, square), expand(rule, rule.operands[1], key)],
         [(to_scores, square), expand(rule, rule.operands[0], query)],
         [(weights, square), incoming],
+        [(-to_shown, square)],
     ]
     answers = []
-    for parts, dims in zip(operands, rule.results, strict=True):
+    for parts, dims in zip(operands, rule.results, strict=False):
         names = factor_names(dims)
         answers.append(collapse(rule, dims, einsum(rule, parts, names), names))
     return tuple(answers)
 
 
-def _attention_weights(op: Op, query: Array, key: Array) -> tuple[Array, list[str]]:
-    rule = op.rule
-    queries, keys, values = (names_of(dims) for dims in rule.operands[:3])
-    order = [factor.name for factor in rule.factors]
-    square = [name for name in order if name in (queries | keys) and name not in (queries & keys) - values]
-    operands = [expand(rule, rule.operands[0], query), expand(rule, rule.operands[1], key)]
-    scores = einsum(rule, operands, square) * _scale(op)
-    length = [square.index(name) for name in _length_names(rule)]
-    causal = op.attribute("causal")
-    query_axis = square.index(str(causal)) if causal else None
-    return masked_softmax(scores, length, mask_of(op, scores.shape, query_axis, length[0])), square
+class _Scores:
+    """What lies between the products: weights over the axes `square`, and the slope of what was done to scores."""
+
+    def __init__(self, op: Op, query: Array, key: Array, *sinks: Array) -> None:
+        rule = op.rule
+        queries, keys, values = (names_of(dims) for dims in rule.operands[:3])
+        order = [factor.name for factor in rule.factors]
+        self.square = [name for name in order if name in (queries | keys) and name not in (queries & keys) - values]
+        self.length = [self.square.index(name) for name in _length_names(rule)]
+        operands = [expand(rule, rule.operands[0], query), expand(rule, rule.operands[1], key)]
+        scores = einsum(rule, operands, self.square) * _scale(op)
+        self.slope: Array = np.full_like(scores, _scale(op))
+        cap = op.attribute("softcap")
+        if isinstance(cap, int | float):
+            bent = np.tanh(scores / cap)
+            scores, self.slope = cap * bent, self.slope * (1 - bent**2)
+        causal = op.attribute("causal")
+        query_axis = self.square.index(str(causal)) if causal else None
+        seen = mask_of(op, scores.shape, query_axis, self.length[0])
+        if sinks:
+            shown = scores if seen is None else np.where(seen, scores, -np.inf)
+            sink = align(rule, rule.operands[-1], sinks[0], self.square)
+            total = np.exp(shown).sum(axis=tuple(self.length), keepdims=True) + np.exp(sink)
+            self.weights: Array = np.exp(shown) / total
+        else:
+            self.weights = masked_softmax(scores, self.length, seen)
 
 
 def _length_names(rule: Rule) -> list[str]:
