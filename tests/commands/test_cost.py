@@ -30,7 +30,7 @@ def test_json_holds_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fusion_shortens_the_total(capsys: pytest.CaptureFixture[str]) -> None:
     totals = []
-    for options in ([], ["--fuse"], ["--fuse", "--fused-attention"]):
+    for options in (["--attention", "unfused"], ["--fuse", "--attention", "unfused"], ["--fuse"]):
         assert main([*SMALL, "--json", *options]) == 0
         totals.append(json.loads(capsys.readouterr().out)["total_s"])
     assert totals == sorted(totals, reverse=True)
@@ -38,12 +38,12 @@ def test_fusion_shortens_the_total(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fused_attention_says_how_many_it_fused_and_what_stayed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--fused-attention"]) == 0
+    assert main(SMALL) == 0
     assert (
         "attentions fused: 12; softmaxes that stay apart (losses, routers, learned biases): 1."
         in capsys.readouterr().out
     )
-    assert main([*SMALL, "--json"]) == 0
+    assert main([*SMALL, "--json", "--attention", "unfused"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["fused_attentions"], document["separate_softmaxes"]) == (0, 13)
 

@@ -40,7 +40,7 @@ def test_a_terminal_shows_bars_and_a_timeline_and_a_pipe_does_not() -> None:
     for is_terminal in (True, False):
         text = io.StringIO()
         assert run_optimize(Console(file=text, force_terminal=is_terminal, width=120)) == 0
-        assert "activations" in text.getvalue()
+        assert "optimizer" in text.getvalue()
         assert (" idle  " in text.getvalue()) == is_terminal
         assert ("\x1b[" in text.getvalue()) == is_terminal
 

@@ -14,8 +14,8 @@ from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role, stashed_bytes
 from phaze.ir.graph import format_graph
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-# Position biases, capped scores and sinks are not fused, and Mamba has no attention.
-NOT_FUSED = ("t5", "gemma2", "gpt_oss", "mamba2")
+# Position biases are not fused, and Mamba has no attention.
+NOT_FUSED = ("t5", "mamba2")
 WITHOUT_BIAS = [name for name in TINY_CONFIGS if not name.startswith(NOT_FUSED)]
 
 
@@ -39,7 +39,9 @@ def test_every_attention_is_found_forward_and_backward(name: str) -> None:
     assert fused.parameter_count == graph.parameter_count
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma", "qwen2", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3"]
+)
 def test_a_fused_model_computes_the_same_loss_and_gradients(name: str) -> None:
     graph = tiny_graph(name).with_backward()
     fused = fuse_attention(graph)

@@ -100,6 +100,20 @@ def test_a_gpt_layer_keeps_what_korthikanti_et_al_count(
     graph = graph_from_config({"model_type": family, "vocab_size": 9, **sizes}, name="gpt", micro_batch_size=batch)
     expected = 34 * length * batch * hidden + 5 * heads * length**2 * batch
     assert [stashed_bytes(graph, layer) for layer in graph.layers[1:-1]] == [expected, expected]
+    fused = fuse_attention(graph)
+    assert [stashed_bytes(fused, layer) for layer in fused.layers[1:-1]] == [34 * length * batch * hidden] * 2
+
+
+def test_a_llama_layer_with_fused_attention_keeps_its_closed_form() -> None:
+    """Inputs of two norms and of the seven products, queries and keys rotated, values, context, gate, up and product.
+
+    In bytes: 2 s b (2 h + 2 h + (a + 2 g) d + a d + 4 f); rotated queries and keys are kept instead of plain ones.
+    """
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 80}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 9, **sizes}
+    graph = fuse_attention(graph_from_config(config, name="llama", micro_batch_size=3, sequence_length=32))
+    elements = 2 * 48 + 2 * 48 + (6 + 2 * 2) * 8 + 6 * 8 + 4 * 80
+    assert [stashed_bytes(graph, layer) for layer in graph.layers[1:-1]] == [2 * 3 * 32 * elements] * 2
 
 
 def test_parameters_and_constants_are_not_kept_twice() -> None:
