@@ -3,8 +3,8 @@
 Runners-up come out of the search that found the plan, as far as it came across their kind (`_seen`). What is missing is
 looked for by the same search on the same slices with one thing changed (`_short_search`). That search is cut short: the
 step time that it reports is reached, but a longer search might find a better one. The most promising slices are tried,
-the plan's own first; those that were pruned by their bound are not looked at. Faster links change the slices
-themselves, so only the plan's own ones are made again.
+the plan's own first, and those that were pruned by their bound last: they are scheduled only now. Faster links change
+the slices themselves, so only the plan's own ones are made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
 from phaze.profile.model_profiles import profile_model, profile_options, sequence_parallel_of, slice_model
 from phaze.question import Question
-from phaze.report.plan_text import seconds_text
 
 __all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
 
@@ -89,10 +88,10 @@ def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
     watch.expect(len(kinds))
     found: dict[str, RunnerUp] = {}
-    prepared = _PreparedCandidates()
+    searchable = _Searchable(answer)
     for kind in kinds:
         watch.report(f"the best plan of another kind: {kind.name}")
-        found[kind.name] = _seen(kind, answer) or _runner_up(kind, answer, prepared)
+        found[kind.name] = _seen(kind, answer) or _runner_up(kind, searchable)
         watch.step()
     return tuple(_best_of_kind(kind, found) for kind in kinds)
 
@@ -191,7 +190,7 @@ def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
 
 def _other_sizes(answer: Answer) -> Iterator[_Kind]:
     sizes = {candidate.slices.micro_batch_size for candidate in answer.candidates}
-    sizes |= {pruned.micro_batch_size for pruned in answer.pruned}
+    sizes |= {pruned.slicing.micro_batch_size for pruned in answer.pruned}
     for size in sorted(sizes - {answer.candidate.slices.micro_batch_size}):
         yield _of_size(size)
 
@@ -204,11 +203,13 @@ def _of_size(wanted: int) -> _Kind:
     )
 
 
-class _PreparedCandidates:
-    """The tables of candidates' placement problems, made when they are first needed and shared by all kinds."""
+class _Searchable:
+    """The candidates of an answer with the tables of their problems, made when first needed and shared by all kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
         self._prepared: dict[int, PreparedProblem] = {}
+        self._unpruned: dict[int, Candidate] = {}
 
     def of(self, candidate: Candidate) -> PreparedProblem:
         """The tables of one candidate."""
@@ -216,37 +217,47 @@ class _PreparedCandidates:
             self._prepared[id(candidate)] = PreparedProblem.of(candidate.problem)
         return self._prepared[id(candidate)]
 
+    def with_plans_of(self, kind: _Kind) -> Iterator[tuple[Candidate, PlacementProblem]]:
+        """Candidates that may have plans of a kind, narrowed to it: the placed ones first, then what was pruned."""
+        for candidate in _promising(self.answer):
+            slices = candidate.slices
+            if kind.includes(slices.micro_batch_size, slices.tp) and (problem := kind.narrow(candidate.problem)):
+                yield candidate, problem
+        for pruned in sorted(self.answer.pruned, key=lambda pruned: pruned.slicing.estimate_s):
+            slicing = pruned.slicing
+            if kind.includes(slicing.micro_batch_size, slicing.tp) and kind.narrow(slicing.bounded.problem):
+                if id(pruned) not in self._unpruned:
+                    self._unpruned[id(pruned)] = pruned.candidate(self.answer.question)
+                candidate = self._unpruned[id(pruned)]
+                problem = kind.narrow(candidate.problem)
+                assert problem is not None  # the slicing's own problem has plans of the kind
+                yield candidate, problem
 
-def _runner_up(kind: _Kind, answer: Answer, prepared: _PreparedCandidates) -> RunnerUp:
-    """The best plan of a kind, or why there is none; pruned slices count by their bound."""
+
+def _runner_up(kind: _Kind, searchable: _Searchable) -> RunnerUp:
+    """The best plan of a kind, or why there is none."""
     best: tuple[Candidate, Placement] | None = None
-    is_proven = True
-    included = [
-        candidate
-        for candidate in _promising(answer)
-        if kind.includes(candidate.slices.micro_batch_size, candidate.slices.tp)
-    ]
-    narrowed = [(candidate, problem) for candidate in included if (problem := kind.narrow(candidate.problem))]
-    for candidate, problem in narrowed[:_MOST_SLICES]:
+    is_proven, tried = True, 0
+    for candidate, problem in searchable.with_plans_of(kind):
+        if tried == _MOST_SLICES:
+            is_proven = False
+            break
+        tried += 1
         cutoff_s = math.inf if best is None else best[1].time_s
         placement: Placement | None
         if problem is candidate.problem and candidate.result.best is not None:
             placement, is_searched = candidate.result.best, True
         else:
-            placement, is_searched = _short_search(problem, cutoff_s, prepared.of(candidate))
+            placement, is_searched = _short_search(problem, cutoff_s, searchable.of(candidate))
         is_proven &= is_searched
         if placement is not None and placement.time_s < cutoff_s:
             best = (candidate, placement)
     if best is not None:
         strategy = strategy_of(*best)
         return RunnerUp(kind=kind.name, strategy=strategy, step_time_s=best[1].time_s, reason="")
-    least = [pruned.least_s for pruned in answer.pruned if kind.includes(pruned.micro_batch_size, pruned.tp)]
-    if least:
-        reason = f"no such plan takes less than {seconds_text(min(least))}"
-    elif not narrowed:
+    if not tried:
         reason = "not possible here"
     else:
-        is_proven &= len(narrowed) <= _MOST_SLICES
         reason = "nothing fits" if is_proven else "a short search found nothing that fits"
     return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
 

@@ -1,14 +1,15 @@
 """The search for the best strategy over all microbatch sizes, values of tp and slicings: slice, bound, schedule, place.
 
-Every slicing of a microbatch size and a tp is a placement problem of its own (`_Search.look_at`). The best step time so
-far is handed to the next one. If the bound of the next slicing (`least_step_s`) does not beat that time, it is pruned
-and nothing of it is scheduled. Otherwise placement looks only for plans that are faster. Schedules are solved to the
-requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
-`_Search.polish` searches every slicing briefly for plans that are better by less than the gap, and `_Search.settle`
+Every slicing of a microbatch size and a tp is a placement problem of its own (`candidate_slicings.py`). All are sliced,
+and looked at in the order of an estimate (`_Search.look_at`). The best step time so far is handed to the next one:
+where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing of it is
+searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are solved
+to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
+`_Search.polish` searches what was placed briefly for plans that are better by less than the gap, and `_Search.settle`
 gives the best strategy the stages that it gets when it is evaluated alone, so that both say the same of it.
 
-When the time limit or the user ends the work, the pairs that were not looked at are bounded by `least_time_s`: the
-matrix products of the whole step at peak speed on all devices.
+When the time limit or the user ends the work, what was not looked at is bounded by `least_time_s`: the matrix products
+of the whole step at peak speed on all devices.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from phaze.place import (
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
+from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
 from phaze.planner.offer_growth import next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import (
     ModelProfiles,
     dominates,
-    least_step_s,
-    profile_model,
     profile_options,
     profiled_modes,
     sequence_parallel_of,
     slicings,
 )
-from phaze.question import DEFAULT_TP, Question
-from phaze.shard import ShardedModel, ShardingTables
+from phaze.question import DEFAULT_MICRO_BATCH_SIZES, DEFAULT_TP, Question
+from phaze.shard import ShardingTables
 
 __all__ = [
     "Answer",
@@ -79,11 +79,24 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A microbatch size and tp that was left out, because none of its plans takes less than `least_s` seconds."""
+    """A slicing that was left out, because none of its plans takes less than `least_s` seconds."""
 
-    micro_batch_size: int
-    tp: int
+    slicing: CandidateSlicing
     least_s: float
+
+    def candidate(self, question: Question) -> Candidate:
+        """The slicing as a candidate, scheduled and ready to be searched for plans that are slower than the best."""
+        slices = self.slicing.scheduled(profile_options(question, profiled_modes(question)))
+        result = PlacementResult(
+            status=PlacementStatus.CUT_OFF,
+            best=None,
+            alternatives=(),
+            bound_s=self.least_s,
+            strategies=0,
+            nodes=0,
+            simulated=0,
+        )
+        return Candidate(slices=slices, problem=narrowed_problem(question, slices), result=result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,16 +150,18 @@ class _Search:
     def look_at_all(self) -> None:
         """Look at every microbatch size and tp that is offered, and beyond while the largest one is the best.
 
-        Sizes come before values of tp beyond the default ones, whether these are offered or grown, so that a question
-        that names all of them is answered in the same order.
+        Default values come first, then further sizes and then further values of tp, one by one whether they are offered
+        or grown, so that a question that names all of them is answered in the same order.
         """
-        degrees = [tp for tp in self.question.tp_degrees if tp <= max(DEFAULT_TP)]
-        further = [tp for tp in self.question.tp_degrees if tp > max(DEFAULT_TP)]
-        self._look_at_each(self.question.micro_batch_sizes, degrees)
+        sizes, further_sizes = _divided(self.question.micro_batch_sizes, max(DEFAULT_MICRO_BATCH_SIZES))
+        degrees, further_degrees = _divided(self.question.tp_degrees, max(DEFAULT_TP))
+        self._look_at_each(sizes, degrees)
+        for further_size in further_sizes:
+            self._look_at_each((further_size,), degrees)
         while (size := next_size(self.question)) and self._has_best(micro_batch_size=size // 2):
             self.question = offering(self.question, micro_batch_size=size)
             self._look_at_each((size,), degrees)
-        for tp in further:
+        for tp in further_degrees:
             self._look_at_each(self.question.micro_batch_sizes, (tp,))
         while (wider := next_tp(self.question)) and self._has_best(tp=wider // 2):
             self.question = offering(self.question, tp=wider)
@@ -160,33 +175,42 @@ class _Search:
         return all(getattr(slices, name) == value for name, value in wanted.items())
 
     def _look_at_each(self, sizes: Sequence[int], degrees: Sequence[int]) -> None:
+        """Slice all pairs of a microbatch size and a tp, and look at the slicings in the order of their estimates."""
         self.watch.expect(len(sizes) * len(degrees))
+        waiting: list[CandidateSlicing] = []
         for graph in (graph_at(self.question, size) for size in sizes):
             for tp in degrees:
-                self.look_at(graph, tp)
+                waiting += self._sliced(graph, tp)
                 self.watch.step()
+        self.watch.expect(len(waiting))
+        for slicing in sorted(waiting, key=lambda slicing: slicing.estimate_s):
+            self.look_at(slicing)
+            self.watch.step()
 
-    def look_at(self, graph: Graph, tp: int) -> None:
-        """Slice one microbatch size and tp in every way, and look at each slicing."""
+    def _sliced(self, graph: Graph, tp: int) -> list[CandidateSlicing]:
+        """Every slicing of one microbatch size and tp."""
         self.watch.report(f"microbatch {graph.micro_batch_size}: slicing layers {tp} ways")
         try:
             models = slicings(self.question, graph, tp, self.tables)
         except ShardError as error:
             self.refused[tp] = str(error)
-            return
-        for model in models:
-            self._place(model)
+            return []
+        profiles = [quick_profiles(model, self.options) for model in models]
+        return [
+            CandidateSlicing.of(slices, narrowed_problem(self.question, slices), self.network) for slices in profiles
+        ]
 
-    def _place(self, model: ShardedModel) -> None:
-        """Bound, schedule and place one slicing, unless it cannot be better than what is known."""
-        question, size, tp, best_s = self.question, model.graph.micro_batch_size, model.axis.tp, self.best_s
+    def look_at(self, slicing: CandidateSlicing) -> None:
+        """Schedule and place one slicing, unless it cannot be better than what is known."""
+        question, size, tp, best_s = self.question, slicing.micro_batch_size, slicing.tp, self.best_s
         if best_s < math.inf:
-            least_s = least_step_s(question, model, self.options)
-            if least_s >= best_s * (1 - question.gap / 2):
-                self.pruned.append(Pruned(size, tp, least_s))
+            self.watch.report(f"microbatch {size}: bounding layers sliced {tp} ways")
+            target_s = best_s * (1 - question.gap / 2)
+            if slicing.is_beaten_by(target_s):
+                self.pruned.append(Pruned(slicing, target_s))
                 return
         self.watch.report(f"microbatch {size}: scheduling layers sliced {tp} ways")
-        slices = profile_model(model, self.options)
+        slices = slicing.scheduled(self.options)
         others = [
             other.slices for other in self.candidates if (other.slices.micro_batch_size, other.slices.tp) == (size, tp)
         ]
@@ -277,6 +301,11 @@ def choose(question: Question, watch: Watch) -> Answer:
     if is_interrupted:
         bounds.append(least_time_s(question))
     return replace(answer, bound_s=min(bounds), is_interrupted=is_interrupted)
+
+
+def _divided(values: Sequence[int], most: int) -> tuple[list[int], list[int]]:
+    """Values up to a number, and those beyond."""
+    return [value for value in values if value <= most], [value for value in values if value > most]
 
 
 def nothing_found(watch: Watch, error: BaseException) -> BaseException:

@@ -42,7 +42,7 @@ from phaze.profile.layer_profile import (
     PlacementGraph,
     PlacementLayer,
 )
-from phaze.schedule import Compatibility, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
+from phaze.schedule import Compatibility, Method, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import ShardedLayer, slice_layer
 from phaze.solvers import SolverChain
 
@@ -54,7 +54,6 @@ __all__ = [
     "PassReport",
     "ProfileOptions",
     "leading_to_inputs",
-    "least_pass_seconds",
     "placement_graph",
     "priced_pass",
     "profile_and_report",
@@ -78,6 +77,8 @@ class ProfileOptions:
         modes: recompute modes to profile; no recompute comes first.
         trims_recompute: whether full recompute leaves out what backward does not read.
         solver: the solver on which the paper's integer program schedules; None for the exact search.
+        is_quick: whether every pass gets no more than a list schedule and a closed-form bound, which are proven to the
+            gap where they happen to be near each other. The search that follows otherwise only improves on them.
     """
 
     is_fused: bool = True
@@ -90,6 +91,7 @@ class ProfileOptions:
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     trims_recompute: bool = False
     solver: SolverChain | None = None
+    is_quick: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,12 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """The passes behind a profile."""
+    """The passes behind a profile, and the largest relative gap of their schedules."""
 
     forward: PassReport
     backward: PassReport
     recompute: PassReport
+    gap: float = 0.0
 
 
 def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOptions | None = None) -> LayerProfile:
@@ -131,9 +134,8 @@ def profile_and_report(
     layer = single_layer(local)
     forward = _schedule(sharded, local, layer.forward, options)
     backward = _schedule(sharded, local, layer.backward, options)
-    to_inputs, to_weights = _backward_parts(
-        backward, _schedule(sharded, local, leading_to_inputs(local, layer), options)
-    )
+    first = _schedule(sharded, local, leading_to_inputs(local, layer), options)
+    to_inputs, to_weights = _backward_parts(backward, first)
     to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
     tied = sharded.problem.graph.layer_graph.tied_parameters
     profiles = {}
@@ -154,7 +156,8 @@ def profile_and_report(
             expert_parameters=expert_parameters(local),
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
-        profiles[mode] = (profile, LayerReport(*reports))
+        gap = max((part.gap for part in (forward, backward, first, again) if part is not None), default=0.0)
+        profiles[mode] = (profile, LayerReport(reports[0], reports[1], reports[2], gap))
     return profiles
 
 
@@ -226,19 +229,18 @@ def _bounded(value: float, bound: float) -> Bounded:
     return Bounded(value, min(value, max(0.0, bound)))  # type: ignore[arg-type]
 
 
-def least_pass_seconds(sharded: ShardedLayer, options: ProfileOptions) -> float:
-    """A lower bound on the forward and backward of one microbatch, without a schedule."""
-    local = slice_layer(sharded)
-    layer = single_layer(local)
-    passes = [priced_pass(sharded, local, ops, options) for ops in (layer.forward, layer.backward) if ops]
-    return float(sum(layer_pass.lower_bounds(is_tight=False)[0] for layer_pass in passes))
-
-
 def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
     if not ops:
         return None
     problem = priced_pass(sharded, local, ops, options).problem()
-    return schedule_layer(problem, gap=options.gap, work=options.work, solver=options.solver, cache=options.cache)
+    return schedule_layer(
+        problem,
+        gap=options.gap,
+        work=options.work,
+        method=Method.LIST if options.is_quick else Method.AUTO,
+        solver=None if options.is_quick else options.solver,
+        cache=options.cache,
+    )
 
 
 def priced_pass(

@@ -5,9 +5,6 @@ and a strategy's `sequence_parallel` names one of them.
 
 Equal layers may be sliced differently: the first block reads a whole tensor, the others one that is split along the
 sequence. Layers therefore share a profile only where they are equal and sliced alike (`layer_keys`).
-
-Before anything is scheduled, `least_step_s` bounds the time of every plan of these slices from below: all microbatches
-of all layers, each on as many devices as it is sliced for, on all devices of the cluster without a pause.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from phaze.parallelism import MIXED_SEQUENCES
 from phaze.profile.layer_passes import (
     LayerReport,
     ProfileOptions,
-    least_pass_seconds,
     placement_graph,
     profile_and_report,
 )
@@ -53,7 +49,6 @@ __all__ = [
     "fastest_slicing",
     "layer_keys",
     "layer_variants",
-    "least_step_s",
     "profile_model",
     "profile_options",
     "profiled_modes",
@@ -249,14 +244,6 @@ def _check_sequences(question: Question, graph: Graph, tp: int) -> None:
             f"a sequence of {odd} cannot be split evenly {tp} ways, as target {question.target} does it; leave "
             "sequence_parallel out, or train on lengths that tp divides."
         )
-
-
-def least_step_s(question: Question, model: ShardedModel, options: ProfileOptions) -> float:
-    """Seconds that no plan of these slices beats, found without scheduling."""
-    once = {key: least_pass_seconds(layer, options) for key, layer in layer_variants(model).items()}
-    batches = question.global_batch_size // model.graph.micro_batch_size
-    devices = model.axis.cluster.device_count // model.axis.tp
-    return batches * sum(once[key] for key in layer_keys(model)) / max(1, devices)
 
 
 def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles:

@@ -128,9 +128,14 @@ def schedule_layer(
     Raises ValueError on a bad gap, an unknown method, or a solver with a method that uses none.
     """
     question = _checked_question(gap, work, method, solver)
-    key = (problem.key(), gap, work, question.method.value, "" if solver is None else solver.name)
+    content = problem.key()
+    key = (content, gap, work, question.method.value, "" if solver is None else solver.name)
     if cache is not None and key in cache.schedules:
         return cache.schedules[key].of(problem)
+    if cache is not None and question.method is Method.AUTO:
+        listed = cache.schedules.get((content, gap, work, Method.LIST.value, ""))
+        if listed is not None and listed.gap <= gap + EQUAL_RESULTS:  # what `auto` would find out again
+            return listed.of(problem)
     schedule = verify_schedule(_schedule(problem, question))
     if cache is not None:
         cache.schedules[key] = schedule

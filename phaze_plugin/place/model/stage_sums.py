@@ -8,6 +8,7 @@ that (`StageSums.sharded_over_stages`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.profile.layer_profile import LayerProfile
 
-__all__ = ["StageSums", "build_stage_sums", "cut_bytes"]
+__all__ = ["StageSums", "StageSumsByTp", "build_stage_sums", "cut_bytes"]
 
 _NOT_PER_STAGE = frozenset(
     {
@@ -140,6 +141,37 @@ class StageSums:
             tied_groups=np.ones_like(self.tied_groups),
             split_ties=np.zeros_like(self.split_ties),
         )
+
+
+class StageSumsByTp(Mapping[int, StageSums]):
+    """The sums at every tp of a problem, each made when it is first asked for.
+
+    Bounds on whole strategies need none of them: where they rule everything out, nothing is summed over stages.
+    """
+
+    def __init__(self, problem: PlacementProblem, space: StageSpace, use_bounds: bool) -> None:
+        self._problem, self._space, self._use_bounds = problem, space, use_bounds
+        self._known: dict[int, StageSums] = {}
+
+    def __getitem__(self, tp: int) -> StageSums:
+        """The sums at one tp."""
+        if tp not in self:
+            raise KeyError(tp)
+        if tp not in self._known:
+            self._known[tp] = build_stage_sums(self._problem, self._space, tp, self._use_bounds)
+        return self._known[tp]
+
+    def __contains__(self, tp: object) -> bool:
+        """Whether the problem has this tp."""
+        return tp in self._problem.tp_degrees
+
+    def __iter__(self) -> Iterator[int]:
+        """The values of tp."""
+        return iter(self._problem.tp_degrees)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._problem.tp_degrees)
 
 
 def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_bounds: bool) -> StageSums:

@@ -28,7 +28,7 @@ from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.interleaved_starts import interleaved_start
-from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms, split_rows
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages
 from phaze.profile.layer_profile import RecomputeMode
@@ -230,7 +230,7 @@ def search_parallelisms(
     them to choose from never give a slower plan, whatever the gap.
     """
     progress = _Progress(top=top, effort=effort or SearchEffort(), slowest_s=cutoff_s, gap=gap)
-    strategies = _strategies(prepared)
+    strategies = prepared.strategies()
     is_loose = np.isin(strategies.schedule, _LOOSELY_BOUNDED)
     left_s, searched = math.inf, []
     for group in (strategies.take(~is_loose), strategies.take(is_loose)):
@@ -291,7 +291,7 @@ def try_parallelism(
     if parallelism.chunks > 1 or (choices.dp is not None and parallelism.dp not in choices.dp):
         return None
     narrow = prepared.with_problem(prepared.problem.choosing(dp=(parallelism.dp,)))
-    if not _strategies(narrow).has(parallelism):
+    if not narrow.strategies().has(parallelism):
         return None
     search = prepared.stage_search_below(parallelism, cutoff_s)
     if search is None:
@@ -303,11 +303,15 @@ def try_parallelism(
     return FoundPlan(time_s=answer.time_s, parallelism=parallelism, stages=stages)
 
 
-def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
-    """Whether closed forms and stage filling prove that no plan takes less than the target."""
-    strategies = _strategies(prepared)
+def is_refuted(prepared: PreparedProblem, target_s: float, strategies: ParallelismTable | None = None) -> bool:
+    """Whether closed forms and stage filling prove that no plan takes less than the target.
+
+    ``strategies`` are all of the problem's, where they were listed before.
+    """
+    strategies = prepared.strategies() if strategies is None else strategies
     below = strategies.take(strategies.bound_s < target_s)
     while len(below):
+        below = below.take(_closed_bounds(prepared, below) < target_s)
         below = below.take(~prepared.layer_table.refuted(below, np.full(len(below), target_s)))
         if not below.is_wide.all():
             return False
@@ -315,15 +319,8 @@ def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
     return True
 
 
-def _strategies(prepared: PreparedProblem) -> ParallelismTable:
-    """All strategies; those that differ only in dp, and not in their microbatches, share a row."""
-    return list_parallelisms(
-        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s, joins_dp=True
-    )
-
-
 def _split(prepared: PreparedProblem, rows: ParallelismTable) -> ParallelismTable:
-    return split_rows(prepared.problem, prepared.space, prepared.stage_sums, rows)
+    return split_rows(prepared.problem, prepared.ends, prepared.end_sums, rows)
 
 
 def _search_group(
@@ -435,15 +432,21 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
 
     A strategy that provably does not beat the target gets at least the target as its bound.
     """
-    bounds, layer_table = strategies.bound_s.copy(), prepared.layer_table
-    interleaved = np.flatnonzero((strategies.chunks > 1) & prepared.space.is_chain)
-    closed_form_s = interleaved_closed_form_s(layer_table, strategies.take(interleaved))
-    bounds[interleaved] = np.maximum(bounds[interleaved], closed_form_s)
+    bounds, layer_table = _closed_bounds(prepared, strategies), prepared.layer_table
     refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     bounds[refuted] = target_s
     if target_s < math.inf:
         unrefuted = np.flatnonzero((bounds < target_s) & ~strategies.is_wide)
         bounds[unrefuted] = layer_table.tightened(replace(strategies, bound_s=bounds).take(unrefuted), target_s)
+    return bounds
+
+
+def _closed_bounds(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
+    """The bounds of strategies, raised for interleaved ones by their own closed form."""
+    bounds = strategies.bound_s.copy()
+    interleaved = np.flatnonzero((strategies.chunks > 1) & prepared.space.is_chain)
+    closed_form_s = interleaved_closed_form_s(prepared.layer_table, strategies.take(interleaved))
+    bounds[interleaved] = np.maximum(bounds[interleaved], closed_form_s)
     return bounds
 
 

@@ -6,6 +6,7 @@ strategy, the costs of its stages, the order of its passes, its candidate stages
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,9 +20,9 @@ from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace, build_stage_space
-from phaze.place.model.stage_sums import StageSums, build_stage_sums
+from phaze.place.model.stage_sums import StageSums, StageSumsByTp
 from phaze.place.search.candidate_stages import CandidateStages, build_candidates
-from phaze.place.search.parallelism_table import chunk_sizes
+from phaze.place.search.parallelism_table import ParallelismTable, chunk_sizes, list_parallelisms
 from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
 from phaze.place.simulation.event_simulation import Program, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
@@ -43,6 +44,8 @@ class PreparedProblem:
         problem: what is placed.
         space: every stage that the layer graph allows.
         stage_sums: sums over every stage, by tp.
+        ends: the stages that end the model, the whole model among them; all that closed-form bounds read.
+        end_sums: sums over these, by tp.
         network: prices of links.
         layer_table: layers of a chain, for bounds on many strategies at once.
         update_s: seconds of updating one parameter.
@@ -51,7 +54,9 @@ class PreparedProblem:
 
     problem: PlacementProblem
     space: StageSpace
-    stage_sums: dict[int, StageSums]
+    stage_sums: Mapping[int, StageSums]
+    ends: StageSpace
+    end_sums: Mapping[int, StageSums]
     network: Network
     layer_table: LayerTable
     update_s: float
@@ -66,11 +71,14 @@ class PreparedProblem:
         ``network`` is that of a problem on as many devices with the same links and calibration: its prices serve again.
         """
         space = build_stage_space(problem.graph)
+        ends = space.take(np.flatnonzero(space.target == space.states - 1))
         network, update_s = network or Network(problem.cluster, problem.calibration), update_s_per_parameter(problem)
         return cls(
             problem=problem,
             space=space,
-            stage_sums={tp: build_stage_sums(problem, space, tp, use_bounds) for tp in problem.tp_degrees},
+            stage_sums=StageSumsByTp(problem, space, use_bounds),
+            ends=ends,
+            end_sums=StageSumsByTp(problem, ends, use_bounds),
             network=network,
             layer_table=build_layer_table(problem, space, network, update_s, use_bounds),
             update_s=update_s,
@@ -81,7 +89,8 @@ class PreparedProblem:
         problem, space = self.problem, self.space
         return replace(
             self,
-            stage_sums={tp: build_stage_sums(problem, space, tp, use_bounds=True) for tp in problem.tp_degrees},
+            stage_sums=StageSumsByTp(problem, space, use_bounds=True),
+            end_sums=StageSumsByTp(problem, self.ends, use_bounds=True),
             layer_table=build_layer_table(problem, space, self.network, self.update_s, use_bounds=True),
         )
 
@@ -112,6 +121,10 @@ class PreparedProblem:
             update_s=update_s_per_parameter(problem),
             programs={},
         )
+
+    def strategies(self) -> ParallelismTable:
+        """All strategies; those that differ only in dp, and not in their microbatches, share a row."""
+        return list_parallelisms(self.problem, self.ends, self.end_sums, self.network, self.update_s, joins_dp=True)
 
     def stage_costs(self, parallelism: Parallelism, stages: IntArray | None = None) -> StageCosts:
         """Times and memory of all stages, or of some, under a strategy."""

@@ -1,0 +1,79 @@
+"""One slicing of a question before it is searched: how fast its best plan may be, and how fast it probably is.
+
+A slicing of a microbatch size and a tp gets quick profiles first: list schedules with closed-form bounds
+(`ProfileOptions.is_quick`). On them stand
+
+- a bound (`CandidateSlicing.is_beaten_by`): placement's closed forms and stage filling on the profiles' lower bounds,
+  with bubbles, collectives, the update and what memory forces to be recomputed, prove that no plan beats a time;
+- an estimate (`CandidateSlicing.estimate_s`), which proves nothing: it says what to look at first, so that a good time
+  is known early and rules out most of the others.
+
+What is left is scheduled to the gap that was asked for (`CandidateSlicing.scheduled`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phaze.place import PlacementProblem, PreparedProblem
+from phaze.place.model.network_prices import Network
+from phaze.place.search.parallelism_search import is_refuted
+from phaze.place.search.parallelism_table import ParallelismTable
+from phaze.place.search.step_estimates import estimated_step_s
+from phaze.profile.layer_passes import ProfileOptions
+from phaze.profile.model_profiles import ModelProfiles, profile_model
+from phaze.shard import ShardedModel
+from phaze.tolerances import EQUAL_RESULTS
+
+__all__ = ["CandidateSlicing", "quick_profiles"]
+
+
+def quick_profiles(model: ShardedModel, options: ProfileOptions) -> ModelProfiles:
+    """The profiles of a slicing by list schedules, with bounds that hold for every schedule."""
+    return profile_model(model, replace(options, is_quick=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CandidateSlicing:
+    """A slicing that waits to be searched.
+
+    Attributes:
+        slices: its quick profiles.
+        bounded: its placement problem on their lower bounds.
+        estimate_s: a guess at the step time of its best plan; infinite where nothing seems to fit.
+        strategies: all strategies, with a closed-form bound under each.
+    """
+
+    slices: ModelProfiles
+    bounded: PreparedProblem
+    estimate_s: float
+    strategies: ParallelismTable
+
+    @classmethod
+    def of(cls, slices: ModelProfiles, problem: PlacementProblem, network: Network) -> CandidateSlicing:
+        """A slicing with quick profiles, within what a question allows."""
+        bounded = PreparedProblem.of(problem, use_bounds=True, network=network)
+        strategies = bounded.strategies()
+        return cls(
+            slices=slices, bounded=bounded, estimate_s=estimated_step_s(bounded, strategies), strategies=strategies
+        )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in a microbatch."""
+        return self.slices.micro_batch_size
+
+    @property
+    def tp(self) -> int:
+        """Devices that share a layer."""
+        return self.slices.tp
+
+    def is_beaten_by(self, step_time_s: float) -> bool:
+        """Whether provably no plan of this slicing takes less."""
+        return is_refuted(self.bounded, step_time_s, self.strategies)
+
+    def scheduled(self, options: ProfileOptions) -> ModelProfiles:
+        """The profiles with schedules to the gap of the options: these ones, if they happen to be within it."""
+        if max(report.gap for report in self.slices.reports.values()) <= options.gap + EQUAL_RESULTS:
+            return self.slices
+        return profile_model(self.slices.sharded, options)

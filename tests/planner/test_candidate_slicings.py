@@ -1,0 +1,91 @@
+"""What is pruned before it is scheduled has no better plan, and list schedules serve again where they suffice."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placement_problems import examples
+from plans import FITTED_CHIP, IDEAL_CHIP, small_cluster, small_graph
+
+from phaze.hardware import Cluster, parse_cluster
+from phaze.installed import installed_plugins
+from phaze.ir import Graph
+from phaze.place import find_placement
+from phaze.place.model.network_prices import Network
+from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
+from phaze.planner.strategy_search import graph_at, narrowed_problem
+from phaze.profile.layer_passes import ProfileOptions
+from phaze.profile.model_profiles import profile_options, profiled_modes, slicings
+from phaze.question import Question, QuestionOptions, ask
+
+
+def small_question(graph: Graph, cluster: Cluster, **options: Any) -> Question:
+    """A question about a small model, for analysis: every schedule and ZeRO stage may be chosen."""
+    asked = QuestionOptions(cluster=cluster, global_batch_size=16, target=None, **options)
+    return ask(graph, None, asked, installed_plugins())
+
+
+def candidates(question: Question, size: int, tp: int, options: ProfileOptions) -> list[CandidateSlicing]:
+    network = Network(question.cluster, question.calibration)
+    models = slicings(question, graph_at(question, size), tp)
+    quick = [quick_profiles(model, options) for model in models]
+    return [CandidateSlicing.of(slices, narrowed_problem(question, slices), network) for slices in quick]
+
+
+@examples(6)
+@given(
+    st.sampled_from(["small a100", "fitted a100", "tpuv4:8", "tpuv4-paper:8"]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1.0, 0.02]),
+)
+def test_no_plan_takes_less_than_the_time_that_prunes_its_slicing(
+    chip: str, layers: int, size: int, tp: int, ample: float
+) -> None:
+    graph = small_graph(num_layers=layers)
+    if chip in ("small a100", "fitted a100"):
+        cluster = small_cluster(8, 8, FITTED_CHIP if chip == "fitted a100" else IDEAL_CHIP)
+    else:
+        cluster = parse_cluster(chip)
+    memory = int((18.0 * graph.parameter_count + 2**28) * ample)
+    cluster = replace(cluster, accelerator=replace(cluster.accelerator, hbm_bytes=memory))
+    question = small_question(graph, cluster)
+    options = profile_options(question, profiled_modes(question))
+    for slicing in candidates(question, size, tp, options):
+        slices = slicing.scheduled(options)
+        best = find_placement(narrowed_problem(question, slices), top=1).best
+        if best is None:
+            continue
+        assert not slicing.is_beaten_by(best.time_s * (1 + 1e-6))
+        assert slicing.is_beaten_by(best.time_s / 50), "a bound that is far away would hold and be of no use"
+        if ample == 1.0:
+            assert slicing.estimate_s < math.inf
+
+
+@pytest.mark.parametrize("chip", ["a100-80gb:8", "tpuv4-paper:8"])
+def test_quick_profiles_bound_the_scheduled_ones_from_both_sides(chip: str) -> None:
+    question = small_question(small_graph(num_layers=1), parse_cluster(chip))
+    options = profile_options(question, profiled_modes(question))
+    (slicing, *_) = candidates(question, 2, 2, options)
+    scheduled = slicing.scheduled(replace(options, gap=0.0))
+    for key, profile in scheduled.profiles.items():
+        quick = slicing.slices.profiles[key]
+        assert quick.forward_s.bound <= profile.forward_s.value <= quick.forward_s.value
+        whole, quick_whole = (each.backward_input_s.value + each.backward_weight_s.value for each in (profile, quick))
+        assert whole <= quick_whole
+        assert quick.backward_input_s.bound <= profile.backward_input_s.value
+        assert quick.backward_weight_s.bound <= profile.backward_weight_s.value
+
+
+def test_schedules_that_lists_prove_are_not_made_again() -> None:
+    question = small_question(small_graph(num_layers=1), parse_cluster("a100-80gb:8"))
+    options = profile_options(question, profiled_modes(question))
+    (slicing,) = candidates(question, 1, 1, options)
+    assert slicing.scheduled(options) is slicing.slices
+    assert slicing.scheduled(replace(options, gap=0.0)) is not slicing.slices or all(
+        report.gap == 0.0 for report in slicing.slices.reports.values()
+    )
