@@ -40,7 +40,7 @@ def test_optimize_prints_the_plan_and_saves_it(folder: Path, capsys: pytest.Capt
     for words in ("small-gpt", "strategy  dp", "MFU", "what binds", "saved to"):
         assert words in out
     explained, plain = (json.loads((folder / name).read_text()) for name in ("again.json", "roomy.json"))
-    added = ("is_explained", "runners_up", "changes", "run")
+    added = ("is_explained", "runners_up", "changes", "run", "digest")
     assert [explained[name] == plain[name] for name in added] == [False] * len(added)
     assert {name: explained[name] for name in explained if name not in added} == {
         name: plain[name] for name in plain if name not in added
