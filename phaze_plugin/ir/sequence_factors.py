@@ -2,17 +2,19 @@
 
 Tokens are integers that enter as [batch, positions, ...]. Every factor that is made of their positions gets its mark,
 and so do the rows that a mixture of experts takes of each sequence, because their number grows with its length. What
-enters in another form (images, sounds) has no sequence here, and neither has a graph without tokens.
+enters in another form (images, sounds) has no sequence here, and neither has a graph without tokens. Where a model
+drops some of the positions first, as losses over shifted labels do, the sequence is what is left of them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from phaze.ir.factor_following import Piece, Pieces, follow_pieces, followed_factors
 from phaze.ir.graph import Graph
 from phaze.ir.op import Op, Phase
-from phaze.ir.rule import Rule
+from phaze.ir.rule import Dim, Rule
 from phaze.ir.tensor import Role, Tensor
 
 __all__ = ["mark_sequences", "marks_sequence", "token_lengths"]
@@ -50,14 +52,15 @@ def mark_sequences(graph: Graph) -> Graph:
 
 
 def token_lengths(graph: Graph) -> dict[str, int]:
-    """The positions of each token input that is marked as a sequence, by its name."""
+    """The positions of each token input that the model works on, by its name; it may drop the first or the last."""
     tokens = {tensor.id: tensor for tensor in graph.tensors.values() if _may_be_tokens(tensor)}
     lengths: dict[str, int] = {}
     for op in graph.ops_of(Phase.FORWARD):
         for name, dims in zip(op.inputs, op.rule.operands, strict=True):
             is_token = name in tokens and len(dims) > 1
-            if is_token and any(op.rule.factor(factor).is_sequence for factor in dims[1].factors):
-                lengths[name] = tokens[name].shape[1]
+            along = [factor for factor in dims[1].factors if op.rule.factor(factor).is_sequence] if is_token else []
+            if along:
+                lengths[name] = math.prod(op.rule.size(factor) for factor in along)
     return lengths
 
 
@@ -78,6 +81,10 @@ def _token_pieces(graph: Graph) -> dict[str, set[Piece]]:
                 continue
             if not is_marked or any(op.rule.factor(factor).is_batch for factor in dims[0].factors):
                 start[name] = {(1, 1, tensor.shape[1])}
+                # Labels are the tokens one further on: models drop the last of the inputs and the first of the labels.
+                for result, result_dims in zip(op.outputs, op.rule.results, strict=True):
+                    if dims[1].size is not None and result_dims[1:2] == (Dim(dims[1].factors),):
+                        start[result] = {(1, 1, op.rule.dim_size(result_dims[1]))}
     return start
 
 

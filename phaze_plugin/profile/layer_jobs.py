@@ -117,7 +117,7 @@ def price_pass(
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
     placed = [index for index in range(len(groups)) if index not in links]
-    estimate = _behind_rings(estimate, {placed.index(index): ring for index, ring in rings.items()}, calibration)
+    estimate = _behind_rings(estimate, {placed.index(index): ring for index, ring in rings.items()})
     resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
     for index, kind in zip(placed, estimate.kinds, strict=True):
         resources[index] = Resource(kind.value)
@@ -176,19 +176,18 @@ def _rings(groups: Sequence[OpGroup], edges: Sequence[tuple[int, int]], links: M
     }
 
 
-def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], calibration: Calibration) -> Estimate:
+def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring]) -> Estimate:
     """Attentions that wait for their rings: each step is hidden behind the work on one of the blocks, but for the last.
 
-    An attention of W seconds in n blocks whose n - 1 exchanges take R in all ends after max(W, W / n + R); after W + R
-    where the software stack hides no links.
+    An attention of W seconds in n blocks whose n - 1 exchanges take R in all ends after max(W, W / n + R). Kernels of
+    rings are written so (Transformer Engine's `AttnFuncWithCPAndKVP2P`), whatever else a software stack hides.
     """
     if not rings:
         return estimate
     core_s, spread_s = estimate.core_s.copy(), estimate.spread_s.copy()
     for row, ring in rings.items():
         for seconds in (core_s, spread_s):
-            hidden = (1 - 1 / ring.blocks) * seconds[row] if calibration.stack.hides_links else 0.0
-            seconds[row] += np.maximum(0.0, ring.seconds - hidden)
+            seconds[row] += np.maximum(0.0, ring.seconds - (1 - 1 / ring.blocks) * seconds[row])
     return replace(estimate, core_s=core_s, spread_s=spread_s)
 
 

@@ -73,9 +73,10 @@ def _check_lengths(graph: Graph, cp: int) -> None:
         )
     for name, length in lengths.items():
         if length % cp:
+            whole = graph.tensors[name].shape[1]
+            left = "" if whole == length else f" that the model uses of {whole}"
             raise ShardError(
-                f"cp={cp} does not divide the {length} positions of {name!r}; the nearest that do are "
-                f"{nearest_divisors(length, cp)}."
+                f"cp={cp} does not divide the {length} positions of {name!r}{left}; {nearest_divisors(length, cp)}."
             )
 
 

@@ -53,8 +53,7 @@ def slice_experts(graph: Graph, ep: int, imbalance: float = 1.0) -> Graph:
     for name, count in counts.items():
         if count % ep:
             raise ShardError(
-                f"ep={ep} does not divide the {count} experts of op {name!r}; the nearest that do are "
-                f"{nearest_divisors(count, ep)}."
+                f"ep={ep} does not divide the {count} experts of op {name!r}; {nearest_divisors(count, ep)}."
             )
     return _ExpertSlicer(graph, ep, imbalance).run()
 

@@ -126,8 +126,9 @@ def whole_bytes(graph: Graph, op: Op, ways: int) -> float:
 
 
 def nearest_divisors(count: int, wanted: int) -> str:
-    """The divisors of a number that lie around another one, as text."""
+    """Which divisors of a number lie around another one, in words."""
     divisors = [candidate for candidate in range(1, count + 1) if count % candidate == 0]
     below = [str(divisor) for divisor in divisors if divisor < wanted][-1:]
     above = [str(divisor) for divisor in divisors if divisor > wanted][:1]
-    return " and ".join((*below, *above))
+    nearest = (*below, *above)
+    return f"the nearest that do are {' and '.join(nearest)}" if len(nearest) > 1 else f"the nearest is {nearest[0]}"

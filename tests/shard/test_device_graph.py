@@ -35,6 +35,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+MORE = ("gpt2", "mixtral", "deepseek_v3")
+"""Families whose exchanges of keys are run in full."""
+
+
+MORE_DEGREES = ((1, 2, 1), (1, 4, 1), (4, 2, 1), (1, 2, 2))
+"""cp, ep and tp of models with experts that are run in full."""
+
+
 def model(family: str, micro_batch_size: int, *, is_fused: bool) -> Graph:
     graph = mark_sequences(graph_from_config(CONFIGS[family], name=family, sequence_length=8, micro_batch_size=1))
     graph = fuse_attention(graph) if is_fused else graph
@@ -84,20 +92,33 @@ def reduced_gradient(
     return stacked.reshape(-1, *stacked.shape[2:]) / len(made)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [4, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_contexts_compute_what_the_whole_model_computes(family: str, cp: int) -> None:
     assert_equal_to_whole(family, cp=cp)
 
 
 @pytest.mark.parametrize("way", KeyExchange)
-@pytest.mark.parametrize("family", ["gpt2", "bert with its language head", "llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["bert with its language head", "llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)],
+)
 def test_every_exchange_of_keys_computes_what_the_whole_model_computes(family: str, way: KeyExchange) -> None:
     assert_equal_to_whole(family, cp=4, way=way)
 
 
-@pytest.mark.parametrize(("cp", "ep", "tp"), [(1, 2, 1), (1, 4, 1), (2, 4, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("cp", "ep", "tp"),
+    [
+        (2, 4, 1),
+        (2, 2, 2),
+        *(
+            pytest.param(*degrees, marks=pytest.mark.exhaustive)
+            for degrees in [(1, 2, 1), (1, 4, 1), (4, 2, 1), (1, 2, 2)]
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 def test_experts_beside_contexts_and_tensor_parallelism_compute_the_same(
     family: str, cp: int, ep: int, tp: int
 ) -> None:
@@ -105,7 +126,9 @@ def test_experts_beside_contexts_and_tensor_parallelism_compute_the_same(
 
 
 @pytest.mark.parametrize("way", KeyExchange)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "mixtral"))]
+)
 def test_contexts_beside_tensor_parallelism_compute_the_same(family: str, way: KeyExchange) -> None:
     assert_equal_to_whole(family, cp=2, tp=2, way=way)
 
