@@ -10,7 +10,8 @@ last one at T - 1) sees
     chunk    of c positions: at most c
 
 Queries that are a part of the sequence, because it is split over devices, are taken for the last part: that device
-works longest. A mask that is known as a tensor only is computed whole, as kernels that take one do.
+works longest. Where each of n devices has an early and a late part (attribute `balanced_over`), it sees 1/n of what all
+queries see. A mask that is known as a tensor only is computed whole, as kernels that take one do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from phaze.ir import Gemm, Op
 from phaze.ir.op import attention_gemms
 from phaze.ir.rule import names_of
 
-__all__ = ["seen_gemms"]
+__all__ = ["BALANCED_OVER", "seen_gemms"]
+
+BALANCED_OVER = "balanced_over"
+"""The attribute of a causal attention that says over how many devices its queries are divided so that all see alike."""
 
 BLOCK = 128
 """Positions in a block of scores: what FlashAttention-2 uses for queries and splash attention at least for both."""
@@ -35,7 +39,9 @@ def seen_blocks(op: Op) -> int | None:
         return None
     queries = math.prod(op.rule.size(name) for name in causal.split())
     keys = math.prod(op.rule.size(name) for name in (key & value) - query)
-    blocks = _seen_blocks(-(-queries // BLOCK), -(-keys // BLOCK), _span(op))
+    balanced = op.attribute(BALANCED_OVER)
+    devices = balanced if isinstance(balanced, int) else 1
+    blocks = -(-_seen_blocks(-(-queries * devices // BLOCK), -(-keys // BLOCK), _span(op)) // devices)
     return blocks if blocks * BLOCK * BLOCK < queries * keys else None
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from phaze.cost import Collective, price_ops
+from phaze.cost.attention_masks import BALANCED_OVER
 from phaze.hardware.precision import cast_graph
 from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.question import Question
@@ -120,7 +122,8 @@ def _work_s(graph: Graph, passes: list[Op], axis: Axis) -> list[float]:
     positions = query_positions(passes[0])
     ways = {} if positions is None else {positions: axis.cp}
     ways |= {name: axis.tp for name in heads[:1] if rule.size(name) % axis.tp == 0}
-    local = [op.with_rule(op.rule.local(ways)) for op in passes]
+    balanced = (BALANCED_OVER, axis.cp)
+    local = [replace(op, rule=op.rule.local(ways), attributes=(*op.attributes, balanced)) for op in passes]
     estimate = price_ops(graph, local, axis.cluster.accelerator, calibration=axis.calibration)
     seconds: list[float] = estimate.spread_s[:, 0].tolist()
     return seconds

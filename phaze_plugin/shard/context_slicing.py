@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from phaze.cost.attention_masks import BALANCED_OVER
 from phaze.errors import ShardError
 from phaze.ir import Dim, Dims, FactorKind, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, Tensor
 from phaze.ir.rule import factor_names, names_of
@@ -278,7 +279,7 @@ class _ContextSlicer:
         inputs = [self._fetch(op, index, names) for index in range(len(op.inputs))]
         attributes = op.attributes
         if _attends_along_sequences(op):
-            attributes = (*attributes, (EXCHANGE, self._exchange(op).value))
+            attributes = (*attributes, (EXCHANGE, self._exchange(op).value), (BALANCED_OVER, self.cp))
         summed = [names and not names.intersection(factors) for factors in op.rule.result_names]
         must_reduce = [
             bool(is_summed) and self.graph.tensors[name].elements > 1

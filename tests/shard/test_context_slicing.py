@@ -5,6 +5,7 @@ from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS
 
 import phaze
 from phaze.cost import Collective, fuse_attention, price_collective
+from phaze.cost.attention_masks import seen_gemms
 from phaze.errors import ShardError
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.hardware import parse_cluster
@@ -79,6 +80,19 @@ def test_a_device_does_its_share_of_the_work_and_keeps_its_share_of_the_activati
     whole, part = (stashed_bytes(each, single_layer(each)) for each in (graph, local))
     # An exchange of heads keeps the context both as heads and as positions.
     assert part * CP == whole if way is not KeyExchange.HEADS else part * CP <= whole * 1.2
+
+
+@pytest.mark.parametrize("way", KeyExchange)
+@pytest.mark.parametrize("window", [None, 512])
+def test_causal_work_is_balanced(way: KeyExchange, window: int | None) -> None:
+    config = {**TINY_CONFIGS["mistral"], "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": window}
+    graph = fuse_attention(mark_sequences(graph_from_config(config, name="mistral", sequence_length=4096)))
+    local = sliced(graph, way)
+    for op in key_attentions(graph):
+        seen = sum(gemm.flops for gemm in seen_gemms(op))
+        assert seen < 0.6 * op.matmul_flops
+        share = sum(gemm.flops for gemm in seen_gemms(local.op(op.id))) * CP
+        assert seen <= share <= 1.02 * seen  # blocks of scores are rounded up
 
 
 def test_heads_are_exchanged_where_cp_and_tp_divide_the_key_heads() -> None:
