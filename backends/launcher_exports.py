@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phaze.errors import PlanError
+from phaze.ir import RecomputeMode
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
 __all__ = ["block_counts", "head_lines", "micro_batches", "strongest_recompute"]
-
-_RECOMPUTE_MODES = ("none", "selective", "products", "full")
-"""From the one that computes least again, and keeps most, to the one that computes most."""
 
 
 def head_lines(plan: Plan, tool: str, source: str) -> list[str]:
@@ -33,9 +31,9 @@ def micro_batches(plan: Plan) -> int:
     return plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
 
 
-def strongest_recompute(plan: Plan) -> str:
+def strongest_recompute(plan: Plan) -> RecomputeMode:
     """The recompute mode for tools that have one mode for all stages: the strongest that any stage needs to fit."""
-    return max(plan.strategy.recompute, key=_RECOMPUTE_MODES.index)
+    return max(plan.strategy.recompute, key=list(RecomputeMode).index)
 
 
 def block_counts(plan: Plan, tool: str) -> list[int]:

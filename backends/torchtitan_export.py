@@ -51,7 +51,7 @@ class TorchtitanTarget:
         return Capabilities(
             schedules=frozenset(_SCHEDULES),
             zero_stages=frozenset({0, 2, 3}),
-            recompute_modes=frozenset({"none", "selective", "products", "full"}),
+            recompute_modes=frozenset({"none", "products", "full"}),
             allows_uneven_stages=True,
             allows_strided_parameters=True,
             can_cut_stages=True,
@@ -124,9 +124,9 @@ def _modules(plan: Plan) -> list[list[str]]:
 
 
 def _recompute(plan: Plan) -> Section:
-    """torchtitan's selective mode by op is the plan's `products`, and the nearest that it has to `selective`."""
+    """torchtitan's selective mode by op is the plan's `products`."""
     mode = strongest_recompute(plan)
-    if mode in ("selective", "products"):
+    if mode == "products":
         return {"mode": "selective", "selective_ac_option": "op"}
     return {"mode": mode}
 

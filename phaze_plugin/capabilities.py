@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
 
 __all__ = ["Capabilities"]
@@ -83,7 +84,7 @@ class Capabilities:
         return cls(
             schedules=frozenset(PIPELINE_SCHEDULES),
             zero_stages=frozenset(ZERO_STAGES),
-            recompute_modes=frozenset({"none", "selective", "products", "full"}),
+            recompute_modes=frozenset(RecomputeMode),
             allows_uneven_stages=True,
             allows_mixed_tp=True,
             allows_idle_devices=True,

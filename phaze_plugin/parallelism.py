@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
+from phaze.ir.recompute_policies import recompute_mode
 
 __all__ = [
     "MIXED_SEQUENCES",
@@ -226,11 +227,11 @@ def _sequence_parallel(key: str, value: object) -> bool | str:
 
 def _recompute(key: str, value: object) -> tuple[RecomputeMode, ...]:
     values = (value,) if isinstance(value, str) else value
-    if not isinstance(values, Iterable) or not all(mode in list(RecomputeMode) for mode in values) or not values:
+    if not isinstance(values, Iterable) or not values:
         raise QuestionError(
             f"strategy has {key} {shown(value)}; expected one of {', '.join(RecomputeMode)}, or one per stage."
         )
-    return tuple(RecomputeMode(str(mode)) for mode in values)
+    return tuple(map(recompute_mode, values))
 
 
 def _stages(key: str, value: object) -> tuple[int, ...]:

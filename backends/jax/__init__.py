@@ -57,6 +57,7 @@ class JaxTarget:
             schedules=frozenset({_GPIPE}),
             zero_stages=frozenset({0, 1, 2, 3}),
             excluded_pairs=frozenset({(_GPIPE, 2), (_GPIPE, 3)}),
+            recompute_modes=frozenset({"none", "selective", "dots", "full"}),
             allows_strided_parameters=True,
             spreads_ends=True,
             trims_recompute=True,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.launcher_exports import block_counts, head_lines, micro_batches, strongest_recompute
 from phaze.capabilities import Capabilities
+from phaze.ir.recompute_policies import MAXTEXT_POLICIES
 from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MaxTextTarget"]
 
-_REMAT_POLICIES = {"none": "minimal", "selective": "minimal", "full": "full"}
-"""The policy of MaxText that is nearest to each recompute mode."""
+_REMAT_POLICIES = {mode: policy for policy, mode in MAXTEXT_POLICIES.items()}
 _SOURCE = "MaxText's configs/base.yml"
 
 
@@ -42,6 +42,7 @@ class MaxTextTarget:
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE}),
             zero_stages=frozenset({0, 1, 3}),
+            recompute_modes=frozenset(_REMAT_POLICIES),
             allows_strided_parameters=True,
             can_cut_stages=True,
         )
@@ -49,7 +50,6 @@ class MaxTextTarget:
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """The text of one file, which has an option in each line."""
         lines = head_lines(plan, "MaxText", _SOURCE)
-        lines.append("# remat_policy is the nearest to the plan's recompute mode.")
         lines += [f"{option}: {value}" for option, value in _options(plan).items()]
         return {"maxtext.yml": "\n".join(lines) + "\n"}
 

@@ -36,7 +36,7 @@ class PjitTarget:
     @property
     def capabilities(self) -> Capabilities:
         """One stage, and every ZeRO stage, which becomes a layout of parameters, gradients and state."""
-        return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
+        return Capabilities(zero_stages=frozenset({0, 1, 2, 3}), recompute_modes=frozenset({"none", "dots", "full"}))
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """The texts of both files by their names."""

@@ -4,6 +4,8 @@ none        everything that backward reads is kept; with ZeRO-3, gathered parame
             made again, so that a layer's parameters are gathered once in each pass (`keep_only_what_mode_allows`)
 selective   products that read no parameter (attention scores and context) and what lies between them are made again;
             the context itself, which the next product reads, is kept (`with_recomputed_attention`)
+dots        a layer keeps what enters it and the results of products without batch dimensions, which are those that
+            read a parameter (`keep_only_what_mode_allows`)
 full        a layer keeps only what enters it (`keep_only_what_mode_allows`)
 """
 
@@ -41,6 +43,8 @@ def keep_only_what_mode_allows(function: Callable[P, R], mode: RecomputeMode, *,
     recomputed = function
     if mode is RecomputeMode.FULL:
         recomputed = jax.checkpoint(function, policy=jax.checkpoint_policies.nothing_saveable)
+    elif mode is RecomputeMode.DOTS:
+        recomputed = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     elif gathers:
         recomputed = jax.checkpoint(function, policy=_is_computed)
     return recomputed

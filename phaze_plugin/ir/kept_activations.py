@@ -5,15 +5,25 @@ A layer that computes nothing again keeps its stash: the forward tensors that it
 none       the whole stash
 selective  the stash, less what lies inside attention: results of products of two activations, and of the
            softmax and dropout between them, that nothing else needs (Korthikanti et al., arXiv:2205.05198, section 5)
-products   what enters the layer, and the results of attention, of reduce-scatters and of every other product with a
-           parameter, the first one included, as far as backward or what runs again reads them (torchtitan's selective
-           checkpointing by op, torchtitan/distributed/activation_checkpoint.py)
+
+The modes below keep what enters the layer and the results of some of its ops, as far as backward or what runs again
+reads them; with ``context`` those of attention are among them, and products are those that read a parameter.
+
+dots+context  all products, and context
+dots          all products
+products      every other product, the first one included, context, and reduce-scatters (torchtitan's selective
+              checkpointing by op, torchtitan/distributed/activation_checkpoint.py)
+projections   the products right before and behind attention
+qkv           the products right before attention: queries, keys and values
+out           the first product behind attention
+
 full       only what enters the layer; the whole forward runs again, or (trimmed) what leads to a tensor that backward
            reads: compilers drop the rest, such as a layer's last product and the sum of its parts
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 from phaze.ir.graph import Graph
@@ -36,7 +46,12 @@ class RecomputeMode(StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"
+    DOTS_AND_CONTEXT = "dots+context"
+    DOTS = "dots"
     PRODUCTS = "products"
+    PROJECTIONS = "projections"
+    QKV = "qkv"
+    OUT = "out"
     FULL = "full"
 
 
@@ -98,8 +113,9 @@ def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
 def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tuple[str, ...], tuple[Op, ...]]:
     """What a layer keeps of what its mode may keep, and the ops that make the rest of what backward asks for again."""
     may_keep = {*_entering(graph, layer)}
-    if mode is RecomputeMode.PRODUCTS:
-        may_keep |= _saved_results(graph, layer)
+    if mode in _RESULTS_KEPT:
+        kept_ops = _RESULTS_KEPT[mode](graph, layer)
+        may_keep |= {graph.storage(tensor_id) for op in kept_ops for tensor_id in op.outputs}
     elif mode is RecomputeMode.SELECTIVE:
         may_keep |= {graph.storage(tensor_id) for op in layer.forward for tensor_id in op.outputs}
         may_keep -= _inside_attention(graph, layer)
@@ -119,15 +135,72 @@ def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
     return tuple(kept), tuple(reversed(rerun))
 
 
-def _saved_results(graph: Graph, layer: Layer) -> set[str]:
-    """Results of attention, of reduce-scatters and of every other product with a parameter."""
-    inside = _inside_attention(graph, layer)
+def _products(graph: Graph, layer: Layer) -> list[Op]:
+    """Products that read a parameter."""
     products = [op for op in layer.forward if op.kind is OpKind.CONTRACTION]
-    saved = [op for op in products if not _is_activation_product(graph, op)][::2]
-    saved += [op for op in products if _is_activation_product(graph, op) and inside.isdisjoint(op.outputs)]
-    saved += [op for op in layer.forward if op.kind is OpKind.ATTENTION]
-    saved += [op for op in layer.forward if op.kind is OpKind.COLLECTIVE and op.function == "reduce_scatter"]
-    return {graph.storage(tensor_id) for op in saved for tensor_id in op.outputs}
+    return [op for op in products if not _is_activation_product(graph, op)]
+
+
+def _context(graph: Graph, layer: Layer) -> list[Op]:
+    """Fused attentions, and the last product of those that are written out."""
+    inside = _inside_attention(graph, layer)
+    written_out = [op for op in layer.forward if _is_activation_product(graph, op) and inside.isdisjoint(op.outputs)]
+    return [op for op in layer.forward if op.kind is OpKind.ATTENTION] + written_out
+
+
+def _products_and_context(graph: Graph, layer: Layer) -> list[Op]:
+    return _products(graph, layer) + _context(graph, layer)
+
+
+def _every_other_product(graph: Graph, layer: Layer) -> list[Op]:
+    scattered = [op for op in layer.forward if op.kind is OpKind.COLLECTIVE and op.function == "reduce_scatter"]
+    return _products(graph, layer)[::2] + _context(graph, layer) + scattered
+
+
+def _before_attention(graph: Graph, layer: Layer) -> list[Op]:
+    """Products whose results attention reads without another product between."""
+    attentions = [op for op in layer.forward if op.kind is OpKind.ATTENTION or _is_activation_product(graph, op)]
+    wanted = {tensor_id for op in attentions for tensor_id in op.inputs}
+    found: list[Op] = []
+    products = {op.id for op in _products(graph, layer)}
+    for op in reversed(layer.forward):
+        if wanted.isdisjoint(op.outputs):
+            continue
+        if op.id in products:
+            found.append(op)
+        else:
+            wanted.update(op.inputs)
+    return found
+
+
+def _behind_attention(graph: Graph, layer: Layer) -> list[Op]:
+    """Products that read the result of attention without another product between."""
+    made = {tensor_id for op in _context(graph, layer) for tensor_id in op.outputs}
+    found: list[Op] = []
+    products = {op.id for op in _products(graph, layer)}
+    for op in layer.forward:
+        if made.isdisjoint(op.inputs):
+            continue
+        if op.id in products:
+            found.append(op)
+        else:
+            made.update(op.outputs)
+    return found
+
+
+def _around_attention(graph: Graph, layer: Layer) -> list[Op]:
+    return _before_attention(graph, layer) + _behind_attention(graph, layer)
+
+
+_RESULTS_KEPT: dict[RecomputeMode, Callable[[Graph, Layer], list[Op]]] = {
+    RecomputeMode.DOTS_AND_CONTEXT: _products_and_context,
+    RecomputeMode.DOTS: _products,
+    RecomputeMode.PRODUCTS: _every_other_product,
+    RecomputeMode.PROJECTIONS: _around_attention,
+    RecomputeMode.QKV: _before_attention,
+    RecomputeMode.OUT: _behind_attention,
+}
+"""The ops whose results each mode keeps, besides what enters the layer."""
 
 
 def _inside_attention(graph: Graph, layer: Layer) -> frozenset[str]:

@@ -21,7 +21,13 @@ MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
 FULL = (
     *(f"{model} {degrees}" for model in ("pure", "linen", "scanned") for degrees in ("dp8", "tp8", "dp2 tp4")),
-    *("scanned dp8 zero2", "scanned dp4 tp2 zero1 selective", "scanned dp2 tp4 full", "deep dp2 tp4 sequence"),
+    *(
+        "scanned dp8 zero2",
+        "scanned dp4 tp2 zero1 selective",
+        "scanned dp2 tp4 dots",
+        "scanned dp2 tp4 full",
+        "deep dp2 tp4 sequence",
+    ),
     *("pure dp2 tp4 full", "uneven dp2 tp4", "odd dp2 tp4", "fused dp4 tp2 zero1 full"),
 )
 """With sequences split, the plan is made for links whose bytes count (the preset's latencies favour other patterns than

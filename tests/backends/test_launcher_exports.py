@@ -76,7 +76,7 @@ def test_torchtitan_gets_its_sections() -> None:
 
 
 def test_torchtitan_gets_one_microbatch_at_a_time_without_a_pipeline() -> None:
-    text = plan_of(zero=3, recompute="selective").export("torchtitan")["torchtitan.toml"]
+    text = plan_of(zero=3, recompute="products").export("torchtitan")["torchtitan.toml"]
     for line in (
         "local_batch_size = 2",
         "data_parallel_shard_degree = 8",

@@ -404,7 +404,7 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(wrong: dict[str, object]
         ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
         ({"zero": 4}, "zero 4; expected one of"),
         ({"sequence_parallel": 1}, "sequence_parallel 1; expected True or False"),
-        ({"recompute": "some"}, "recompute 'some'; expected one of none, selective, products, full"),
+        ({"recompute": "some"}, "recompute 'some'; expected one of none, selective, dots"),
         ({"recompute": ["none", "full"]}, "say with `stages`"),
         ({"pp": 1, "schedule": "1f1b"}, "a single stage has schedule 'none'"),
         ({"pp": 2, "schedule": "none"}, "several stages need a schedule"),

@@ -44,6 +44,7 @@ FORCED |= {
         "scanned",
         {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 1, "recompute": "selective"},
     ),
+    "scanned dp2 tp4 dots": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "dots"}),
     "scanned dp2 tp4 full": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
     "deep dp2 tp4 sequence": (
         "deep",
