@@ -117,7 +117,8 @@ def price_pass(
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
     placed = [index for index in range(len(groups)) if index not in links]
-    estimate = _behind_rings(estimate, {placed.index(index): ring for index, ring in rings.items()})
+    on_cores = {placed.index(index): ring for index, ring in rings.items()}
+    estimate = _behind_rings(estimate, on_cores, calibration.op_overhead_s)
     resources = [Resource.LINK if calibration.stack.hides_links else Resource.BOTH] * len(groups)
     for index, kind in zip(placed, estimate.kinds, strict=True):
         resources[index] = Resource(kind.value)
@@ -176,17 +177,19 @@ def _rings(groups: Sequence[OpGroup], edges: Sequence[tuple[int, int]], links: M
     }
 
 
-def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring]) -> Estimate:
+def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], overhead_s: float) -> Estimate:
     """Attentions that wait for their rings: each step is hidden behind the work on one of the blocks, but for the last.
 
     An attention of W seconds in n blocks whose n - 1 exchanges take R in all ends after max(W, W / n + R). Kernels of
-    rings are written so (Transformer Engine's `AttnFuncWithCPAndKVP2P`), whatever else a software stack hides.
+    rings are written so (Transformer Engine's `AttnFuncWithCPAndKVP2P`), whatever else a software stack hides. Each
+    block is a kernel of its own and has its overhead.
     """
     if not rings:
         return estimate
     core_s, spread_s = estimate.core_s.copy(), estimate.spread_s.copy()
     for row, ring in rings.items():
         for seconds in (core_s, spread_s):
+            seconds[row] += (ring.blocks - 1) * overhead_s
             seconds[row] += np.maximum(0.0, ring.seconds - (1 - 1 / ring.blocks) * seconds[row])
     return replace(estimate, core_s=core_s, spread_s=spread_s)
 

@@ -99,11 +99,12 @@ def exchange_seconds(graph: Graph, op: Op, axis: Axis) -> dict[KeyExchange, floa
     scatter_s = axis.seconds(Collective.REDUCE_SCATTER, keys, CONTEXT_AXIS)
     ring_s = (cp - 1) * axis.seconds(Collective.POINT_TO_POINT, keys / cp, CONTEXT_AXIS)
     work_s = _work_s(graph, passes, axis)
-    # Backward, the gradients of keys and values go around as well.
-    waits_s = [max(0.0, count * ring_s - (1 - 1 / cp) * work) for count, work in enumerate(work_s, start=1)]
+    # Backward, the gradients of keys and values go around as well. Each block is a kernel of its own.
+    blocks_s = [work + (cp - 1) * axis.calibration.op_overhead_s for work in work_s]
+    waits_s = [max(0.0, count * ring_s - (1 - 1 / cp) * work) for count, work in enumerate(blocks_s, start=1)]
     seconds = {
         KeyExchange.GATHER: sum(work_s) + gather_s + (gather_s + scatter_s if len(passes) > 1 else 0.0),
-        KeyExchange.RING: sum(work_s) + sum(waits_s),
+        KeyExchange.RING: sum(blocks_s) + sum(waits_s),
     }
     if can_exchange_heads(op, cp, axis.tp):
         there_and_back_s = axis.seconds(Collective.ALL_TO_ALL, queries + keys, CONTEXT_AXIS)

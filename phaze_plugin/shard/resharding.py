@@ -63,7 +63,9 @@ class Axis:
         object.__setattr__(self, "_costs", costs)
 
     def _probed(self, size: int, stride: int) -> dict[Collective, _CollectiveCost]:
-        """The cost of every collective on so many devices at a stride."""
+        """The cost of every collective on so many devices at a stride; one device talks to nobody."""
+        if size == 1:
+            return dict.fromkeys(Collective, _CollectiveCost(0.0, 0.0, 0.0))
         costs = {}
         for collective in Collective:
             sizes = np.array([0.0, float(PROBED_BYTES)])
