@@ -30,7 +30,8 @@ class Capabilities:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
     (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
-    between the parts) are axes that it has. `product_dtypes` are the quantized types, such as fp8, that it runs
+    between the parts) are axes that it has. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and pipelines
+    only where it `allows_tensor_parallel_pipelines`: `with_tp` applies both. `product_dtypes` are the quantized types, such as fp8, that it runs
     products in.
     """
 
@@ -50,6 +51,8 @@ class Capabilities:
     allows_context_parallel: bool = False
     allows_expert_parallel: bool = False
     allows_shard_groups: bool = False
+    tensor_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
+    allows_tensor_parallel_pipelines: bool = True
     product_dtypes: frozenset[str] = frozenset()
     can_cut_stages: bool = False
     spreads_ends: bool = False
@@ -102,6 +105,14 @@ class Capabilities:
         """What it runs for a precision whose optimizer keeps a master copy of so many bytes per parameter, or none."""
         also = self.master_zero_stages if master_bytes else frozenset()
         return replace(self, zero_stages=self.zero_stages | also, master_zero_stages=frozenset())
+
+    def with_tp(self, tp: int) -> Capabilities:
+        """What it runs at this tp."""
+        if tp == 1:
+            return self
+        schedules = self.schedules if self.allows_tensor_parallel_pipelines else frozenset()
+        zero_stages = self.zero_stages & self.tensor_parallel_zero_stages
+        return replace(self, schedules=schedules, zero_stages=zero_stages)
 
     def supports(self, schedule: PipelineSchedule, zero: int) -> bool:
         """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""

@@ -19,8 +19,19 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.ir import Graph, Op
     from phaze.plan.plan import Plan
+    from phaze.strategy_files import StrategyFile
 
-__all__ = ["Frontend", "ModelFactory", "ModelFacts", "OpPricer", "RunnableTarget", "StageBuilder", "Target", "World"]
+__all__ = [
+    "FileTarget",
+    "Frontend",
+    "ModelFactory",
+    "ModelFacts",
+    "OpPricer",
+    "RunnableTarget",
+    "StageBuilder",
+    "Target",
+    "World",
+]
 
 
 @runtime_checkable
@@ -107,6 +118,37 @@ class Target(Protocol):
         The model is None where the caller has none. Raises PlanError where the target writes no file, saying what
         to call instead.
         """
+        ...
+
+
+@runtime_checkable
+class FileTarget(Target, Protocol):
+    """A target that writes files for a tool, and reads the files that people have for it."""
+
+    @property
+    def tool(self) -> str:
+        """The tool and the version that its capabilities are true of."""
+        ...
+
+    @property
+    def checked(self) -> str:
+        """What was done to check its files: parsed by which code, run on what."""
+        ...
+
+    def recognizes(self, name: str, text: str) -> bool:
+        """Whether a file is one of this tool, by its name and its text."""
+        ...
+
+    def read(self, name: str, part: str | None, text: str, devices: int, global_batch_size: int | None) -> StrategyFile:
+        """The strategy that a file says; `part` is the function of a Python file that is meant.
+
+        Degrees that the tool leaves to the number of devices, and microbatches that it leaves to the batch, are
+        settled. Raises FormatError where the file is damaged.
+        """
+        ...
+
+    def edit(self, name: str, part: str | None, text: str, plan: Plan) -> tuple[str, str]:
+        """A file that people have, as it is and with the settings of a plan; the rest of it stays."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""JAX as a target, and the door to its package: plans applied to live models, and written for pjit, XLA and MaxText.
+"""JAX as a target, and the door to its package: plans applied to live models, and written for pjit and XLA.
 
-This module and the texts of `pjit_export.py` and `maxtext_export.py` load without JAX. All others import it at their
-top, and are imported here when a plan is applied or a module annotated.
+This module and `pjit_export.py` load without JAX. All others import it at their top, and are imported here when a plan
+is applied or a module annotated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phaze.backends.jax.maxtext_export import MaxTextTarget
 from phaze.backends.jax.pjit_export import PjitTarget
 from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
@@ -147,8 +146,8 @@ class ScanStages:
 
 @hookimpl
 def phaze_targets() -> tuple[Target, ...]:
-    """JAX itself, and what is written for pjit, XLA and MaxText."""
-    return (JaxTarget(), PjitTarget(), StableHloTarget(), MaxTextTarget())
+    """JAX itself, and what is written for pjit and XLA."""
+    return (JaxTarget(), PjitTarget(), StableHloTarget())
 
 
 @hookimpl

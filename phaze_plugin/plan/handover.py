@@ -59,6 +59,7 @@ def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) ->
 def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     """What a plan has that a target does not run, in words; empty where the target runs all of it."""
     chosen, recipe = plan.strategy, plan.question.precision
+    capabilities = capabilities.with_tp(chosen.tp)
     reasons = []
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""

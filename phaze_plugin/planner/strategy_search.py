@@ -344,7 +344,7 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
         cluster=cluster or question.cluster,
         micro_batches=question.global_batch_size // slices.micro_batch_size,
         recipe=question.recipe,
-        capabilities=question.capabilities,
+        capabilities=question.capabilities.with_tp(slices.tp),
         choices=Choices(recompute=slices.modes),
         memory_margin=question.calibration.margin,
         calibration=question.calibration,
@@ -356,7 +356,7 @@ def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProb
 
     A strategy that fixes tp fixes it for every stage, and one that fixes dp, tp or pp may leave devices idle.
     """
-    fixed, capabilities = question.fixed, question.capabilities
+    fixed, capabilities = question.fixed, question.capabilities.with_tp(slices.tp)
     if "tp" in fixed:
         capabilities = replace(capabilities, allows_mixed_tp=False)
     if fixed.keys() & {"dp", "tp", "pp"}:

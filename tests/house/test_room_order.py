@@ -22,7 +22,6 @@ ORDER = (
     # what is planned, how it may be divided, on what, at what price
     "ir",
     "parallelism",
-    "strategy_files",
     "capabilities",
     "hardware",
     "space",
@@ -35,6 +34,7 @@ ORDER = (
     "loss_in_output",
     "model_import",
     "target_choice",
+    "strategy_files",
     "shard",
     "question",
     # the answer

@@ -1,0 +1,240 @@
+"""What the targets for all tools have in common: files with a README, readers with defaults, and edited files.
+
+A tool's module says three things: which settings a plan becomes (`settings`), which strategy settings are
+(`strategy_of`), and in which texts they stand (`text_of`). Tools bring their own models, whose layers are an embedding,
+equal blocks and a head; a plan for one of them has the same layers: one before the blocks and one behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from phaze.backends.tools.config_texts import ConfigText, Settings, one_line
+from phaze.errors import PlanError
+from phaze.parallelism import ALL_DEVICES, Parallelism
+from phaze.strategy_files import StrategyFile
+
+if TYPE_CHECKING:
+    from phaze.capabilities import Capabilities
+    from phaze.plan.plan import Plan
+
+__all__ = [
+    "ToolTarget",
+    "block_counts",
+    "command_line",
+    "micro_batches",
+    "nodes",
+    "shard_groups",
+    "shard_of",
+    "strongest_recompute",
+    "torchrun",
+    "whole",
+]
+
+_RECOMPUTE_MODES = ("none", "selective", "products", "full")
+"""From the one that computes least again, and keeps most, to the one that computes most."""
+_MOST_NAMES = 12
+"""Keys that were passed over and are listed by name; more are counted."""
+
+
+class ToolTarget(ABC):
+    """A target that writes the files of one tool and reads them; see `phaze.interfaces.FileTarget`."""
+
+    name: str
+    tool: str
+    checked: str
+    libraries: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the tool can run."""
+
+    @abstractmethod
+    def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:
+        """The kind of text that a file of this tool is; None for any other file."""
+
+    @abstractmethod
+    def settings(self, plan: Plan, kind: ConfigText) -> dict[str, object]:
+        """Everything that a plan decides, in the tool's own words. Raises PlanError where it has no word for it."""
+
+    @abstractmethod
+    def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
+        """What settings say about how a batch is divided, with the tool's own defaults."""
+
+    @abstractmethod
+    def files(self, plan: Plan) -> dict[str, str]:
+        """The files that the tool reads, by name."""
+
+    @abstractmethod
+    def launch(self, plan: Plan) -> str:
+        """The command that runs the files."""
+
+    def left_out(self, plan: Plan) -> list[str]:
+        """What the files do not say, in sentences."""
+        modes = sorted(set(plan.strategy.recompute), key=_RECOMPUTE_MODES.index)
+        if len(modes) < 2:
+            return []
+        return [
+            f"{self.tool} has one recompute mode for all stages: {modes[-1]} is written; the plan has "
+            f"{', '.join(plan.strategy.recompute)} from the first stage to the last."
+        ]
+
+    def owned(self, settings: Settings) -> set[str]:
+        """Keys of a file that say how a batch is divided: those that a plan does not need are removed from it."""
+        return set()
+
+    def export(self, plan: Plan, model: object) -> Mapping[str, str]:
+        """The files, and a README with the command and what was left out."""
+        files = self.files(plan)
+        return {**files, "README.md": self._readme(plan, files)}
+
+    def head(self, plan: Plan) -> list[str]:
+        """What every file says first."""
+        devices = f"{plan.cluster.device_count} x {plan.cluster.accelerator.name}"
+        return [f"For {self.tool}: {plan.model.name} on {devices}, by Phaze.", f"Checked: {self.checked}."]
+
+    def recognizes(self, name: str, text: str) -> bool:
+        """Whether a file is one of this tool."""
+        return self.text_of(name, None, text) is not None
+
+    def read(self, name: str, part: str | None, text: str, devices: int, global_batch_size: int | None) -> StrategyFile:
+        """The strategy that a file says."""
+        kind = self.text_of(name, part, text)
+        assert kind is not None
+        return self.strategy_of(kind.parse(text), devices, global_batch_size)
+
+    def edit(self, name: str, part: str | None, text: str, plan: Plan) -> tuple[str, str]:
+        """A file as it is, and with a plan's settings."""
+        kind = self.text_of(name, part, text)
+        assert kind is not None
+        current, wanted = kind.parse(text), self.settings(plan, kind)
+        changes: dict[str, object] = dict.fromkeys(sorted(self.owned(current) - wanted.keys()))
+        changes |= {key: value for key, value in wanted.items() if not _is_same(current.get(key), value)}
+        return kind.edit(text, {}), kind.edit(text, changes)
+
+    def _readme(self, plan: Plan, files: Mapping[str, str]) -> str:
+        head = f"# {one_line(plan.model.name)} on {plan.cluster.device_count} x {plan.cluster.accelerator.name}"
+        left_out = [f"- {one_line(sentence)}" for sentence in self.left_out(plan)]
+        left_out.append(
+            f"- The model, its data and its optimizer are chosen in {self.tool.split()[0]}; sizes must agree."
+        )
+        command = "\n".join(f"    {line}" for line in self.launch(plan).splitlines())
+        names = ", ".join(f"`{name}`" for name in files)
+        return "\n".join(
+            [
+                head,
+                "",
+                f"Files for {self.tool}, written by Phaze: {names}.",
+                "",
+                "## Launch",
+                "",
+                command,
+                "",
+                "## What the files do not say",
+                "",
+                *left_out,
+                "",
+                "## How such files were checked",
+                "",
+                f"{self.checked[0].upper()}{self.checked[1:]}.",
+                "",
+            ]
+        )
+
+
+def _is_same(current: object, wanted: object) -> bool:
+    """Whether a setting says what is wanted; options of commands are texts."""
+    if isinstance(current, str) and not isinstance(wanted, str):
+        return current.lower() in (json.dumps(wanted), str(wanted).lower())
+    return current == wanted and isinstance(current, bool) == isinstance(wanted, bool)
+
+
+def micro_batches(plan: Plan) -> int:
+    """The number of microbatches that each pipeline runs in a step."""
+    return plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
+
+
+def strongest_recompute(plan: Plan) -> str:
+    """The recompute mode for tools that have one mode for all stages: the strongest that any stage needs to fit."""
+    return max(plan.strategy.recompute, key=_RECOMPUTE_MODES.index)
+
+
+def block_counts(plan: Plan, tool: str) -> list[int]:
+    """How many blocks each stage (chunk of a device) has, in the order of the pipeline.
+
+    Raises PlanError where the plan's layers cannot be an embedding, blocks and a head.
+    """
+    counts = [len(stage.layers) for stage in plan.stages]
+    counts[0] -= 1
+    counts[-1] -= 1
+    if min(counts) < 0 or sum(counts) < 1:
+        raise PlanError(
+            f"{tool} cuts models of an embedding, equal blocks and a head; this plan's stages have "
+            f"{', '.join(str(len(stage.layers)) for stage in plan.stages)} layers. Plan such a model."
+        )
+    return counts
+
+
+def shard_groups(strategy: Parallelism, tool: str) -> tuple[int, int]:
+    """How the dp copies are divided: into so many groups, of so many that share one set of ZeRO's states.
+
+    Tools divide states over the whole of cp and a part of dp. Raises PlanError for any other group.
+    """
+    if strategy.zero == 0:
+        return strategy.dp, 1
+    shards, rest = divmod(strategy.shard_devices, strategy.cp)
+    if rest or strategy.dp % shards:
+        raise PlanError(
+            f"{tool} shards over all of cp ({strategy.cp}) and a part of dp ({strategy.dp}); the plan shards over "
+            f"{strategy.shard_devices} devices. Plan with another shard."
+        )
+    return strategy.dp // shards, shards
+
+
+def shard_of(groups: int, shards: int, cp: int) -> int | str:
+    """The `shard` of a strategy with so many groups of so many copies."""
+    return ALL_DEVICES if groups == 1 else shards * cp
+
+
+def whole(value: object) -> int | None:
+    """A setting as a whole number; None for what is absent, "auto" or a variable that the file does not set."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return int(value) if float(value) == int(float(value)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def passed_over(settings: Settings, known: Sequence[str] | set[str]) -> tuple[str, ...]:
+    """The keys of a file that were not read, the first of them by name."""
+    names = [key for key in settings if key not in known]
+    more = len(names) - _MOST_NAMES
+    return tuple(names) if more <= 0 else (*names[:_MOST_NAMES], f"and {more} more")
+
+
+def nodes(plan: Plan) -> tuple[int, int]:
+    """How many nodes there are (or tori, or slices), and how many devices each has."""
+    cluster = plan.cluster
+    sizes = [level.size for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True) if is_inner]
+    each = min(cluster.device_count, math.prod(sizes))
+    return math.ceil(cluster.device_count / each), each
+
+
+def torchrun(plan: Plan) -> str:
+    """The command that starts one process per device, up to the program that is run."""
+    count, each = nodes(plan)
+    if count == 1:
+        return f"torchrun --standalone --nproc-per-node {each}"
+    where = '--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500"'
+    return f"torchrun --nnodes {count} --nproc-per-node {each} {where}"
+
+
+def command_line(*parts: str) -> str:
+    """A command over several lines, as a shell reads it."""
+    return " \\\n  ".join(parts)

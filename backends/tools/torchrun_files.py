@@ -1,0 +1,111 @@
+"""Target 'torchrun': the plain launch of a plan, with its mesh and the order of its ranks as data, for one's own trainer.
+
+`mesh.json` names the axes from the outermost to the innermost (pp, dp_replicate, dp_shard, cp, tp), as
+`torch.distributed.device_mesh.init_device_mesh` takes them, the ranks of every stage, and the whole strategy. Nothing in
+it is a tool's: whatever a plan has can be written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from phaze.backends.tools.config_texts import JSON, ConfigText, Settings
+from phaze.backends.tools.tool_target import ToolTarget, shard_groups, torchrun, whole
+from phaze.capabilities import Capabilities
+from phaze.hooks import hookimpl
+from phaze.interfaces import Target
+from phaze.json_records import to_document
+from phaze.parallelism import PIPELINE_SCHEDULES, STRATEGY_KEYS, ZERO_STAGES
+from phaze.strategy_files import StrategyFile
+
+if TYPE_CHECKING:
+    from phaze.plan.plan import Plan
+
+__all__ = ["TorchrunTarget", "phaze_targets"]
+
+_FILE = "mesh.json"
+FORMAT = "phaze-mesh"
+VERSION = 1
+"""Of the layout of `mesh.json`; it grows when a key changes its meaning."""
+
+
+class TorchrunTarget(ToolTarget):
+    """Writes a launch script and the mesh."""
+
+    name = "torchrun"
+    tool = "torch 2.13's torchrun"
+    checked = "the mesh that init_device_mesh makes of it on 8 processes has the plan's ranks; the script runs"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything that one mesh can say: equal tp in all stages, and no idle devices."""
+        return Capabilities(
+            schedules=frozenset(PIPELINE_SCHEDULES),
+            zero_stages=frozenset(ZERO_STAGES),
+            recompute_modes=frozenset({"none", "selective", "products", "full"}),
+            allows_uneven_stages=True,
+            allows_uneven_sequences=True,
+            allows_mixed_sequences=True,
+            allows_strided_parameters=True,
+            allows_context_parallel=True,
+            allows_expert_parallel=True,
+            allows_shard_groups=True,
+            can_cut_stages=True,
+        )
+
+    def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:
+        """The file that is written here."""
+        return JSON if name.endswith(".json") and f'"{FORMAT}"' in text else None
+
+    def settings(self, plan: Plan, kind: ConfigText) -> dict[str, object]:
+        """Mesh, ranks and strategy."""
+        strategy = plan.strategy
+        copies, shards = shard_groups(strategy, "mesh.json")
+        axes = {"pp": strategy.pp, "dp_replicate": copies, "dp_shard": shards, "cp": strategy.cp, "tp": strategy.tp}
+        written = to_document(strategy)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": plan.model.name,
+            "global_batch_size": plan.question.global_batch_size,
+            **{f"mesh.{axis}": size for axis, size in axes.items()},
+            "stage_ranks": [list(stage.devices) for stage in plan.stages],
+            **{f"strategy.{key}": value for key, value in written.items()},
+            "strategy.stages": [len(stage.layers) for stage in plan.stages],
+        }
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """The data and the script."""
+        script = f'#!/bin/sh\n# Starts one process per device; ranks are ordered as mesh.json says.\nexec {torchrun(plan)} "$@"\n'
+        return {_FILE: JSON.render((), self.settings(plan, JSON)), "launch.sh": script}
+
+    def launch(self, plan: Plan) -> str:
+        """The script with a program behind it."""
+        return "sh launch.sh your_script.py"
+
+    def left_out(self, plan: Plan) -> list[str]:
+        """The trainer."""
+        return [
+            "Your script makes the mesh from mesh.json, pp outermost and tp innermost, and does what the strategy says."
+        ]
+
+    def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
+        """The strategy, word for word."""
+        words = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith("strategy.")}
+        strategy = {key: value for key, value in words.items() if key in STRATEGY_KEYS and value not in (None, [])}
+        if whole(strategy.get("tp")) == 1:
+            strategy.pop("sequence_parallel", None)
+        return StrategyFile(
+            tool=self.name,
+            strategy=strategy,
+            global_batch_size=whole(settings.get("global_batch_size")),
+            model=json.dumps(settings.get("model")).strip('"'),
+            ignored=tuple(key for key in words if key not in STRATEGY_KEYS),
+        )
+
+
+@hookimpl
+def phaze_targets() -> tuple[Target, ...]:
+    """The plain launch."""
+    return (TorchrunTarget(),)
