@@ -30,9 +30,9 @@ class Capabilities:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
     (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
-    between the parts) are axes that it has. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and pipelines
-    only where it `allows_tensor_parallel_pipelines`: `with_tp` applies both. `product_dtypes` are the quantized types, such as fp8, that it runs
-    products in.
+    between the parts) are axes that it has. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and
+    pipelines only where it `allows_tensor_parallel_pipelines`: `with_tp` applies both. `product_dtypes` are the
+    quantized types, such as fp8, that it runs products in.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()

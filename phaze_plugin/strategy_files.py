@@ -1,7 +1,8 @@
 """Strategies as other tools write them: what a file of one says, and the target that reads it.
 
-`read_strategy_file` gives what `phaze.evaluate` takes as ``strategy=``; the batch, the sequence length and the precision
-where the file names them; and the keys that say nothing about how a batch is divided, or that nobody here knows.
+`read_strategy_file` gives what `phaze.evaluate` takes as ``strategy=``; the batch, the sequence length and the
+precision where the file names them; and the keys that say nothing about how a batch is divided, or that nobody here
+knows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from phaze.errors import FormatError
 from phaze.file_reading import read_text
+from phaze.installed import installed_plugins
 from phaze.interfaces import FileTarget
 
 if TYPE_CHECKING:
@@ -61,13 +63,15 @@ class SourceFile:
             raise FormatError(f"{self.name}: {error}") from error
 
 
-def find_source(path: str | os.PathLike[str], plugins: PluginManager) -> SourceFile:
-    """A file (`FILE`, or `FILE.py:FUNCTION`) with the target that knows such files; raises FormatError for any other."""
+def find_source(path: str | os.PathLike[str], plugins: PluginManager | None = None) -> SourceFile:
+    """A file (`FILE`, or `FILE.py:FUNCTION`) with the target that reads it; raises FormatError for any other."""
     place, colon, part = os.fspath(path).rpartition(":")
     has_part = bool(colon) and place.endswith(".py") and part.isidentifier()
     file = Path(place if has_part else path)
     text = read_text(file, "a strategy")
-    readers = [offer.value for offer in plugins.targets() if isinstance(offer.value, FileTarget)]
+    readers = [
+        offer.value for offer in (plugins or installed_plugins()).targets() if isinstance(offer.value, FileTarget)
+    ]
     for target in readers:
         if target.recognizes(file.name, text):
             return SourceFile(file.name, part if has_part else None, text, target)
@@ -75,11 +79,9 @@ def find_source(path: str | os.PathLike[str], plugins: PluginManager) -> SourceF
     raise FormatError(f"{file} is no strategy that Phaze reads; expected a file of one of {known}.")
 
 
-def read_strategy_file(
-    path: str | os.PathLike[str], devices: int, plugins: PluginManager, global_batch_size: int | None = None
-) -> StrategyFile:
+def read_strategy_file(path: str | os.PathLike[str], devices: int) -> StrategyFile:
     """Read a tool's file: `find_source` and `SourceFile.read` in one."""
-    return find_source(path, plugins).read(devices, global_batch_size)
+    return find_source(path).read(devices)
 
 
 def suggested_diff(source: SourceFile, plan: Plan) -> str:

@@ -37,7 +37,7 @@ ACCELERATE = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sha
             "job.toml",
             TORCHTITAN,
             "torchtitan",
-            {"dp": 4, "tp": 8, "pp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full"},
+            {"dp": 4, "tp": 8, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved-1f1b", "recompute": "full"},
             8,
         ),
         (
@@ -65,17 +65,20 @@ def test_a_tools_file_becomes_a_strategy(
     assert file.tool == tool
     assert {key: file.strategy[key] for key in expected} == expected
     assert file.global_batch_size == batch
-    assert read_strategy(file.strategy)["dp"] == expected["dp"]
+    planned = {key: value for key, value in file.strategy.items() if key not in ("shard", "cp", "ep")}
+    assert read_strategy(planned)["dp"] == expected["dp"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("job.toml", "[training", "is damaged"),
+        ("job.toml", "[training", "job.toml: this is no TOML"),
         ("ds.json", "{}", "is no strategy that Phaze reads"),
-        ("ds.json", "[1, 2", "is damaged"),
+        ("ds.json", '["train_batch_size"', "ds.json: this is no JSON"),
+        ("ds.json", '["train_batch_size"]', "this JSON is a list; expected an object"),
+        ("accelerate.yaml", "distributed_type: [", "this is no YAML"),
+        ("recipe.py", "tensor_model_parallel_size =", "this is no Python"),
         ("notes.txt", "nothing of the kind", "is no strategy that Phaze reads"),
-        ("run.sh", "--tensor-model-parallel-size many", "is damaged"),
     ],
 )
 def test_any_other_file_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -87,3 +90,44 @@ def test_any_other_file_is_refused(tmp_path: Path, name: str, text: str, message
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="cannot read"):
         read_strategy_file(tmp_path / "none.toml", devices=8)
+
+
+def test_small_files_that_say_endlessly_much_are_refused(tmp_path: Path) -> None:
+    levels = "\n".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40))
+    (tmp_path / "accelerate.yaml").write_text(f"distributed_type: FSDP\na0: &a0 {{x: 1}}\n{levels}\n")
+    with pytest.raises(FormatError, match="more than 100,000 settings"):
+        read_strategy_file(tmp_path / "accelerate.yaml", devices=8)
+
+
+def test_a_script_s_own_variables_are_followed_and_others_are_left_to_the_search(tmp_path: Path) -> None:
+    script = """#!/bin/bash
+PP=2
+TP=$((64/PP))   # of 64
+export ARGUMENTS=" --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size ${PP} \\
+  --micro-batch-size $MBS --num-layers ${LAYERS:-24} --fp16 --made-up-option 3"
+"""
+    (tmp_path / "run.sh").write_text(script)
+    file = read_strategy_file(tmp_path / "run.sh", devices=64)
+    assert {key: file.strategy[key] for key in ("dp", "tp", "pp")} == {"dp": 1, "tp": 32, "pp": 2}
+    assert "micro_batch_size" not in file.strategy
+    assert file.notes == ("--micro-batch-size is $MBS, which this file does not set: it is left to the search",)
+    assert file.ignored == ("--made-up-option",)
+    assert file.precision == "fp16"
+
+
+def test_a_python_recipe_is_read_without_being_run(tmp_path: Path) -> None:
+    recipe = """
+def one():
+    cfg.model.tensor_model_parallel_size = 2
+def two():
+    raise SystemExit("recipes are not run")
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.context_parallel_size = 2
+    cfg.train.global_batch_size = 512
+    cfg.ddp.use_distributed_optimizer = True
+"""
+    (tmp_path / "recipes.py").write_text(recipe)
+    file = read_strategy_file(f"{tmp_path / 'recipes.py'}:two", devices=64)
+    assert {key: file.strategy[key] for key in ("dp", "tp", "cp", "zero")} == {"dp": 8, "tp": 4, "cp": 2, "zero": 1}
+    with pytest.raises(FormatError, match=r"recipes.py: this file has no function 'three'; it has one, two"):
+        read_strategy_file(f"{tmp_path / 'recipes.py'}:three", devices=64)

@@ -32,6 +32,8 @@ class PjitTarget:
 
     name: str = "pjit"
     libraries: tuple[str, ...] = ()
+    tool: str = "JAX 0.10"
+    checked: str = "steps run on 8 devices of a host have the results of one device"
 
     @property
     def capabilities(self) -> Capabilities:

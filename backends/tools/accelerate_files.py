@@ -1,4 +1,4 @@
-"""Target 'accelerate': a plan as a config of Accelerate 1.15 with FSDP2 and its ParallelismConfig, and such configs read.
+"""Target 'accelerate': a plan as a config of Accelerate 1.15, with FSDP2 and ParallelismConfig; such configs read.
 
 FSDP2 shards over dp_shard x cp, with dp_replicate copies. `accelerate launch` takes tensor and context parallelism only
 together with FSDP2, so that ZeRO-0 is plain DDP. A config says nothing about batches: microbatch and accumulation are
@@ -44,8 +44,8 @@ class AccelerateTarget(ToolTarget):
     name = "accelerate"
     tool = "Accelerate 1.15.0"
     checked = (
-        "parsed by accelerate 1.15.0's launch code; a step of FSDP2 run on 4 processes of gloo, whose mesh and shards are "
-        "the plan's"
+        "parsed by accelerate 1.15.0's launch code; a step of FSDP2 run on 4 processes of gloo, whose mesh and shards "
+        "are the plan's"
     )
 
     @property
@@ -73,8 +73,8 @@ class AccelerateTarget(ToolTarget):
             )
         if strategy.tp > 1 and strategy.sequence_parallel:
             raise PlanError(
-                "Accelerate's tensor parallelism is that of transformers' plans, which split no sequence between layers; "
-                "plan with strategy sequence_parallel=False."
+                "Accelerate's tensor parallelism is that of transformers' plans, which split no sequence between "
+                "layers; plan with strategy sequence_parallel=False."
             )
         count, _ = nodes(plan)
         settings: dict[str, object] = {

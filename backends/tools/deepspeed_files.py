@@ -1,8 +1,8 @@
 """Target 'deepspeed': a plan as a config (JSON) of DeepSpeed 0.19, and such configs read.
 
 ZeRO shards over all of dp x sp; groups of it (MiCS) were removed in 0.19, and hpZ divides a second copy of the
-parameters only, so that hybrid sharding is refused. Sequences are split by Ulysses (`sequence_parallel_size`), layers by
-AutoTP, which goes with ZeRO up to stage 2. A pipeline runs 1F1B over equal stages with ZeRO-1 at most, and without tp.
+parameters only, so that hybrid sharding is refused. Sequences are split by Ulysses (`sequence_parallel_size`), layers
+by AutoTP, which goes with ZeRO up to stage 2. A pipeline runs 1F1B over equal stages, with ZeRO-1 at most and no tp.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 MaxText has an axis per kind of parallelism, inside a slice (`ici_`) and between slices (`dcn_`); the product of the
 first is a slice's devices, that of the second the number of slices. Copies are its `data` axis. Parameters are divided
 over `fsdp`, `expert` and `context` together, so that cp and ep go with ZeRO-3 only. Every block is recomputed in part
-at least: `minimal` keeps the products with parameters and runs attention again, which is the plan's mode `selective`.
+at least.
 
 The batch per device counts samples between two accumulations of gradients. A pipeline runs its microbatches in one such
 step, and accumulates nothing.
@@ -29,9 +29,11 @@ from phaze.backends.tools.tool_target import (
     whole,
 )
 from phaze.capabilities import Capabilities
-from phaze.errors import PlanError
+from phaze.errors import PlanError, QuestionError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
+from phaze.ir import RecomputeMode
+from phaze.ir.recompute_policies import MAXTEXT_POLICIES, recompute_mode
 from phaze.parallelism import PipelineSchedule
 from phaze.strategy_files import StrategyFile
 
@@ -45,17 +47,8 @@ _AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor", "tensor_sequ
 """From the outermost on the network to the innermost, as a plan has them."""
 _MORE_AXES = ("fsdp_transpose", "sequence", "tensor_transpose", "context_autoregressive", "autoregressive", "diloco")
 """Axes that a file may name and that no plan uses."""
-_REMAT_POLICIES = {"selective": "minimal", "full": "full"}
-_RECOMPUTE = {
-    "full": "full",
-    "minimal": "selective",
-    "minimal_with_context": "none",
-    "minimal_flash": "none",
-    "save_dot_with_context_except_mlp": "products",
-    "save_dot_except_mlpwi": "products",
-    "save_dot_except_mlp": "products",
-}
-"""The recompute mode that is nearest to each policy; all others keep less, and are priced as full."""
+_REMAT_POLICIES = {str(mode): policy for policy, mode in MAXTEXT_POLICIES.items() if policy != "none"}
+"""Its code rematerializes every block: the least that it computes again is what `minimal_with_context` does."""
 _MODELS = {
     *("llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-8b", "llama3.1-70b"),
     *("llama3.1-405b", "llama3.3-70b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "gpt3-175b", "gpt-oss-20b"),
@@ -82,8 +75,8 @@ class MaxTextTarget(ToolTarget):
     name = "maxtext"
     tool = "MaxText"
     checked = (
-        "all keys stand in MaxText's configs/base.yml at commit e6b06ef and the products of the ici and dcn axes are what "
-        "it asks for; MaxText is in no package registry and was not run"
+        "all keys stand in MaxText's configs/base.yml at commit e6b06ef and the products of the ici and dcn axes are "
+        "what it asks for; MaxText is in no package registry and was not run"
     )
 
     @property
@@ -160,7 +153,7 @@ class MaxTextTarget(ToolTarget):
             "micro_batch_size": micro,
             "pp": pp,
             "schedule": PipelineSchedule.GPIPE if pp > 1 else None,
-            "recompute": _RECOMPUTE.get(policy, "full"),
+            "recompute": _mode(policy),
         }
         known = {f"{where}_{axis}_parallelism" for where in ("ici", "dcn") for axis in (*_AXES, *_MORE_AXES)}
         return StrategyFile(
@@ -205,12 +198,18 @@ def _axis_sizes(settings: Settings, devices: int) -> dict[str, int]:
     return {axis: sizes[f"ici_{axis}"] * sizes[f"dcn_{axis}"] for axis in axes}
 
 
+def _mode(policy: str) -> str:
+    """The recompute mode of a policy; one that has none, such as one that offloads, is priced as full."""
+    try:
+        return str(recompute_mode(policy))
+    except QuestionError:
+        return str(RecomputeMode.FULL)
+
+
 def _notes(settings: Settings, policy: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    notes = (
-        []
-        if policy in ("full", "minimal")
-        else [f"remat_policy {policy} is priced as {_RECOMPUTE.get(policy, 'full')}"]
-    )
+    notes = []
+    if policy != "full" and _mode(policy) == "full":
+        notes.append(f"remat_policy {policy} is priced as full")
     for axis in _MORE_AXES:
         if sizes[axis] > 1 and axis not in ("fsdp_transpose", "tensor_transpose"):
             notes.append(f"the axis {axis} (of {sizes[axis]}) is not priced")
@@ -266,16 +265,16 @@ def _axes(plan: Plan) -> dict[str, object]:
         "context": strategy.cp,
         "tensor_sequence" if is_split else "tensor": strategy.tp,
     }
-    slices, _ = nodes(plan)
+    slices, each = nodes(plan)
+    if slices * each != plan.cluster.device_count:
+        raise PlanError(
+            f"MaxText uses all devices of its slices; the plan has {plan.cluster.device_count} devices on {slices} "
+            f"slices of {each}. Plan for whole slices."
+        )
     between: dict[str, int] = {}
     for axis in _AXES:
         between[axis] = math.gcd(slices, sizes[axis])
         slices //= between[axis]
-    if slices > 1:
-        raise PlanError(
-            f"MaxText needs axes that divide over the {nodes(plan)[0]} slices; those of the plan ({sizes}) do not. Plan "
-            "with a dp or pp that the number of slices divides."
-        )
     axes = {f"ici_{axis}_parallelism": sizes[axis] // between[axis] for axis in _AXES}
     return {**axes, **{f"dcn_{axis}_parallelism": between[axis] for axis in _AXES}}
 

@@ -1,4 +1,4 @@
-"""Target 'megatron-lm': a plan as command-line arguments of Megatron-LM (github.com/NVIDIA/Megatron-LM), and the way back.
+"""Target 'megatron-lm': a plan as arguments of Megatron-LM (github.com/NVIDIA/Megatron-LM), and the way back.
 
 `megatron_settings.py` has the words; here they are options of `pretrain_gpt.py`, in a script of one's own or in ours.
 """
@@ -25,8 +25,9 @@ _FILE = "megatron_lm.sh"
 _DEFAULTS = {"num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size", "padded_vocab_size"}
 """Sizes of the model, which the file may name."""
 _VOCABULARY = 50257
-"""The vocabulary of GPT-2's tokenizer, which Megatron-LM's GPT examples read; it is padded to a multiple of this x tp."""
+"""The vocabulary of GPT-2's tokenizer, which Megatron-LM's GPT examples read."""
 _PADDING = 128
+"""Megatron-LM pads vocabularies to a multiple of this x tp."""
 
 
 class MegatronTarget(ToolTarget):

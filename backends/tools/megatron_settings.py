@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron Bridge share: a plan in the words of megatron-core 0.16, and the strategy of such words.
+"""What Megatron-LM and Megatron Bridge share: a plan in megatron-core 0.16's words, and the strategy of such words.
 
 ZeRO 1 is the distributed optimizer, over all of dp x cp or over each of several equal parts of it (its instances);
 ZeRO 2 and 3 are Megatron's own FSDP. It runs 1F1B, and interleaved 1F1B where a device has several stages; a layout

@@ -35,7 +35,7 @@ class OptionText:
 
     def parse(self, text: str) -> dict[str, object]:
         """Values by option, the last one of each; True for an option without a value."""
-        return {name: value for name, value in _options(self, _expanded(text))}
+        return dict(_options(self, _expanded(text)))
 
     def render(self, head: Sequence[str], settings: Settings) -> str:
         """A script that a shell sources: an array with an option in each line."""
@@ -55,7 +55,7 @@ class OptionText:
         for name, value in changes.items():
             written = "" if value is None else self.written(name, value)
             if name in current:
-                text = self._pattern(name, has_value=current[name] is not True).sub(lambda _: written, text)
+                text = self._pattern(name, has_value=current[name] is not True).sub(written.replace("\\", r"\\"), text)
             elif value is not None:
                 new.append(written)
         text = re.sub(r"\n[ \t]*\\?(?=\n[ \t]*\\?\n)", "", text)  # lines that a removed option leaves empty

@@ -1,4 +1,4 @@
-"""Settings in Python files: constants of a module, keywords and attributes of a recipe; read from the syntax, never run.
+"""Settings in Python files: constants of a module, keywords and attributes of a recipe; read from the syntax only.
 
 Keys are what a reader of the file would say: `PARALLELISM = {"tensor_parallel_degree": 8}` and
 `config.parallelism.tensor_parallel_degree = 8` are both "parallelism.tensor_parallel_degree", a keyword of a call is
@@ -40,7 +40,7 @@ class PythonText:
         return {place.key: place.value for place in self._places(text)}
 
     def render(self, head: Sequence[str], settings: Settings) -> str:
-        """A module that holds a dictionary per section. The first two lines are ours: Python looks there for a coding."""
+        """A module with a dictionary per section. Its first two lines are ours: Python looks there for a coding."""
         lines = [
             "# Written by Phaze: the settings that a plan decides.",
             "#",
@@ -89,14 +89,27 @@ class PythonText:
             offsets.append(offsets[-1] + len(line))
         for node in ast.walk(tree):
             for key, value, pattern in _settings_of(node):
-                try:
-                    literal = ast.literal_eval(value)
-                except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                literal = _value(value)
+                if literal is _NO_VALUE:
                     continue
                 assert value.end_lineno is not None
                 assert value.end_col_offset is not None
                 start = offsets[value.lineno - 1] + value.col_offset
                 yield _Place(key, literal, start, offsets[value.end_lineno - 1] + value.end_col_offset, pattern)
+
+
+_NO_VALUE = object()
+"""What stands for a value that only running the file would give."""
+
+
+def _value(node: ast.expr) -> object:
+    """A literal; for a class of configs that is called without arguments its text, such as "FullAC.Config()"."""
+    if isinstance(node, ast.Call) and (text := ast.unparse(node)).endswith(".Config()"):
+        return text
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _NO_VALUE
 
 
 def _settings_of(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
@@ -106,7 +119,8 @@ def _settings_of(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
     elif isinstance(node, ast.AnnAssign) and node.value is not None:
         yield from _assigned(node.target, node.value)
     elif isinstance(node, ast.Call):
-        callee = ast.unparse(node.func).rpartition(".")[2]
+        # `FullAC.Config(..)` is named by the class that it configures.
+        callee = ast.unparse(node.func).removesuffix(".Config").rpartition(".")[2]
         # `run.Config(Strategy, tp=4)` says the keywords of its first argument.
         if node.args and isinstance(node.args[0], ast.Name | ast.Attribute) and callee in ("Config", "Partial"):
             callee = ast.unparse(node.args[0]).rpartition(".")[2]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import ConfigText, Settings, one_line
 from phaze.errors import PlanError
+from phaze.ir import RecomputeMode
 from phaze.parallelism import ALL_DEVICES, Parallelism
 from phaze.strategy_files import StrategyFile
 
@@ -35,7 +36,7 @@ __all__ = [
     "whole",
 ]
 
-_RECOMPUTE_MODES = ("none", "selective", "products", "full")
+_RECOMPUTE_MODES = list(RecomputeMode)
 """From the one that computes least again, and keeps most, to the one that computes most."""
 _MOST_NAMES = 12
 """Keys that were passed over and are listed by name; more are counted."""
@@ -161,7 +162,7 @@ def micro_batches(plan: Plan) -> int:
 
 def strongest_recompute(plan: Plan) -> str:
     """The recompute mode for tools that have one mode for all stages: the strongest that any stage needs to fit."""
-    return max(plan.strategy.recompute, key=_RECOMPUTE_MODES.index)
+    return str(max(plan.strategy.recompute, key=_RECOMPUTE_MODES.index))
 
 
 def block_counts(plan: Plan, tool: str) -> list[int]:

@@ -1,8 +1,8 @@
-"""Target 'torchrun': the plain launch of a plan, with its mesh and the order of its ranks as data, for one's own trainer.
+"""Target 'torchrun': the plain launch of a plan, with its mesh and the order of its ranks as data, for any trainer.
 
 `mesh.json` names the axes from the outermost to the innermost (pp, dp_replicate, dp_shard, cp, tp), as
-`torch.distributed.device_mesh.init_device_mesh` takes them, the ranks of every stage, and the whole strategy. Nothing in
-it is a tool's: whatever a plan has can be written.
+`torch.distributed.device_mesh.init_device_mesh` takes them, the ranks of every stage, and the whole strategy. Nothing
+in it is a tool's: whatever a plan has can be written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from phaze.backends.tools.tool_target import ToolTarget, shard_groups, torchrun,
 from phaze.capabilities import Capabilities
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
+from phaze.ir import RecomputeMode
 from phaze.json_records import to_document
 from phaze.parallelism import PIPELINE_SCHEDULES, STRATEGY_KEYS, ZERO_STAGES
 from phaze.strategy_files import StrategyFile
@@ -43,7 +44,7 @@ class TorchrunTarget(ToolTarget):
         return Capabilities(
             schedules=frozenset(PIPELINE_SCHEDULES),
             zero_stages=frozenset(ZERO_STAGES),
-            recompute_modes=frozenset({"none", "selective", "products", "full"}),
+            recompute_modes=frozenset(RecomputeMode),
             allows_uneven_stages=True,
             allows_uneven_sequences=True,
             allows_mixed_sequences=True,
@@ -77,7 +78,8 @@ class TorchrunTarget(ToolTarget):
 
     def files(self, plan: Plan) -> dict[str, str]:
         """The data and the script."""
-        script = f'#!/bin/sh\n# Starts one process per device; ranks are ordered as mesh.json says.\nexec {torchrun(plan)} "$@"\n'
+        words = "Starts one process per device; ranks are ordered as mesh.json says."
+        script = f'#!/bin/sh\n# {words}\nexec {torchrun(plan)} "$@"\n'
         return {_FILE: JSON.render((), self.settings(plan, JSON)), "launch.sh": script}
 
     def launch(self, plan: Plan) -> str:

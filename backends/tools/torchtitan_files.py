@@ -1,9 +1,9 @@
 """Target 'torchtitan': configs of torchtitan 0.3.0 (a Python module) and of 0.2 (a TOML job), written and read.
 
-torchtitan shards by FSDP2, over `data_parallel_shard_degree` x cp devices, with `data_parallel_replicate_degree` copies:
-under ZeRO 3 it gathers parameters in both passes ("always"), and under ZeRO 2 it keeps them after the forward ("never").
-By default it gathers in both passes without a pipeline and keeps them with one. Experts are divided over the innermost
-devices, tp among them, so that expert parallelism is written without tp only.
+torchtitan shards by FSDP2, over `data_parallel_shard_degree` x cp devices, with `data_parallel_replicate_degree`
+copies: under ZeRO 3 it gathers parameters in both passes ("always"), and under ZeRO 2 it keeps them after the forward
+("never"). By default it gathers in both passes without a pipeline, and keeps them with one. Experts are divided over
+the innermost devices, tp among them, so that expert parallelism is written without tp only.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def planned():
 '''
 _CALLS = {"ParallelismConfig": "parallelism", "TrainingConfig": "training"}
 """Classes of torchtitan 0.3.0, whose keywords are settings of these sections."""
+_CONVERTER = "Float8LinearConverter"
 
 
 class TorchtitanTarget(ToolTarget):
@@ -95,8 +96,8 @@ class TorchtitanTarget(ToolTarget):
     name = "torchtitan"
     tool = "torchtitan 0.3.0"
     checked = (
-        "parsed by torchtitan 0.3.0's ConfigManager, the TOML by 0.2.2's; the mesh of its ParallelDims on 8 processes is "
-        "the plan's; its trainer was not run"
+        "parsed by torchtitan 0.3.0's ConfigManager, the TOML by 0.2.2's; the mesh of its ParallelDims on 8 processes "
+        "is the plan's; its trainer was not run"
     )
 
     @property
@@ -118,7 +119,7 @@ class TorchtitanTarget(ToolTarget):
 
     def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:
         """A TOML with the section `parallelism`, or Python that names torchtitan's own config classes."""
-        if name.endswith(".toml") and ("[parallelism]" in text or "[training]" in text):
+        if name.endswith(".toml") and ("[parallelism" in text or "[training" in text):
             return TOML
         is_config = "torchtitan" in text and ("ParallelismConfig" in text or "PARALLELISM" in text)
         return PythonText(part) if name.endswith(".py") and is_config else None
@@ -213,7 +214,8 @@ class TorchtitanTarget(ToolTarget):
 def _known() -> set[str]:
     names = {f"parallelism.{name}" for name in _PARALLELISM} | {f"training.{name}" for name in _TRAINING}
     modes = {"activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"}
-    models = {"model.name", "model.flavor", "model.converters", "quantization.float8"}
+    models = {"model.name", "model.flavor", "model.converters", "quantization.float8", "float8"}
+    modes |= {"Trainer.activation_checkpoint"}
     return names | modes | models | {"base.module", "base.config", "base.flavor"}
 
 
@@ -222,7 +224,10 @@ def _by_section(settings: Settings) -> dict[str, object]:
     job: dict[str, object] = {}
     for key, value in settings.items():
         owner, _, name = key.partition(".")
-        job[f"{_CALLS.get(owner, owner)}.{name}" if name else key] = value
+        if owner == _CONVERTER:  # our own module has it behind a condition
+            job |= {"float8": True} if "quantization.float8" not in settings else {}
+        elif key != "compile.enable":
+            job[f"{_CALLS.get(owner, owner)}.{name}" if name else key] = value
     return job
 
 
@@ -248,12 +253,14 @@ def _pipeline(job: Settings, pp: int) -> dict[str, object]:
 
 def _mode(job: Settings) -> str:
     """The recompute mode: torchtitan's default is its selective mode, which keeps every second product."""
-    mode = str(job.get("activation_checkpoint.mode", "selective"))
-    return {"full": "full", "none": "none", "memory_budget": "full"}.get(mode, "products")
+    mode = str(job.get("activation_checkpoint.mode", job.get("Trainer.activation_checkpoint", "selective")))
+    known = {"full": "full", "FullAC.Config()": "full", "none": "none", "None": "none", "memory_budget": "full"}
+    return known.get(mode, "products")
 
 
 def _is_float8(job: Settings) -> bool:
-    return job.get("quantization.float8") is True or "float8" in str(job.get("model.converters", ""))
+    is_converted = "float8" in str(job.get("model.converters", "")) or "float8" in job
+    return is_converted or job.get("quantization.float8") is True
 
 
 def _quantizes(plan: Plan) -> bool:

@@ -45,6 +45,8 @@ class FsdpTarget:
 
     name: str = "fsdp"
     libraries: tuple[str, ...] = ()
+    tool: str = "torch 2.13"
+    checked: str = "steps run on 4 processes of gloo have the gradients of one process"
 
     @property
     def capabilities(self) -> Capabilities:

@@ -6,12 +6,13 @@ from phaze.commands.cluster_drawing import cluster_command
 from phaze.commands.command import Command
 from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
+from phaze.commands.export_files import export_plan
 from phaze.commands.fit_model import fit_model
 from phaze.commands.import_model import import_model
 from phaze.commands.model_list import models
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
 from phaze.commands.report_page import write_report
-from phaze.commands.saved_plan_commands import compare_plans, explain_plan, export_plan, verify_plan
+from phaze.commands.saved_plan_commands import compare_plans, explain_plan, verify_plan
 from phaze.commands.schedule_layers import schedule_command
 from phaze.commands.search_designs import search_designs
 

@@ -21,7 +21,7 @@ def configure(parser: ArgumentParser) -> None:
     chosen.add_argument(
         "--strategy", type=strategy, metavar="KEY=VALUE,...", help="such as dp=8,tp=8,zero=1 (default: any that fits)"
     )
-    what = "a torchtitan .toml, DeepSpeed .json, Accelerate .yaml, or a file with Megatron-LM's arguments"
+    what = "a file of torchtitan, Megatron-LM, MaxText, DeepSpeed, Accelerate, ..; `phaze export --list` shows them"
     chosen.add_argument("--strategy-file", metavar="FILE", help=what)
     add_json_option(parser)
 

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, show
 from phaze.commands.question_arguments import (
@@ -85,14 +86,19 @@ optimize_model = Command(
 
 def _configure_evaluate(parser: ArgumentParser) -> None:
     """Add the arguments of `phaze evaluate`."""
-    add_model_argument(parser)
+    add_model_argument(parser, more="; may be left out where --from names its sizes", nargs="?")
     add_question_arguments(parser)
     parser.add_argument(
         "--strategy",
-        required=True,
         type=strategy,
         metavar="KEY=VALUE,...",
         help="such as dp=8,tp=8,pp=1,zero=1,recompute=full; what is left out is optimised",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        help="a tool's own file (torchtitan, Megatron-LM, DeepSpeed, ..): price it, and say what to change in it",
     )
     parser.add_argument("--alone", action="store_true", help="do not look for the best plan to compare with")
     add_json_option(parser)
@@ -117,29 +123,45 @@ def _value(text: str) -> object:
 
 
 def _run_evaluate(arguments: Namespace, console: Console) -> int:
-    """Price the strategy, print and save its plan."""
+    """Price the strategy, or that of a tool's file; print and save its plan."""
     import phaze
+    from phaze.errors import QuestionError
+    from phaze.json_records import to_document
+    from phaze.planner.file_evaluation import evaluate_file
+    from phaze.strategy_files import find_source
 
-    model, inputs = find_model(arguments.model)
+    if arguments.source is None and (arguments.model is None or arguments.strategy is None):
+        raise QuestionError("phaze evaluate needs MODEL and --strategy KEY=VALUE,..., or --from FILE.")
+    model, inputs = (None, None) if arguments.model is None else find_model(arguments.model)
+    of_file = None
     with shown_progress(is_quiet=arguments.quiet) as progress:
-        evaluation = phaze.evaluate(
-            model,
-            inputs,
-            strategy=arguments.strategy,
-            progress=progress,
-            compares=not arguments.alone,
-            time_limit_s=arguments.time_limit,
-            **question_options(arguments),
-        )
+        options = question_options(arguments)
+        watched = {"progress": progress, "compares": not arguments.alone, "time_limit_s": arguments.time_limit}
+        if arguments.source is None:
+            evaluation = phaze.evaluate(model, inputs, strategy=arguments.strategy, **watched, **options)
+        else:
+            source = find_source(arguments.source)
+            of_file = evaluate_file(source, model, inputs, strategy=arguments.strategy, **watched, **options)
+            evaluation = of_file.evaluation
     written = _write(evaluation.plan, arguments)
-    document = {
+    document: dict[str, object] = {
         "plan": json.loads(evaluation.plan.to_json()),
         "best": None if evaluation.best is None else json.loads(evaluation.best.to_json()),
         "slower_than_best": evaluation.slower_than_best,
         "change": evaluation.change,
     }
+    if of_file is not None:
+        document["file"] = {"tool": of_file.file.tool, "strategy": to_document(of_file.file.strategy)}
+        document |= {"ignored": of_file.file.ignored, "notes": of_file.remarks, "diff": of_file.diff}
     if not arguments.quiet:
-        show(console, arguments, document, str(evaluation), *_pictures(evaluation.plan, console), *written)
+        show(
+            console,
+            arguments,
+            document,
+            Text(str(of_file or evaluation)),
+            *_pictures(evaluation.plan, console),
+            *written,
+        )
     return ExitCode.FINE if evaluation.is_feasible else ExitCode.ERROR
 
 

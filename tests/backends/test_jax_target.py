@@ -295,21 +295,6 @@ def test_a_layer_that_cannot_be_split_is_named() -> None:
         )
 
 
-def test_maxtext_gets_its_own_names() -> None:
-    written = plan_of(2, 4, zero=1).export("maxtext")
-    assert written["maxtext.yml"].splitlines()[3:] == [
-        "ici_data_parallelism: 2",
-        "ici_fsdp_parallelism: 1",
-        "ici_tensor_parallelism: 4",
-        "ici_pipeline_parallelism: 1",
-        "shard_optimizer_over_data: True",
-        "per_device_batch_size: 2",
-        "gradient_accumulation_steps: 1",
-        "remat_policy: none",
-    ]
-    assert "not run by Phaze" in written["maxtext.yml"]
-
-
 def test_stablehlo_carries_the_mesh_and_a_sharding_for_every_argument() -> None:
     loss, inputs = small(stacked=True)
     plan = plan_of(2, 4, stacked=True)

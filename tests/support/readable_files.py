@@ -27,8 +27,9 @@ from phaze.explore.search_question import question_from_header
 from phaze.hardware import find_accelerator, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hooks import PluginManager
+from phaze.installed import installed_plugins
 from phaze.plan.plan import read_plan
-from phaze.strategy_files import read_strategy_file
+from phaze.strategy_files import find_source
 
 __all__ = ["FORMATS", "Format", "named_format", "plan_text"]
 
@@ -173,8 +174,11 @@ _DEEPSPEED = b'{"train_batch_size": 256, "zero_optimization": {"stage": 2}, "bf1
 _ACCELERATE = b"distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
 
 
+_plugins = cache(installed_plugins)
+
+
 def _strategy(name: str, suffix: str, text: bytes) -> Format:
-    return Format(name, suffix, lambda: (text,), lambda path: read_strategy_file(path, 64), 1)
+    return Format(name, suffix, lambda: (text,), lambda path: find_source(path, _plugins()).read(64), 1)
 
 
 FORMATS: tuple[Format, ...] = (

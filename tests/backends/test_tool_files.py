@@ -1,0 +1,182 @@
+"""Files of tools: what is written is read as the same strategy, edited files say the plan, names break out of none."""
+
+import ast
+import json
+import shlex
+import subprocess
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_plans import TOOLS, cases_for, cluster_document, parallelism_of, plan_of
+
+from phaze.errors import PlanError
+from phaze.hardware import Cluster
+from phaze.ir import RecomputeMode
+from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.plan.handover import obstacles
+from phaze.plan.plan import Plan
+
+FILES = {name: next(iter(tool.files(plan_of(Parallelism(recompute=("full",)))))) for name, tool in TOOLS.items()}
+"""The first file of each tool, which is the one that is read back."""
+
+
+def written(name: str, plan: Plan) -> str:
+    """A tool's own file for a plan."""
+    return TOOLS[name].export(plan, None)[FILES[name]]
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@settings(max_examples=25)
+@given(data=st.data())
+def test_what_is_written_is_read_as_the_same_parallelism(name: str, data: st.DataObject) -> None:
+    plan = data.draw(cases_for(TOOLS[name])).plan()
+    assert obstacles(plan, TOOLS[name].capabilities) == []
+    text, batch = written(name, plan), plan.question.global_batch_size
+    file = TOOLS[name].read(FILES[name], None, text, plan.cluster.device_count, batch)
+    strategy = dict(file.strategy)
+    if name == "accelerate":  # its configs have no batch; DDP's have no recompute either
+        strategy["micro_batch_size"] = plan.strategy.micro_batch_size
+        strategy["recompute"] = plan.strategy.recompute[0] if plan.strategy.zero == 0 else strategy["recompute"]
+    else:
+        assert file.global_batch_size == batch
+    assert parallelism_of(strategy, len(plan.stages)) == plan.strategy
+    assert list(strategy.get("stages", [len(stage.layers) for stage in plan.stages])) == [
+        len(stage.layers) for stage in plan.stages
+    ]
+    assert file.ignored == ()
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_file_that_is_edited_says_the_other_plan(name: str, data: st.DataObject) -> None:
+    first, second = (data.draw(cases_for(TOOLS[name])).plan() for _ in range(2))
+    text, wanted = written(name, first), written(name, second)
+    before, after = TOOLS[name].edit(FILES[name], None, text, second)
+    devices, batch = second.cluster.device_count, second.question.global_batch_size
+    read = TOOLS[name].read(FILES[name], None, after, devices, batch)
+    expected = TOOLS[name].read(FILES[name], None, wanted, devices, batch)
+    assert (read.strategy, read.global_batch_size) == (expected.strategy, expected.global_batch_size)
+    assert TOOLS[name].edit(FILES[name], None, text, first)[1] == before
+
+
+NAMES = st.text(max_size=40) | st.sampled_from(
+    [
+        "x\nrm -rf /",
+        '"; import os #',
+        "'''\"\"\"",
+        "coding: utf-7",
+        "$(touch broken)",
+        "a\x85b",
+        "a\u2028b",
+        "]\n[parallelism]\n",
+        "\ud800",
+        "\U0001f600",
+        "a\r\nPLANNED=(x)",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@settings(max_examples=25)
+@given(model=NAMES)
+def test_no_name_of_a_model_changes_what_a_file_says(name: str, model: str) -> None:
+    strategy = Parallelism(dp=8, zero=3, recompute=("full",))
+    plain = TOOLS[name].export(plan_of(strategy), None)
+    named = TOOLS[name].export(plan_of(strategy, name=model), None)
+    assert plain.keys() == named.keys()
+    for file, text in named.items():
+        text.encode()  # half a character would be refused
+        if file == "README.md":
+            assert len(text.splitlines()) == len(plain[file].splitlines())
+            continue
+        assert said_by(file, text) == said_by(file, plain[file])
+
+
+def said_by(file: str, text: str) -> object:
+    """What a file says, by a reader that is not ours; names of models apart."""
+    if file.endswith(".toml"):
+        return tomllib.loads(text)
+    if file.endswith((".yaml", ".yml")):
+        return yaml.safe_load(text)
+    if file.endswith(".json"):
+        return {**json.loads(text), "model": None}
+    if file.endswith(".py"):
+        return ast.dump(ast.parse(text))
+    return shlex.split(text, comments=True)
+
+
+def test_a_shell_runs_nothing_of_a_model_s_name(tmp_path: Path) -> None:
+    name = "x\ntouch broken\n$(touch broken)`touch broken`"
+    strategy = Parallelism(dp=4, tp=2, zero=1, recompute=("full",))
+    for tool in ("megatron-lm", "torchrun"):
+        for file, text in TOOLS[tool].export(plan_of(strategy, name=name), None).items():
+            (tmp_path / file).write_text(text)
+    script = 'source megatron_lm.sh; printf "%s\\n" "${PLANNED[@]}"; sh -n launch.sh'
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:2] == ["--tensor-model-parallel-size", "2"]
+    assert not (tmp_path / "broken").exists()
+
+
+def test_maxtext_gets_its_own_names() -> None:
+    strategy = Parallelism(dp=2, tp=4, zero=1, micro_batch_size=8, recompute=(RecomputeMode.DOTS,))
+    text = TOOLS["maxtext"].export(plan_of(strategy, micro_batches=3, name="llama3-8b"), None)["maxtext.yml"]
+    options = yaml.safe_load(text)
+    assert (
+        options.items()
+        >= {
+            "model_name": "llama3-8b",
+            "max_target_length": 256,
+            "ici_data_parallelism": 2,
+            "ici_fsdp_parallelism": 1,
+            "ici_tensor_parallelism": 4,
+            "dcn_data_parallelism": 1,
+            "shard_optimizer_over_data": True,
+            "per_device_batch_size": 2.0,
+            "gradient_accumulation_steps": 3,
+            "remat_policy": "minimal",
+        }.items()
+    )
+
+
+def test_slices_of_a_tpu_are_dcn_axes() -> None:
+    strategy = Parallelism(dp=512, zero=3, recompute=("full",))
+    plan = plan_of(strategy, slices=2)
+    text, base = TOOLS["maxtext"].export(plan, None)["maxtext.yml"], plan.cluster
+    options = yaml.safe_load(text)
+    assert options["dcn_fsdp_parallelism"] == 2
+    assert options["ici_fsdp_parallelism"] == 256
+    assert options["max_target_length"] == 256
+    part = replace(plan, hardware=cluster_document(Cluster(base.accelerator, 500, base.levels)))
+    with pytest.raises(PlanError, match=r"500 devices on 2 slices of 256\. Plan for whole slices"):
+        TOOLS["maxtext"].export(part, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "message"),
+    [
+        ("torchtitan", {"dp": 4, "ep": 2, "tp": 2, "zero": 3}, "divides experts over the tp devices first"),
+        ("accelerate", {"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, "split no sequence between layers"),
+        ("deepspeed", {"dp": 2, "tp": 2, "cp": 2, "zero": 2}, "combines Ulysses"),
+        ("maxtext", {"dp": 4, "cp": 2, "zero": 1}, "Plan with strategy zero=3"),
+    ],
+)
+def test_combinations_that_a_tool_does_not_run_are_refused(
+    name: str, strategy: dict[str, object], message: str
+) -> None:
+    plan = plan_of(Parallelism(**strategy, recompute=("full",)))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=message):
+        TOOLS[name].export(plan, None)
+
+
+def test_a_readme_says_the_command_and_what_was_left_out() -> None:
+    strategy = Parallelism(dp=2, tp=2, pp=2, zero=1, schedule=PipelineSchedule.ONE_F_ONE_B, recompute=("full", "none"))
+    text = TOOLS["megatron-lm"].export(plan_of(strategy, stages=(3, 3), slices=2), None)["README.md"]
+    assert "    torchrun --nnodes 2 --nproc-per-node 4 " in text
+    assert "one recompute mode for all stages: full is written; the plan has full, none" in text
+    assert "not run." in text
