@@ -395,7 +395,8 @@ class _ContextSlicer:
         head = _exchanged_heads(op, self.cp)
         if head is None:
             raise ShardError(
-                f"op {op.id!r}: its key heads do not divide over cp={self.cp} devices; exchange keys in another way."
+                f"op {op.id!r}: its key heads do not divide over cp={self.cp} devices, or it has an operand of heads "
+                "without positions; exchange keys in another way."
             )
         inputs = [self._to_heads(op, index, head) for index in range(len(op.inputs))]
         rule = op.rule.local({head: self.cp})

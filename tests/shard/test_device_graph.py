@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from device_grid import DeviceGrid
 from graphs import TINY_CONFIGS, argument_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracles.numpy_reference import evaluate_graph
 
@@ -131,6 +133,31 @@ def test_experts_beside_contexts_and_tensor_parallelism_compute_the_same(
 )
 def test_contexts_beside_tensor_parallelism_compute_the_same(family: str, way: KeyExchange) -> None:
     assert_equal_to_whole(family, cp=2, tp=2, way=way)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("way", [KeyExchange.GATHER, KeyExchange.RING])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "t5"])
+def test_windows_caps_sinks_and_biases_compute_the_same(family: str, way: KeyExchange, tp: int) -> None:
+    assert_equal_to_whole(family, cp=4 // tp, tp=tp, way=way)
+
+
+@settings(max_examples=6)
+@given(
+    family=st.sampled_from(["bert with its language head", "llama", "mixtral"]),
+    degrees=st.sampled_from([(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 1, 2), (2, 2, 2)]),
+    way=st.none() | st.sampled_from(KeyExchange),
+    copies=st.integers(1, 2),
+)
+def test_any_product_of_degrees_computes_the_same(
+    family: str, degrees: tuple[int, int, int], way: KeyExchange | None, copies: int
+) -> None:
+    cp, ep, tp = degrees
+    ep = ep if family == "mixtral" else 1
+    # Dropout asks where a sample lies in the batch, which only one copy knows here.
+    copies = 1 if "bert" in family else copies
+    assert_equal_to_whole(family, cp=cp, ep=ep, tp=tp, way=way, ranks=copies * max(cp, ep))
 
 
 def test_copies_beside_contexts_and_experts_compute_the_same() -> None:
