@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
@@ -25,6 +24,7 @@ from phaze.json_records import from_document, to_document
 from phaze.parallelism import Parallelism
 from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
 from phaze.plan.plan_integrity import check_integrity
+from phaze.plan.plan_status import PlanStatus
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:
@@ -60,16 +60,6 @@ __all__ = [
 FORMAT = "phaze-plan"
 VERSION = 4
 """Version 4 carries a digest of its content and says how attention runs; version 3 keeps what its pages draw."""
-
-
-class PlanStatus(StrEnum):
-    """What is known about a plan; one above the gap is less well proven than was asked."""
-
-    OPTIMAL = "optimal"
-    WITHIN_GAP = "within the gap"
-    ABOVE_GAP = "above the gap"
-    INTERRUPTED = "interrupted"
-    DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,47 +1,182 @@
-"""Whether the parts of a saved plan agree with each other, beyond the types of its fields.
+"""Whether a saved plan says only what follows from itself, beyond the types of its fields.
 
-`check_integrity` raises FormatError for a file whose numbers cannot be those of any plan, so that nobody who reads a
-plan has to expect them.
+`check_integrity` derives again what needs no model: the step from the stages' passes, its parts, throughput and
+utilisation from it, the gap from the bound, the status from the gap and from memory, memory's totals and whether they
+fit, energy's total, ranks, and the hashes of question and hardware. A file that contradicts itself is a FormatError, so
+that nobody who reads a plan has to expect one, and no proof is shown that its own numbers refute. What needs the model
+is checked by `phaze verify`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, fields
 from typing import TYPE_CHECKING
 
-from phaze.errors import FormatError
+from phaze.errors import FormatError, shown
+from phaze.hardware.hardware_files import cluster_to_json
+from phaze.json_records import to_document
+from phaze.limits import check_limit
+from phaze.place.memory.device_memory import DeviceMemory, Fit
+from phaze.plan.plan_status import PlanStatus, proven_status
+from phaze.question import content_hash
+from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan, Stage
 
-__all__ = ["check_integrity"]
+__all__ = ["MEMORY_ITEMS", "check_integrity"]
+
+MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
+"""What a stage's memory is made of."""
 
 
 def check_integrity(plan: Plan, where: str) -> None:
     """Raise FormatError naming the first part that contradicts another."""
-    wrong = next(_contradictions(plan), None)
-    if wrong is not None:
-        raise FormatError(f"{where}.{wrong}; the file is damaged.")
+    for contradictions in (_count_contradictions, _stage_contradictions, _claim_contradictions, _list_contradictions):
+        wrong = next(contradictions(plan), None)
+        if wrong is not None:
+            raise FormatError(f"{where}.{wrong}; the file contradicts itself: it is damaged or forged.")
 
 
-def _contradictions(plan: Plan) -> Iterator[str]:
+def _count_contradictions(plan: Plan) -> Iterator[str]:
+    """What is wrong with counts, before anything is computed with them."""
     strategy, counts = plan.strategy, (plan.model.parameter_count, plan.model.layers, plan.model.tokens_per_sample)
+    if not isinstance(plan.hardware.get("accelerator"), Mapping):
+        yield "hardware has no accelerator of its own"
+    check_limit("devices", plan.cluster.device_count, "the plan's device_count")
+    check_limit("batch", plan.question.global_batch_size, "the plan's global_batch_size")
     if min(counts) < 1:
         yield f"model has a count of {min(counts)}"
     if plan.micro_batches < 1:
         yield f"question has a batch that is smaller than microbatches of {strategy.micro_batch_size}"
     if min(plan.step_time_s, plan.bound_s, plan.samples_per_s, plan.tokens_per_s) <= 0:
         yield "step_time_s, its bound and its throughput are not all above 0"
-    if len(plan.stages) != strategy.stages:
+    if len(plan.stages) != strategy.stages or len(strategy.recompute) != strategy.stages:
         yield f"stages are {len(plan.stages)} where the strategy has {strategy.stages}"
+    indices = [layer.index for stage in plan.stages for layer in stage.layers]
+    if indices != list(range(plan.model.layers)):
+        yield f"stages do not hold the model's {plan.model.layers} layers in order"
+    if not 0 <= plan.provenance.schedules_proven <= plan.provenance.schedules:
+        yield "provenance has more proven schedules than schedules"
+
+
+def _stage_contradictions(plan: Plan) -> Iterator[str]:
+    """What is wrong with single stages and their ranks."""
+    ranks = 0
     for position, stage in enumerate(plan.stages):
-        wrong = _stage_contradiction(plan, position, stage)
+        wrong = _stage_contradiction(plan, position, stage) or _memory_contradiction(plan, stage)
         if wrong:
             yield f"stages[{position}] {wrong}"
+        if stage.chunk == 0:
+            if stage.devices != tuple(range(ranks, ranks + len(stage.devices))):
+                yield f"stages[{position}] has other devices than the next ones"
+            ranks += len(stage.devices)
+        elif stage.devices != plan.stages[stage.place].devices:
+            yield f"stages[{position}] has other devices than the first chunk of its place"
+    if ranks > plan.cluster.device_count:
+        yield f"stages take {ranks} devices of {plan.cluster.device_count}"
+
+
+def _stage_contradiction(plan: Plan, position: int, stage: Stage) -> str | None:
+    """What is wrong with the layers, devices and seconds of one stage; None where nothing is."""
+    strategy, passes = plan.strategy, stage.passes
+    if (stage.place, stage.chunk) != (position % strategy.pp, position // strategy.pp):
+        return f"is at place {stage.place}, chunk {stage.chunk}"
+    if not stage.layers or not stage.devices or not 1 <= stage.tp <= strategy.tp:
+        return "has no layers or no devices"
+    if stage.recompute != strategy.recompute[position]:
+        return f"recomputes {shown(stage.recompute)} where the strategy has {strategy.recompute[position]}"
+    if any(not 0 <= layer.kind < len(plan.layer_kinds) for layer in stage.layers):
+        return "has a layer of an unknown kind"
+    if any(plan.layer_kinds[layer.kind].recompute != stage.recompute for layer in stage.layers):
+        return "has a layer of another recompute mode"
+    if min(astuple(passes)) < 0 or passes.forward_s == 0:
+        return "has passes of no or negative seconds"
+    if stage.forward_s != passes.forward_s or not _is_same(stage.backward_s, passes.backward_s + passes.weight_s):
+        return "has other seconds than its passes"
+    return None
+
+
+def _memory_contradiction(plan: Plan, stage: Stage) -> str | None:
+    """What is wrong with the memory of one stage; None where nothing is."""
+    memory, calibration = stage.memory_bytes, plan.question.calibration
+    needed = {*MEMORY_ITEMS, "total", "capacity", *(("reserved",) if calibration.reserve else ())}
+    if not needed <= memory.keys() or min(memory.values()) < 0 or memory["capacity"] == 0:
+        return "has no memory, or a negative one"
+    device = DeviceMemory(
+        **{f"{item}_bytes": memory[item] for item in MEMORY_ITEMS},
+        capacity_bytes=float(plan.cluster.accelerator.hbm_bytes),
+        margin=calibration.margin,
+        reserve=calibration.reserve,
+    )
+    totals = {"total": device.total_bytes + device.reserved_bytes, "capacity": device.capacity_bytes}
+    if "reserved" in memory:
+        totals["reserved"] = device.reserved_bytes
+    for name, derived in totals.items():
+        if not _is_same(memory[name], derived):
+            return f"has {name} memory of {memory[name]:.0f} bytes where its items make {derived:.0f}"
+    if memory.keys() - needed - {"reserved"}:
+        return "has memory of an unknown kind"
+    is_close = math.isclose(totals["total"], device.capacity_bytes * (1 - device.margin), rel_tol=MEMORY_MARGIN)
+    if stage.fit != device.fit and not is_close:
+        return f"is called {shown(stage.fit)} where its memory {device.fit}"
+    return None
+
+
+def _claim_contradictions(plan: Plan) -> Iterator[str]:
+    """Times, throughput, proof, energy and hashes that do not follow from each other."""
+    batch, facts, parts = plan.question.global_batch_size, plan.model, plan.step_time_parts
+    chip, dtype = plan.cluster.accelerator, plan.question.precision.compute_dtype
+    peak = chip.peak_flops_per_s(dtype) * plan.cluster.device_count
+    energy = {name: joules for name, joules in plan.energy.items() if name not in ("total_j", "per_token_j")}
+    derived = {
+        "step_time_s": plan.timeline().time_s,
+        "samples_per_s": batch / plan.step_time_s,
+        "tokens_per_s": batch * facts.tokens_per_sample / plan.step_time_s,
+        "mfu": facts.matmul_flops_per_sample * batch / plan.step_time_s / peak,
+    }
+    for name, value in derived.items():
+        if not _is_same(getattr(plan, name), value):
+            yield f"{name} is {getattr(plan, name):.9g} where its other numbers make {value:.9g}"
+    total_s = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.update_s
+    if not _is_same(total_s, plan.step_time_s) or min(astuple(parts)[1:]) < 0:
+        yield f"step_time_parts add up to {total_s:.9g} s, not to the step"
+    if plan.energy.keys() != {*energy, "total_j", "per_token_j"} or min(plan.energy.values()) < 0:
+        yield "energy lacks its total, or has a negative item"
+    if not _is_same(plan.energy["total_j"], sum(energy.values())):
+        yield "energy.total_j is not the sum of its items"
+    if not _is_same(plan.energy["per_token_j"], plan.energy["total_j"] / (batch * facts.tokens_per_sample)):
+        yield "energy.per_token_j is not its total over the tokens"
+    yield from _proof_contradictions(plan)
+    if plan.provenance.prices != plan.question.calibration.name:
+        yield "provenance.prices is not the name of the question's calibration"
+    if plan.hashes.hardware != content_hash(json.dumps(cluster_to_json(plan.cluster), sort_keys=True)):
+        yield "hashes.hardware is not that of the hardware"
+    if plan.hashes.question != content_hash(json.dumps(to_document(plan.question), sort_keys=True)):
+        yield "hashes.question is not that of the question"
+
+
+def _proof_contradictions(plan: Plan) -> Iterator[str]:
+    """A gap that is not between bound and step, and a status that is not what gap and memory make it."""
+    gap = (plan.step_time_s - plan.bound_s) / plan.step_time_s
+    if not -EQUAL_RESULTS <= gap < 1 or not math.isclose(plan.gap, gap, abs_tol=EQUAL_RESULTS):
+        yield f"gap is {plan.gap:.9g} where step and bound make {gap:.9g}"
+    is_fitting = all(stage.fit == Fit.FITS for stage in plan.stages)
+    if plan.is_feasible != is_fitting:
+        yield f"status is {plan.status.value!r} where its stages {'fit' if is_fitting else 'do not all fit'}"
+    derived = proven_status(gap, plan.question.gap)
+    if plan.is_feasible and plan.status not in (PlanStatus.INTERRUPTED, derived):
+        yield f"status is {plan.status.value!r} where its gap makes it {derived.value!r}"
+
+
+def _list_contradictions(plan: Plan) -> Iterator[str]:
+    """Tables and lists that cannot be."""
     columns = {len(getattr(plan.landscape, field.name)) for field in fields(plan.landscape) if field.name != "met"}
-    if len(columns) > 1:
-        yield "landscape has columns of different lengths"
+    if len(columns) > 1 or plan.landscape.met < max(columns):
+        yield "landscape has columns of different lengths, or more rows than it met"
     if min(plan.landscape.seconds, default=1.0) <= 0:
         yield "landscape has a time of no seconds"
     if any(min(op.seconds, kind.forward_s) < 0 for kind in plan.layer_kinds for op in kind.ops):
@@ -52,17 +187,6 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         yield "provenance, runners_up or changes have a step of no seconds"
 
 
-def _stage_contradiction(plan: Plan, position: int, stage: Stage) -> str | None:
-    """What is wrong with one stage; None where nothing is."""
-    memory, pp = stage.memory_bytes, plan.strategy.pp
-    if (stage.place, stage.chunk) != (position % pp, position // pp):
-        return f"is at place {stage.place}, chunk {stage.chunk}"
-    if not stage.layers or not stage.devices or stage.tp < 1:
-        return "has no layers or no devices"
-    if any(not 0 <= layer.kind < len(plan.layer_kinds) for layer in stage.layers):
-        return "has a layer of an unknown kind"
-    if not {"total", "capacity"} < memory.keys() or min(memory.values()) < 0 or memory["capacity"] == 0:
-        return "has no memory, or a negative one"
-    if min(astuple(stage.passes)) < 0 or stage.passes.forward_s == 0:
-        return "has passes of no or negative seconds"
-    return None
+def _is_same(claimed: float, derived: float) -> bool:
+    """Whether two results are the same up to rounding."""
+    return math.isclose(claimed, derived, rel_tol=EQUAL_RESULTS, abs_tol=EQUAL_RESULTS * EQUAL_RESULTS)

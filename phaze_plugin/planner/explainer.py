@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from phaze.plan.plan import Change, Plan, RunnerUp
+from phaze.plan.plan import Change, Plan, PlanStatus, RunnerUp
 from phaze.planner import explanation
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.planner.strategy_search import Answer
@@ -64,6 +64,8 @@ class PlanExplainer:
 
     def explained(self, plan: Plan, model: object = None, inputs: object = None) -> Plan:
         """The plan with its explanation; one that was interrupted or cannot be searched again stays as it is."""
+        if plan.status is PlanStatus.INTERRUPTED:
+            return plan
         if self.outcome is None:
             search = self.find(model, inputs)
             if isinstance(search, str):

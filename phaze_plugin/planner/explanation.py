@@ -22,7 +22,8 @@ from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem,
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
-from phaze.planner.plan_building import MEMORY_ITEMS, complete_strategy, strategy_of
+from phaze.plan.plan_integrity import MEMORY_ITEMS
+from phaze.planner.plan_building import complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
 from phaze.profile.model_profiles import profile_model, profile_options, sequence_parallel_of, slice_model

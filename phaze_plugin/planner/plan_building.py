@@ -26,26 +26,34 @@ from phaze.plan.plan import (
     StageLayer,
     TimeSplit,
 )
+from phaze.plan.plan_integrity import MEMORY_ITEMS
+from phaze.plan.plan_status import proven_status
 from phaze.planner.layer_times import LayerKinds, layer_kinds
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
-from phaze.planner.strategy_search import Answer, Candidate, step_flops
+from phaze.planner.strategy_search import Answer, Candidate, least_time_s, step_flops
 from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
 from phaze.question import Question, content_hash
 from phaze.shard import Layout, ShardedModel
 from phaze.tolerances import EQUAL_RESULTS
 
-__all__ = ["MEMORY_ITEMS", "PROVEN_GAP", "build_plan", "complete_strategy", "question_facts", "strategy_of"]
+__all__ = ["PROVEN_GAP", "build_plan", "complete_strategy", "question_facts", "strategy_of"]
 
-MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 PROVEN_GAP = 0.01
 """A schedule counts as proven if its makespan is within this share of its lower bound."""
 
 
 def build_plan(question: Question, answer: Answer) -> Plan:
-    """The plan of an answer to a question."""
+    """The plan of an answer to a question.
+
+    Of a search that was interrupted it says only what follows from the question and the strategy, whenever that was:
+    no plan is faster than the peak allows.
+    """
     placement = answer.placement
-    question = replace(question, choices=answer.question.choices)  # the sizes and tp that were looked at
+    if answer.is_interrupted:
+        answer = replace(answer, candidates=(), pruned=(), refused={}, bound_s=least_time_s(question))
+    else:
+        question = replace(question, choices=answer.question.choices)  # the sizes and tp that were looked at
     tokens = question.graph.tokens_per_sample
     seconds = placement.time_s
     samples_per_s = question.global_batch_size / seconds
@@ -111,9 +119,7 @@ def _status(answer: Answer, gap: float, asked_gap: float) -> PlanStatus:
         return PlanStatus.DOES_NOT_FIT
     if answer.is_interrupted:
         return PlanStatus.INTERRUPTED
-    if gap <= EQUAL_RESULTS:
-        return PlanStatus.OPTIMAL
-    return PlanStatus.WITHIN_GAP if gap <= asked_gap + EQUAL_RESULTS else PlanStatus.ABOVE_GAP
+    return proven_status(gap, asked_gap)
 
 
 def strategy_of(candidate: Candidate, placement: Placement) -> Parallelism:

@@ -4,8 +4,11 @@
 2. Its strategy is added up and simulated a second time by the plain code of `plain_placement`, from slices whose
    schedules pass the schedule verifier: seconds and memory of every stage, whether they fit, the step and its parts
    (`_step_findings`, `_memory_findings`).
-3. The question is asked again (`_asked_again_findings`). Every number of the answer, the bound included, must be what
-   the plan says. Of a plan that was interrupted, only what follows from its strategy is asked again.
+3. The question is asked again (`_asked_again_findings`). Every value of the answer, the bound included, must be what
+   the plan says. A plan that was interrupted claims only what follows from its question and its strategy, and all of
+   that is derived again.
+
+No field of the plan leaves a check out: whatever a plan says of itself, all of it is compared with what is derived.
 
 Prices of single ops and collectives, and the choice of slices, are shared with planning.
 """
@@ -18,12 +21,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import phaze
+from phaze.errors import PhazeError
 from phaze.installed import installed_plugins
 from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan, PlanStatus
+from phaze.plan.plan_integrity import MEMORY_ITEMS, check_integrity
+from phaze.planner import explanation
 from phaze.planner.fixed_stages import price_fixed_stages
-from phaze.planner.plan_building import MEMORY_ITEMS, build_plan
+from phaze.planner.plan_building import build_plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
@@ -35,26 +41,10 @@ from phaze.verify.saved_plan import differences, question_for, strategy_with_sta
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["Finding", "check_plan"]
+__all__ = ["Derivation", "Finding", "check_plan", "compare_plan", "derive_plan"]
 
 _RUN = ("run",)
 """Fields of a plan that say how it was made, and differ from run to run."""
-
-_SEARCHED = (
-    "run",
-    "question",
-    "status",
-    "bound_s",
-    "gap",
-    "binds",
-    "landscape",
-    "runners_up",
-    "changes",
-    "remedies",
-    "provenance",
-    "is_explained",
-)
-"""Fields of a plan that an interrupted search leaves different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +67,45 @@ def check_plan(
 ) -> list[Finding]:
     """Everything that was checked, in order; a plan is good if every finding holds."""
     watch, plugins = watch or Watch(), plugins or installed_plugins()
-    findings = list(_belonging_findings(plan, model, inputs, plugins))
+    findings = [*_belonging_findings(plan, model, inputs, plugins), *_integrity_findings(plan)]
     if not all(finding.holds for finding in findings):
         return findings
-    question = question_for(plan, model, inputs, plugins)
+    return [*findings, *compare_plan(plan, derive_plan(plan, question_for(plan, model, inputs, plugins), watch))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derivation:
+    """What follows from a plan's question, strategy and stages: the strategy's price, and the plan asked for again."""
+
+    answer: Answer
+    again: Plan
+
+
+def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
+    """Price a plan's strategy, and ask its question again; raises PhazeError where the plan asks for nothing possible.
+
+    A plan that was interrupted is built from its strategy alone, which is all that it claims.
+    """
     watch.report("pricing the strategy a second time")
     answer = price_fixed_stages(question.with_strategy(strategy_with_stages(plan)), watch)
-    findings += _plain_findings(plan, answer)
-    findings += _asked_again_findings(plan, question, answer, watch)
-    return findings
+    asked = question.with_strategy(plan.question.strategy)
+    if plan.status is not PlanStatus.INTERRUPTED:
+        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained))
+    again = build_plan(asked, replace(answer, question=asked, is_interrupted=True))
+    return Derivation(answer, replace(again, binds=explanation.binding(again), is_explained=bool(asked.strategy)))
+
+
+def compare_plan(plan: Plan, derivation: Derivation) -> list[Finding]:
+    """Every value of a plan against what was derived, by the plain code and by asking again."""
+    return [*_plain_findings(plan, derivation.answer), *_asked_again_findings(plan, derivation.again)]
+
+
+def _integrity_findings(plan: Plan) -> Iterator[Finding]:
+    try:
+        check_integrity(plan, "plan")
+        yield Finding("it does not contradict itself", "a plan", "a plan", True)
+    except PhazeError as error:
+        yield Finding("it does not contradict itself", "a plan", str(error), False)
 
 
 def _belonging_findings(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Iterator[Finding]:
@@ -166,17 +186,11 @@ def _without_notes(plan: Plan, left_out: frozenset[str]) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, notes=notes))
 
 
-def _asked_again_findings(plan: Plan, question: Question, answer: Answer, watch: Watch) -> Iterator[Finding]:
-    """Every number of the plan against that of the question asked again."""
-    left_out: tuple[str, ...] = _RUN
-    if plan.status is PlanStatus.INTERRUPTED:
-        # The stages were priced as a strategy; the plan says what was offered when its search was interrupted.
-        again, left_out = build_plan(question, replace(answer, question=question)), _SEARCHED
-    else:
-        again = plan_for(question.with_strategy(plan.question.strategy), watch, explain=plan.is_explained)
+def _asked_again_findings(plan: Plan, again: Plan) -> Iterator[Finding]:
+    """Every value of the plan against that of the question asked again."""
     # Asked again, everything is given: notes that say what was not given the first time are no difference.
-    assumed = default_notes(question.cluster)
-    claimed, derived = (_leaves(_without_notes(either, assumed), left_out) for either in (plan, again))
+    assumed = default_notes(plan.cluster)
+    claimed, derived = (_leaves(_without_notes(either, assumed), _RUN) for either in (plan, again))
     wrong = [
         path for path in dict.fromkeys((*claimed, *derived)) if not _is_equal(claimed.get(path), derived.get(path))
     ]
