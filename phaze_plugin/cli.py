@@ -1,18 +1,21 @@
-"""The frame of the command line: `phaze [--debug] COMMAND ...`.
+"""The frame of the command line: `phaze [--debug] [--memory-limit GIB] COMMAND ...`.
 
 Exit codes: 0 fine; 1 a PhazeError or an unreadable file, shown in one block without a traceback; 2 wrong usage; 130
-interrupted. `--debug`, before or after the command, shows the traceback as well. Results go to standard output, errors
-and warnings to standard error.
+interrupted. `--debug`, before or after the command, shows the traceback as well. `--memory-limit` ends a command that
+takes more, with an error. Results go to standard output, errors and warnings to standard error. Whatever is printed is
+printable: names from files cannot steer a terminal, and no encoding fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -20,9 +23,13 @@ from rich.text import Text
 import phaze
 from phaze.commands import COMMANDS
 from phaze.commands.command import Command, CommandGroup, ExitCode
-from phaze.errors import PhazeError
+from phaze.errors import LimitError, PhazeError
+from phaze.printable_text import printable
 
 __all__ = ["main"]
+
+_MOST_GIBIBYTES = 2**30
+"""No machine has as much memory: a larger limit is a mistake, and would not fit the system's own number."""
 
 PIPE_WIDTH = 120
 """Columns of a table that is not shown on a terminal, unless COLUMNS says otherwise."""
@@ -41,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, error_console = make_console(), make_console(stderr=True)
     with warnings.catch_warnings():
         warnings.showwarning = _shown_on(error_console)
+        limit_memory(arguments.memory_limit)
         return run_command(arguments.command, arguments, console, error_console)
 
 
@@ -51,6 +59,9 @@ def run_command(command: Command, arguments: argparse.Namespace, console: Consol
     except (PhazeError, OSError) as error:
         show_error(error, error_console, with_traceback=arguments.debug)
         return ExitCode.ERROR
+    except MemoryError as error:
+        show_error(_out_of_memory(error, arguments.memory_limit), error_console, with_traceback=arguments.debug)
+        return ExitCode.ERROR
     except KeyboardInterrupt as error:
         error_console.print(f"interrupted: {error}" if error.args else "interrupted")
         return ExitCode.INTERRUPTED
@@ -60,18 +71,23 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     """The parser of the whole command line, with the commands under their headings."""
     parser = argparse.ArgumentParser(
         prog="phaze",
-        usage="phaze [--help] [--version] [--debug] COMMAND ...",
+        usage="phaze [--help] [--version] [--debug] [--memory-limit GIB] COMMAND ...",
         description=phaze.__doc__,
         epilog=_command_list(commands),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"phaze {phaze.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    limit_help = "end with an error when a process of the command takes more than so many GiB of memory"
+    parser.add_argument("--memory-limit", type=gibibytes, metavar="GIB", help=limit_help)
     parser.set_defaults(command=None)
     subparsers = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="phaze")
     for command in commands:
         subparser = subparsers.add_parser(command.name, description=f"{command.summary}.")
         subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        subparser.add_argument(
+            "--memory-limit", type=gibibytes, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar="GIB"
+        )
         subparser.set_defaults(command=command)
         command.configure(subparser)
     return parser
@@ -86,11 +102,57 @@ def _command_list(commands: Sequence[Command]) -> str:
     return "\n".join([*lines, "`phaze COMMAND --help` explains one command."])
 
 
+def gibibytes(text: str) -> float:
+    """An argument's type: a positive number of GiB."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < _MOST_GIBIBYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")
+    return value
+
+
+def limit_memory(limit_gib: float | None) -> None:
+    """Let this process and those that it starts take no more memory than so many GiB each; None limits nothing."""
+    if limit_gib is None:
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(limit_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _out_of_memory(error: MemoryError, limit_gib: float | None) -> LimitError:
+    """What to tell of a command that had no memory left."""
+    limit = "this machine has" if limit_gib is None else f"the {limit_gib:g} GiB of --memory-limit"
+    advice = "Ask a smaller question (fewer values of tp and micro_batch_size, fewer workers), or allow more."
+    told = LimitError(f"the command needs more memory than {limit}. {advice}")
+    told.__cause__ = error
+    return told
+
+
+class PrintableConsole(Console):
+    """A console on which text cannot steer the terminal: see `phaze.printable_text`."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text as it is shown, in tables too."""
+        return super().render_str(printable(text, keeps_lines=True), **options)
+
+    def out(self, *objects: Any, **options: Any) -> None:
+        """Text as it is written: exact in a pipe or a file, printable on a terminal."""
+        shown = [printable(str(value), keeps_lines=True) for value in objects] if self.is_terminal else objects
+        super().out(*shown, **options)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console that prints names as they are: no markup, no highlighting, and a fixed width in a pipe."""
     stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):  # what the terminal's encoding lacks is written out
+        stream.reconfigure(errors="backslashreplace")
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
+    return PrintableConsole(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def show_error(error: Exception, console: Console, *, with_traceback: bool) -> None:
@@ -98,12 +160,13 @@ def show_error(error: Exception, console: Console, *, with_traceback: bool) -> N
     if with_traceback:
         console.out("".join(traceback.format_exception(error)), highlight=False)
     kind = type(error).__name__
-    lines = [str(error) or kind, *getattr(error, "__notes__", ())]
+    lines = [printable(line, keeps_lines=True) for line in (str(error) or kind, *getattr(error, "__notes__", ()))]
     console.print(Text.assemble(("error", "bold red"), f" ({kind}): ", "\n".join(lines)), soft_wrap=True)
 
 
 def _shown_on(console: Console) -> Callable[..., None]:
     def show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-        console.print(Text.assemble(("warning", "bold yellow"), f" ({category.__name__}): {message}"), soft_wrap=True)
+        text = printable(str(message), keeps_lines=True)
+        console.print(Text.assemble(("warning", "bold yellow"), f" ({category.__name__}): {text}"), soft_wrap=True)
 
     return show_warning

@@ -126,10 +126,10 @@ class UnknownNameError(PhazeError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], advice: str = "") -> None:
         names = sorted(known)
-        near = near_names(name, names)
+        near = near_names(str(name), names)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         listed = ", ".join(names) if names else "none"
-        super().__init__(f"unknown {what} {name!r}.{hint} Known: {listed}.{advice and f' {advice}'}")
+        super().__init__(f"unknown {what} {shown(name)}.{hint} Known: {listed}.{advice and f' {advice}'}")
         self.what, self.name, self.known = what, name, tuple(names)
 
 

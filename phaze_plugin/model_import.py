@@ -64,7 +64,7 @@ def import_with_plugins(
         _check_libraries(offer)
         try:
             return _checked(offer.value.import_model(model, inputs, options))
-        except PhazeError:
+        except (PhazeError, MemoryError):
             raise
         except Exception as error:
             plugins.report_failure(offer.origin, f"frontend {offer.name!r}", error)
@@ -87,7 +87,7 @@ def _import_by_named(offer: Offer[Frontend], model: object, inputs: object, opti
     _check_libraries(offer)
     try:
         return _checked(offer.value.import_model(model, inputs, options))
-    except PhazeError:
+    except (PhazeError, MemoryError):
         raise
     except Exception as error:
         raise _plugin_error("frontend", offer, error) from error
@@ -100,7 +100,7 @@ def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object]) -> G
         raise ValueError(f"sequence_length is {sequence_length!r}; expected a positive integer")
     try:
         return _checked(offer.value(sequence_length=sequence_length))
-    except PhazeError:
+    except (PhazeError, MemoryError):
         raise
     except Exception as error:
         raise _plugin_error("model", offer, error) from error

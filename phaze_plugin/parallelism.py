@@ -163,6 +163,9 @@ class Choices:
         return replace(self, schedule=schedules, **changes)  # type: ignore[arg-type]
 
 
+LARGEST_DEGREE = 2**31
+"""Degrees and counts of a strategy are no larger: products of two still fit 64 bits."""
+
 STRATEGY_KEYS = (*(field.name for field in fields(Parallelism)), "stages")
 """Keys of a strategy as users write it; `stages` says how many layers each stage has."""
 
@@ -190,7 +193,7 @@ def read_strategy(strategy: object) -> dict[str, object]:
 
 
 def _count(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_DEGREE:
         raise QuestionError(f"strategy has {key} {shown(value)}; expected a whole number of at least 1.")
     return value
 

@@ -38,6 +38,7 @@ from phaze.hardware import (
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
+from phaze.limits import check_limit
 from phaze.model_import import import_with_plugins
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
@@ -262,6 +263,7 @@ def ask(
     """
     _check_options(options)
     cluster = settled_cluster(options.get("cluster"), plugins)
+    check_limit("devices", cluster.device_count, "the cluster's number of devices")
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
     attention = settled_attention(options.get("attention"), cluster.accelerator)
     graph, target = _import(model, inputs, options, attention, plugins)
@@ -271,6 +273,7 @@ def ask(
         batch_size = SAMPLES_PER_DEVICE * cluster.device_count
         notes.append(_assumed_batch_note(cluster))
     batch_size = _positive("global_batch_size", batch_size)
+    check_limit("batch", batch_size, "global_batch_size")
     calibration = options.get("calibration")
     if calibration is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)

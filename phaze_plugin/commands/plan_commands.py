@@ -36,6 +36,7 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
     """Plan, print and save."""
     import phaze
 
+    _check_files(arguments)
     model, inputs = find_model(arguments.model)
     with shown_progress(is_quiet=arguments.quiet) as progress:
         plan = phaze.optimize(
@@ -46,14 +47,24 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
             time_limit_s=arguments.time_limit,
             **question_options(arguments),
         )
-    written = _write(plan, arguments)
     texts: list[RenderableType] = [str(plan), *_pictures(plan, console)]
     if arguments.explain or not plan.is_feasible:
         texts += ["", plan.explain()]
-    texts += written
-    if not arguments.quiet:
-        show(console, arguments, json.loads(plan.to_json()), *texts)
+    try:
+        texts += _write(plan, arguments)
+    finally:  # an answer that cannot be saved is shown all the same
+        if not arguments.quiet:
+            show(console, arguments, json.loads(plan.to_json()), *texts)
     return ExitCode.FINE if plan.is_feasible else ExitCode.ERROR
+
+
+def _check_files(arguments: Namespace) -> None:
+    """Raise now what would keep the answer from being saved."""
+    from phaze.file_writing import check_writable
+
+    for path in (arguments.out, arguments.trace):
+        if path is not None:
+            check_writable(path)
 
 
 def _pictures(plan: Plan, console: Console) -> list[RenderableType]:

@@ -24,6 +24,7 @@ __all__ = [
     "add_model_argument",
     "add_question_arguments",
     "add_question_options",
+    "add_trust_option",
     "find_model",
     "progress_text",
     "question_options",
@@ -36,7 +37,13 @@ PYTHON = "python:"
 def add_model_argument(parser: ArgumentParser, flag: str = "model", more: str = "", **options: Any) -> None:
     """Add MODEL, in all its forms; `more` is added to its help."""
     text = "a known name, a config.json, a saved graph, another model file, or python:MODULE_OR_FILE:ATTRIBUTE"
+    text += " (which runs that code)"
     parser.add_argument(flag, metavar="MODEL", help=f"{text}{more}", **options)
+
+
+def add_trust_option(parser: ArgumentParser) -> None:
+    """Let a user say that a scheduler on another machine may run programs here."""
+    parser.add_argument("--trust-scheduler", action="store_true", help="let a dask:// of another machine run code here")
 
 
 def add_question_arguments(parser: ArgumentParser) -> None:

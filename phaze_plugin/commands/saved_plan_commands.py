@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
-from phaze.commands.question_arguments import add_model_argument, find_model, shown_progress
+from phaze.commands.question_arguments import add_model_argument, add_trust_option, find_model, shown_progress
 
 if TYPE_CHECKING:
     from phaze.verify.plan_checks import Finding
@@ -82,6 +82,7 @@ def _configure_verify(parser: ArgumentParser) -> None:
     more = "; once for each model of a search, in their order"
     add_model_argument(parser, "--model", more, required=True, action="append")
     parser.add_argument("--executor", metavar="NAME", help="of a search: processes[:N] (default), serial, dask://...")
+    add_trust_option(parser)
     add_json_option(parser)
 
 
@@ -120,7 +121,7 @@ def _search_findings(arguments: Namespace) -> list[Finding]:
 
     models_and_inputs = [find_model(text) for text in arguments.model]
     inputs = models_and_inputs[0][1] if len(models_and_inputs) == 1 else [example for _, example in models_and_inputs]
-    with open_workers(arguments.executor) as workers:
+    with open_workers(arguments.executor, trust_scheduler=arguments.trust_scheduler) as workers:
         return check_search(arguments.plan, [model for model, _ in models_and_inputs], inputs, workers=workers)
 
 

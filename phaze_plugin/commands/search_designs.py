@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, positive_integer, show
-from phaze.commands.question_arguments import find_model, numbers
+from phaze.commands.question_arguments import add_trust_option, find_model, numbers
 
 if TYPE_CHECKING:
-    from phaze.explore.search_result import SearchProgress
+    from phaze.explore.search_result import SearchProgress, SearchResult
 
 __all__ = ["search_designs"]
 
@@ -62,6 +62,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
     parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
+    add_trust_option(parser)
     parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
     parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
@@ -84,7 +85,6 @@ def words(text: str) -> tuple[str, ...]:
 def run(arguments: Namespace, console: Console) -> int:
     """Search, print and save."""
     import phaze
-    from phaze.file_writing import write_whole
 
     _check_files(arguments)
     models_and_inputs = [find_model(text) for text in arguments.models]
@@ -109,6 +109,7 @@ def run(arguments: Namespace, console: Console) -> int:
             combine=arguments.combine,
             front=arguments.front,
             executor=arguments.executor,
+            trust_scheduler=arguments.trust_scheduler,
             journal=arguments.journal,
             time_limit_s=arguments.time_limit,
             gap=arguments.gap,
@@ -118,17 +119,26 @@ def run(arguments: Namespace, console: Console) -> int:
     texts = [str(result)]
     if arguments.journal is not None and not result.certificate.is_finished:
         texts.append(f"the same command goes on from {arguments.journal}")
+    try:
+        texts += _saved(arguments, result)
+    finally:  # an answer that cannot be saved is shown all the same
+        show(console, arguments, json.loads(result.to_json()), *texts)
+    return ExitCode.FINE
+
+
+def _saved(arguments: Namespace, result: SearchResult) -> Iterator[str]:
+    """Save what was asked for, and say where."""
+    from phaze.file_writing import write_whole
+
     if arguments.out is not None:
         result.save(arguments.out)
-        texts.append(f"saved to {arguments.out}")
+        yield f"saved to {arguments.out}"
     if arguments.csv is not None:
         write_whole(arguments.csv, result.explored_csv())
-        texts.append(f"accelerators listed in {arguments.csv}")
+        yield f"accelerators listed in {arguments.csv}"
     if arguments.plan is not None:
         next(iter(result.plans.values())).save(arguments.plan)
-        texts.append(f"plan saved to {arguments.plan}")
-    show(console, arguments, json.loads(result.to_json()), *texts)
-    return ExitCode.FINE
+        yield f"plan saved to {arguments.plan}"
 
 
 def _check_files(arguments: Namespace) -> None:

@@ -53,6 +53,7 @@ def search(
     inputs: object = None,
     *,
     executor: Executor | str | None = None,
+    trust_scheduler: bool = False,
     journal: str | os.PathLike[str] | None = None,
     time_limit_s: float | None = None,
     progress: Callable[[SearchProgress], object] | None = None,
@@ -69,7 +70,8 @@ def search(
     answer.
 
     `executor` is a concurrent.futures.Executor, "processes:4", "serial" or "dask://host:port"; the answer does not
-    depend on it. A `journal` file lets a killed search resume. `time_limit_s` and Ctrl-C end it with the best so far.
+    depend on it. A Dask scheduler that is not on this machine needs `trust_scheduler`. A `journal` file lets a killed
+    search resume. `time_limit_s` and Ctrl-C end it with the best so far.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
     """
@@ -80,7 +82,7 @@ def search(
     question = ask_search(models, inputs, options, plugins or installed_plugins())
     started_s = time.monotonic()
     with ExitStack() as stack:
-        workers = stack.enter_context(open_workers(executor))
+        workers = stack.enter_context(open_workers(executor, trust_scheduler=trust_scheduler))
         kept = Journal() if journal is None else Journal.open(journal, question.journal_header())
         stack.callback(kept.close)
         best_first = BestFirstSearch(question=question, workers=workers, journal=kept)

@@ -6,6 +6,7 @@ and what they had not finished is run again; a Dask scheduler does the same for 
 
 from __future__ import annotations
 
+import ipaddress
 import multiprocessing
 import os
 import sys
@@ -143,9 +144,10 @@ class _ScriptlessContext(SpawnContext):
 
 
 @contextmanager
-def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
+def open_workers(executor: Executor | str | None, *, trust_scheduler: bool = False) -> Iterator[Workers]:
     """Workers of an executor: one of concurrent.futures, "serial", "processes[:N]" (None), or "dask://HOST:PORT".
 
+    A Dask scheduler can run any code here and on its workers, so that one on another machine must be trusted in words.
     Raises QuestionError for anything else, and PlanError where Dask or its scheduler is missing.
     """
     if isinstance(executor, Executor):
@@ -155,6 +157,11 @@ def open_workers(executor: Executor | str | None) -> Iterator[Workers]:
         yield Workers()
         return
     if isinstance(executor, str) and executor.startswith(_DASK):
+        if not trust_scheduler and not _is_on_this_machine(executor.removeprefix(_DASK)):
+            raise QuestionError(
+                f"executor is {shown(executor)}, a scheduler on another machine; whoever runs it can run any program "
+                "here. If you trust it, pass trust_scheduler=True, or --trust-scheduler."
+            )
         with _dask_workers(executor) as workers:
             yield workers
         return
@@ -188,6 +195,17 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=watch, args=(parent,), daemon=True).start()
+
+
+def _is_on_this_machine(address: str) -> bool:
+    """Whether a scheduler's HOST:PORT is one of this machine's loopback addresses."""
+    host = address.rsplit(":", 1)[0].strip("[]").casefold()
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @contextmanager

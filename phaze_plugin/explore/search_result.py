@@ -14,6 +14,7 @@ from phaze.file_writing import write_whole
 from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
+from phaze.printable_text import printable
 from phaze.report.notebook_views import search_view
 from phaze.report.plan_text import seconds_text
 from phaze.report.search_page import search_page
@@ -254,7 +255,7 @@ class SearchResult:
             about = "of the space" if self.is_front_proven else "of the accelerators that were evaluated"
             lines += ["", f"front of throughput, area and energy, {about}:"]
             lines += [_front_line(design) for design in self.front]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _value_text(objective: str, value: float) -> str:

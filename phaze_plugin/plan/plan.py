@@ -58,6 +58,9 @@ __all__ = [
 ]
 
 FORMAT = "phaze-plan"
+_RUN = "run"
+"""The field of a plan that differs between equal questions."""
+
 VERSION = 4
 """Version 4 carries a digest of its content and says how attention runs; version 3 keeps what its pages draw."""
 
@@ -341,7 +344,9 @@ class Plan:
     def to_json(self) -> str:
         """The plan as one JSON document, with as much of its explanation as was looked for so far."""
         document = {"format": FORMAT, "version": VERSION, **_document(self)}
-        return json.dumps(with_digest(document), indent=1, allow_nan=False)
+        # The run has a digest of its own, so that equal questions have equal digests.
+        run = with_digest(to_document(document.pop(_RUN)))
+        return json.dumps({**with_digest(document), _RUN: run}, indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan: whole or not at all."""
@@ -429,9 +434,12 @@ def plan_from_document(document: object, where: str = "plan") -> Plan:
             f"{where} has version {shown(document.get('version'))}; this is phaze {phaze.__version__} and reads "
             f"version {VERSION}. Make the plan again."
         )
-    document = without_digest(document, where)
+    run = document.get(_RUN)
+    if not isinstance(run, dict):
+        raise FormatError(f"{where} lacks {_RUN!r}, the facts of the run that made it; the file is damaged.")
+    document = without_digest({name: value for name, value in document.items() if name != _RUN}, where)
     body = {name: value for name, value in document.items() if name not in ("format", "version")}
-    plan = from_document(Plan, body, where)
+    plan = from_document(Plan, {**body, _RUN: without_digest(run, f"{where}.{_RUN}")}, where)
     check_integrity(plan, where)
     return plan
 

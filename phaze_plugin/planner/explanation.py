@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from phaze.capabilities import Capabilities
 from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
+from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
@@ -290,7 +291,7 @@ def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, .
     """What twice the memory, twice the links' bandwidth or twice the devices would bring."""
     cluster = question.cluster
     chip = cluster.accelerator
-    larger = replace(cluster, accelerator=replace(chip, hbm_bytes=2 * chip.hbm_bytes))
+    larger = replace(cluster, accelerator=replace(chip, hbm_bytes=min(2 * chip.hbm_bytes, LARGEST_BYTES)))
     changed_clusters = [
         (f"twice the memory ({2 * chip.hbm_bytes / 2**30:.0f} GiB)", larger),
         (f"twice the devices ({2 * cluster.device_count})", twice_the_devices(cluster)),

@@ -13,6 +13,7 @@ from itertools import product
 
 from phaze.errors import PlacementError, PlanError, ShardError
 from phaze.ir import Graph, RecomputeMode
+from phaze.json_records import to_document
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import (
     Placement,
@@ -23,6 +24,7 @@ from phaze.place import (
     evaluate_placement,
 )
 from phaze.place.memory.remedies import explain_infeasibility
+from phaze.plan.plan import Plan
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.planner.strategy_search import (
     Answer,
@@ -36,7 +38,12 @@ from phaze.planner.strategy_search import (
 from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slicings
 from phaze.question import Question
 
-__all__ = ["price_fixed_stages"]
+__all__ = ["price_fixed_stages", "strategy_with_stages"]
+
+
+def strategy_with_stages(plan: Plan) -> dict[str, object]:
+    """The plan's strategy with how many layers each stage has, in the form that `phaze.evaluate` takes."""
+    return {**to_document(plan.strategy), "stages": [len(stage.layers) for stage in plan.stages]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,23 +1,27 @@
 """One plan for all processes of a launch: all check that they ask the same, rank 0 answers, all read the answer.
 
 What goes wrong on one process is raised on all of them, so that none waits for a plan that never comes. The answer is
-kept in the user's cache folder under the content of the question: the next start of the same training loads it.
+kept in the user's cache folder under the content of the question, plugins included: the next start of the same training
+loads it. A kept plan is not taken on trust: it must be for this very question, and its strategy is priced again.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import phaze
-from phaze.errors import FormatError, PlanError
+from phaze.capabilities import Capabilities
+from phaze.errors import FormatError, PhazeError, PlanError
 from phaze.json_records import to_document
-from phaze.plan.plan import Plan, PlanStatus, RunFacts, plan_from_document, read_plan
+from phaze.plan.plan import VERSION, Plan, PlanStatus, RunFacts, plan_from_document, read_plan
 from phaze.planner.explainer import FoundSearch, PlanExplainer
-from phaze.planner.plan_building import question_facts
+from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
+from phaze.planner.plan_building import build_plan, question_facts
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import choose
 from phaze.question import Question, content_hash
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from phaze.interfaces import World
 
 __all__ = ["active_world", "cache_path", "plan_together"]
+
+
+_CAPABILITIES = fields(Capabilities)
 
 
 def active_world(plugins: PluginManager) -> World | None:
@@ -97,16 +104,19 @@ def _check_equal(reports: Sequence[dict[str, Any]]) -> None:
 
 
 def _answered(question: Question, answer: Callable[[Question], Plan]) -> Plan:
-    """From the cache, or anew and kept unless interrupted; a cache that cannot be read or written is passed over."""
+    """From the cache, or anew and kept unless interrupted; what cannot be read, written or trusted is passed over."""
     path = cache_path(question)
     try:
-        return replace(read_plan(path), run=RunFacts(is_cached=True))
-    except FormatError:
-        plan = answer(question)
+        kept = read_plan(path)
+        if _still_holds(kept, question):
+            return replace(kept, run=RunFacts(is_cached=True))
+    except PhazeError:
+        pass
+    plan = answer(question)
     if plan.status is PlanStatus.INTERRUPTED:
         return plan
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         plan.save(path)
     except (FormatError, OSError) as error:
         note = f"the plan was not kept for the next start: {error}"
@@ -114,9 +124,48 @@ def _answered(question: Question, answer: Callable[[Question], Plan]) -> Plan:
     return plan
 
 
+_REPRICED = ("model", "hardware", "strategy", "stages", "layouts", "step_time_s", "step_time_parts", "energy", "mfu")
+"""Fields of a plan that follow from its strategy and stages alone."""
+
+
+def _still_holds(kept: Plan, question: Question) -> bool:
+    """Whether a kept plan answers this question, and its strategy has the price and the layouts that it says.
+
+    Raises PhazeError where its strategy cannot be priced.
+    """
+    asked = replace(question_facts(question), micro_batch_size=(), tp=())  # what was offered may have grown
+    said = replace(kept.question, micro_batch_size=(), tp=())
+    hashes = (kept.hashes.graph, kept.hashes.hardware, kept.hashes.version)
+    if hashes != (question.graph_hash, question.hardware_hash, phaze.__version__):
+        return False
+    if json.dumps(to_document(asked), sort_keys=True) != json.dumps(to_document(said), sort_keys=True):
+        return False
+    fixed = question.with_strategy(strategy_with_stages(kept))
+    again = build_plan(question, replace(price_fixed_stages(fixed, Watch()), question=question))
+    return all(to_document(getattr(kept, name)) == to_document(getattr(again, name)) for name in _REPRICED)
+
+
+def _price_versions(question: Question) -> dict[str, str]:
+    """The prices of ops that plugins bring, by their names, each with the content of the file that it stands in."""
+    versions = {}
+    for name, price in question.prices.items():
+        owner = price if inspect.isroutine(price) else type(price)
+        try:
+            content = content_hash(inspect.getsource(inspect.getmodule(owner) or owner))
+        except (OSError, TypeError):
+            content = ""
+        versions[name] = f"{owner.__module__}.{owner.__qualname__} {content}"
+    return versions
+
+
 def cache_path(question: Question) -> Path:
     """Where the plan of a question is kept."""
     from platformdirs import user_cache_path
 
-    content = json.dumps({**_asked(question), "version": phaze.__version__}, sort_keys=True)
+    capabilities = {
+        name: sorted(map(str, value)) if isinstance(value, frozenset) else str(value)
+        for name, value in ((field.name, getattr(question.capabilities, field.name)) for field in _CAPABILITIES)
+    }
+    asked = {**_asked(question), "prices": _price_versions(question), "capabilities": capabilities}
+    content = json.dumps({**asked, "version": phaze.__version__, "format": VERSION}, sort_keys=True)
     return user_cache_path("phaze") / "plans" / f"{content_hash(content)}.json"

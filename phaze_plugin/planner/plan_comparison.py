@@ -10,6 +10,7 @@ from phaze.errors import shown
 from phaze.file_writing import write_whole
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan
+from phaze.printable_text import with_printable_text
 from phaze.report.comparison_page import comparison_page
 from phaze.report.notebook_views import comparison_view
 from phaze.report.plan_text import seconds_text
@@ -53,7 +54,7 @@ class Comparison:
 
     def __str__(self) -> str:
         cells = [("", "first", "second", "second against first")]
-        cells += [(row.name, row.first, row.second, row.difference) for row in self.rows]
+        cells += [(row.name, row.first, row.second, row.difference) for row in with_printable_text(self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells

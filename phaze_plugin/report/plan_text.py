@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
+from phaze.printable_text import with_printable_text
 
 __all__ = ["explanation", "provenance_lines", "seconds_text", "strategy_text", "summary", "verdict"]
 
@@ -18,6 +19,7 @@ _HEADINGS = ("stage", "layers", "devices", "recompute", "forward", "backward", "
 
 def summary(plan: Plan) -> str:
     """What to do, how fast it is, how full devices get, and how far from the bound."""
+    plan = with_printable_text(plan)
     parts, total = plan.step_time_parts, plan.step_time_s
     named = (
         ("compute", parts.compute_s),
@@ -190,6 +192,7 @@ def _wrapped(text: str, first: str, others: str) -> list[str]:
 
 def explanation(plan: Plan) -> str:
     """What binds, what other kinds would cost, what other hardware would bring, and what would make it fit."""
+    plan = with_printable_text(plan)
     lines = [*_paragraph("", f"{plan.model.name}: {strategy_text(plan.strategy)}, {verdict(plan)}."), ""]
     sections = (
         ("what binds", plan.binds),

@@ -28,7 +28,7 @@ from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan, PlanStatus
 from phaze.plan.plan_integrity import MEMORY_ITEMS, check_integrity
 from phaze.planner import explanation
-from phaze.planner.fixed_stages import price_fixed_stages
+from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
@@ -36,7 +36,7 @@ from phaze.planner.strategy_search import Answer
 from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
 from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
-from phaze.verify.saved_plan import differences, question_for, strategy_with_stages
+from phaze.verify.saved_plan import differences, question_for
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

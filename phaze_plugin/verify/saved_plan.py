@@ -18,7 +18,7 @@ from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, read_plan
 from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.explanation import binding
-from phaze.planner.fixed_stages import price_fixed_stages
+from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import choose
@@ -27,7 +27,7 @@ from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_c
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for", "strategy_with_stages"]
+__all__ = ["differences", "load_plan", "model_differences", "priced_anew", "question_for"]
 
 
 def load_plan(
@@ -161,8 +161,3 @@ def priced_anew(
     question = question_for(plan, model, inputs, plugins, cluster).with_strategy(strategy_with_stages(plan))
     anew = build_plan(question, price_fixed_stages(question, Watch()))
     return replace(anew, binds=binding(anew))
-
-
-def strategy_with_stages(plan: Plan) -> dict[str, object]:
-    """The plan's strategy with how many layers each stage has, in the form that `phaze.evaluate` takes."""
-    return {**to_document(plan.strategy), "stages": [len(stage.layers) for stage in plan.stages]}

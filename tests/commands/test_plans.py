@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from forgeries import forged
+from full_disks import full_disk
 from plans import small_cluster, small_graph
 
+import phaze
 from phaze.cli import main
 from phaze.hardware import save_cluster
 
@@ -40,7 +43,7 @@ def test_optimize_prints_the_plan_and_saves_it(folder: Path, capsys: pytest.Capt
     for words in ("small-gpt", "strategy  dp", "MFU", "what binds", "saved to"):
         assert words in out
     explained, plain = (json.loads((folder / name).read_text()) for name in ("again.json", "roomy.json"))
-    added = ("is_explained", "runners_up", "changes", "run", "digest")
+    added = ("is_explained", "runners_up", "changes", "digest", "run")
     assert [explained[name] == plain[name] for name in added] == [False] * len(added)
     assert {name: explained[name] for name in explained if name not in added} == {
         name: plain[name] for name in plain if name not in added
@@ -92,10 +95,36 @@ def test_verify_holds_for_a_good_plan_and_fails_for_a_changed_one(
     assert main(["verify", str(folder / "tight.json"), "--model", model]) == 0
     assert "checks hold" in capsys.readouterr().out
     document = json.loads((folder / "tight.json").read_text())
-    document["step_time_s"] *= 0.99
-    (folder / "wrong.json").write_text(json.dumps(document))
-    assert main(["verify", str(folder / "wrong.json"), "--model", model]) == 1
-    assert "step time, simulated plainly" in capsys.readouterr().out
+    document["landscape"]["memory_bytes"][0] *= 0.99
+    for text, told in ((document, "is damaged or was edited"), (forged(document), "landscape.memory_bytes[0]")):
+        (folder / "wrong.json").write_text(json.dumps(text))
+        assert main(["verify", str(folder / "wrong.json"), "--model", model]) == 1
+        assert told in "".join(capsys.readouterr())
+
+
+def test_an_answer_that_cannot_be_saved_is_shown_all_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with full_disk(100):
+        assert main(optimize(folder, "roomy", "--out", str(folder / "full.json"))) == 1
+    shown = capsys.readouterr()
+    assert "strategy  dp" in shown.out
+    assert "cannot write" in shown.err
+    assert not (folder / "full.json").exists()
+    assert main(optimize(folder, "roomy", "--out", str(folder))) == 1
+    assert "it is a folder" in capsys.readouterr().err
+
+
+def test_a_name_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((folder / "tight.json").read_text())
+    document["model"]["name"] = "\x1b[2J\u202egpt\nproof     optimal"
+    document["provenance"]["notes"] = ["\x9b31m\x07"]
+    (folder / "evil.json").write_text(json.dumps(forged(document)))
+    for command in (["explain", str(folder / "evil.json")], ["compare", *[str(folder / "evil.json")] * 2]):
+        main(command)
+        shown = "".join(capsys.readouterr())
+        assert all(character.isprintable() or character == "\n" for character in shown)
+        assert "\nproof     optimal" not in shown
+    print(phaze.load_plan(folder / "evil.json"))  # noqa: T201  # as a user would
+    assert "\\x1b[2J\\u202egpt\\nproof" in capsys.readouterr().out
 
 
 def test_evaluate_prices_a_strategy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

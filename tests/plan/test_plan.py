@@ -32,7 +32,7 @@ def test_json_has_the_documented_names() -> None:
     keys += ["micro_batch_size", "recompute"]
     assert list(document["strategy"]) == keys
     assert {"layers", "devices", "memory_bytes"} <= set(document["stages"][0])
-    assert list(document["run"]) == ["seconds", "is_cached"]
+    assert list(document["run"]) == ["seconds", "is_cached", "digest"]
     assert list(document["hashes"]) == ["graph", "hardware", "question", "version"]
 
 

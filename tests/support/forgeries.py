@@ -10,8 +10,11 @@ __all__ = ["forged", "forged_journal"]
 
 
 def forged(document: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """A document with some fields changed, and a digest that agrees with them."""
-    return with_digest({**document, **changes})
+    """A document with some fields changed, and digests that agree with them; a plan's run has one of its own."""
+    changed = {**document, **changes}
+    run = changed.pop("run", None)
+    sealed = with_digest(changed)
+    return sealed if run is None else {**sealed, "run": with_digest(run) if isinstance(run, dict) else run}
 
 
 def forged_journal(lines: Iterable[str]) -> str:
