@@ -296,7 +296,11 @@ def from_points(document: Mapping[str, object]) -> AcceleratorArray:
     """The space that `to_description` wrote."""
     if document == {"name": "paper"}:
         return paper()
-    names, columns = document["names"], {name: np.array(values) for name, values in document.items() if name != "names"}
-    if not isinstance(names, list):
-        raise FormatError(f"the space's names are {shown(names)}; expected a list.")
+    names = document.get("names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f"the space's names are {shown(names)}; expected a list of names.")
+    try:
+        columns = {name: np.array(values) for name, values in document.items() if name != "names"}
+    except ValueError as error:  # rows of different lengths
+        raise FormatError(f"the space has a column that is no table: {error}.") from error
     return AcceleratorArray(names=tuple(names), **columns)

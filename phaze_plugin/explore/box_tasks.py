@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from phaze.errors import FormatError
 from phaze.explore.design_bounds import FloatArray, best_case_accelerator
 from phaze.explore.design_boxes import DesignBox
 from phaze.explore.executors import Workers
@@ -56,12 +57,22 @@ class _BoundRecord:
 
     bound_s: float | None
 
+    def __post_init__(self) -> None:
+        """Check that it is a time."""
+        if self.bound_s is not None and self.bound_s < 0:
+            raise ValueError(f"bound_s is {self.bound_s}; expected at least 0")
+
 
 @dataclass(frozen=True, slots=True)
 class _ScheduleRecord:
     """Bounds of scheduled passes as the journal keeps them, by accelerator and column."""
 
     pass_s: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Check that these are times, as many of each accelerator."""
+        if len({len(row) for row in self.pass_s}) != 1 or min(map(min, filter(None, self.pass_s)), default=0) < 0:
+            raise ValueError("pass_s has rows of different lengths, or negative times")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,6 +207,8 @@ class BoxTasks:
         )
         for (box, swept), record in zip(scheduled_parts, records, strict=True):
             pass_s: FloatArray = swept.bounds.pass_s
+            if np.shape(record.pass_s) != pass_s[box.points].shape:
+                raise FormatError(f"the journal's bounds of {box.name} are of other layers; begin a new journal.")
             pass_s[box.points] = np.maximum(pass_s[box.points], np.array(record.pass_s))
         for box in boxes:
             self.state.scheduled.update(box.points.tolist())

@@ -117,6 +117,13 @@ class Evaluation:
     scheduled: int = 0
     placed: int = 0
 
+    def __post_init__(self) -> None:
+        """Check that times are positive, and that there is a plan exactly where there is a time."""
+        if min((value for value in (self.time_s, self.bound_s) if value is not None), default=1.0) < 0:
+            raise ValueError(f"time_s is {self.time_s} and bound_s {self.bound_s}; expected no negative time")
+        if self.time_s == 0 or (self.time_s is None) != (self.parallelism is None):
+            raise ValueError(f"time_s is {self.time_s} where the plan is {self.parallelism}")
+
     def strategy(self) -> dict[str, object]:
         """The plan's strategy with its cuts, in the form that `phaze.evaluate` takes."""
         document: dict[str, object] = to_document(self.parallelism)

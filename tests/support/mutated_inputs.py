@@ -4,10 +4,13 @@ A text is damaged in its bytes (flipped, cut, doubled, spliced) or, where it is 
 something that no reader should trust, removed, doubled, renamed, or wrapped until it is nested deeply.
 """
 
+import copy
 import gzip
 import json
 import random
 from typing import Any
+
+from forgeries import forged, forged_journal
 
 EVIL_VALUES: tuple[Any, ...] = (
     None,
@@ -79,28 +82,46 @@ def mutated(seed: bytes, chance: random.Random) -> bytes:
     """A damaged version of a good input, plain or gzipped."""
     if seed[:2] == b"\x1f\x8b" and chance.random() < 0.6:
         return gzip.compress(mutated(gzip.decompress(seed), chance), compresslevel=1, mtime=0)
-    if seed[:1] in b"{[" and chance.random() < 0.7:
-        document = _document(seed)
-        if document is not None:
-            for _ in range(chance.choice((1, 1, 1, 2, 4))):
-                document = mutated_document(document, chance)
-            text = json.dumps(document, indent=chance.choice((None, 1))).encode()
-            depth = chance.choice((50, 1500, 100_000))
-            return text.replace(_NESTED.encode(), b"[" * depth + b"]" * depth)
+    if seed[:1] == b"{" and chance.random() < 0.8:
+        is_journal = b"}\n{" in seed
+        text = _mutated_journal(seed, chance) if is_journal else _mutated_json(seed, chance)
+        depth = chance.choice((50, 1500, 100_000))
+        return text.encode().replace(_NESTED.encode(), b"[" * depth + b"]" * depth)
     return _mutated_bytes(seed, chance)
 
 
-def _document(text: bytes) -> Any:
+def _mutated_json(seed: bytes, chance: random.Random) -> str:
+    """A JSON document with some values changed; what has a digest gets the right one half of the time."""
+    document = json.loads(seed)
+    is_sealed = "digest" in document
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        document = mutated_document(document, chance)
+    if is_sealed and isinstance(document, dict) and chance.random() < 0.5:
+        document = forged(document)
+    return json.dumps(document, indent=chance.choice((None, 1)))
+
+
+def _mutated_journal(seed: bytes, chance: random.Random) -> str:
+    """A journal with one line changed, left out or moved; most have the right digests."""
+    lines = seed.decode().splitlines()
+    number = chance.randrange(len(lines)) if chance.random() < 0.7 else 0
+    kind = chance.randrange(6)
+    if kind == 0:
+        del lines[number]
+    elif kind == 1:
+        chance.shuffle(lines)
+    else:
+        lines[number] = json.dumps(mutated_document(json.loads(lines[number]), chance))
     try:
-        return json.loads(text)
-    except ValueError:
-        return None
+        return forged_journal(lines) if chance.random() < 0.7 else "\n".join(lines) + "\n"
+    except (AttributeError, TypeError):  # a line that is no object has no digest
+        return "\n".join(lines) + "\n"
 
 
 def mutated_document(document: Any, chance: random.Random) -> Any:
     """The document, changed in place in one value."""
     if not isinstance(document, dict | list) or not document:
-        return chance.choice(EVIL_VALUES)
+        return copy.deepcopy(chance.choice(EVIL_VALUES))
     place = document
     while True:
         key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
@@ -122,13 +143,13 @@ def _change(place: Any, key: Any, chance: random.Random) -> None:
     elif kind == 1:
         place.insert(key, value)
     elif kind == 2 and isinstance(value, int | float) and not isinstance(value, bool):
-        place[key] = chance.choice((value + 1, -value, value * 1e6, value / 3, value * 2, str(value), float(value)))
+        place[key] = chance.choice((value + 1, -value, value * 10**6, value * 2, str(value), value // 3))
     elif kind == 3:
         place[key] = chance.choice(([value], _NESTED.strip('"')))
     elif kind == 4 and isinstance(place, list):
         chance.shuffle(place)
     else:
-        place[key] = chance.choice(EVIL_VALUES)
+        place[key] = copy.deepcopy(chance.choice(EVIL_VALUES))
 
 
 def _mutated_bytes(text: bytes, chance: random.Random) -> bytes:
