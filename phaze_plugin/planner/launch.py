@@ -138,7 +138,7 @@ def _still_holds(kept: Plan, question: Question) -> bool:
     hashes = (kept.hashes.graph, kept.hashes.hardware, kept.hashes.version)
     if hashes != (question.graph_hash, question.hardware_hash, phaze.__version__):
         return False
-    if json.dumps(to_document(asked), sort_keys=True) != json.dumps(to_document(said), sort_keys=True):
+    if to_document(asked) != to_document(said):
         return False
     fixed = question.with_strategy(strategy_with_stages(kept))
     again = build_plan(question, replace(price_fixed_stages(fixed, Watch()), question=question))

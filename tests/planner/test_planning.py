@@ -70,7 +70,6 @@ def test_two_runs_give_equal_documents_apart_from_the_run() -> None:
         json.loads(phaze.optimize(small_graph(), cluster=small_cluster(), **QUESTION).to_json()) for _ in range(2)
     )
     assert first.pop("run").keys() == second.pop("run").keys()
-    assert len(first.pop("digest")) == len(second.pop("digest"))  # of everything, the run's seconds included
     assert json.dumps(first) == json.dumps(second)
 
 
