@@ -29,6 +29,7 @@ from phaze.hardware import find_accelerator, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hooks import PluginManager
 from phaze.installed import installed_plugins
+from phaze.model_import import import_with_plugins
 from phaze.plan.plan import read_plan
 from phaze.strategy_files import find_source
 
@@ -95,7 +96,7 @@ def _plugins() -> PluginManager:
     return PluginManager.load()
 
 
-_RESUMED_SHARE = 20
+_RESUMED_SHARE = 40
 
 
 def _use_journal(path: Path) -> None:
@@ -175,6 +176,10 @@ def _configs() -> tuple[bytes, ...]:
     return tuple(json.dumps(TINY_CONFIGS[family]).encode() for family in families)
 
 
+def _use_config(path: Path) -> None:
+    import_with_plugins(_plugins(), path, None, frontend=None, options={"sequence_length": 4})
+
+
 _MEGATRON = b"torchrun pretrain.py --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64\n"
 _TITAN = b'[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 2\n[model]\nname = "llama3"\n'
 _DEEPSPEED = b'{"train_batch_size": 256, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
@@ -200,7 +205,7 @@ FORMATS: tuple[Format, ...] = (
     Format("measured runs", ".csv", lambda: (_STEPS.encode(),), read_steps),
     Format("trace", ".json", lambda: (_trace(),), read_trace),
     Format("gzipped trace", ".json.gz", lambda: (gzip.compress(_trace(), mtime=0),), read_trace),
-    Format("config", ".json", _configs, lambda path: phaze.import_graph(path, sequence_length=4), 6),
+    Format("config", ".json", _configs, _use_config, 6),
     _strategy("megatron arguments", ".sh", _MEGATRON),
     _strategy("torchtitan job", ".toml", _TITAN),
     _strategy("deepspeed config", ".json", _DEEPSPEED),
