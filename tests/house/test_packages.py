@@ -20,6 +20,7 @@ TOP_LEVEL = {
     "MANIFEST.in",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "backends",
     "benchmarks",
     "frontends",
