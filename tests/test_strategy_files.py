@@ -74,7 +74,7 @@ def test_a_tools_file_becomes_a_strategy(
     [
         ("job.toml", "[training", "job.toml: this is no TOML"),
         ("ds.json", "{}", "is no strategy that Phaze reads"),
-        ("ds.json", '["train_batch_size"', "ds.json: this is no JSON"),
+        ("ds.json", '["train_batch_size"', "ds.json: this is not a config in JSON"),
         ("ds.json", '["train_batch_size"]', "this JSON is a list; expected an object"),
         ("accelerate.yaml", "distributed_type: [", "this is no YAML"),
         ("recipe.py", "tensor_model_parallel_size =", "this is no Python"),

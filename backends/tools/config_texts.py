@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from phaze.errors import FormatError
+from phaze.file_reading import parse_json
 
 __all__ = ["JSON", "TOML", "YAML", "ConfigText", "Settings", "one_line", "quoted"]
 
@@ -259,10 +260,7 @@ class _JsonText:
         return json.dumps(document, indent=2) + "\n"
 
     def _document(self, text: str) -> dict[str, object]:
-        try:
-            document = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise FormatError(f"this is no JSON: {error}.") from error
+        document = parse_json(text, "this", "a config in JSON", is_foreign=True)
         if not isinstance(document, dict):
             raise FormatError(f"this JSON is a {type(document).__name__}; expected an object.")
         return document

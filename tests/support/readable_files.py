@@ -27,7 +27,6 @@ from phaze.explore.saved_search import read_search, result_of_journal
 from phaze.explore.search_question import question_from_header
 from phaze.hardware import find_accelerator, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
-from phaze.hooks import PluginManager
 from phaze.installed import installed_plugins
 from phaze.model_import import import_with_plugins
 from phaze.plan.plan import read_plan
@@ -91,10 +90,7 @@ def _journals() -> tuple[bytes, ...]:
         return (path.read_bytes(),)
 
 
-@cache
-def _plugins() -> PluginManager:
-    return PluginManager.load()
-
+_plugins = cache(installed_plugins)
 
 _RESUMED_SHARE = 40
 
@@ -184,9 +180,6 @@ _MEGATRON = b"torchrun pretrain.py --tensor-model-parallel-size 2 --micro-batch-
 _TITAN = b'[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 2\n[model]\nname = "llama3"\n'
 _DEEPSPEED = b'{"train_batch_size": 256, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
 _ACCELERATE = b"distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
-
-
-_plugins = cache(installed_plugins)
 
 
 def _strategy(name: str, suffix: str, text: bytes) -> Format:
