@@ -13,8 +13,10 @@ What a file does not say is said here, with its source:
 - torchtitan: ZeRO-3 (FSDP2) over the data axis, fp32 masters and fp32 reductions, bf16 all-gathers. Its selective
   checkpointing is the one by op, the default of its Llama 3 8B job (train_configs/llama3_8b.toml): mode `products`.
 - MaxText: fully sharded data parallel inside a slice, plain data parallel between slices (here sharded over all of
-  them: there is no such strategy), full remat. Gradients are summed in the type that products compute in, that of the
-  cast weights. Attention as one kernel: scores of whole batches would not have fitted.
+  them: memory of runs on several slices is therefore a lower bound). Gradients are summed in the type that products
+  compute in, that of the cast weights. Attention as the file says: products on v4 and v5e, a kernel on v5p. A batch per
+  device counts for each of the tensor-parallel devices, over which activations between layers are split, too. Between
+  slices 50 Gb/s a chip are assumed.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phaze.errors import PhazeError
-from phaze.hardware import Cluster, InterconnectLevel, PrecisionRecipe, find_accelerator
+from phaze.hardware import Cluster, InterconnectLevel, PrecisionRecipe, find_accelerator, parse_cluster
 
 __all__ = ["DATASETS", "Row", "read_rows"]
 
@@ -305,55 +308,59 @@ def _torchtitan_row(name: str, values: dict[str, str]) -> Row:
     )
 
 
-_MAXTEXT_MODEL = re.compile(r"L(\d+) emb(\d+) mlp(\d+) q(\d+)")
-_MAXTEXT_CONFIG = re.compile(r"fsdp(\d+).* x ?(\d+) slices.*per_device_batch (\d+), remat full, seq (\d+)")
+_MAXTEXT_FILE = "maxtext_v4_v5e_v5p_as_published.csv"
+_MAXTEXT_CHIPS = {"TPU v4": "tpuv4", "TPU v5e": "tpuv5e", "TPU v5p": "tpuv5p"}
+_SLICES = {
+    ("tpuv4", 64): "4x4x4",
+    ("tpuv4", 192): "4x6x8",
+    ("tpuv5e", 256): "16x16",
+    ("tpuv5p", 64): "4x4x4",
+    ("tpuv5p", 128): "4x4x8",
+    ("tpuv5p", 256): "4x8x8",
+    ("tpuv5p", 512): "8x8x8",
+    ("tpuv5p", 1024): "8x8x16",
+    ("tpuv5p", 2048): "8x16x16",
+}
+"""The torus of a slice of so many chips."""
 
 
-def _maxtext(path: Path) -> Iterator[Row]:
+def _maxtext(path: Path, *, hardware: str, dataset: str) -> Iterator[Row]:
     for number, values in enumerate(_lines(path), start=2):
-        name = f"line {number}: {values['hw']} {values['model']} {values['chips']}"
-        model = _MAXTEXT_MODEL.search(values["model"])
-        config = _MAXTEXT_CONFIG.search(values["config"].replace("per slice x", "x "))
-        if values["hw"] != "TPUv4" or model is None or config is None:
-            yield Row(dataset="maxtext", name=name, reason="the row does not say the model and its sharding")
-            continue
-        sizes, shards = ([int(text) for text in match.groups()] for match in (model, config))
-        yield _read("maxtext", name, _maxtext_row, name, values, sizes, shards)
+        if values["hw"] == hardware:
+            name = f"line {number}: {hardware} {values['model']} {values['chips']}"
+            yield _read(dataset, name, _maxtext_row, dataset, name, values)
 
 
-def _maxtext_row(name: str, values: dict[str, str], model: list[int], config: list[int]) -> Row:
-    (layers, hidden, wide, heads), (fsdp, slices, size, length) = model, config
-    devices = _whole(values, "chips")
-    if fsdp * slices != devices:
-        raise ValueError(f"fsdp {fsdp} x {slices} slices are not {devices} chips")
-    batch = devices * size
-    described = _gpt(hidden, layers, heads, 32768, length, kv_channels=256, ffn_hidden_size=wide)
-    described |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    flops = 6.0 * layers * (4 * hidden * heads * 256 + 2 * hidden * wide) + 6.0 * hidden * 32768
-    flops += 12.0 * layers * heads * 256 * length
-    tokens = batch * length
-    strategy = {
-        "dp": devices,
-        "tp": 1,
-        "pp": 1,
-        "micro_batch_size": size,
-        "zero": 3,
-        "recompute": "full",
-        "stages": None,
-        **_schedule(1, 1),
+def _maxtext_row(dataset: str, name: str, values: dict[str, str]) -> Row:
+    names = ("chips", "slices", "ici_fsdp", "ici_tensor", "per_device_batch", "seq", "emb", "layers", "heads", "mlp")
+    devices, slices, fsdp, tp, size, length, hidden, layers, heads, wide = (_whole(values, key) for key in names)
+    chip, copies = _MAXTEXT_CHIPS[values["hw"]], devices // (fsdp * tp)
+    described = _gpt(hidden, layers, heads, _whole(values, "vocab"), length, kv_channels=256, ffn_hidden_size=wide) | {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
     }
-    rate = _seconds(values["tflops_per_chip"])
+    torus = _SLICES[chip, devices // slices]
     return Row(
-        dataset="maxtext",
+        dataset=dataset,
         name=name,
         model=described,
-        cluster=_cluster("tpuv4", devices, (fsdp, 90e9, 1e-6), (0, 6.25e9, 1e-5)),
-        global_batch_size=batch,
-        strategy=strategy,
+        cluster=parse_cluster(f"{chip}:{devices}@{torus}" + ("+dcn50" if slices > 1 else "")),
+        global_batch_size=devices * size,
+        strategy={
+            "dp": fsdp * copies,
+            "tp": tp,
+            "pp": 1,
+            "micro_batch_size": size * tp,
+            "zero": 3,
+            "recompute": values["remat"],
+            "stages": None,
+            **_schedule(1, 1),
+            **({"sequence_parallel": True} if tp > 1 else {}),
+        },
         recipe=_XLA,
-        tokens=tokens,
-        attention="fused",
-        seconds=None if rate is None else flops * tokens / (rate * 1e12 * devices),
+        tokens=devices * size * length,
+        attention="fused" if values["attention"].startswith("flash") else "unfused",
+        seconds=_seconds(values["step_s"]),
     )
 
 
@@ -362,7 +369,9 @@ DATASETS = {
     "korthikanti": ("korthikanti_table5.csv", _korthikanti),
     "bigscience": ("bigscience_a100_topology.csv", _bigscience),
     "torchtitan": ("torchtitan.csv", _torchtitan),
-    "maxtext": ("tpu_and_headline.csv", _maxtext),
+    "maxtext": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v4", dataset="maxtext")),
+    "maxtext-v5e": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v5e", dataset="maxtext-v5e")),
+    "maxtext-v5p": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v5p", dataset="maxtext-v5p")),
 }
 """Name to (file, reader)."""
 

@@ -44,10 +44,20 @@ def keep_only_what_mode_allows(function: Callable[P, R], mode: RecomputeMode, *,
     if mode is RecomputeMode.FULL:
         recomputed = jax.checkpoint(function, policy=jax.checkpoint_policies.nothing_saveable)
     elif mode is RecomputeMode.DOTS:
-        recomputed = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        recomputed = jax.checkpoint(function, policy=_is_product_or_sum)
     elif gathers:
         recomputed = jax.checkpoint(function, policy=_is_computed)
     return recomputed
+
+
+_SUMS = frozenset({"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"})
+"""Primitives that add up the parts of a product over devices."""
+
+
+def _is_product_or_sum(primitive: core.Primitive, *operands: object, **parameters: object) -> bool:
+    """A policy of `jax.checkpoint`: products without batch dimensions are kept, and sums of their parts."""
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **parameters)
+    return is_product or str(primitive) in _SUMS
 
 
 def _is_computed(primitive: core.Primitive, *_: object, **__: object) -> bool:

@@ -7,7 +7,8 @@ selective  the stash, less what lies inside attention: results of products of tw
            softmax and dropout between them, that nothing else needs (Korthikanti et al., arXiv:2205.05198, section 5)
 
 The modes below keep what enters the layer and the results of some of its ops, as far as backward or what runs again
-reads them; with ``context`` those of attention are among them, and products are those that read a parameter.
+reads them; with ``context`` those of attention are among them, and products are those that read a parameter. Where
+several devices share a product, its sum is kept and not its parts.
 
 dots+context  all products, and context
 dots          all products
@@ -23,7 +24,7 @@ full       only what enters the layer; the whole forward runs again, or (trimmed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from phaze.ir.graph import Graph
@@ -114,7 +115,7 @@ def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
     """What a layer keeps of what its mode may keep, and the ops that make the rest of what backward asks for again."""
     may_keep = {*_entering(graph, layer)}
     if mode in _RESULTS_KEPT:
-        kept_ops = _RESULTS_KEPT[mode](graph, layer)
+        kept_ops = _settled(layer, _RESULTS_KEPT[mode](graph, layer))
         may_keep |= {graph.storage(tensor_id) for op in kept_ops for tensor_id in op.outputs}
     elif mode is RecomputeMode.SELECTIVE:
         may_keep |= {graph.storage(tensor_id) for op in layer.forward for tensor_id in op.outputs}
@@ -133,6 +134,20 @@ def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
             else:
                 wanted.add(tensor_id)
     return tuple(kept), tuple(reversed(rerun))
+
+
+def _settled(layer: Layer, ops: Sequence[Op]) -> list[Op]:
+    """The ops, and instead of a partial sum the collective that reads it alone and adds up the parts."""
+    readers: dict[str, list[Op]] = {}
+    for op in layer.forward:
+        for tensor_id in op.inputs:
+            readers.setdefault(tensor_id, []).append(op)
+    settled = []
+    for op in ops:
+        following = readers.get(op.outputs[0], [])
+        is_partial = len(following) == 1 and following[0].function in ("all_reduce", "reduce_scatter")
+        settled.append(following[0] if is_partial else op)
+    return settled
 
 
 def _products(graph: Graph, layer: Layer) -> list[Op]:

@@ -5,12 +5,15 @@ from graphs import tiny_graph
 
 from phaze.cost import fuse_attention
 from phaze.errors import QuestionError
+from phaze.hardware import parse_cluster
 from phaze.ir import Graph, Layer, OpKind, RecomputeMode, kept_tensors, recomputed_ops
+from phaze.ir.layers import single_layer
 from phaze.ir.recompute_policies import MAXTEXT_POLICIES, recompute_mode
+from phaze.shard import Axis, shard_model, slice_layer
 
 
 def llama_block() -> tuple[Graph, Layer]:
-    graph = fuse_attention(tiny_graph("llama"))
+    graph = fuse_attention(tiny_graph("llama").with_backward())
     return graph, next(layer for layer in graph.layers if layer.name.endswith(".0"))
 
 
@@ -60,6 +63,21 @@ def test_modes_are_listed_from_the_one_that_keeps_most_to_the_one_that_keeps_lea
     }
     assert sizes[RecomputeMode.NONE] == sizes[RecomputeMode.SELECTIVE]
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+
+
+def test_devices_that_share_a_product_keep_its_sum_and_not_its_parts() -> None:
+    """With sequences split, the sum of a row-parallel product is a tp-th of each of its parts."""
+    graph, block = llama_block()
+    sharded = shard_model(graph, Axis(parse_cluster("h100:2"), 2)).layers[block.index]
+    local = slice_layer(sharded)
+    layer = single_layer(local)
+    kept = kept_tensors(local, layer, RecomputeMode.DOTS)
+    sums = [op for op in layer.forward if op.function in ("all_reduce", "reduce_scatter")]
+    partial = {op.inputs[0] for op in sums}
+    assert sums
+    assert partial.isdisjoint(kept)
+    again = {op.id for op in recomputed_ops(local, layer, RecomputeMode.DOTS)}
+    assert again.isdisjoint(op.id for op in sums if op.outputs[0] in kept)
 
 
 @pytest.mark.parametrize(
