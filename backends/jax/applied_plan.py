@@ -18,7 +18,8 @@ from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, b
 from phaze.backends.jax.mean_over_samples import check_mean_over_samples
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
-from phaze.backends.jax.traced_loss import TracedLoss, first_layers, read_variables, trace_loss
+from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_draws_of_rows
+from phaze.backends.jax.traced_loss import TracedLoss, first_layers, loss_of_trace, read_variables, trace_loss
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
 from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
 from phaze.errors import PlanError, shown
@@ -149,10 +150,15 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         parameters = [jax.ShapeDtypeStruct(spec.shape, compute_dtype) for spec in loss_function.parameters]
         return trace_loss(loss_function.loss, parameters, batch)
 
-    trace = trace_at(strategy.micro_batch_size)
-    is_divided = plan.question.global_batch_size > strategy.micro_batch_size
-    if is_divided and not takes_mean:
-        check_mean_over_samples(trace, trace_at(2 * strategy.micro_batch_size), shares)
+    trace, draws = trace_at(strategy.micro_batch_size), dict[int, int]()
+    sizes = RowsOfBatch(strategy.micro_batch_size, plan.question.global_batch_size)
+    if sizes.batch_rows > sizes.rows:
+        twice = trace_at(2 * strategy.micro_batch_size)
+        if not takes_mean:
+            check_mean_over_samples(trace, twice, shares)
+        draws = draws_of_samples(trace.flat, twice.flat)
+    if draws:
+        trace = loss_of_trace(with_draws_of_rows(trace.flat, draws, sizes), len(trace.parameters))
     _check_stages(plan, trace)
     return TrainingStep(
         arranged=_arranged_loss(plan, loss_function, graph, trace),
@@ -162,6 +168,7 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         micro_batch_size=strategy.micro_batch_size,
         batch_shares=shares,
         batch_dtypes=dtypes,
+        numbers_rows=bool(draws),
         compute_dtype=compute_dtype,
         gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
     )

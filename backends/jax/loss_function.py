@@ -229,22 +229,18 @@ def _parameter_name(first_argument: str, path: jax.tree_util.KeyPath) -> str:
 
 
 class BatchShare(StrEnum):
-    """What of an argument one microbatch gets: rows of its own, a random key of its own, or all of it."""
+    """What of an argument one microbatch gets: rows of its own, or all of it."""
 
     ROWS = "rows"
-    KEY = "key"
     WHOLE = "whole"
 
 
 def batch_share(spec: jax.ShapeDtypeStruct, batch_size: int) -> BatchShare:
-    """The share that an argument's type and first dimension tell.
-
-    Raw keys (uint32 pairs) cannot be told from numbers, and are handed out as they are.
-    """
-    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return BatchShare.WHOLE if spec.shape else BatchShare.KEY
+    """The share that an argument's type and first dimension tell; keys are whole (see `random_draws.py`)."""
+    is_key = jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key)
     is_raw_key = str(spec.dtype) == "uint32" and spec.shape in _RAW_KEY_SHAPES
-    return BatchShare.ROWS if spec.shape[:1] == (batch_size,) and not is_raw_key else BatchShare.WHOLE
+    has_rows = spec.shape[:1] == (batch_size,) and not is_key and not is_raw_key
+    return BatchShare.ROWS if has_rows else BatchShare.WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -255,41 +251,44 @@ class MicroBatches:
         arguments: the arrays of the batch; those with rows have the shape (count, micro_batch_size, ...).
         shares: what of each argument a microbatch gets.
         count: how many microbatches there are.
-        dp: how many data-parallel copies there are.
         dtypes: the type in which the loss reads each argument; None for the type in which it comes.
+        numbers_rows: whether the loss reads, behind its arguments, the number of its first row in the whole batch.
     """
 
     arguments: tuple[jax.Array, ...]
     shares: tuple[BatchShare, ...]
     count: int
-    dp: int
     dtypes: tuple[DTypeLike | None, ...]
+    numbers_rows: bool
 
     def arguments_of(self, number: jax.Array | int) -> list[jax.Array]:
-        """The arguments of one microbatch.
-
-        A key is folded with the number of the microbatch among those of all copies, unless there is only one.
-        """
+        """The arguments of one microbatch."""
         arguments = []
         for argument, share, dtype in zip(self.arguments, self.shares, self.dtypes, strict=True):
             value = argument
             if share is BatchShare.ROWS:
                 is_only_one = self.count == 1
                 value = argument[0] if is_only_one else jax.lax.dynamic_index_in_dim(argument, number, keepdims=False)
-            elif share is BatchShare.KEY and self.count * self.dp > 1:
-                value = jax.random.fold_in(argument, jax.lax.axis_index("dp") * self.count + number)
             arguments.append(value if dtype is None else value.astype(dtype))
-        return arguments
+        return [*arguments, self._first_row(number)] if self.numbers_rows else arguments
+
+    def _first_row(self, number: jax.Array | int) -> jax.Array:
+        rows = next(
+            value.shape[1] for value, share in zip(self.arguments, self.shares, strict=True) if share is BatchShare.ROWS
+        )
+        micro_batch = jax.lax.axis_index("dp") * self.count + number
+        return (micro_batch * rows).astype(jnp.uint32)
 
 
 def divide_batch(
     arguments: Sequence[jax.Array],
     shares: Sequence[BatchShare],
     micro_batch_size: int,
-    dp: int,
     dtypes: Sequence[DTypeLike | None],
+    *,
+    numbers_rows: bool,
 ) -> MicroBatches:
-    """The part of a batch that one of `dp` copies has, in microbatches."""
+    """The part of a batch that one data-parallel copy has, in microbatches."""
     rows = next(value.shape[0] for value, share in zip(arguments, shares, strict=True) if share is BatchShare.ROWS)
     count = rows // micro_batch_size
     return MicroBatches(
@@ -299,6 +298,6 @@ def divide_batch(
         ),
         shares=tuple(shares),
         count=count,
-        dp=dp,
         dtypes=tuple(dtypes),
+        numbers_rows=numbers_rows,
     )

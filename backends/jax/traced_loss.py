@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 import jax
 from jax.extend import core
 
+from phaze.backends.jax.trace_rewriting import inlined
 from phaze.ir import Graph
 
 __all__ = [
@@ -29,15 +30,13 @@ __all__ = [
     "cut_into_layers",
     "evaluate",
     "first_layers",
+    "loss_of_trace",
     "needed_equations",
     "primitive_name",
     "read_variables",
     "run_equation",
     "trace_loss",
 ]
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-"""Primitives that only call another trace; they are inlined."""
 
 
 class ReplacedEquation(Protocol):
@@ -69,7 +68,7 @@ class LayerScan:
     Attributes:
         equation: the scan in the trace.
         stacked: for each scanned operand that is a parameter, by its place, the number of that parameter.
-        body: the trace of one layer, with calls inlined.
+        body: the trace of one layer.
     """
 
     equation: core.JaxprEqn
@@ -119,6 +118,7 @@ class TracedLoss:
     """A flat trace of loss(parameters, batch).
 
     Attributes:
+        flat: the trace as JAX has it.
         equations: in the order in which JAX traced them.
         parameters: the variables of the flat parameters.
         batch: the variables of the flat batch.
@@ -127,6 +127,7 @@ class TracedLoss:
         scan: the scan over layers; None where there is none, or where it cannot be cut.
     """
 
+    flat: core.ClosedJaxpr
     equations: tuple[core.JaxprEqn, ...]
     parameters: tuple[core.Var, ...]
     batch: tuple[core.Var, ...]
@@ -146,13 +147,18 @@ def trace_loss(
 ) -> TracedLoss:
     """Trace a function of flat parameters and a flat batch, which are given as shapes."""
     closed = jax.make_jaxpr(loss)(list(parameters), list(batch))
-    flat = jax.make_jaxpr(lambda *values: _run_inlined(closed, values))(*(*parameters, *batch))
+    return loss_of_trace(inlined(closed), len(parameters))
+
+
+def loss_of_trace(flat: core.ClosedJaxpr, parameter_count: int) -> TracedLoss:
+    """A flat trace whose first arguments are so many parameters, and whose others are the batch."""
     jaxpr = flat.jaxpr
-    parameter_variables = tuple(jaxpr.invars[: len(parameters)])
+    parameter_variables = tuple(jaxpr.invars[:parameter_count])
     return TracedLoss(
+        flat=flat,
         equations=tuple(jaxpr.eqns),
         parameters=parameter_variables,
-        batch=tuple(jaxpr.invars[len(parameters) :]),
+        batch=tuple(jaxpr.invars[parameter_count:]),
         constants=dict(zip(jaxpr.constvars, flat.consts, strict=True)),
         loss=jaxpr.outvars[0],
         scan=_layer_scan(jaxpr, parameter_variables),
@@ -180,32 +186,11 @@ def _layer_scan(jaxpr: core.Jaxpr, parameters: Sequence[core.Var]) -> LayerScan 
     }
     if is_any_scanned_twice or any(parameters[number] in read_elsewhere for number in stacked.values()):
         return None
-    closed = scan.params["jaxpr"]
-    body = jax.make_jaxpr(lambda *values: _run_inlined(closed, values))(*closed.in_avals)
-    return LayerScan(equation=scan, stacked=stacked, body=body)
+    return LayerScan(equation=scan, stacked=stacked, body=scan.params["jaxpr"])
 
 
 def _scanned_operands(scan: core.JaxprEqn) -> list[core.Var]:
     return list(scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :])
-
-
-def _run_inlined(closed: core.ClosedJaxpr, arguments: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a closed jaxpr, and the jitted functions that it calls as if their equations were its own."""
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(closed.jaxpr.invars, arguments, strict=True))
-    for equation in closed.jaxpr.eqns:
-        operands = [_value(variable, values) for variable in equation.invars]
-        if primitive_name(equation) in _CALLS:
-            inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-            results = _run_inlined(inner, operands)
-        else:
-            results = run_equation(equation, operands)
-        values |= dict(zip(equation.outvars, results, strict=True))
-    return [_value(variable, values) for variable in closed.jaxpr.outvars]
-
-
-def _value(variable: core.Var | core.Literal, values: Mapping[core.Var, jax.Array]) -> jax.Array:
-    return variable.val if isinstance(variable, core.Literal) else values[variable]
 
 
 def primitive_name(equation: Equation) -> str:

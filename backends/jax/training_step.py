@@ -46,6 +46,7 @@ class TrainingStep:
         micro_batch_size: samples of one microbatch of one copy.
         batch_shares: what of each argument of the batch a microbatch gets.
         batch_dtypes: the type in which the loss reads each argument; None for the type in which it comes.
+        numbers_rows: whether the loss also reads the number of a microbatch's first row (see `random_draws.py`).
         compute_dtype: the type in which the loss reads parameters.
         gradient_dtype: the type in which gradients are added up.
     """
@@ -57,6 +58,7 @@ class TrainingStep:
     micro_batch_size: int
     batch_shares: tuple[BatchShare, ...]
     batch_dtypes: tuple[DTypeLike | None, ...]
+    numbers_rows: bool
     compute_dtype: DTypeLike
     gradient_dtype: DTypeLike
 
@@ -86,7 +88,9 @@ def _local_gradients(
     step: TrainingStep, parameters: Sequence[jax.Array], batch: Sequence[jax.Array]
 ) -> LossAndGradients:
     """The mean loss of the whole batch in fp32, and this device's part of its gradients."""
-    micro_batches = divide_batch(batch, step.batch_shares, step.micro_batch_size, step.dp, step.batch_dtypes)
+    micro_batches = divide_batch(
+        batch, step.batch_shares, step.micro_batch_size, step.batch_dtypes, numbers_rows=step.numbers_rows
+    )
     compute = _pipelined_gradients if step.pp > 1 else _accumulated_gradients
     loss, gradients = compute(step, parameters, micro_batches)
     pairs = zip(step.storages, gradients, strict=True)

@@ -40,6 +40,13 @@ MOST_SHAPES = 4
 _NOT_BATCH = ("params", "state", "key", "rest")
 """The arguments of a flax module's objective that are no inputs of the module."""
 
+_GIVING_WAY = {
+    "remat2": "jax.checkpoint in the model gives way: the plan's recompute says what backward computes again",
+    "checkpoint": "jax.checkpoint in the model gives way: the plan's recompute says what backward computes again",
+    "sharding_constraint": "sharding constraints in the model give way: the plan says what lies where",
+}
+"""What is said about a primitive that states how the model is run, which a plan decides anew."""
+
 Shapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Every primitive of a trace, and the shapes that it makes."""
 
@@ -97,13 +104,17 @@ def _module_of(lowered: jax.stages.Lowered) -> Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ImportTask:
-    """A function with the roles of its leaves as far as they are known; those of a step are inferred later."""
+    """A function with the roles of its leaves as far as they are known; those of a step are inferred later.
+
+    `notes` say what of the model gives way to a plan.
+    """
 
     function: TraceableFunction
     parameters: frozenset[int]
     batch: frozenset[int]
     is_loss: bool
     options: Mapping[str, object]
+    notes: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int | None:
@@ -136,7 +147,9 @@ def _resized(leaf: Leaf, size: int) -> Leaf:
 
 
 def _import_task(function: TraceableFunction, options: Mapping[str, object]) -> _ImportTask:
-    is_loss = _is_loss(function)
+    with explaining_failures(function.name):
+        traced, output = jax.make_jaxpr(function.call, return_shape=True)([leaf.spec for leaf in function.leaves])
+    is_loss = _is_loss(function, output)
     given_parameters, given_batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
     selected = _select_leaves(function, given_parameters if given_parameters is not None else [0], "parameters")
     parameters = frozenset(i for i in selected if _is_float(function.leaves[i]))
@@ -152,8 +165,18 @@ def _import_task(function: TraceableFunction, options: Mapping[str, object]) -> 
     else:
         batch = {i for i, leaf in enumerate(function.leaves) if i not in selected and not _is_scalar_or_key(leaf)}
     return _ImportTask(
-        function=function, parameters=parameters, batch=frozenset(batch), is_loss=is_loss, options=options
+        function=function,
+        parameters=parameters,
+        batch=frozenset(batch),
+        is_loss=is_loss,
+        options=options,
+        notes=_giving_way(traced.jaxpr) if is_loss else (),
     )
+
+
+def _giving_way(jaxpr: jax.extend.core.Jaxpr) -> tuple[str, ...]:
+    primitives = {name for name, _ in _shapes(jaxpr)}
+    return tuple(dict.fromkeys(note for name, note in _GIVING_WAY.items() if name in primitives))
 
 
 def _select_leaves(function: TraceableFunction, selectors: Sequence[Selector], what: str) -> set[int]:
@@ -182,13 +205,11 @@ def _is_scalar_or_key(leaf: Leaf) -> bool:
     return bool(is_typed_key or not shape or (str(dtype) == "uint32" and shape in ((2,), (4,))))
 
 
-def _is_loss(function: TraceableFunction) -> bool:
+def _is_loss(function: TraceableFunction, output: Any) -> bool:
     """Whether a function returns a scalar (perhaps with more beside it) that is still to be differentiated.
 
     One that returns arrays for all of its first argument is a step, or has its gradients already.
     """
-    with explaining_failures(function.name):
-        output = jax.eval_shape(function.call, [leaf.spec for leaf in function.leaves])
     first = output[0] if isinstance(output, tuple | list) and output else output
     is_scalar = getattr(first, "shape", None) == () and "float" in str(getattr(first, "dtype", ""))
     if function.is_module and not is_scalar:
@@ -209,10 +230,11 @@ def _import_function(task: _ImportTask) -> Graph:
     if not task.is_loss:
         task = _with_inferred_roles(task)
     graph = _graph_of_any_batch(task)
-    if graph is not None:
-        return graph
-    graph = _graph(task, None)
-    return _with_note(follow_batch(graph), "lowered at the batch of its inputs: another one did not trace alike")
+    if graph is None:
+        graph = _with_note(
+            follow_batch(_graph(task, None)), "lowered at the batch of its inputs: another one did not trace alike"
+        )
+    return replace(graph, notes=(*graph.notes, *task.notes))
 
 
 def _with_inferred_roles(task: _ImportTask) -> _ImportTask:
