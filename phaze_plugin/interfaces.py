@@ -179,6 +179,23 @@ class RunnableTarget(Target, Protocol):
 
 
 @runtime_checkable
+class SpecTarget(Target, Protocol):
+    """A target that says a plan as specs of the user's own arrays: `plan.specs`, `mesh` and `constraints` call it."""
+
+    def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:
+        """For every tree of arrays (parameters first) a tree of the same structure that says how each array lies."""
+        ...
+
+    def mesh(self, plan: Plan) -> object:
+        """The mesh that the specs speak of."""
+        ...
+
+    def constraints(self, plan: Plan) -> Mapping[str, object]:
+        """The specs of what lies between layers, by name."""
+        ...
+
+
+@runtime_checkable
 class StageBuilder(Protocol):
     """Cuts one kind of model into pipeline stages, for a target that cannot do so by itself."""
 

@@ -20,7 +20,10 @@ from phaze.ir import Graph
 from phaze.parallelism import PipelineSchedule
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+
     from phaze.backends.jax.applied_plan import AppliedPlan
+    from phaze.backends.jax.whole_step import AppliedStep
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
@@ -31,7 +34,7 @@ _GPIPE = PipelineSchedule.GPIPE
 
 @dataclass(frozen=True, slots=True)
 class JaxTarget:
-    """The target "jax": arranges a loss function, or a linen or nnx module that returns its loss, on a mesh.
+    """The target "jax": arranges a loss function, a linen or nnx module that returns its loss, or a train step.
 
     Options of `apply`:
         inputs: the arguments that `optimize` took; needed, because they say the shapes.
@@ -46,7 +49,9 @@ class JaxTarget:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What one program for all devices can run: equal stages in GPipe's order, and no idle devices.
+        """What one program for all devices can run: equal stages in GPipe's order.
+
+        It runs on the first devices where a strategy leaves others idle; a search leaves none.
 
         A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
         stages hold equal parts of the parameters outside of its layers (`spreads_ends`). Recomputed operations are
@@ -58,6 +63,8 @@ class JaxTarget:
             excluded_pairs=frozenset({(_GPIPE, 2), (_GPIPE, 3)}),
             recompute_modes=frozenset({"none", "selective", "dots", "full"}),
             allows_strided_parameters=True,
+            allows_parameters_cut_twice=False,
+            allows_idle_when_asked=True,
             spreads_ends=True,
             trims_recompute=True,
         )
@@ -75,8 +82,8 @@ class JaxTarget:
         loss_fn: object,
         plugins: PluginManager,
         options: Mapping[str, object],
-    ) -> AppliedPlan:
-        """The model arranged on a mesh: see `AppliedPlan`.
+    ) -> AppliedPlan | AppliedStep:
+        """The model arranged on a mesh: see `AppliedPlan`, and `AppliedStep` for whole train steps.
 
         Raises PlanError for a model or mesh that is not the plan's.
         """
@@ -96,6 +103,24 @@ class JaxTarget:
             optimizer=options.get("optimizer"),
             takes_mean=bool(options.get("takes_mean")),
         )
+
+    def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:
+        """Trees of PartitionSpecs in the structure of those given, parameters first."""
+        from phaze.backends.jax.user_specs import specs_of_trees  # the door: this imports jax
+
+        return specs_of_trees(plan, trees)
+
+    def mesh(self, plan: Plan) -> Mesh:
+        """The plan's mesh of the first devices that JAX sees."""
+        from phaze.backends.jax.jax_mesh import mesh_for_plan  # the door: this imports jax
+
+        return mesh_for_plan(plan, None)
+
+    def constraints(self, plan: Plan) -> Mapping[str, PartitionSpec]:
+        """The specs of the batch and of activations between layers."""
+        from phaze.backends.jax.user_specs import constraints_of_plan  # the door: this imports jax
+
+        return constraints_of_plan(plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ decides how each parameter is stored (`parameter_storage.py`) and makes of these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from phaze.backends.jax.jax_mesh import mesh_for_plan
+from phaze.backends.jax.jax_mesh import axis_names, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
 from phaze.backends.jax.mean_over_samples import check_mean_over_samples
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
@@ -22,13 +22,12 @@ from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_
 from phaze.backends.jax.traced_loss import TracedLoss, first_layers, loss_of_trace, read_variables, trace_loss
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
 from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
+from phaze.backends.jax.whole_step import AppliedStep, apply_plan_to_step, is_whole_step, planned_graph
 from phaze.errors import PlanError, shown
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
-from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, SplitDim
 from phaze.profile.model_profiles import recomputed_keys
-from phaze.verify.saved_plan import model_differences
 
 __all__ = ["AppliedPlan", "apply_plan_to"]
 
@@ -38,9 +37,9 @@ class AppliedPlan:
     """A model arranged on a mesh: what `plan.apply` returns.
 
     Attributes:
-        mesh: axes pp, dp, tp, all automatic.
-        specs: a PartitionSpec for every parameter, in the structure of the user's.
-        shardings: the same as NamedShardings.
+        mesh: the user's own; where none was given, one with axes pp, dp, tp, all automatic.
+        specs: a PartitionSpec for every parameter, in the structure and for the shapes of the user's.
+        shardings: the same as NamedShardings, with which `jax.device_put` lays out the user's own tree.
         step: `step(state, *batch) -> (state, loss)`, compiled at its first call; the old state is given up.
         gradients: `gradients(state, *batch) -> (loss, gradients)`, these as the user has parameters.
     """
@@ -53,7 +52,7 @@ class AppliedPlan:
     _layout: StateLayout
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        sizes = ", ".join(f"{name}={size}" for name, size in dict(self.mesh.shape).items())
         calls = "start(parameters), step(state, *batch), gradients(state, *batch), parameters(state)"
         return f"AppliedPlan({sizes}: {calls})"
 
@@ -66,7 +65,9 @@ class AppliedPlan:
 
     def parameters(self, state: TrainState) -> PyTree:
         """The parameters of a state as the user has them."""
-        return self._layout.as_user_has_them(state.parameters if state.master is None else state.master)
+        return self._layout.with_fixed(
+            self._layout.as_user_has_them(state.parameters if state.master is None else state.master)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,12 +102,13 @@ def apply_plan_to(
     inputs: object,
     optimizer: object,
     takes_mean: bool,
-) -> AppliedPlan:
+) -> AppliedPlan | AppliedStep:
     """Check that plan, model and mesh belong together, and arrange the model.
 
     Args:
         plan: made for this model.
-        model: a loss function of (parameters, *batch), or a linen or nnx module that returns its loss.
+        model: a loss function of (parameters, *batch), a linen or nnx module that returns its loss, or a whole train
+            step of (state, *batch).
         mesh: a `jax.sharding.Mesh` of the plan's sizes, or None for one of the first devices.
         plugins: whose frontends import the model, to compare it with the planned one.
         inputs: the arguments that `optimize` took, arrays or shapes.
@@ -114,15 +116,15 @@ def apply_plan_to(
             plan's precision says.
         takes_mean: whether the mean of the microbatches' losses is wanted where the loss is no mean over samples.
     """
+    if is_whole_step(model, inputs):
+        if optimizer is not None:
+            raise PlanError("a whole train step has its own optimizer; apply it without optimizer=.")
+        return apply_plan_to_step(plan, model, mesh, plugins=plugins, inputs=inputs)
     loss_function = read_loss_function(model, inputs)
-    graph = import_with_plugins(plugins, model, inputs, frontend=None, options={})
-    mismatches = model_differences(plan, graph)
-    if mismatches:
-        listed = "\n  ".join(mismatches)
-        raise PlanError(f"the model is not the one that was planned:\n  {listed}\nPlan this one.")
+    graph = planned_graph(plan, model, inputs, plugins)
     checked_optimizer = _optimizer(plan, optimizer)
     step = _training_step(plan, loss_function, graph, takes_mean=takes_mean)
-    return _applied_plan(plan, loss_function, step, checked_optimizer, mesh_for_plan(plan, mesh))
+    return _applied_plan(plan, loss_function, step, checked_optimizer, mesh)
 
 
 def _optimizer(plan: Plan, optimizer: object) -> Optimizer:
@@ -217,7 +219,9 @@ def _check_stages(plan: Plan, trace: TracedLoss) -> None:
         raise PlanError(f"{scan.length} layers cannot be cut into {plan.strategy.pp} equal stages.")
 
 
-def _storages(plan: Plan, loss_function: LossFunction, trace: TracedLoss) -> tuple[ParameterStorage, ...]:
+def _storages(
+    plan: Plan, loss_function: LossFunction, trace: TracedLoss, *, keeps_shape: bool = False
+) -> tuple[ParameterStorage, ...]:
     stacked = set() if trace.scan is None else set(trace.scan.stacked.values())
     strategy = plan.strategy
     return tuple(
@@ -229,6 +233,7 @@ def _storages(plan: Plan, loss_function: LossFunction, trace: TracedLoss) -> tup
             tp=strategy.tp,
             shards=strategy.dp if strategy.zero else 1,
             pp=strategy.pp,
+            keeps_shape=keeps_shape,
         )
         for number, (name, spec) in enumerate(zip(loss_function.names, loss_function.parameters, strict=True))
     )
@@ -249,11 +254,13 @@ def _splits(plan: Plan, name: str, shape: Sequence[int], *, is_stacked: bool) ->
 
 
 def _applied_plan(
-    plan: Plan, loss_function: LossFunction, training_step: TrainingStep, optimizer: Optimizer, mesh: Mesh
+    plan: Plan, loss_function: LossFunction, training_step: TrainingStep, optimizer: Optimizer, given_mesh: object
 ) -> AppliedPlan:
+    mesh = mesh_for_plan(plan, given_mesh)
     layout = StateLayout(
         loss_function=loss_function,
         storages=training_step.storages,
+        user_storages=_storages(plan, loss_function, training_step.arranged.trace, keeps_shape=True),
         mesh=mesh,
         optimizer=optimizer,
         zero=training_step.zero,
@@ -274,22 +281,35 @@ def _applied_plan(
     def read_batch(batch: tuple[PyTree, ...]) -> list[jax.Array]:
         return _read_batch(loss_function, training_step.batch_shares, plan.question.global_batch_size, batch)
 
-    specs = layout.in_user_structure(layout.parameter_specs(*mesh.axis_names))
+    user_mesh, names = (mesh, {}) if given_mesh is None else (given_mesh, axis_names(plan, given_mesh))
+    assert isinstance(user_mesh, Mesh)
+    specs = layout.as_user_has_leaves([_renamed(spec, names) for spec in layout.user_specs()])
     return AppliedPlan(
-        mesh=mesh,
+        mesh=user_mesh,
         specs=specs,
-        shardings=layout.shardings(specs),
+        shardings=layout.as_user_has_leaves(
+            [NamedSharding(user_mesh, _renamed(spec, names)) for spec in layout.user_specs()]
+        ),
         step=CompiledProgram(compiled=jax.jit(step, donate_argnums=0), read_batch=read_batch),
         gradients=CompiledProgram(compiled=jax.jit(gradients), read_batch=read_batch),
         _layout=layout,
     )
 
 
+def _renamed(spec: PartitionSpec, names: Mapping[str, str]) -> PartitionSpec:
+    """A spec in the names that the user's mesh has for the axes."""
+    renamed = [
+        tuple(names.get(axis, axis) for axis in entry) if isinstance(entry, tuple) else names.get(entry, entry)
+        for entry in spec
+    ]
+    return PartitionSpec(*renamed)
+
+
 def _read_batch(
     loss_function: LossFunction, shares: Sequence[BatchShare], global_batch_size: int, batch: tuple[PyTree, ...]
 ) -> list[jax.Array]:
     """The arrays of a batch; raises PlanError where their structure or shapes are not the planned ones."""
-    arrays = loss_function.batch.arrays_of(batch)
+    arrays = loss_function.batch.arrays_of(batch, "the batch has")
     for value, spec, share in zip(arrays, loss_function.batch.specs, shares, strict=True):
         shape = _shape_with_rows(spec, share, global_batch_size)
         if jnp.shape(value) != shape:

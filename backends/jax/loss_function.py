@@ -17,20 +17,25 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from phaze.errors import PhazeError, PlanError
+from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, class_names
 
 __all__ = [
-    "BatchArguments",
+    "Arguments",
     "BatchShare",
     "LossFunction",
     "MicroBatches",
     "PyTree",
     "batch_share",
     "divide_batch",
+    "is_nnx_module",
+    "path_words",
     "read_loss_function",
+    "user_parameters",
 ]
 
 PyTree: TypeAlias = Any
@@ -44,35 +49,45 @@ _RAW_KEY_SHAPES = ((2,), (4,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BatchArguments:
-    """The arguments behind the parameters: arrays, and values of Python, which are part of the program.
+class Arguments:
+    """Trees whose leaves are arrays that vary, and other values, which are part of the program.
 
     Attributes:
-        structure: the tree of all arguments.
-        specs: shape and type of each array.
-        fixed: the values of Python, by their place among all leaves.
+        structure: the tree of all leaves.
+        specs: shape and type of each array that varies.
+        fixed: the other values, by their place among all leaves.
     """
 
     structure: PyTreeDef
     specs: tuple[jax.ShapeDtypeStruct, ...]
     fixed: Mapping[int, object]
 
-    def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
-        """The arguments, with these arrays in their places."""
+    def with_arrays(self, arrays: Sequence[object]) -> PyTree:
+        """The trees, with these arrays in their places."""
         remaining = iter(arrays)
         count = len(self.specs) + len(self.fixed)
         leaves = [self.fixed[place] if place in self.fixed else next(remaining) for place in range(count)]
         return jax.tree.unflatten(self.structure, leaves)
 
-    def arrays_of(self, batch: PyTree) -> list[jax.Array]:
-        """The arrays among given arguments; raises PlanError where they are not what was planned."""
-        leaves, structure = jax.tree.flatten(batch)
+    def arrays_of(self, given: PyTree, what: str) -> list[jax.Array]:
+        """The arrays that vary among given ones; raises PlanError where they are not what was planned.
+
+        `what` begins the message: "the batch has".
+        """
+        leaves, structure = jax.tree.flatten(given)
         if structure != self.structure:
-            raise PlanError(f"the batch has the structure {structure}; the plan was made for {self.structure}.")
+            raise PlanError(f"{what} the structure {structure}; the plan was made for {self.structure}.")
         for place, value in self.fixed.items():
-            if type(leaves[place]) is not type(value) or leaves[place] != value:
-                raise PlanError(f"argument {leaves[place]!r} of the batch was {value!r} in the inputs of the plan.")
+            if not _is_same(leaves[place], value):
+                raise PlanError(f"{what} {leaves[place]!r} where the inputs of the plan had {value!r}.")
         return [leaf for place, leaf in enumerate(leaves) if place not in self.fixed]
+
+
+def _is_same(value: object, planned: object) -> bool:
+    """Whether a value that is part of the program is the planned one; of arrays, numbers count."""
+    if hasattr(planned, "shape"):
+        return bool(jnp.shape(value) == jnp.shape(planned) and np.array_equal(value, planned))  # type: ignore[arg-type]
+    return type(value) is type(planned) and bool(value == planned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,16 +97,21 @@ class LossFunction:
     Attributes:
         loss: the scalar loss.
         names: the dotted path of each parameter, as plans name it.
-        parameters: shape and type of each parameter.
-        structure: the tree of the user's parameters.
-        batch: the other arguments.
+        structure: the tree of the user's parameters, without what is not trained.
+        arguments: the user's parameters: floating point arrays are trained, all else in their tree is fixed.
+        batch: the other arguments; their arrays vary.
     """
 
     loss: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
     names: tuple[str, ...]
-    parameters: tuple[jax.ShapeDtypeStruct, ...]
     structure: PyTreeDef
-    batch: BatchArguments
+    arguments: Arguments
+    batch: Arguments
+
+    @property
+    def parameters(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and type of each parameter."""
+        return self.arguments.specs
 
 
 def read_loss_function(model: object, inputs: object) -> LossFunction:
@@ -106,12 +126,10 @@ def read_loss_function(model: object, inputs: object) -> LossFunction:
         )
     if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
         raise PlanError(f"inputs is a {type(inputs).__name__}; expected a tuple of positional arguments.")
-    # Modules are told by the names of their classes: flax is imported for those who use it only.
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
-    if "flax.linen.module.Module" in kinds:
+    if LINEN_MODULE in class_names(model):
         parameters = _linen_parameters(model, inputs)
         return _loss_function(partial(_linen_loss, model), "params", parameters, tuple(inputs))
-    if "flax.nnx.module.Module" in kinds:
+    if is_nnx_module(model):
         loss, parameters = _nnx_loss(model)
         return _loss_function(loss, "params", parameters, tuple(inputs))
     if hasattr(model, "compiler_ir") or not callable(model) or not inputs:
@@ -179,27 +197,37 @@ def _first_argument_name(function: Callable[..., object]) -> str:
 def _loss_function(
     function: Callable[..., object], first_argument: str, parameters: PyTree, arguments: tuple[PyTree, ...]
 ) -> LossFunction:
-    leaves_with_paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
-    batch = _batch_arguments(arguments)
+    leaves_with_paths, _ = jax.tree_util.tree_flatten_with_path(parameters)
+    if any("opt_state" in path_words(path) for path, _ in leaves_with_paths):
+        raise PlanError(
+            f"{first_argument} is a whole training state, and a loss is arranged by its parameters alone; plan "
+            "and apply the whole step (state, batch) -> (state, metrics), or a loss of state.params."
+        )
+    trained = _arguments(parameters, _is_trained)
+    if not trained.specs:
+        raise PlanError(f"{first_argument} has no floating point array, so that there is nothing to train.")
     for path, leaf in leaves_with_paths:
-        if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not _is_trained(leaf):
             name = f"{first_argument}{jax.tree_util.keystr(path)}"
-            raise PlanError(f"{name} is no floating point array; a step trains such only.")
+            raise PlanError(f"{name} is not trained, and its value is part of the step; pass an array, not a shape.")
+    batch = _arguments(arguments, _is_array)
 
     def loss(flat_parameters: Sequence[jax.Array], flat_batch: Sequence[jax.Array]) -> jax.Array:
-        result = function(jax.tree.unflatten(structure, flat_parameters), *batch.with_arrays(flat_batch))
+        result = function(trained.with_arrays(flat_parameters), *batch.with_arrays(flat_batch))
         if isinstance(result, tuple | list) or getattr(result, "shape", None) != ():
             raise PlanError(
-                "the model returns more than a scalar loss; a plan of a whole train step is applied to its loss: plan "
-                "and apply the function that returns the loss alone."
+                "the model returns more than a scalar loss, and no new state either; plan and apply the function that "
+                "returns the loss alone, or a whole step that returns the state it was given, updated."
             )
         return result
 
     loss_function = LossFunction(
         loss=loss,
-        names=tuple(_parameter_name(first_argument, path) for path, _ in leaves_with_paths),
-        parameters=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in leaves_with_paths),
-        structure=structure,
+        names=tuple(
+            ".".join((first_argument, *path_words(path))) for path, leaf in leaves_with_paths if _is_trained(leaf)
+        ),
+        structure=jax.tree.structure(jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, parameters)),
+        arguments=trained,
         batch=batch,
     )
     try:
@@ -211,21 +239,44 @@ def _loss_function(
     return loss_function
 
 
-def _batch_arguments(arguments: tuple[PyTree, ...]) -> BatchArguments:
-    leaves, structure = jax.tree.flatten(arguments)
-    arrays = {place: leaf for place, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
-    return BatchArguments(
+def _is_array(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_trained(leaf: Any) -> bool:
+    return _is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _arguments(trees: PyTree, varies: Callable[[object], bool]) -> Arguments:
+    leaves, structure = jax.tree.flatten(trees)
+    arrays = {place: leaf for place, leaf in enumerate(leaves) if varies(leaf)}
+    return Arguments(
         structure=structure,
         specs=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arrays.values()),
         fixed={place: leaf for place, leaf in enumerate(leaves) if place not in arrays},
     )
 
 
-def _parameter_name(first_argument: str, path: jax.tree_util.KeyPath) -> str:
-    words = [first_argument, *re.findall(r"\w+", jax.tree_util.keystr(path))]
+def is_nnx_module(model: object) -> bool:
+    """Whether this is a module of flax.nnx; flax is not imported to find out."""
+    return NNX_MODULE in class_names(model)
+
+
+def user_parameters(given: PyTree) -> PyTree:
+    """The tree of parameters in what users pass as such; nnx modules and what linen's `init` gives have it inside."""
+    if is_nnx_module(given):
+        from flax import nnx  # here, because only a model of flax brings flax along
+
+        return nnx.state(given, nnx.Param)
+    return given["params"] if isinstance(given, Mapping) and set(given) == {"params"} else given
+
+
+def path_words(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    """The keys on the way to an array, as plans name them."""
+    words = re.findall(r"\w+", jax.tree_util.keystr(path))
     while len(words) > 1 and words[-1] in _NNX_WRAPPERS:
         words.pop()
-    return ".".join(words)
+    return tuple(words)
 
 
 class BatchShare(StrEnum):

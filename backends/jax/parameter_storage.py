@@ -13,7 +13,6 @@ other. Data-parallel shards (ZeRO) cut the longest dimension that they divide; a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from phaze.errors import PlanError
 from phaze.plan.plan import SplitDim
+from phaze.shard import Layout, Split
 
 __all__ = ["ParameterStorage", "choose_storage", "gather_shards", "reduce_to_shards"]
 
@@ -179,6 +179,7 @@ def choose_storage(
     tp: int,
     shards: int,
     pp: int = 1,
+    keeps_shape: bool = False,
 ) -> ParameterStorage:
     """How a parameter with these splits is stored.
 
@@ -190,16 +191,21 @@ def choose_storage(
         tp: how many devices the tensor axis has.
         shards: how many data-parallel copies share its state (1: each has all of it).
         pp: how many stages the pipeline has.
+        keeps_shape: whether it must have the user's shape. Then a split that this shape has no spec for becomes a
+            split into equal blocks of the same dimension, or none where the tensor axis does not divide it.
 
     Raises PlanError for splits that no named sharding expresses.
     """
-    storage = _split(ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp), splits)
+    whole = ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp)
+    storage = _split_in_blocks(whole, splits) if keeps_shape else _split(whole, splits)
     if shards > 1:
         shard_dim = _longest_free_dim(storage, shards, {storage.split_dim})
         if shard_dim is not None:
             storage = replace(storage, shard_dim=shard_dim)
         elif storage.split_dim is not None and not storage.is_expanded and storage.chunk % shards == 0:
-            storage = replace(storage, is_expanded=True, shard_dim=storage.split_dim + 1)
+            in_chunk = replace(storage, is_expanded=True, shard_dim=storage.split_dim + 1)
+            # The user's dimension may be cut by both axes, too: the tensor axis cuts first.
+            storage = replace(storage, shard_dim=storage.split_dim) if keeps_shape else in_chunk
     if pp > 1:
         stage_dim = 0 if is_stacked else _longest_free_dim(storage, pp, {storage.split_dim, storage.shard_dim})
         if stage_dim is None and storage.shard_dim is not None:
@@ -225,29 +231,36 @@ def _split(whole: ParameterStorage, splits: Sequence[SplitDim]) -> ParameterStor
     shift = 1 if whole.is_stacked else 0
     if not splits:
         return whole
-    outer_split, *inner_splits = sorted(splits, key=lambda split: (split.dim, split.outer))
-    dim, ways = outer_split.dim + shift, math.prod(split.ways for split in splits)
-    if ways != whole.tp:
+    layout = _layout(splits)
+    outer_split, *inner_splits = layout.splits
+    dim, ways = outer_split.dim + shift, layout.ways
+    if ways != whole.tp or not layout.is_one_cut(whole.shape[shift:]):
         raise _inexpressible(whole, splits)
-    if not inner_splits:
-        if outer_split.outer > 1:
-            return _fused(whole, dim, outer_split, splits)
-        is_even = whole.shape[dim] == outer_split.chunk * ways
-        return replace(whole, split_dim=dim, chunk=outer_split.chunk, is_expanded=not is_even)
-    if len(inner_splits) > 1 or outer_split.outer != 1:
-        raise _inexpressible(whole, splits)
-    (inner_split,) = inner_splits
-    is_same_dim = inner_split.dim == outer_split.dim and inner_split.outer == outer_split.ways
-    if is_same_dim and whole.shape[dim] == inner_split.chunk * ways:
-        return replace(whole, split_dim=dim, chunk=inner_split.chunk)
-    is_next_dim = inner_split.dim == outer_split.dim + 1 and inner_split.outer == 1
-    is_outer_dim_used_up = outer_split.ways == whole.shape[dim] and outer_split.stride == inner_split.ways
-    if is_next_dim and is_outer_dim_used_up and whole.shape[dim + 1] == inner_split.chunk * inner_split.ways:
-        return replace(whole, split_dim=dim, is_merged=True, chunk=inner_split.chunk)
-    raise _inexpressible(whole, splits)
+    if inner_splits:
+        return replace(whole, split_dim=dim, is_merged=True, chunk=inner_splits[0].chunk)
+    if outer_split.outer > 1:
+        return _fused(whole, dim, outer_split, splits)
+    is_even = whole.shape[dim] == outer_split.chunk * ways
+    return replace(whole, split_dim=dim, chunk=outer_split.chunk, is_expanded=not is_even)
 
 
-def _fused(whole: ParameterStorage, dim: int, split: SplitDim, splits: Sequence[SplitDim]) -> ParameterStorage:
+def _split_in_blocks(whole: ParameterStorage, splits: Sequence[SplitDim]) -> ParameterStorage:
+    """The storage in the user's own shape, with the last split dimension that the tensor axis divides in blocks."""
+    shift = 1 if whole.is_stacked else 0
+    dims = [split.dim + shift for split in splits if whole.shape[split.dim + shift] % whole.tp == 0]
+    if not dims:
+        return whole
+    return replace(whole, split_dim=max(dims), chunk=whole.shape[max(dims)] // whole.tp)
+
+
+def _layout(splits: Sequence[SplitDim]) -> Layout:
+    """A plan's splits of a parameter as a layout, with those of factors side by side as one."""
+    return Layout(
+        tuple(Split(split.dim, split.outer, split.chunk, split.ways, split.stride) for split in splits)
+    ).joined()
+
+
+def _fused(whole: ParameterStorage, dim: int, split: Split, splits: Sequence[SplitDim]) -> ParameterStorage:
     """The storage of a parameter of which every one of `split.outer` fused parts of a dimension is cut."""
     part_size, remainder = divmod(whole.shape[dim], split.outer)
     if remainder or part_size != split.chunk * split.ways:

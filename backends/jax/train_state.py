@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from phaze.backends.jax.loss_function import LossFunction, PyTree
+from phaze.backends.jax.loss_function import LossFunction, PyTree, is_nnx_module, user_parameters
 from phaze.backends.jax.parameter_storage import ParameterStorage
 from phaze.errors import PlanError
 
@@ -109,6 +109,7 @@ class StateLayout:
     Attributes:
         loss_function: the model, which says the structure of its parameters.
         storages: how each parameter is stored.
+        user_storages: how each parameter lies on the mesh in the user's own shape.
         mesh: the plan's mesh.
         optimizer: whose state lies beside the parameters.
         zero: the plan's ZeRO stage; 0 where there is one copy.
@@ -119,6 +120,7 @@ class StateLayout:
 
     loss_function: LossFunction
     storages: tuple[ParameterStorage, ...]
+    user_storages: tuple[ParameterStorage, ...]
     mesh: Mesh
     optimizer: Optimizer
     zero: int
@@ -128,17 +130,23 @@ class StateLayout:
 
     def parameter_specs(self, *axes: str) -> list[PartitionSpec]:
         """What of the parameters these axes cut: the data axis cuts them in ZeRO-3 only."""
-        return self._specs(axes, has_shards=self.zero == 3)
+        return self._specs(self.storages, axes, has_shards=self.zero == 3)
+
+    def user_specs(self) -> list[PartitionSpec]:
+        """The specs of the parameters in the user's own shapes."""
+        return self._specs(self.user_storages, self.mesh.axis_names, has_shards=self.zero == 3)
 
     def owned_specs(self, *axes: str) -> list[PartitionSpec]:
         """What these axes cut of gradients, master copy and whatever else belongs to a parameter."""
-        return self._specs(axes, has_shards=self.zero > 0)
+        return self._specs(self.storages, axes, has_shards=self.zero > 0)
 
-    def _specs(self, axes: Sequence[str], *, has_shards: bool) -> list[PartitionSpec]:
+    def _specs(
+        self, storages: Sequence[ParameterStorage], axes: Sequence[str], *, has_shards: bool
+    ) -> list[PartitionSpec]:
         unused = {"dp"} if not has_shards else set[str]()
         unused |= {"pp"} if not self.has_stages else set()
         cutting = [axis for axis in axes if axis not in unused]
-        return [storage.partition_spec(*cutting) for storage in self.storages]
+        return [storage.partition_spec(*cutting) for storage in storages]
 
     def in_user_structure(self, leaves: Sequence[object]) -> PyTree:
         """Leaves, one for each parameter, in the structure of the user's parameters."""
@@ -184,26 +192,37 @@ class StateLayout:
 
     def start(self, parameters: Any) -> TrainState:
         """The state before the first step, of arrays or of a function that makes them on the mesh."""
-        make = parameters if callable(parameters) else None
-        self._check_parameters(jax.eval_shape(make) if make else parameters)
         shardings = self.shardings(self.state_specs())
-        if make:
-            state: TrainState = jax.jit(lambda: self._first_state(make()), out_shardings=shardings)()
-        else:
-            state = jax.jit(self._first_state, out_shardings=shardings)(parameters)
-        return state
+        # Modules of Equinox and nnx can be called, too: a function is what JAX sees as a single leaf.
+        if callable(parameters) and jax.tree_util.all_leaves([parameters]) and not is_nnx_module(parameters):
+            self._read_parameters(jax.eval_shape(parameters))
+            state: TrainState = jax.jit(
+                lambda: self._first_state(self._read_parameters(parameters())), out_shardings=shardings
+            )()
+            return state
+        placed = jax.device_put(self._read_parameters(parameters), self.shardings(self.user_specs()))
+        started: TrainState = jax.jit(self._first_state, out_shardings=shardings)(placed)
+        return started
 
-    def _check_parameters(self, parameters: PyTree) -> None:
+    def _read_parameters(self, given: PyTree) -> list[jax.Array]:
+        """The trained arrays of the user's parameters; raises PlanError where they are not those that were planned."""
         planned = self.loss_function
-        leaves, structure = jax.tree.flatten(parameters)
-        if structure != planned.structure:
-            raise PlanError(f"the parameters have the structure {structure}; planned were {planned.structure}.")
+        leaves = planned.arguments.arrays_of(user_parameters(given), "the parameters have")
         for name, leaf, spec in zip(planned.names, leaves, planned.parameters, strict=True):
             if jnp.shape(leaf) != tuple(spec.shape):
                 raise PlanError(f"{name} has the shape {list(jnp.shape(leaf))}; planned was {list(spec.shape)}.")
+        return leaves
 
-    def _first_state(self, parameters: PyTree) -> TrainState:
-        pairs = zip(self.storages, jax.tree.leaves(parameters), strict=True)
+    def as_user_has_leaves(self, leaves: Sequence[object]) -> PyTree:
+        """Leaves, one for each trained array, in the user's whole tree."""
+        return self.loss_function.arguments.with_arrays(leaves)
+
+    def with_fixed(self, parameters: PyTree) -> PyTree:
+        """A tree of trained arrays together with what is not trained in the user's tree."""
+        return self.as_user_has_leaves(jax.tree.leaves(parameters))
+
+    def _first_state(self, parameters: Sequence[jax.Array]) -> TrainState:
+        pairs = zip(self.storages, parameters, strict=True)
         stored = [storage.to_stored(leaf) for storage, leaf in pairs]
         exact = self.in_user_structure([value.astype(jnp.float32) for value in stored])
         cast = self.in_user_structure([value.astype(self.compute_dtype) for value in stored])

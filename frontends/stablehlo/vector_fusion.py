@@ -42,8 +42,19 @@ MOST_ORIGIN_CHARACTERS = 80
 
 
 def fuse_vector_ops(graph: Graph) -> Graph:
-    """The graph with each cluster of vector ops as one op."""
-    fusion = _Fusion(graph)
+    """The graph with each cluster of vector ops as one op.
+
+    Ways are followed inside of layers first, which is quick. Where one leaves its layer and comes back (statistics of a
+    batch that a step carries on), that gives clusters that wait for each other; then all ways are followed.
+    """
+    try:
+        return _fused_graph(graph, leaves_layers=False)
+    except nx.NetworkXUnfeasible:
+        return _fused_graph(graph, leaves_layers=True)
+
+
+def _fused_graph(graph: Graph, *, leaves_layers: bool) -> Graph:
+    fusion = _Fusion(graph, leaves_layers=leaves_layers)
     for op in graph.ops:
         fusion.add(op)
     fusion.join_only_readers()
@@ -141,8 +152,9 @@ def _sizes(size: Callable[[str], int], dims: Dims) -> list[list[int]]:
 class _Fusion:
     """Clusters as they grow. A cluster that has joined another leaves None in its place."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, leaves_layers: bool) -> None:
         self.graph = graph
+        self.leaves_layers = leaves_layers
         self.layer_of = graph.layer_graph.layer_of
         self.clusters: list[_Cluster | None] = []
         self.cluster_of: dict[str, int] = {}
@@ -236,14 +248,14 @@ class _Fusion:
         self.cluster_of[op.id] = number
 
     def _reaches(self, start: int, targets: Iterable[int]) -> bool:
-        """Whether a way leads from a cluster to one of the targets; no way leaves a layer and comes back."""
+        """Whether a way leads from a cluster to one of the targets."""
         wanted, waiting, seen = set(targets), [start], {start}
         layer = self._layer(start)
         while waiting and wanted:
             for fed in self.feeds.get(waiting.pop(), ()):
                 if fed in wanted:
                     return True
-                if fed not in seen and self._layer(fed) == layer:
+                if fed not in seen and (self.leaves_layers or self._layer(fed) == layer):
                     seen.add(fed)
                     waiting.append(fed)
         return False

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, shown
-from phaze.interfaces import RunnableTarget, Target
+from phaze.interfaces import RunnableTarget, SpecTarget, Target
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism, PipelineSchedule
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-__all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles"]
+__all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles", "spec_target"]
 
 
 def apply_plan(
@@ -40,6 +40,19 @@ def apply_plan(
                 f"apply has no option {shown(option)} for target {target.name!r}; expected some of {known}."
             )
     return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=options)
+
+
+def spec_target(plan: Plan, plugins: PluginManager) -> SpecTarget:
+    """The plan's own target, which says the plan as specs of arrays."""
+    if plan.question.target is None:
+        raise PlanError(
+            "this plan is analysis only and has no specs: it was made with target=None, or for a model that is known "
+            "by name. Plan the live model itself with target='auto', or with target='pjit'."
+        )
+    target = _find_target(plan, plugins, plan.question.target)
+    if not isinstance(target, SpecTarget):
+        raise PlanError(f"target {target.name!r} has no specs of arrays; plan with target='jax' or 'pjit'.")
+    return target
 
 
 def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) -> Mapping[str, str]:
@@ -85,7 +98,9 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     if chosen.sequence_parallel == MIXED_SEQUENCES and not capabilities.allows_mixed_sequences:
         reasons.append("sequences that are split in some layers only")
     used = {device for stage in plan.stages for device in stage.devices}
-    if len(used) < plan.cluster.device_count and not capabilities.allows_idle_devices:
+    is_asked = capabilities.allows_idle_when_asked and bool(plan.question.strategy.keys() & {"dp", "tp", "pp"})
+    may_idle = capabilities.allows_idle_devices or is_asked
+    if len(used) < plan.cluster.device_count and not may_idle:
         reasons.append(f"{plan.cluster.device_count - len(used)} idle devices")
     uneven = plan.question.global_batch_size % (chosen.dp * chosen.micro_batch_size) > 0
     if uneven and not capabilities.allows_uneven_micro_batches:

@@ -370,15 +370,51 @@ class Plan:
 
         return explanation(self.explained(model, inputs))
 
-    def apply(self, model: object, mesh: object = None, *, loss_fn: object = None, **options: object) -> Any:
+    def apply(
+        self,
+        model: object,
+        mesh: object = None,
+        *,
+        inputs: object = None,
+        optimizer: object = None,
+        loss_fn: object = None,
+        **options: object,
+    ) -> Any:
         """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
 
-        `mesh` is a device mesh with axes dp, pp, tp of the plan's sizes; without one it is made. Raises PlanError for a
-        plan that does not fit or is analysis only, and where the model is not the planned one or a library is missing.
+        `mesh` is a device mesh of the plan's sizes; without one it is made. `inputs` are those that `optimize` took;
+        `optimizer` is a class of torch or an object such as optax's; `options` are those of the target. Raises
+        PlanError for a plan that does not fit or is analysis only, and where the model is not the planned one or a
+        library is missing.
         """
         from phaze.plan.handover import apply_plan
 
-        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, options)
+        given = {"inputs": inputs, "optimizer": optimizer}
+        named = {name: value for name, value in given.items() if value is not None}
+        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named | options)
+
+    def specs(self, *trees: object) -> Any:
+        """How the user's own arrays lie on `mesh()`: trees of PartitionSpecs like those given, parameters first.
+
+        Further trees may be the optimizer's state and the batch; `phaze.backends.jax.user_specs` says how their arrays
+        are told apart. One tree gives one, several give a tuple. Raises PlanError where the target is none of JAX.
+        """
+        from phaze.plan.handover import spec_target
+
+        specs = tuple(spec_target(self, installed_plugins()).specs(self, trees))
+        return specs[0] if len(specs) == 1 else specs
+
+    def mesh(self) -> Any:
+        """The mesh of the first devices that JAX sees, by whose axes `specs` are said."""
+        from phaze.plan.handover import spec_target
+
+        return spec_target(self, installed_plugins()).mesh(self)
+
+    def constraints(self) -> Mapping[str, Any]:
+        """PartitionSpecs of what lies between layers ("activations") and of what enters ("batch")."""
+        from phaze.plan.handover import spec_target
+
+        return spec_target(self, installed_plugins()).constraints(self)
 
     def export(self, target: str, model: object = None) -> Mapping[str, str]:
         """The plan for another tool: texts by file name. `phaze doctor` lists the targets.

@@ -167,6 +167,7 @@ def _shard_options(question: Question) -> ShardOptions:
     return ShardOptions(
         constraints=question.constraints,
         may_stride_parameters=question.capabilities.allows_strided_parameters,
+        may_cut_parameters_twice=question.capabilities.allows_parameters_cut_twice,
         solver=question.solver or AUTOMATIC_SOLVERS,
     )
 

@@ -74,6 +74,29 @@ class Layout:
             sizes[split.dim] = split.local_size(shape[split.dim], sizes[split.dim])
         return tuple(sizes)
 
+    def joined(self) -> Layout:
+        """The same layout, with splits of factors that lie side by side in a dimension as one split."""
+        splits: list[Split] = []
+        for split in sorted(self.splits):
+            last = splits[-1] if splits else None
+            is_inside_last = last is not None and (last.dim, last.outer * last.ways) == (split.dim, split.outer)
+            if last is not None and is_inside_last and last.stride == split.ways * split.stride:
+                splits[-1] = Split(last.dim, last.outer, split.chunk, last.ways * split.ways, split.stride)
+            else:
+                splits.append(split)
+        return Layout(tuple(splits), self.is_partial)
+
+    def is_one_cut(self, shape: Sequence[int]) -> bool:
+        """Whether all devices together cut one dimension, or two neighbours that could as well be one dimension."""
+        splits = self.joined().splits
+        if len(splits) < 2:
+            return True
+        first, second = splits[0], splits[1]
+        is_used_up = (first.outer, first.chunk, first.ways) == (1, 1, shape[first.dim])
+        is_even = second.outer == 1 and second.chunk * second.ways == shape[second.dim]
+        is_next = second.dim == first.dim + 1 and first.stride == second.ways * second.stride
+        return len(splits) == 2 and is_used_up and is_even and is_next
+
     def __str__(self) -> str:
         if self.is_partial:
             return "partial"

@@ -54,6 +54,7 @@ class ShardOptions:
     sequence_parallel: SequenceParallel = SequenceParallel.FREE
     constraints: tuple[LayoutConstraint, ...] = ()
     may_stride_parameters: bool = True
+    may_cut_parameters_twice: bool = True
     may_split_norms: bool = False
     solver: SolverChain = AUTOMATIC_SOLVERS
 
@@ -190,7 +191,12 @@ class ShardingTables:
     def layer(self, problem: ShardingProblem, options: ShardOptions) -> _KnownLayer:
         """What is known of a layer, worked out where it is not known yet; raises ShardError where it has no splits."""
         is_automatic = options.solver is AUTOMATIC_SOLVERS
-        rules = (options.constraints, options.may_stride_parameters, options.may_split_norms)
+        rules = (
+            options.constraints,
+            options.may_stride_parameters,
+            options.may_cut_parameters_twice,
+            options.may_split_norms,
+        )
         axis = problem.axis
         key = (problem.layer.index, (axis.tp, axis.cp, axis.ep), options.sequence_parallel, rules, is_automatic)
         known = self._known.get(key)
@@ -277,6 +283,7 @@ def _answers(
         constraints=options.constraints,
         may_split_sequence=options.sequence_parallel is not SequenceParallel.OFF,
         may_stride_parameters=options.may_stride_parameters,
+        may_cut_parameters_twice=options.may_cut_parameters_twice,
         may_split_norms=options.may_split_norms,
         solver=options.solver,
     )

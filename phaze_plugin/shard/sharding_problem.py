@@ -49,6 +49,7 @@ class ShardingProblem:
     constraints: tuple[LayoutConstraint, ...] = ()
     may_split_sequence: bool = True
     may_stride_parameters: bool = True
+    may_cut_parameters_twice: bool = True
     may_split_norms: bool = False
     solver: SolverChain = AUTOMATIC_SOLVERS
 
@@ -131,6 +132,8 @@ def _is_admitted(problem: ShardingProblem, op: Op, split: OpSplit) -> bool:
         if problem.graph.tensors[name].role is Role.PARAMETER:
             if layout.is_strided and not problem.may_stride_parameters:
                 return False
+            if not problem.may_cut_parameters_twice and not layout.is_one_cut(problem.graph.tensors[name].shape):
+                return False
             if not admits(problem.constraints, name, layout) or problem.layouts.get(name, layout) != layout:
                 return False
     return all(
@@ -144,6 +147,11 @@ def _no_split(problem: ShardingProblem, op: Op, *, had_candidates: bool) -> Shar
         blamed = [
             str(constraint) for constraint in problem.constraints if any(constraint.matches(name) for name in names)
         ]
+        if not blamed and not problem.may_cut_parameters_twice:
+            return ShardError(
+                f"op {op.id!r}: {problem.axis.tp} devices would have to cut two dimensions of its parameter, which the "
+                "target does not do, or agree on a tied weight; use a smaller tp."
+            )
         return ShardError(
             f"op {op.id!r}: nothing is left by the constraints to {'; to '.join(blamed) or 'agree on a tied weight'}."
         )

@@ -1,0 +1,176 @@
+"""A whole train step, with its optimizer and metrics, as the user wrote it: compiled for the plan's layouts.
+
+A step takes a training state (or parameters and an optimizer's state) and a batch, and returns the state that it was
+given, updated, with metrics beside it. It runs on all rows of the batch at once, and the compiler divides it: what the
+user wrote about clipping, schedules, statistics of batches, padding and random numbers holds as on one device. So a
+plan for a step has one stage, one microbatch for each copy, and computes again what the step itself computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from phaze.backends.jax.jax_mesh import mesh_for_plan
+from phaze.backends.jax.loss_function import PyTree
+from phaze.backends.jax.user_specs import specs_of_trees
+from phaze.errors import PlanError
+from phaze.hooks import PluginManager
+from phaze.ir import Graph
+from phaze.model_import import import_with_plugins
+from phaze.plan.plan import Plan
+from phaze.verify.saved_plan import model_differences
+
+__all__ = ["AppliedStep", "apply_plan_to_step", "is_whole_step", "planned_graph"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class AppliedStep:
+    """A train step on a mesh: called like the user's function, whose state it takes over (donates).
+
+    Attributes:
+        mesh: axes pp, dp, tp.
+        specs: a PartitionSpec for every array of every argument, in their structures.
+        shardings: the same as NamedShardings.
+        compiled: the step, from `jax.jit`.
+    """
+
+    mesh: Mesh
+    specs: tuple[PyTree, ...]
+    shardings: tuple[PyTree, ...]
+    compiled: jax.stages.Wrapped
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in dict(self.mesh.shape).items())
+        return f"AppliedStep({sizes}: called as the step itself, place(*arguments))"
+
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        """Run the step; arguments are laid out where they are not yet."""
+        return self.compiled(*self.place(*arguments))
+
+    def place(self, *arguments: PyTree) -> tuple[PyTree, ...]:
+        """The arguments on the mesh, laid out as planned."""
+        if jax.tree.structure(arguments) != jax.tree.structure(self.shardings):
+            raise PlanError(
+                f"the arguments have the structure {jax.tree.structure(arguments)}; the plan was made for "
+                f"{jax.tree.structure(self.shardings)}."
+            )
+        placed: tuple[PyTree, ...] = jax.tree.map(_placed, arguments, self.shardings)
+        return placed
+
+    def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
+        """What `jax.jit(...).lower(...)` gives."""
+        return self.compiled.lower(*self.place(*arguments))
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """A leaf on the mesh. What is there already stays; anything else is copied, so that the caller's is never donated.
+
+    A number of Python becomes an array: as such it would be compiled for again when the step has returned an array.
+    """
+    if getattr(leaf, "sharding", None) == sharding:
+        return leaf  # type: ignore[no-any-return]
+    if isinstance(leaf, bool | int | float):
+        return jax.device_put(np.asarray(leaf, jax.dtypes.result_type(leaf)), sharding)
+    # A replica of what is laid out may be the very buffer that it was laid out from.
+    return jax.device_put(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, sharding)
+
+
+def planned_graph(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Graph:
+    """The graph of a model that is arranged; raises PlanError where it is not the one that was planned."""
+    graph = import_with_plugins(plugins, model, inputs, frontend=None, options={})
+    mismatches = model_differences(plan, graph)
+    if mismatches:
+        listed = "\n  ".join(mismatches)
+        raise PlanError(f"the model is not the one that was planned:\n  {listed}\nPlan this one.")
+    return graph
+
+
+def is_whole_step(model: Any, inputs: object) -> bool:
+    """Whether a function returns its first argument, updated: then it is a train step and no loss."""
+    if not callable(model) or not isinstance(inputs, tuple) or not inputs or hasattr(model, "compiler_ir"):
+        return False
+    try:
+        results = jax.eval_shape(model, *inputs)
+    except Exception:  # whatever it is: who arranges a loss says it in words
+        return False
+    return bool(_returned(inputs, results).get(0))
+
+
+def _returned(arguments: Sequence[PyTree], results: PyTree) -> dict[int, int]:
+    """The arguments that come back among the results, with the place of the result (as one more than its number)."""
+    forms = [_form(result) for result in (results if isinstance(results, tuple | list) else (results,))]
+    returned: dict[int, int] = {}
+    for number, argument in enumerate(arguments):
+        fitting = [place + 1 for place, form in enumerate(forms) if form == _form(argument)]
+        free = [place for place in fitting if place not in returned.values()]
+        if free and _form(argument)[1]:
+            returned[number] = free[0]
+    return returned
+
+
+def _form(tree: PyTree) -> tuple[object, list[tuple[int, ...]]]:
+    """The structure and the shapes; a number of Python (a first count of steps) has the shape of a scalar."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+
+
+def apply_plan_to_step(plan: Plan, model: Any, mesh: object, *, plugins: PluginManager, inputs: object) -> AppliedStep:
+    """The step, compiled for the plan's layouts; see the module's words."""
+    assert isinstance(inputs, tuple)
+    planned_graph(plan, model, inputs, plugins)
+    _check_strategy(plan)
+    own_mesh = mesh_for_plan(plan, mesh)
+    specs = tuple(specs_of_trees(plan, inputs))
+    shardings = tuple(_shardings(own_mesh, tree) for tree in specs)
+    results = jax.eval_shape(model, *inputs)
+    returned = _returned(inputs, results)
+    compiled = jax.jit(
+        _with_layouts(model, _layouts_of_results(results, returned, shardings, own_mesh)),
+        in_shardings=shardings,
+        donate_argnums=tuple(returned),
+    )
+    return AppliedStep(mesh=own_mesh, specs=specs, shardings=shardings, compiled=compiled)
+
+
+def _check_strategy(plan: Plan) -> None:
+    strategy = plan.strategy
+    if strategy.pp > 1:
+        raise PlanError("the plan has several stages, and a whole train step runs in one; plan with strategy pp=1.")
+
+
+def _shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )
+
+
+def _layouts_of_results(
+    results: PyTree, returned: Mapping[int, int], shardings: Sequence[PyTree], mesh: Mesh
+) -> PyTree:
+    """What comes back lies as it came in; everything else is whole on every device."""
+    is_sequence = isinstance(results, tuple | list)
+    places = {place - 1: shardings[argument] for argument, place in returned.items()}
+    layouts = [
+        places[place] if place in places else jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), result)
+        for place, result in enumerate(results if is_sequence else (results,))
+    ]
+    return tuple(layouts) if is_sequence else layouts[0]
+
+
+def _with_layouts(step: Callable[..., PyTree], layouts: PyTree) -> Callable[..., PyTree]:
+    """The step with its results laid out."""
+
+    def run(*arguments: PyTree) -> PyTree:
+        results = step(*arguments)
+        leaves, structure = jax.tree.flatten(results)
+        pairs = zip(leaves, jax.tree.leaves(layouts), strict=True)
+        return jax.tree.unflatten(structure, [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs])
+
+    return run

@@ -1,0 +1,247 @@
+"""What JAX users bring along, on eight host devices; started by the tests as `... FOLDER CASE...`, one JSON per case.
+
+Each case is compared with the same in one process on one device.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_dividing as small
+import jax_training as models
+import numpy as np
+import optax
+from flax import linen
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+
+import phaze
+from phaze.plan.plan import Plan
+
+BATCH = 16
+FIXED = {"schedule": "none", "chunks": 1, "recompute": "none", "pp": 1}
+STEPS = 3
+
+
+def planned(
+    model: Any, inputs: Any, *, dp: int, tp: int = 1, zero: int = 0, micro_batch_size: int | None = None
+) -> Plan:
+    strategy = {**FIXED, "dp": dp, "tp": tp, "zero": zero, "micro_batch_size": micro_batch_size or BATCH // dp}
+    if tp > 1:
+        strategy["sequence_parallel"] = False
+    question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32", "compares": False}
+    return phaze.evaluate(model, inputs, strategy=strategy, **question).plan
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Clipping over all parameters, a schedule, and weight decay of matrices only."""
+
+    def is_matrix(params: Any) -> Any:
+        return jax.tree.map(lambda value: value.ndim > 1, params)
+
+    rate = optax.linear_schedule(1e-2, 1e-3, 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, eps=1e-3, weight_decay=0.1, mask=is_matrix))
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    """A step as flax users write it, with metrics."""
+    loss, gradients = jax.value_and_grad(state.apply_fn)(state.params, batch)
+    metrics = {"loss": loss, "norm": optax.global_norm(gradients)}
+    return state.apply_gradients(grads=gradients), metrics
+
+
+def fused_state() -> tuple[TrainState, Any]:
+    weights = models.weights(models.fused_shapes())
+    return TrainState.create(apply_fn=models.fused_loss, params=weights, tx=optimizer()), models.batch(BATCH)
+
+
+def steps(run: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, list[float]]:
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = run(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def compared(run: Callable[..., Any], step: Callable[..., Any], state: Any, batch: Any) -> dict[str, Any]:
+    """Some steps on the mesh and on one device; states are compared whole."""
+    on_mesh, losses = steps(run, state, batch)
+    alone, expected = steps(jax.jit(step), state, batch)
+    return {"losses": losses, "expected": expected, "error": error(on_mesh, alone), "state": on_mesh}
+
+
+def error(measured: Any, expected: Any) -> float:
+    """The largest over arrays of max|a - b|, relative to the largest number there is."""
+    pairs = list(zip(jax.tree.leaves(measured), jax.tree.leaves(expected), strict=True))
+    largest = max(float(np.abs(np.asarray(b)).max()) for _, b in pairs)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) / largest
+
+
+def whole_step() -> dict[str, Any]:
+    """A whole step of flax and optax."""
+    state, batch = fused_state()
+    plan = planned(train_step, (state, batch), dp=2, tp=4, zero=1)
+    run = plan.apply(train_step, inputs=(state, batch))
+    measured = compared(run, train_step, state, batch)
+    after = measured.pop("state")
+    projection, moment = after.params["layers"][0]["qkv"], after.opt_state[1][0].mu["layers"][0]["qkv"]
+    return {
+        **measured,
+        "compilations": run.compiled._cache_size(),
+        "parameter": str(projection.sharding.spec),
+        "moment": str(moment.sharding.spec),
+        "steps": int(after.step),
+    }
+
+
+def hand_written() -> dict[str, Any]:
+    """The plan of a loss, as specs in a jit of the user's own, and the user's own tree laid out by them."""
+    state, batch = fused_state()
+    params, opt_state = state.params, state.opt_state
+    plan = planned(models.fused_loss, (params, batch), dp=2, tp=4, zero=1)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(models.fused_loss)(params, batch)
+        updates, opt_state = optimizer().update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    mesh, specs = plan.mesh(), plan.specs(params, opt_state, batch)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    compiled = jax.jit(step, in_shardings=shardings, out_shardings=(*shardings[:2], None))
+    results = compiled(*jax.device_put((params, opt_state, batch), shardings))
+    run = plan.apply(models.fused_loss, inputs=(params, batch))
+    placed = jax.device_put(params, run.shardings)
+    return {
+        "error": error(results, jax.jit(step)(params, opt_state, batch)),
+        "placed_error": error(run.parameters(run.start(placed)), params),
+        "projection": str(placed["layers"][0]["qkv"].sharding.spec),
+        "specs_are_equal": run.specs == specs[0],
+        "batch": str(specs[2]["ids"]),
+        "activations": str(plan.constraints()["activations"]),
+    }
+
+
+def own_mesh() -> dict[str, Any]:
+    """A mesh with the user's own names, in another order than the plan's."""
+    state, batch = fused_state()
+    plan = planned(models.fused_loss, (state.params, batch), dp=2, tp=4)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("model", "data"))
+    run = plan.apply(models.fused_loss, mesh, inputs=(state.params, batch))
+    loss, _ = run.gradients(run.start(jax.device_put(state.params, run.shardings)), batch)
+    return {
+        "loss": float(loss),
+        "expected": float(jax.jit(models.fused_loss)(state.params, batch)),
+        "spec": str(run.specs["layers"][0]["qkv"]),
+    }
+
+
+class Normalized(linen.Module):
+    """A network with statistics of batches, and dropout."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        hidden = linen.relu(linen.BatchNorm(use_running_average=False, momentum=0.9)(linen.Dense(small.HIDDEN)(x)))
+        return linen.Dense(small.OUT)(linen.Dropout(0.5, deterministic=False)(hidden))
+
+
+class NormalizedState(TrainState):
+    """A state with statistics of batches and a key, as flax's guides have it."""
+
+    batch_stats: Any
+    key: Any
+
+
+def normalized_step(state: NormalizedState, batch: Any) -> tuple[NormalizedState, dict[str, Any]]:
+    """A step with a mutable collection, a key folded with the step's number, and rows that count."""
+    key = jax.random.fold_in(state.key, state.step)
+
+    def loss_fn(params: Any) -> tuple[Any, Any]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        output, updates = Normalized().apply(variables, batch["x"], mutable=["batch_stats"], rngs={"dropout": key})
+        errors = ((output - batch["y"]) ** 2).mean(-1)
+        return (errors * batch["mask"]).sum() / batch["mask"].sum(), updates
+
+    (loss, updates), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    state = state.apply_gradients(grads=gradients)
+    return state.replace(batch_stats=updates["batch_stats"]), {"loss": loss}
+
+
+def statistics() -> dict[str, Any]:
+    """Statistics of batches, dropout and a mask in a whole step over eight copies."""
+    x, y = small.rows()
+    mask = np.random.default_rng(2).integers(0, 2, BATCH).astype(np.float32)
+    variables = Normalized().init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, x)
+    state = NormalizedState.create(
+        apply_fn=None,
+        params=variables["params"],
+        tx=optimizer(),
+        batch_stats=variables["batch_stats"],
+        key=jax.random.PRNGKey(3),
+    )
+    batch = {"x": x, "y": y, "mask": mask}
+    run = planned(normalized_step, (state, batch), dp=8, zero=3).apply(normalized_step, inputs=(state, batch))
+    measured = compared(run, normalized_step, state, batch)
+    del measured["state"]
+    return measured
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Perceptron:
+    """A module as Equinox has them: a tree that can be called, with leaves that are no arrays."""
+
+    up: Any
+    down: Any
+    scales: Any
+    activation: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.activation(x @ self.up) * self.scales @ self.down
+
+
+def module() -> dict[str, Any]:
+    """A module with a function and whole numbers among its leaves, eight copies, two microbatches each."""
+    weights, scales = small.weights(), jnp.arange(small.HIDDEN)
+    model = Perceptron(weights["up"], weights["down"], scales, jax.nn.relu)
+
+    def loss(model: Perceptron, x: Any, y: Any) -> Any:
+        return ((model(x) - y) ** 2).mean()
+
+    inputs = (model, *small.rows())
+    run = planned(loss, inputs, dp=8, zero=1, micro_batch_size=1).apply(loss, inputs=inputs, optimizer=optax.sgd(1e-3))
+    state, value = run.step(run.start(model), *inputs[1:])
+    trained = run.parameters(state)
+    arrays = (model.up, model.down)
+    gradients = jax.grad(lambda arrays: loss(Perceptron(*arrays, scales, jax.nn.relu), *inputs[1:]))(arrays)
+    expected = jax.tree.map(lambda array, gradient: array - 1e-3 * gradient, arrays, gradients)
+    return {
+        "error": error([trained.up, trained.down], expected),
+        "loss": float(value),
+        "expected": float(loss(*inputs)),
+        "is_callable": float(loss(trained, *inputs[1:])) < float(value),
+    }
+
+
+RUNS = {
+    "whole step": whole_step,
+    "hand-written": hand_written,
+    "own mesh": own_mesh,
+    "statistics": statistics,
+    "module": module,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run some cases, one after the other."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    for name in names or RUNS:
+        (folder / f"{name}.json").write_text(json.dumps(RUNS[name](), indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
