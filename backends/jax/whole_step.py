@@ -75,7 +75,7 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
     A number of Python becomes an array: as such it would be compiled for again when the step has returned an array.
     """
     if getattr(leaf, "sharding", None) == sharding:
-        return leaf  # type: ignore[no-any-return]
+        return leaf
     if isinstance(leaf, bool | int | float):
         return jax.device_put(np.asarray(leaf, jax.dtypes.result_type(leaf)), sharding)
     # A replica of what is laid out may be the very buffer that it was laid out from.
