@@ -22,7 +22,6 @@ from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from phaze.errors import PhazeError, PlanError
-from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, class_names
 
 __all__ = [
     "Arguments",
@@ -126,7 +125,7 @@ def read_loss_function(model: object, inputs: object) -> LossFunction:
         )
     if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
         raise PlanError(f"inputs is a {type(inputs).__name__}; expected a tuple of positional arguments.")
-    if LINEN_MODULE in class_names(model):
+    if _is_a(model, "flax.linen.module.Module"):
         parameters = _linen_parameters(model, inputs)
         return _loss_function(partial(_linen_loss, model), "params", parameters, tuple(inputs))
     if is_nnx_module(model):
@@ -258,8 +257,13 @@ def _arguments(trees: PyTree, varies: Callable[[object], bool]) -> Arguments:
 
 
 def is_nnx_module(model: object) -> bool:
-    """Whether this is a module of flax.nnx; flax is not imported to find out."""
-    return NNX_MODULE in class_names(model)
+    """Whether this is a module of flax.nnx."""
+    return _is_a(model, "flax.nnx.module.Module")
+
+
+def _is_a(model: object, class_name: str) -> bool:
+    """Whether a model is of a class, by the class's whole name: flax is imported for those who use it only."""
+    return any(f"{kind.__module__}.{kind.__name__}" == class_name for kind in type(model).__mro__)
 
 
 def user_parameters(given: PyTree) -> PyTree:

@@ -62,10 +62,11 @@ def build_graph(
     graph = _graph(run, roles, name, names, batch_size or 1)
     if is_shuffled:
         graph = replace(graph, ops=tuple(_forward_first(sorted_by_depth(graph.ops))))
-    if roles.loss is not None and not graph.gradients:
-        graph = graph.with_backward()
     refined = refine_factors(split_tied_gradients(graph), batch_size)
     graph = fuse_vector_ops(minimize_saved_bytes(refined))
+    # Backward by rule follows the joined ops: gradients of ops that were joined afterwards would lose their forward op.
+    if roles.loss is not None and not graph.gradients:
+        graph = graph.with_backward()
     notes = _notes(module, run, stacked, names)
     if len(graph.ops) < len(refined.ops):
         notes.append(

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax_models as models
+import optax
 import pytest
 import torch_models
 from flax import linen, nnx
+from jax_models import shape
 
 import phaze
 from phaze.ir import Graph, Phase, Role
@@ -185,3 +187,25 @@ def test_a_linen_model_with_statistics_and_dropout_is_captured_in_training() -> 
     assert graph.parameter_count == 5 * 8 + 8 + 2 * 8 + 8 * 4 + 4
     assert {name for name, _ in graph.gradients} == {tensor.id for tensor in graph.parameters}
     assert graph.with_micro_batch(3).matmul_flops("forward") * 2 == graph.matmul_flops("forward")
+
+
+CROSS_ENTROPIES: dict[str, Callable[[Any, Any], Any]] = {
+    "optax": optax.softmax_cross_entropy_with_integer_labels,
+    "optax with classes": lambda logits, labels: optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 64)),
+    "log_softmax": lambda logits, labels: -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1),
+    "logsumexp": lambda logits, labels: (
+        jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
+def test_a_lowered_loss_without_gradients_gets_a_backward_by_rule(name: str) -> None:
+    def loss(params: Any, x: Any, labels: Any) -> Any:
+        return CROSS_ENTROPIES[name](x @ params["w"], labels).mean()
+
+    inputs = ({"w": shape(32, 64)}, shape(8, 16, 32), shape(8, 16, dtype=jnp.int32))
+    graph = phaze.import_graph(jax.jit(loss).lower(*inputs), parameters=[0])
+    forward = 2 * 8 * 16 * 32 * 64
+    assert graph.matmul_flops(Phase.FORWARD) == forward
+    assert graph.matmul_flops(Phase.BACKWARD) == forward, "the gradient of the weights; x needs none"
