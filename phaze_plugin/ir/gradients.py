@@ -217,8 +217,14 @@ def _dropout(request: GradientRequest) -> Answers:
 
 
 def _softmax(request: GradientRequest) -> Answers:
-    answer = request.emit("softmax_backward", (request.came_in(), request.result()), (request.operand(0),))
-    return (*answer, *[None] * (len(request.op.inputs) - 1))
+    """Its first operand is what is normalized, but where several ops were joined: then it may be any of them."""
+    wanted = [index for index, want in enumerate(request.wanted) if want] or [0]
+    reads = (request.came_in(), request.result())
+    gradients = request.emit("softmax_backward", reads, [request.operand(index) for index in wanted])
+    answers: list[str | None] = [None] * len(request.op.inputs)
+    for index, gradient in zip(wanted, gradients, strict=True):
+        answers[index] = gradient
+    return answers
 
 
 def _biased_softmax(request: GradientRequest) -> Answers:
