@@ -39,6 +39,10 @@ __all__ = [
     "is_beaten",
 ]
 
+_QUICK_PROOF = {"nodes": 100, "nodes_per_strategy": 50}
+"""The nodes of a proof that is tried before a search: bounds alone prove most cutoffs; where they do not, branch and
+bound would improve plans that the search looks for anyway."""
+
 
 class PlacementStatus(StrEnum):
     """What is known about the answer."""
@@ -137,6 +141,7 @@ def find_placement(
         raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
     prepared = PreparedProblem.of(problem, network=network)
     answer = None if likely is None else _answer_if_best(prepared, likely, effort, cutoff_s, gap)
+    answer = answer or _answer_if_cut_off(prepared, effort, cutoff_s, gap)
     if answer is not None:
         bound_s = answer.bound_s
     else:
@@ -193,6 +198,22 @@ def _answer_if_best(
         return None
     plans = () if plan is None else (plan,)
     return replace(proof, plans=plans, best_by_kind=best_by_kind(plans, prepared.problem.choices.recompute))
+
+
+def _answer_if_cut_off(
+    prepared: PreparedProblem, effort: SearchEffort | None, cutoff_s: float, gap: float
+) -> SearchAnswer | None:
+    """That nothing is faster than the cutoff by more than the gap; None where that is not proven.
+
+    A proof on the profiles' lower bounds makes a search on their values needless, and not the other way round.
+    """
+    if not gap or math.isinf(cutoff_s) or not _has_loose_profiles(prepared.problem):
+        return None
+    quick = replace(effort or SearchEffort(), **_QUICK_PROOF)
+    proof = search_parallelisms(prepared.with_bounds(), effort=quick, cutoff_s=cutoff_s * (1 - gap), proves=True)
+    if proof.plans or proof.bound_s < cutoff_s * (1 - gap):
+        return None
+    return replace(proof, best_by_kind={}, solved=())
 
 
 def is_beaten(problem: PlacementProblem, time_s: float, network: Network | None = None) -> bool:

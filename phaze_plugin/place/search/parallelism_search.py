@@ -60,9 +60,9 @@ _REACH = 1.25
 """Candidate stages that alone take longer than this many times the target are left out: more would
 show plans a little above the target without a second round, and make the tables larger."""
 
-_NEAR_PROOF = 2.0
-"""A proof whose cutoff is within this factor of the least bound begins with the cutoff itself: lower targets would only
-repeat the work."""
+_NEAR_CUTOFF = 2.0
+"""A search whose cutoff is within this factor of the least bound begins with the cutoff itself: lower targets would
+only repeat the work."""
 
 _MOST_BOUNDED = 600
 """How many strategies with no more than a bound a search returns: enough to see where they lie."""
@@ -335,7 +335,7 @@ def _search_group(
         _try_likely(prepared, strategies, progress)
     cutoff_s = min(progress.cutoff_s, enough_s)
     targets: tuple[float, ...] = _TARGETS[1:] if proves else _TARGETS
-    if (proves and cutoff_s <= _NEAR_PROOF * least_s) or progress.plans:
+    if cutoff_s <= _NEAR_CUTOFF * least_s or progress.plans:
         targets = _TARGETS[-1:]
     for factor in targets:
         target_s = min(factor * least_s, min(progress.cutoff_s, enough_s) * (1 + EQUAL_SEARCH_TIMES))

@@ -1,12 +1,14 @@
 """A guess at the step time of the best plan of a problem, in a millisecond; it orders problems and proves nothing.
 
 Every strategy is taken with equal stages: its closed-form bound, and the recompute of the cheapest mode with which the
-fullest device seems to hold its share of the model. The guess is the least over all strategies.
+fullest device seems to hold its share of the model. The most promising ones are priced once more with the collectives
+of their own links. The guess is the least of these.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +18,10 @@ from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.place.search.prepared_problem import PreparedProblem
 
 __all__ = ["estimated_step_s"]
+
+_PRICED_EXACTLY = 64
+"""How many of the most promising strategies are priced on their own links instead of the fastest ones: enough that one
+which is not slowed down by its links is among them, in a millisecond."""
 
 
 def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) -> float:
@@ -27,10 +33,18 @@ def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) ->
     again_s, stash_bytes = (table.sum(axis=2)[:, tp_index] for table in (layers.recompute_s, layers.stash_bytes))
     working_bytes = layers.peak_bytes.max(axis=2)[:, tp_index]
     held_bytes = layers.parameters.sum(axis=1)[tp_index] * layers.sharding(strategies).held_bytes_per_parameter
-    pp, micro_batches = strategies.pp, strategies.micro_batches
-    fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / pp + working_bytes
-    step_s = strategies.bound_s + (micro_batches + pp - 1) / pp * again_s
-    return float(np.where(fullest_bytes <= usable_bytes, step_s, np.inf).min())
+    rounds = (strategies.micro_batches + strategies.pp - 1) / strategies.pp
+    fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / strategies.pp + working_bytes
+    least_again_s = np.where(fullest_bytes <= usable_bytes, rounds * again_s, np.inf).min(axis=0)
+    step_s = strategies.bound_s + least_again_s
+    if not np.isfinite(step_s).any():
+        return math.inf
+    best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
+    likely = replace(strategies.take(best), least_dp=strategies.dp[best])  # with the prices of their own links
+    terms = layers.terms(likely)
+    passes_s = rounds[best] * (terms.through_s + terms.weight_s).sum(axis=0)
+    priced_s = passes_s + terms.finish_s.sum(axis=0) / likely.pp + least_again_s[best]
+    return float(np.maximum(step_s[best], priced_s).min())
 
 
 def _in_flight(strategies: ParallelismTable) -> FloatArray:
