@@ -20,6 +20,9 @@ from readable_files import FORMATS
 MOST_COUNT = 10_000_000
 """Inputs that a run with a time limit may draw: far more than it has time for."""
 
+MOST_SHOWN = 3000
+"""Characters of a failure that are printed: a message may quote the whole file."""
+
 ADDRESS_SPACE_BYTES = 6 * 2**30
 """Address space of the process: what a reader takes beyond that is a MemoryError, and counts as a failure."""
 
@@ -47,7 +50,7 @@ def main() -> int:
         first = seen.setdefault(re.sub(r"\d+", "N", line), 0) == 0
         seen[re.sub(r"\d+", "N", line)] += 1
         if first:
-            print(f"{failure.kind}\n{failure.what}")
+            print(f"{failure.kind}\n{failure.what[:MOST_SHOWN]}")
         if arguments.keep is not None:
             arguments.keep.mkdir(parents=True, exist_ok=True)
             name = f"{failure.kind.replace(' ', '-')}-{hashlib.sha256(failure.data).hexdigest()[:12]}"

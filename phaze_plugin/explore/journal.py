@@ -319,7 +319,7 @@ def _record(where: str, document: Mapping[str, object]) -> JournalRecord:
     record = {name: value for name, value in document.items() if name != DIGEST}
     task, cutoff_s, result = (record.get(name) for name in JournalRecord.__annotations__)
     is_cutoff = cutoff_s is None or (isinstance(cutoff_s, int | float) and not isinstance(cutoff_s, bool))
-    if len(record) != len(JournalRecord.__annotations__) or not isinstance(task, str) or not is_cutoff:
+    if record.keys() != JournalRecord.__annotations__.keys() or not isinstance(task, str) or not is_cutoff:
         raise FormatError(f"{where}: no task with its cutoff and result; the journal is damaged.")
     if not isinstance(result, dict):
         raise FormatError(f"{where}: a task without a result; the journal is damaged.")

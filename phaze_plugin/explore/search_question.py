@@ -340,8 +340,10 @@ def _schedules(schedules: object) -> tuple[PipelineSchedule, ...]:
 def _weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * count
-    numbers = tuple(float(weight) for weight in weights)
-    if len(numbers) != count or not all(0 < weight < math.inf for weight in numbers):
+    is_listed = isinstance(weights, Iterable) and not isinstance(weights, str)
+    given = tuple(weights) if is_listed else ()
+    numbers = tuple(weight for weight in given if isinstance(weight, int | float) and not isinstance(weight, bool))
+    if not len(given) == len(numbers) == count or not all(0 < weight < math.inf for weight in numbers):
         raise QuestionError(f"weights is {shown(weights)}; expected a positive number for each of the {count} models.")
     return numbers
 
