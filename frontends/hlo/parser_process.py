@@ -30,6 +30,9 @@ __all__ = ["main", "unwrapped"]
 MOST_BYTES = 24 * 2**30
 """The most address space, most of which jaxlib reserves without using it. Damaged sizes ask for far more."""
 
+MOST_DATA_BYTES = 4 * 2**30
+"""The most memory that it may write to: a module of a hundred MiB, as much as is read, takes about half of it."""
+
 MOST_ERROR_LINES = 4
 """How many lines of a parser's complaint are passed on: it repeats itself after that."""
 
@@ -49,9 +52,10 @@ _FIRST_FIELD = b"\x0a"
 def main(descriptor: int) -> None:
     """Answer requests until the connection ends."""
     connection = Connection(descriptor)
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    if hard_limit == resource.RLIM_INFINITY or hard_limit > MOST_BYTES:
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, hard_limit))
+    for limit, most in ((resource.RLIMIT_AS, MOST_BYTES), (resource.RLIMIT_DATA, MOST_DATA_BYTES)):
+        _, hard_limit = resource.getrlimit(limit)
+        if hard_limit == resource.RLIM_INFINITY or hard_limit > most:
+            resource.setrlimit(limit, (most, hard_limit))
     connection.send_bytes(READY)
     while True:
         try:

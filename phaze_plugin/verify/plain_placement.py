@@ -196,12 +196,14 @@ class _Tie(NamedTuple):
 class PlainCosts:
     """Seconds and bytes of stages under one parallelism, added up layer by layer.
 
-    With `allows_mixed_tp`, a stage none of whose layers is split takes one device instead of tp.
+    With `allows_mixed_tp`, a stage none of whose layers is split takes one device instead of tp. With `uses_bounds`,
+    layers take what no schedule of theirs beats.
     """
 
     problem: PlacementProblem
     parallelism: Parallelism
     allows_mixed_tp: bool
+    uses_bounds: bool = False
     energy: EnergyModel = field(default_factory=energy_model)
     known_s: dict[tuple[object, ...], float] = field(default_factory=dict)
 
@@ -244,8 +246,12 @@ class PlainCosts:
 
     def _sum_s(self, profiles: Mapping[int, LayerProfile], name: str) -> float:
         """The seconds of one pass over all layers of a stage."""
-        accelerator = self.problem.accelerator
-        return math.fsum(float(getattr(profile, name).value[accelerator]) for profile in profiles.values())
+        return math.fsum(self._pass_s(profile, name) for profile in profiles.values())
+
+    def _pass_s(self, profile: LayerProfile, name: str) -> float:
+        """The seconds of one pass of one layer, or the bound under them."""
+        seconds = getattr(profile, name)
+        return float((seconds.bound if self.uses_bounds else seconds.value)[self.problem.accelerator])
 
     def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
         return self.problem.profile(layer, self.parallelism.tp, mode or self.problem.choices.recompute[0])
@@ -340,16 +346,15 @@ class PlainCosts:
 
     def _add_reduction(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
         """Reduce gradients behind the last backward pass, the last layer first; those of tied parameters at the end."""
-        accelerator = self.problem.accelerator
         gradient_bytes = dtype_bytes(self.problem.recipe.reduction_dtype)
         kind = Collective.ALL_REDUCE if self.parallelism.zero == 0 else Collective.REDUCE_SCATTER
         spread = self._spread_parameters()
         network_free_s = ready_s = 0.0
         for layer in reversed(list(profiles)):
             profile = profiles[layer]
-            ready_s += float(profile.backward_weight_s.value[accelerator])
+            ready_s += self._pass_s(profile, "backward_weight_s")
             if not self._splits_backward:
-                ready_s += float(profile.backward_input_s.value[accelerator])
+                ready_s += self._pass_s(profile, "backward_input_s")
             parameters = 0.0 if spread and self.problem.stage_sharded_layers[layer] else self._untied_parameters(layer)
             takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
             result.reduction_s += takes_s

@@ -120,12 +120,21 @@ def _plain_findings(plan: Plan, answer: Answer) -> Iterator[Finding]:
     """Time and memory by the plain code."""
     problem, parallelism = answer.candidate.problem, plan.strategy
     allows_mixed_tp = problem.capabilities.allows_mixed_tp and parallelism.chunks == 1
-    stages = _plain_stages(PlainCosts(problem, parallelism, allows_mixed_tp), plan)
+    costs = PlainCosts(problem, parallelism, allows_mixed_tp)
+    stages = _plain_stages(costs, plan)
     # A single stage has no schedule; its passes run in the order of any of them.
     is_single = parallelism.schedule is PipelineSchedule.NONE
     schedule = PipelineSchedule.ONE_F_ONE_B.value if is_single else parallelism.schedule.value
     micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
     yield from _step_findings(plan, stages, plain_simulation(schedule, parallelism.pp, micro_batches, stages))
+    if plan.is_feasible:
+        # The bound holds for every plan that was offered, this one with the quickest schedules of its layers included.
+        quickest = _plain_stages(replace(costs, uses_bounds=True, known_s={}), plan)
+        least_s = plain_simulation(schedule, parallelism.pp, micro_batches, quickest)
+        is_below = plan.bound_s <= least_s * (1 + EQUAL_CLAIMS)
+        yield Finding(
+            "the bound is not above the plan with its layers' bounds", f"{plan.bound_s}", f"{least_s}", is_below
+        )
     yield from _memory_findings(plan, stages, schedule, micro_batches, problem.usable_bytes)
 
 
