@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
+from phaze.asked_model import import_asked
 from phaze.capabilities import Capabilities
 from phaze.cost import (
     AttentionMode,
     Calibration,
     calibration_of,
     load_calibration,
-    planned_graph,
     plugin_prices,
     settled_attention,
 )
@@ -39,12 +39,11 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
 from phaze.limits import check_limit
-from phaze.model_import import import_with_plugins
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
 from phaze.shard.layout import check_constraints
 from phaze.solvers import SolverChain, choose_solver
-from phaze.target_choice import ChosenTarget, find_target
+from phaze.target_choice import ChosenTarget
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -79,7 +78,8 @@ class QuestionOptions(TypedDict, total=False):
     Attributes:
         cluster: text such as "a100-80gb:64", or a Cluster; by default the devices that this process sees.
         global_batch_size: sequences in one step; by default 8 for every device.
-        optimizer: "adamw" (the default), "adam", "sgd", "momentum-sgd", "adafactor", "lion", "adam8bit" or "muon".
+        optimizer: "adamw" (the default), "adam", "sgd", "momentum-sgd", "adafactor", "lion", "adam8bit" or "muon";
+            "none" plans inference: the forward alone, without gradients and optimizer state.
         precision: "bf16" (the default), "fp16", "fp32", "tf32", "fp8" and its recipes, "mxfp8", "nvfp4", the name of a
             recipe ("bf16-adam-bf16-gradients"), or a PrecisionRecipe.
         micro_batch_size: sizes to try, one or several.
@@ -87,6 +87,7 @@ class QuestionOptions(TypedDict, total=False):
         sequence_length: tokens in a sequence, instead of the model's own length.
         loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
         targets: examples of what `loss_fn` compares with.
+        frontend_options: what the model's frontend takes, such as `parameters`, `batch` and `loss` of an HLO file.
         target: what the plan is to run on: a target's name, "auto" for the model's own framework, None for analysis.
         constraints: layouts that parameters or tensors must have.
         calibration: a Calibration or the file of one, instead of the chip's own.
@@ -105,6 +106,7 @@ class QuestionOptions(TypedDict, total=False):
     sequence_length: int | None
     loss_fn: Callable[..., object] | None
     targets: object
+    frontend_options: Mapping[str, object] | None
     target: str | None
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None
     calibration: Calibration | str | PathLike[str] | None
@@ -118,7 +120,7 @@ class Question:
     """Everything that is asked, settled: nothing of it is looked up again.
 
     Attributes:
-        graph: the model as it is planned (`planned_graph`).
+        graph: the model as it is planned (`planned_graph`): without a backward for inference.
         cluster: devices and links.
         global_batch_size: sequences in one step.
         recipe: bytes and types of the precision.
@@ -266,7 +268,9 @@ def ask(
     check_limit("devices", cluster.device_count, "the cluster's number of devices")
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
     attention = settled_attention(options.get("attention"), cluster.accelerator)
-    graph, target = _import(model, inputs, options, attention, plugins)
+    if options.get("sequence_length") is not None:
+        _positive("sequence_length", options.get("sequence_length"))
+    graph, target = import_asked(model, inputs, options, attention, plugins, trains=recipe.trains)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
     if batch_size is None:
@@ -345,21 +349,6 @@ def settled_cluster(cluster: object, plugins: PluginManager) -> Cluster:
         "no cluster was given and no known accelerators are visible to this process; pass for example "
         "cluster='a100-80gb:64' (`phaze chips` lists the known ones)."
     )
-
-
-def _import(
-    model: object, inputs: object, options: QuestionOptions, attention: AttentionMode, plugins: PluginManager
-) -> tuple[Graph, ChosenTarget]:
-    """The model's graph as it is planned, and the target that is to run it."""
-    given = {
-        name: value
-        for name, value in options.items()
-        if name in ("sequence_length", "loss_fn", "targets") and value is not None
-    }
-    if "sequence_length" in given:
-        _positive("sequence_length", given["sequence_length"])
-    graph = planned_graph(import_with_plugins(plugins, model, inputs, frontend=None, options=given), attention)
-    return graph, find_target(options.get("target", "auto"), model, plugins, graph)
 
 
 def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe:

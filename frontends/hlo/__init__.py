@@ -22,12 +22,22 @@ class HloFrontend:
     """Takes StableHLO (text or bytecode) and HLO (text or proto), as a path, as bytes, or as a folder of dumps.
 
     Options: `parameters` and `batch` (indices or paths of arguments; inferred where gradients or updated parameters are
-    among the results), `micro_batch_size` (other than the module's), `time_limit_s` (for parsing).
+    among the results), `loss` (index or name of the result to train, where the module does not show it), `entry` (a
+    function other than main), `trips` (of loops that depend on data), `micro_batch_size` (other than the module's),
+    `time_limit_s` (for parsing).
     """
 
     name: str = "hlo"
     libraries: tuple[str, ...] = ("jax",)
-    options: tuple[str, ...] = ("parameters", "batch", "micro_batch_size", "time_limit_s")
+    options: tuple[str, ...] = (
+        "parameters",
+        "batch",
+        "loss",
+        "entry",
+        "trips",
+        "micro_batch_size",
+        "time_limit_s",
+    )
 
     def accepts(self, model: object) -> bool:
         """Whether this is a file, a folder or bytes that look like a module."""

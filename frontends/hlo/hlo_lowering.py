@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from phaze.frontends.hlo.custom_call_configs import known_kernel
+from phaze.frontends.hlo.hlo_module_facts import aliases_of, is_partitioned, partition_count, replica_count
 from phaze.frontends.hlo.hlo_text import Computation, HloModule, HloTextError, Instruction, Shape, split_list
 from phaze.frontends.hlo.opcode_attributes import (
     KNOWN_ATTRIBUTES,
@@ -67,43 +68,12 @@ def lower_module(module: HloModule) -> Document:
         "entry": entry.name,
         "functions": functions,
         "meshes": [],
-        "aliases": _aliases(module, entry),
-        "partitions": _count(module, "num_partitions"),
-        "replicas": _count(module, "replica_count"),
+        "aliases": aliases_of(module),
+        "partitions": partition_count(module),
+        "replicas": replica_count(module),
+        "is_partitioned": is_partitioned(module),
         "notes": notes,
     }
-
-
-def _count(module: HloModule, name: str) -> int:
-    given = module.attributes.get(name, "1")
-    return int(given) if given.isdigit() and int(given) > 0 else 1
-
-
-def _aliases(module: HloModule, entry: Computation) -> list[list[int]]:
-    """Pairs of an argument and the result that is written over it, both as numbers among all arrays."""
-    starts = list(itertools.accumulate((len(p.shape.leaves) for p in entry.parameters), initial=0))
-    shapes = {instruction.name: instruction.shape for instruction in entry.instructions}
-    pairs: list[list[int]] = []
-    for part in split_list(module.attributes.get("input_output_alias", "")[1:-1]):
-        match = re.fullmatch(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}.*", part)
-        if match is None or int(match[2]) >= len(entry.parameters):
-            continue
-        result = _leaf_number(shapes[entry.root], match[1])
-        argument = _leaf_number(entry.parameters[int(match[2])].shape, match[3])
-        if result is not None and argument is not None:
-            pairs.append([starts[int(match[2])] + argument, result])
-    return pairs
-
-
-def _leaf_number(shape: Shape, path: str) -> int | None:
-    """The number of an array among the arrays of a shape, by the indices that lead to it."""
-    number = 0
-    for word in path.replace(",", " ").split():
-        if shape.parts is None or int(word) >= len(shape.parts):
-            return None
-        number += sum(len(part.leaves) for part in shape.parts[: int(word)])
-        shape = shape.parts[int(word)]
-    return number if shape.parts is None else None
 
 
 def _type(shape: Shape) -> list[Any]:

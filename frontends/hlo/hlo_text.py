@@ -165,7 +165,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         first = first if held else number
         held.append(line)
         balance += sum(map(bare.count, "({[")) - sum(map(bare.count, ")}]"))
-        if balance > 0:
+        if balance > 0 or (balance == 0 and bare.rstrip().endswith(",")):
             continue
         statement = " ".join(held)
         if is_inside and balance < 0:  # the brace that closes the computation

@@ -61,16 +61,30 @@ def import_bytes(source: ModuleBytes, options: Mapping[str, object], parser: Par
 
 
 def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) -> Graph:
+    module = _with_options(module, options)
     names = argument_names(module)
     parameters, batch = read_selectors(options, "parameters"), read_selectors(options, "batch")
+    loss = read_selectors(options, "loss")
     graph = build_graph(
         module,
         names,
-        lambda run: infer_roles(run, names, parameters, batch),
+        lambda run: infer_roles(run, names, parameters, batch, None if not loss else loss[0]),
         name=module.name.removeprefix("jit_"),
         is_shuffled=is_shuffled,
     )
     return follow_batch(graph)
+
+
+def _with_options(module: Module, options: Mapping[str, object]) -> Module:
+    """The module with the entry and the trips of loops that were asked for."""
+    entry, trips = options.get("entry"), options.get("trips")
+    if entry is not None:
+        module = replace(module, entry=str(entry))
+    if trips is None:
+        return module
+    if isinstance(trips, bool) or not isinstance(trips, int) or trips < 1:
+        raise ImportModelError(f"trips is {trips!r}; expected a positive number of trips.")
+    return replace(module, assumed_trips=trips)
 
 
 def _read(model: object) -> ModuleBytes:

@@ -14,6 +14,9 @@ name_scopes.py         the names of JAX's locations and pytree paths, read word 
 module_paths.py        the module path of every op, from which layers follow
 saved_for_backward.py  which forward tensors backward keeps, and what it computes again
 vector_fusion.py       vector ops joined into as few as a compiler would make of them
+device_tiles.py        XLA's shardings: which part of a tensor each device has
+running_strategy.py    the strategy that a module for several devices runs
+whole_program.py       the program of one device at the sizes of the whole, without collectives
 batch_factors.py       batch factors, followed from the batch arguments
 training_graph.py      all of these steps in order, to a verified graph
 """

@@ -3,15 +3,18 @@
 What the caller says by name or index holds (`read_selectors`, `select`). The rest is inferred by `infer_roles`:
 
 1. the loss is the scalar floating point result that is called so, or the first that depends on a matrix product
-   (`_find_loss`);
-2. a result belongs to the argument of the same path; where results have no names, all results but the loss (and other
-   floating point scalars: metrics) must have the types of one run of consecutive arguments, and of one such run only
-   (`_pairs`);
+   (`_find_loss`), or what the caller names;
+2. a result belongs to the argument of the same path, or to the one that it is written over (donated arguments); where
+   results have neither names nor aliases, all results but the loss (and other floating point scalars: metrics) must
+   have the types of one run of consecutive arguments, and of one such run only (`_pairs`);
 3. an argument with a result of its own is a parameter where the loss depends on it, and optimizer state where it does
    not but its result depends on more than the forward;
 4. an argument without one that the loss depends on is the batch, unless it is a scalar or a random key.
 
-A module without such results is a forward: its parameters must be named, by the caller or by their path (`params...`).
+A module with a loss and without such results is a forward: its parameters are told by their path (`params...`), or by
+integers among the arguments, which are data (`_parameters_by_type`); where neither is there, the caller must say.
+A module without a loss is a program for inference, or a fragment: its roles are guessed where they are not told, and a
+note says so (`_guessed_parameters`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from phaze.frontends.stablehlo.name_scopes import path_keys
 from phaze.frontends.stablehlo.symbols import Value, tensors_of
 from phaze.ir import DType, OpKind, Role
 
-__all__ = ["ModuleRoles", "Selector", "infer_roles", "read_selectors", "select"]
+__all__ = ["ModuleRoles", "Selector", "infer_roles", "read_selectors", "select", "select_result"]
 
 Selector = int | str
 """What a caller names an argument by: its index, or a path that is its own or leads to it."""
@@ -46,13 +49,15 @@ class ModuleRoles:
     """What the arguments and results of a module are.
 
     `arguments` has the role of every argument, `loss` the index of the result that is the loss, `gradients` the result
-    of each parameter. Where `is_updated`, these results are the new parameters and not their gradients.
+    of each parameter. Where `is_updated`, these results are the new parameters and not their gradients. `notes` say
+    what was guessed.
     """
 
     arguments: tuple[Role, ...]
     loss: int | None
     gradients: Mapping[int, int]
     is_updated: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def read_selectors(options: Mapping[str, object], name: str) -> list[Selector] | None:
@@ -91,38 +96,75 @@ def infer_roles(
     names: Sequence[str],
     parameters: Sequence[Selector] | None,
     batch: Sequence[Selector] | None,
+    loss: Selector | None = None,
 ) -> ModuleRoles:
     """Roles as the caller says, and as the module shows where the caller says nothing."""
     dataflow = Dataflow(run.recorder.builder.ops)
     results = [_ids(value) for value in run.results]
-    loss = _find_loss(run, dataflow, results)
-    pairs = _pairs(run, names, loss)
+    loss_index = _find_loss(run, dataflow, results) if loss is None else select_result(loss, run)
+    pairs = _pairs(run, names, loss_index)
     chosen_parameters = None if parameters is None else select(parameters, names, "parameters")
     chosen_batch = None if batch is None else select(batch, names, "batch")
-    if chosen_parameters is None and not pairs:
-        chosen_parameters = _parameters_by_word(names, chosen_batch, loss is not None)
-    forward = dataflow.ancestors(results[loss]) if loss is not None else set()
-    read_forward = dataflow.read_by(forward) | (set(results[loss]) if loss is not None else set())
+    notes: tuple[str, ...] = ()
+    forward = dataflow.ancestors(results[loss_index]) if loss_index is not None else set()
+    trained = {a for a, result in pairs.items() if not _is_made_forward(dataflow, results[result], forward)}
+    if chosen_parameters is None and (not trained or loss_index is None):
+        if loss is None and not _is_trainable(dataflow, results, loss_index):
+            loss_index, forward = None, set()
+        chosen_parameters, notes = _parameters_of_forward(run, names, chosen_batch, loss_index, pairs)
+    read_forward = dataflow.read_by(forward) | (set(results[loss_index]) if loss_index is not None else set())
     roles = []
     for index, value in enumerate(run.arguments):
         is_read = bool(set(_ids(value)) & read_forward)
         if chosen_parameters is not None:
             is_parameter = index in chosen_parameters
         else:
-            is_parameter = index in pairs and is_read and value.dtype.is_float
+            is_parameter = index in trained and is_read and value.dtype.is_float
         if is_parameter:
             roles.append(Role.PARAMETER)
         elif chosen_batch is not None and index in chosen_batch:
             roles.append(Role.BATCH)
         elif index in pairs:
             is_updated_apart = not is_read and bool(dataflow.ancestors(results[pairs[index]]) - forward)
-            roles.append(Role.OPTIMIZER_STATE if is_updated_apart else Role.OTHER)
+            is_state = is_updated_apart and loss_index is not None
+            roles.append(Role.OPTIMIZER_STATE if is_state else Role.OTHER)
         else:
-            is_data = (is_read or loss is None) and not _is_scalar_or_key(value)
+            is_data = (is_read or loss_index is None) and not _is_scalar_or_key(value)
             roles.append(Role.BATCH if chosen_batch is None and is_data else Role.OTHER)
-    gradients = {index: pairs[index] for index, role in enumerate(roles) if role is Role.PARAMETER and index in pairs}
+    gradients: dict[int, int] = {}
+    if loss_index is not None:
+        is_trained = [index for index, role in enumerate(roles) if role is Role.PARAMETER]
+        gradients = {index: pairs[index] for index in is_trained if index in trained}
     is_updated = _is_updated(dataflow, run, results, gradients)
-    return ModuleRoles(arguments=tuple(roles), loss=loss, gradients=gradients, is_updated=is_updated)
+    return ModuleRoles(arguments=tuple(roles), loss=loss_index, gradients=gradients, is_updated=is_updated, notes=notes)
+
+
+def select_result(selector: Selector, run: SymbolicRun) -> int:
+    """The result that the caller names as the loss, by its index or a word of its path; raises ImportModelError."""
+    names = [result.name for result in run.function.results]
+    if isinstance(selector, int) and 0 <= selector < len(names):
+        return selector
+    matching = [index for index, name in enumerate(names) if str(selector) in path_keys(name)]
+    if len(matching) == 1:
+        return matching[0]
+    listed = ", ".join(
+        f"{index} {name or 'unnamed'} {list(run.results[index].shape)}"
+        for index, name in enumerate(names[:MOST_LISTED])
+    )
+    raise ImportModelError(f"loss names {selector!r}, which is not one of the {len(names)} results: {listed}.")
+
+
+def _is_made_forward(dataflow: Dataflow, result: Sequence[str], forward: set[str]) -> bool:
+    """Whether a result is made on the way to the loss: a cache that is written, and no gradient."""
+    made_by = dataflow.ancestors(result)
+    return bool(made_by) and made_by <= forward
+
+
+def _is_trainable(dataflow: Dataflow, results: Sequence[Sequence[str]], loss: int | None) -> bool:
+    """Whether a scalar result comes out of matrix products, as a loss does; a counter or a norm does not."""
+    return loss is not None and any(
+        op.kind.is_matrix for op in dataflow.ops if op.id in dataflow.ancestors(results[loss])
+    )
 
 
 def _ids(value: Value) -> list[str]:
@@ -152,6 +194,9 @@ def _pairs(run: SymbolicRun, names: Sequence[str], loss: int | None) -> dict[int
     by_name = _pairs_by_name(run, names, kinds, results)
     if by_name:
         return by_name
+    aliased = {argument: result for argument, result in run.aliases if results.get(result) == kinds[argument]}
+    if aliased:
+        return aliased
     matched = list(results)
     starts = _runs_of(kinds, list(results.values()))
     if not starts:  # once more without metrics
@@ -160,10 +205,22 @@ def _pairs(run: SymbolicRun, names: Sequence[str], loss: int | None) -> dict[int
     if len(starts) > 1:
         raise ImportModelError(
             f"it is ambiguous which arguments the {len(matched)} results belong to (they fit those from "
-            f"{', '.join(map(str, starts[:MOST_LISTED_RUNS]))}); pass parameters= and batch= by name or index. "
-            f"Arguments: {_listed(names)}."
+            f"{', '.join(map(str, starts[:MOST_LISTED_RUNS]))}); pass parameters= and batch= by name or index: "
+            f"{_readings(starts, len(matched), len(names))}. Arguments: {_listed(names)}."
         )
     return {starts[0] + offset: index for offset, index in enumerate(matched)} if starts else {}
+
+
+def _readings(starts: Sequence[int], count: int, argument_count: int) -> str:
+    """The first two ways to read which arguments are parameters, as options of the command line."""
+    readings = []
+    for start in starts[:2]:
+        inside = range(start, start + count)
+        parameters = " ".join(f"--parameters {index}" for index in inside[:MOST_LISTED])
+        others = [index for index in range(argument_count) if index not in inside]
+        batch = " ".join(f"--batch {index}" for index in others[:MOST_LISTED])
+        readings.append(f"{parameters} {batch}".strip())
+    return ", or ".join(readings)
 
 
 def _runs_of(kinds: Sequence[object], wanted: Sequence[object]) -> list[int]:
@@ -193,19 +250,64 @@ def _pairs_by_name(
     return pairs
 
 
-def _parameters_by_word(names: Sequence[str], batch: set[int] | None, has_loss: bool) -> set[int]:
-    """The parameters of a forward: everything that is not batch, or what the first word of a path tells."""
+def _parameters_of_forward(
+    run: SymbolicRun, names: Sequence[str], batch: set[int] | None, loss: int | None, pairs: Mapping[int, int]
+) -> tuple[set[int], tuple[str, ...]]:
+    """The parameters of a module without gradients, and a note where they are guessed; raises where a loss needs more.
+
+    They are everything that is not batch, what the first words of paths tell, or all floats beside integers.
+    """
     if batch is not None:
-        return set(range(len(names))) - batch
+        return set(range(len(names))) - batch, ()
     named = {
         index for index, name in enumerate(names) if path_keys(name)[:1] and path_keys(name)[0] in _PARAMETER_WORDS
     }
     if named:
-        return named
-    what = "has no gradients among its results" if has_loss else "has no scalar loss among its results"
-    raise ImportModelError(
-        f"the module {what}, so its parameters cannot be told from its batch; pass parameters= or batch= by name or "
-        f"index. Arguments: {_listed(names)}."
+        return named, ()
+    typed = _parameters_by_type(run, pairs)
+    if typed is not None:
+        told = f"{len(typed)} floating point arguments beside integers are taken for the parameters"
+        return typed, (f"{told}; pass parameters= or batch= if they are not",)
+    if loss is not None:
+        raise ImportModelError(_ambiguous_forward(run, names))
+    return _guessed_parameters(run, pairs)
+
+
+def _parameters_by_type(run: SymbolicRun, pairs: Mapping[int, int]) -> set[int] | None:
+    """All floating point arrays that are not written over, where integers of several dimensions are the data."""
+    arrays = {index: value for index, value in enumerate(run.arguments) if not _is_scalar_or_key(value)}
+    has_ids = any("int" in value.dtype.value and len(value.shape) > 1 for value in arrays.values())
+    floats = {index for index, value in arrays.items() if value.dtype.is_float and index not in pairs}
+    return floats if has_ids and floats else None
+
+
+def _guessed_parameters(run: SymbolicRun, pairs: Mapping[int, int]) -> tuple[set[int], tuple[str, ...]]:
+    """A guess for a module that trains nothing: arguments with the leading size of a result are data."""
+    sizes = {value.shape[0] for value in run.results if value.shape}
+    arrays = [i for i, value in enumerate(run.arguments) if value.shape and value.dtype.is_float and i not in pairs]
+    guessed = {index for index in arrays if run.arguments[index].shape[0] not in sizes}
+    if len(guessed) == len(arrays):
+        guessed -= {min(guessed, default=-1)}
+    note = (
+        f"the module has no loss; {len(guessed)} of its {len(run.arguments)} arguments are taken for parameters by "
+        "their shapes, which is a guess: pass parameters= or batch= to say"
+    )
+    return guessed, (note,)
+
+
+def _ambiguous_forward(run: SymbolicRun, names: Sequence[str]) -> str:
+    """Two readings of a loss whose parameters are not told, with the flags for each."""
+    arrays = [index for index, value in enumerate(run.arguments) if not _is_scalar_or_key(value)]
+    readings = ""
+    if len(arrays) > 1:
+        first, last = arrays[0], arrays[-1]
+        readings = (
+            f"It could be a step on the data {last} {names[last]} (--batch {last}), or on {first} {names[first]} "
+            f"(--batch {first}), all others being parameters. "
+        )
+    return (
+        "the module has no gradients among its results, so its parameters cannot be told from its batch. "
+        f"{readings}To say so, pass parameters= or batch= by name or index. Arguments: {_listed(names)}."
     )
 
 

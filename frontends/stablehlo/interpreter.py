@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.constant_folding import fold
@@ -45,7 +45,17 @@ MOST_NESTED = 200
 """The most calls and regions inside each other: few enough for Python's own stack, more than programs nest."""
 
 MOST_TRIPS = 20_000
-"""The most trips of one loop: far more than a scan over layers has, few enough to refuse a loop without end soon."""
+"""The most trips of one loop that are run: far more than a scan over layers has."""
+
+LONGEST_LOOP = 2**31
+"""Loops of more trips are refused: counters of 32 bits do not reach further, so their condition never ends them."""
+
+MOST_OPERATIONS_OVER_SLOTS = 400_000
+"""How many operations the trips of a loop may run that takes stacked tensors apart: a scan over the layers of the
+largest known models (126 of them, with some two thousand operations backward) needs 250,000."""
+
+MOST_OPERATIONS_OF_LOOP = 2_000
+"""How many operations the trips of any other loop may run: they iterate over time, and all trips are alike."""
 
 MOST_NESTED_BRANCHES = 8
 """How deep calls are followed to compare the sizes of branches: a guess of the longest needs no more."""
@@ -63,19 +73,21 @@ class Loop:
 
     `slots_used` has the slots of stacks that each trip read or wrote, `reads_arguments` says whether some of these
     stacks were arguments, and `follows` is the earlier loop whose stacks this one reads: backward's scan reads what
-    forward's has stacked.
+    forward's has stacked. `takes_slots` says whether it takes stacked tensors apart or builds them at all.
     """
 
     slots_used: dict[int, set[int]] = field(default_factory=dict)
     reads_arguments: bool = False
     follows: int | None = None
+    takes_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicRun:
     """What a run of `main` gives: its ops in the recorder, the symbols of its arguments and results, and its loops.
 
-    `sliced` has the arguments that the trips of a loop read slot by slot.
+    `sliced` has the arguments that the trips of a loop read slot by slot, `aliases` the pairs of arguments and results
+    that are written over them.
     """
 
     recorder: Recorder
@@ -84,6 +96,7 @@ class SymbolicRun:
     results: Values
     loops: tuple[Loop, ...]
     sliced: frozenset[int]
+    aliases: tuple[tuple[int, int], ...] = ()
 
 
 def slot_name(name: str, index: int) -> str:
@@ -104,6 +117,7 @@ def run_main(module: Module, names: Sequence[str], stacked: Collection[int] = ()
         results=results,
         loops=tuple(interpreter.loops),
         sliced=frozenset(interpreter.sliced),
+        aliases=module.aliases,
     )
 
 
@@ -205,6 +219,7 @@ class Interpreter:
         part = operation.types[0].shape if name == "dynamic_slice" else values[1].shape
         if not part or part != (1, *source.shape[1:]) or source.shape[0] == 1:
             return
+        self.loops[self._trips[-1].loop].takes_slots = True
         if isinstance(source, Tensor) and source.id in self._argument_of:
             self.sliced.add(self._argument_of[source.id])
         if isinstance(source, Stack):
@@ -221,6 +236,11 @@ class Interpreter:
             loop.reads_arguments = True
         if source.loop is not None and source.loop != trip.loop and loop.follows is None:
             loop.follows = source.loop
+
+    @property
+    def operation_count(self) -> int:
+        """How many operations were run so far."""
+        return self._operation_count
 
     def new_loop(self) -> int:
         """The number of a loop that is about to run."""
@@ -291,23 +311,89 @@ def _fusion(interpreter: Interpreter, op: Operation, values: Values, scope: Scop
 
 
 def _while(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
-    """A loop: run trip by trip while its condition is a known number."""
+    """A loop: run trip by trip while its condition is a known number, as long as that takes no more than allowed."""
     condition, body = op.regions
+
+    def goes_on(state: Values) -> bool | None:
+        (result,) = interpreter.run(condition, state, scope, environment)
+        return bool(result.value) if isinstance(result, Constant) and result.value is not None else None
+
     number = interpreter.new_loop()
-    trip = 0
-    while True:
-        (goes_on,) = interpreter.run(condition, values, scope, environment)
-        if not isinstance(goes_on, Constant) or goes_on.value is None:
-            if trip == 0:
-                interpreter.recorder.note("a loop whose number of trips depends on data is counted once")
-                return interpreter.run(body, values, scope, environment)
+    known = op.attributes.get("trips")
+    if goes_on(values) is None:
+        return _assumed_trips(interpreter, number, known, body, values, scope, environment)
+    trip, most_trips = 0, MOST_TRIPS
+    while goes_on(values):
+        if trip == most_trips:
             return values
-        if not goes_on.value:
-            return values
-        if trip == MOST_TRIPS:
-            raise ImportModelError(f"a loop of the module runs more than {MOST_TRIPS:,} trips; import a shorter one.")
+        before, started = values, interpreter.operation_count
         values = interpreter.run_trip(Trip(number, trip), body, values, scope, environment)
+        if trip == 0:
+            takes_slots = interpreter.loops[number].takes_slots
+            budget = MOST_OPERATIONS_OVER_SLOTS if takes_slots else MOST_OPERATIONS_OF_LOOP
+            most_trips = max(1, budget // max(1, interpreter.operation_count - started))
+            trips = known if isinstance(known, int) else _count_trips(goes_on, before, values)
+            if trips > LONGEST_LOOP:
+                raise ImportModelError(f"a loop of the module runs more than {LONGEST_LOOP:,} trips, or never ends.")
+            if trips > most_trips:
+                interpreter.recorder.note(f"a loop of {trips:,} trips is cut: only {most_trips:,} of them are counted")
         trip += 1
+    return values
+
+
+def _assumed_trips(
+    interpreter: Interpreter,
+    number: int,
+    known: object,
+    body: Region,
+    values: Values,
+    scope: Scope,
+    environment: Environment,
+) -> Values:
+    """A loop whose condition depends on data: as often as the compiler or the caller says, else once."""
+    trips = known if isinstance(known, int) else interpreter.module.assumed_trips
+    how_often = "once" if trips == 1 else f"{trips:,} times"
+    source = "the compiler counted" if isinstance(known, int) else "is assumed (trips=)"
+    interpreter.recorder.note(
+        f"a loop whose number of trips depends on data is counted {how_often}"
+        + (f", as {source}" if trips != 1 else "; pass trips= (--trips) for another number")
+    )
+    if trips == 1:
+        return interpreter.run(body, values, scope, environment)
+    for trip in range(trips):
+        values = interpreter.run_trip(Trip(number, trip), body, values, scope, environment)
+    return values
+
+
+def _count_trips(goes_on: Callable[[Values], bool | None], before: Values, after: Values) -> int:
+    """How often a loop runs whose counters change by the same step in every trip: by bisection of its condition.
+
+    One more than `LONGEST_LOOP` where it runs longer, or where its counters do not say.
+    """
+
+    def state(trip: int) -> Values:
+        return tuple(_counted(value, later, trip) for value, later in zip(before, after, strict=True))
+
+    fewest, most = 1, LONGEST_LOOP + 1
+    if goes_on(state(most)) is not False:
+        return most
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if goes_on(state(middle)):
+            fewest = middle + 1
+        else:
+            most = middle
+    return most
+
+
+def _counted(value: Value, later: Value, trip: int) -> Value:
+    """A counter at a trip; any other value as it was."""
+    if not isinstance(value, Constant) or not isinstance(later, Constant):
+        return value
+    if isinstance(value.value, bool) or not isinstance(value.value, int) or not isinstance(later.value, int):
+        return value
+    # The number of this constant is never compared: only conditions read it.
+    return replace(value, value=value.value + trip * (later.value - value.value))
 
 
 def _case(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:

@@ -35,15 +35,26 @@ def read_module(module: ir.Module) -> Document:
     """The document of a module."""
     reader = _Reader()
     functions, meshes = [], []
+    aliases: list[list[int]] = []
     for op in module.body.operations:
         name = op.operation.name
         if name == "func.func":
             functions.append(reader.function(op))
+            if functions[-1]["name"] == "main":
+                aliases = _aliases(op)
         elif name == "sdy.mesh":
             meshes.append(str(op.operation)[:MOST_CHARACTERS])
     attributes = module.operation.attributes
     name = attributes["sym_name"].value if "sym_name" in attributes else "module"
-    return {"name": name, "functions": functions, "meshes": meshes}
+    return {"name": name, "functions": functions, "meshes": meshes, "aliases": aliases}
+
+
+def _aliases(function: ir.OpView) -> list[list[int]]:
+    """Pairs of an argument and the result that is written over it: JAX's donated arguments."""
+    attributes = function.operation.attributes
+    count = len(ir.FunctionType(attributes["function_type"].value).inputs)
+    given = [_dictionary(attributes, "arg_attrs", index).get("tf.aliasing_output") for index in range(count)]
+    return [[index, attribute.value] for index, attribute in enumerate(given) if attribute is not None]
 
 
 class _Reader:

@@ -21,6 +21,9 @@ Document = dict[str, Any]
 Attribute: TypeAlias = "bool | int | float | str | list[Attribute] | dict[str, Attribute] | None"
 """An attribute of an operation: a number, a text, or lists and mappings of these."""
 
+MOST_LISTED = 8
+"""The most functions that a message lists."""
+
 DYNAMIC = -1
 """The size that the reader writes for a dimension whose size is not known."""
 
@@ -112,7 +115,8 @@ class Module:
     """A module: its functions by name, and the text of the meshes that its shardings refer to.
 
     `entry` is the name of the function that a program starts with. `aliases` pairs arguments with the results that are
-    written over them. A module for `partitions` devices that was already partitioned has the shapes of one of them.
+    written over them. `assumed_trips` is how often a loop runs whose trips depend on data. A module for `partitions`
+    devices that `is_partitioned` already has the shapes of one of them.
     """
 
     name: str
@@ -122,16 +126,22 @@ class Module:
     aliases: tuple[tuple[int, int], ...] = ()
     partitions: int = 1
     replicas: int = 1
+    is_partitioned: bool = False
     notes: tuple[str, ...] = ()
+    assumed_trips: int = 1
 
     @property
     def main(self) -> Function:
         """The function that a program starts with. Raises ImportModelError where there is none."""
         if self.entry in self.functions:
             return self.functions[self.entry]
-        known = ", ".join(self.functions) or "none at all"
+        if len(self.functions) == 1 and self.entry == "main":
+            return next(iter(self.functions.values()))
+        known = ", ".join(list(self.functions)[:MOST_LISTED]) or "none at all"
+        more = f" and {len(self.functions) - MOST_LISTED} more" if len(self.functions) > MOST_LISTED else ""
         raise ImportModelError(
-            f"the module {self.name!r} has no function {self.entry!r} (functions: {known}); nothing to import."
+            f"the module {self.name!r} has no function {self.entry!r} (functions: {known}{more}); "
+            + ("name the one to import with entry= (--entry)." if self.functions else "nothing to import.")
         )
 
     @classmethod
@@ -146,6 +156,7 @@ class Module:
             aliases=tuple((argument, result) for argument, result in document.get("aliases", ())),
             partitions=document.get("partitions", 1),
             replicas=document.get("replicas", 1),
+            is_partitioned=document.get("is_partitioned", False),
             notes=tuple(document.get("notes", ())),
         )
 

@@ -12,14 +12,17 @@ from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.module_paths import OpFacts, find_module_paths, parameter_path, repeated_blocks
 from phaze.frontends.stablehlo.name_scopes import Scope, path_keys
 from phaze.frontends.stablehlo.op_rules.collectives import EMPTY_MESH
+from phaze.frontends.stablehlo.running_strategy import argument_tiles, find_strategy, strategy_note
 from phaze.frontends.stablehlo.saved_for_backward import minimize_saved_bytes
 from phaze.frontends.stablehlo.symbols import CONSTANT_PREFIX, Constant, Stack, Tensor, Value, tensors_of
 from phaze.frontends.stablehlo.training_phases import find_gradient, find_phases
 from phaze.frontends.stablehlo.vector_fusion import fuse_vector_ops
+from phaze.frontends.stablehlo.whole_program import WholeProgramError, whole_program
 from phaze.ir import Dim, Factor, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
 from phaze.ir import Tensor as GraphTensor
 from phaze.ir.backward import split_tied_gradients
 from phaze.ir.refinement import refine_factors
+from phaze.ir.shape_rules import reduction_rule
 
 __all__ = ["argument_names", "build_graph"]
 
@@ -59,7 +62,11 @@ def build_graph(
     stacked = _stacked_arguments(run, roles)
     if stacked:  # once more, with the parameters of each layer apart
         run = run_main(module, names, stacked)
+    run = _with_scalar_loss(run, roles)
     graph = _graph(run, roles, name, names, batch_size or 1)
+    partitioned_notes: tuple[str, ...] = ()
+    if module.partitions * module.replicas > 1:
+        graph, partitioned_notes = _of_all_devices(module, run, roles, graph)
     if is_shuffled:
         graph = replace(graph, ops=tuple(_forward_first(sorted_by_depth(graph.ops))))
     refined = refine_factors(split_tied_gradients(graph), batch_size)
@@ -67,12 +74,50 @@ def build_graph(
     # Backward by rule follows the joined ops: gradients of ops that were joined afterwards would lose their forward op.
     if roles.loss is not None and not graph.gradients:
         graph = graph.with_backward()
-    notes = _notes(module, run, stacked, names)
+    notes = [*roles.notes, *partitioned_notes, *_notes(module, run, stacked, names)]
     if len(graph.ops) < len(refined.ops):
         notes.append(
             f"vector ops are joined as a compiler would join them: {len(graph.ops):,} ops of {len(refined.ops):,}"
         )
     return replace(graph, notes=(*graph.notes, *notes))
+
+
+def _of_all_devices(
+    module: Module, run: SymbolicRun, roles: ModuleRoles, graph: Graph
+) -> tuple[Graph, tuple[str, ...]]:
+    """The graph of a module that runs on several devices, with the strategy that it runs, and notes."""
+    devices = module.partitions * module.replicas
+    strategy = find_strategy(module, roles, graph)
+    notes = [strategy_note(strategy, devices)] if strategy else []
+    graph = replace(graph, runs_as=strategy)
+    if not module.is_partitioned:
+        return graph, tuple(notes)
+    parts: dict[str, tuple[int, ...]] = {}
+    for argument, tiles in zip(run.arguments, argument_tiles(module), strict=True):
+        for tensor in tensors_of((argument,)) if tiles is not None else ():
+            # Of a stacked argument each slot has the dimensions behind the first.
+            parts[tensor.id] = tiles.parts[len(tiles.parts) - len(tensor.shape) :] if tiles is not None else ()
+    try:
+        whole = whole_program(graph, parts)
+        notes.append(f"partitioned over {module.partitions} devices; made whole again by the shardings of arguments")
+        return whole, tuple(notes)
+    except WholeProgramError as error:
+        notes.append(f"partitioned over {module.partitions} devices: these are the shapes of one device ({error})")
+        return graph, tuple(notes)
+
+
+def _with_scalar_loss(run: SymbolicRun, roles: ModuleRoles) -> SymbolicRun:
+    """The run with the sum of a loss that has several elements, as the caller named it, in its place."""
+    value = None if roles.loss is None else run.results[roles.loss]
+    if value is None or not value.shape:
+        return run
+    run.recorder.note(f"the loss is the sum over a result of shape {list(value.shape)}")
+    rule = reduction_rule(value.shape, tuple(range(len(value.shape))))
+    inputs = (run.recorder.id(value, Scope()),)
+    (total,) = run.recorder.emit(OpKind.REDUCTION, "sum", rule, inputs, (value.dtype,), Scope(), "loss")
+    results = list(run.results)
+    results[roles.loss or 0] = Tensor(total, (), value.dtype)
+    return replace(run, results=tuple(results))
 
 
 def _stacked_arguments(run: SymbolicRun, roles: ModuleRoles) -> set[int]:

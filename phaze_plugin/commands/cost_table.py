@@ -19,6 +19,7 @@ from phaze.commands.command import (
     positive_integer,
     show,
 )
+from phaze.commands.file_arguments import add_file_arguments, file_options
 
 if TYPE_CHECKING:
     from phaze.cost.cost_breakdown import CostReport, CostRow
@@ -46,6 +47,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--fuse", action="store_true", help="join elementwise epilogues to their matrix ops")
     add_attention_option(parser)
     add_json_option(parser)
+    add_file_arguments(parser)
 
 
 def run(arguments: Namespace, console: Console) -> int:
@@ -54,6 +56,7 @@ def run(arguments: Namespace, console: Console) -> int:
     from phaze.cost.cost_breakdown import cost_report
     from phaze.hardware import cast_graph, find_accelerator, precision_recipe
     from phaze.installed import installed_plugins
+    from phaze.ir.backward import has_loss
     from phaze.model_import import import_graph
 
     plugins = installed_plugins()
@@ -61,7 +64,9 @@ def run(arguments: Namespace, console: Console) -> int:
     recipe = precision_recipe(arguments.precision)
     options = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     mode = settled_attention(arguments.attention, chip)
-    graph = planned_graph(import_graph(arguments.model, **options), mode)
+    graph = import_graph(arguments.model, **options, **file_options(arguments))
+    # A program for inference is priced as it is.
+    graph = planned_graph(graph, mode, trains=recipe.trains and has_loss(graph))
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
     graph = cast_graph(graph, recipe)

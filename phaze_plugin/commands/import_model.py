@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, positive_integer, show
+from phaze.commands.file_arguments import add_file_arguments, file_options
 from phaze.commands.model_list import models
 
 if TYPE_CHECKING:
@@ -34,15 +35,9 @@ def configure(parser: ArgumentParser) -> None:
         metavar="N",
         help="sequences per microbatch (default: as saved, else 1)",
     )
-    for role in ("parameters", "batch"):
-        parser.add_argument(
-            f"--{role}",
-            action="append",
-            metavar="ARGUMENT",
-            help=f"{role} of an HLO file, by index or path; repeatable",
-        )
     parser.add_argument("--out", metavar="FILE", help="save the graph as JSON")
     add_json_option(parser)
+    add_file_arguments(parser)
 
 
 def run(arguments: Namespace, console: Console) -> int:
@@ -62,15 +57,9 @@ def run(arguments: Namespace, console: Console) -> int:
 
 
 def _options(arguments: Namespace) -> dict[str, Any]:
-    """What was asked for; an argument's index is a number, its path a text."""
-    options: dict[str, Any] = {}
-    if arguments.sequence_length is not None:
-        options["sequence_length"] = arguments.sequence_length
-    for role in ("parameters", "batch"):
-        given = getattr(arguments, role)
-        if given is not None:
-            options[role] = [int(name) if name.isdigit() else name for name in given]
-    return options
+    """What was asked for."""
+    length = arguments.sequence_length
+    return file_options(arguments) | ({} if length is None else {"sequence_length": length})
 
 
 def summarize(graph: Graph) -> dict[str, object]:

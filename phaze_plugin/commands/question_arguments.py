@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from phaze.commands.command import add_attention_option, positive_integer
+from phaze.commands.file_arguments import add_file_arguments, file_options
 from phaze.errors import ImportModelError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def add_question_options(parser: ArgumentParser) -> None:
         "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
     )
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
+    parser.add_argument("--inference", action="store_true", help="plan the forward alone (as --optimizer none)")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
     parser.add_argument(
         "--micro-batch-size", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
@@ -86,6 +88,7 @@ def add_question_options(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="solver of sharding and schedules: highs, scip, cp-sat or gurobi",
     )
+    add_file_arguments(parser)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
     return {
         "cluster": arguments.cluster,
         "global_batch_size": arguments.global_batch,
-        "optimizer": arguments.optimizer,
+        "optimizer": "none" if arguments.inference else arguments.optimizer,
         "precision": arguments.precision,
         "micro_batch_size": arguments.micro_batch_size,
         "tp": arguments.tp,
@@ -111,6 +114,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
         "solver": arguments.solver,
+        "frontend_options": file_options(arguments) or None,
     }
 
 

@@ -38,12 +38,15 @@ def settled_attention(asked: object, accelerator: Accelerator) -> AttentionMode:
     return AttentionMode(str(asked))
 
 
-def planned_graph(graph: Graph, attention: AttentionMode) -> Graph:
-    """The graph as it is planned: attention as it runs, and a backward by rule.
+def planned_graph(graph: Graph, attention: AttentionMode, *, trains: bool = True) -> Graph:
+    """The graph as it is planned: attention as it runs, and a backward by rule; none for inference.
 
     Ops of such a backward can be sliced like those of forward. A captured one is kept only where none can be derived,
     such as where no loss is known; its attention then stays as it was captured, and a note says so.
     """
+    if not trains:
+        forward = without_backward(graph)
+        return forward if attention is AttentionMode.UNFUSED else fuse_attention(forward)
     if attention is AttentionMode.UNFUSED:
         return derive_backward(graph)
     is_plain = graph.is_backward_derived or all(op.phase is Phase.FORWARD for op in graph.ops)

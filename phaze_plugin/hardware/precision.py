@@ -3,8 +3,9 @@
 A parameter occupies parameter + gradient + master + state bytes. Mixed bf16 with Adam keeps a bf16 copy (2), an fp32
 gradient (4), an fp32 master copy (4) and two fp32 moments (8): 18 bytes.
 
-A recipe is a precision and an optimizer, `bf16-adam` or `mxfp8-muon`; `-bf16-gradients` behind it accumulates and
-reduces gradients in bf16. The precisions and optimizers that are known by name stand in `PRECISIONS` and `OPTIMIZERS`,
+A recipe is a precision and an optimizer, `bf16-adam` or `mxfp8-muon`, or `bf16-none` for inference; `-bf16-gradients`
+behind it accumulates and reduces gradients in bf16. The precisions and optimizers that are known by name stand in
+`PRECISIONS` and `OPTIMIZERS`,
 each with what is stored where and what its price leaves out.
 
 Captured models often come in float32 and train in bfloat16. `cast_graph` replaces the type of a graph's parameters by
@@ -75,13 +76,16 @@ class PrecisionRecipe:
             dtype = element_type(getattr(self, field))
             if dtype not in _TRAINABLE:
                 raise HardwareError(f"{owner}: {field} is {dtype}; expected one of {', '.join(_TRAINABLE)}.")
-        for field in ("parameter_bytes", "gradient_bytes"):
-            positive(owner, field, getattr(self, field))
-        for field in ("master_bytes", "state_bytes"):
+        positive(owner, "parameter_bytes", self.parameter_bytes)
+        for field in ("gradient_bytes", "master_bytes", "state_bytes", "update_operations"):
             non_negative(owner, field, getattr(self, field))
-        positive(owner, "update_operations", self.update_operations)
         if self.product_dtype:
             rate_name(self.product_dtype)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are gradients; a recipe without any is for inference, where nothing is reduced or updated."""
+        return self.gradient_bytes > 0
 
     @property
     def quantizes_products(self) -> bool:
@@ -91,7 +95,7 @@ class PrecisionRecipe:
     @property
     def reduction_bytes(self) -> int:
         """Bytes per parameter that a gradient reduction sends."""
-        return dtype_bytes(self.reduction_dtype)
+        return dtype_bytes(self.reduction_dtype) if self.trains else 0
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -110,6 +114,8 @@ class PrecisionRecipe:
         The gradient is read; master (or parameter) and state are read and written; a separate parameter copy is
         written from the master.
         """
+        if not self.trains:
+            return 0.0
         updated = self.master_bytes + self.state_bytes if self.master_bytes else self.parameter_bytes + self.state_bytes
         return self.gradient_bytes + 2 * updated + (self.parameter_bytes if self.master_bytes else 0)
 
@@ -177,6 +183,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
         "adafactor": Optimizer(0, 16, note="sums over rows and columns take next to nothing and are not counted"),
         "lion": Optimizer(4, 8),
         "adam8bit": Optimizer(2 + 2 * 4 / 256, 28, note="moments of 1 byte with a float32 scale for every 256"),
+        "none": Optimizer(
+            0, 0, note="inference: no gradients, no updates; what pipelines send backwards in training is still counted"
+        ),
         "muon": Optimizer(
             4,
             8,
@@ -203,14 +212,15 @@ def recipe_of(precision: str, optimizer: str, *, low_gradients: bool = False) ->
     if optimizer not in OPTIMIZERS:
         raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
     types, update = PRECISIONS[precision], OPTIMIZERS[optimizer]
+    trains = optimizer != "none"
     name = f"{precision}-{_SAME_RECIPE.get(optimizer, optimizer)}{_LOW_GRADIENTS if low_gradients else ''}"
     return PrecisionRecipe(
         name=name,
         compute_dtype=types.compute_dtype,
         reduction_dtype="bfloat16" if low_gradients else "float32",
         parameter_bytes=types.parameter_bytes,
-        gradient_bytes=2 if low_gradients else 4,
-        master_bytes=types.master_bytes,
+        gradient_bytes=0 if not trains else 2 if low_gradients else 4,
+        master_bytes=types.master_bytes if trains else 0,
         state_bytes=update.state_bytes,
         product_dtype=types.product_dtype,
         update_operations=update.operations,

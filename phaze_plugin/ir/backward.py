@@ -20,7 +20,14 @@ from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
-__all__ = ["add_backward", "derive_backward", "split_tied_gradients", "tensors_with_gradient", "without_backward"]
+__all__ = [
+    "add_backward",
+    "derive_backward",
+    "has_loss",
+    "split_tied_gradients",
+    "tensors_with_gradient",
+    "without_backward",
+]
 
 _DERIVED_NOTE = "backward derived by rule"
 """The note for people on a graph whose backward ops were derived here; code reads `Graph.is_backward_derived`."""
@@ -77,11 +84,20 @@ def without_backward(graph: Graph) -> Graph:
     )
 
 
+def has_loss(graph: Graph) -> bool:
+    """Whether a backward can be derived, or is there already."""
+    return bool(_losses(graph)) or any(op.phase is Phase.BACKWARD for op in graph.ops)
+
+
+def _losses(graph: Graph) -> list[str]:
+    outputs = (graph.tensors[tensor_id] for tensor_id in graph.outputs)
+    return [tensor.id for tensor in outputs if tensor.elements == 1 and tensor.dtype.is_float]
+
+
 def _find_loss(graph: Graph) -> str:
-    for tensor_id in graph.outputs:
-        tensor = graph.tensors[tensor_id]
-        if tensor.elements == 1 and tensor.dtype.is_float:
-            return tensor_id
+    losses = _losses(graph)
+    if losses:
+        return losses[0]
     raise GraphError(
         f"graph {graph.name!r} has no scalar float output to differentiate "
         f"(outputs: {', '.join(graph.outputs) or 'none'}); add a loss to the model or pass one."

@@ -28,7 +28,8 @@ class Graph:
     `gradients` pairs a parameter with a tensor that holds its gradient; a parameter used by several layers has one
     pair per layer, so that a gradient shared across pipeline stages is reduced between them and not inside one.
     `is_backward_derived` says that the backward ops were derived by rule; `why_backward_kept` why those of a capture
-    were kept although that was tried. `notes` tell a reader how the graph was obtained; nothing reads them back.
+    were kept although that was tried. `runs_as` has the fields of the strategy that a captured program runs on several
+    devices. `notes` tell a reader how the graph was obtained; nothing reads them back.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Graph:
     micro_batch_size: int = 1
     is_backward_derived: bool = False
     why_backward_kept: str = ""
+    runs_as: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
     _rescaled_from: Graph | None = field(init=False, default=None, repr=False, compare=False)

@@ -25,6 +25,7 @@ class GraphBuilder:
         self.gradients: list[tuple[str, str]] = []
         self.is_backward_derived = False
         self.why_backward_kept = ""
+        self.runs_as: dict[str, int] = {}
         self.notes: list[str] = []
         self._rules: dict[object, Rule] = {}
         self._op_ids: set[str] = set()
@@ -38,6 +39,7 @@ class GraphBuilder:
         builder.gradients.extend(graph.gradients)
         builder.is_backward_derived = graph.is_backward_derived
         builder.why_backward_kept = graph.why_backward_kept
+        builder.runs_as = dict(graph.runs_as)
         builder._op_ids.update(op.id for op in graph.ops)
         return builder
 
@@ -118,6 +120,7 @@ class GraphBuilder:
             micro_batch_size=self.micro_batch_size,
             is_backward_derived=self.is_backward_derived,
             why_backward_kept=self.why_backward_kept,
+            runs_as=self.runs_as,
             notes=(*self.notes, *notes),
         )
 

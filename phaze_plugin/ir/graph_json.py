@@ -32,7 +32,7 @@ _Kind = TypeVar("_Kind")
 _Enum = TypeVar("_Enum", bound=StrEnum)
 
 _OPTIONAL = ("module", "gradient_of", "origin")
-_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept")
+_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as")
 _GRAPH_FIELDS = frozenset(
     (
         "format",
@@ -79,7 +79,7 @@ def graph_to_json(graph: Graph) -> str:
 
 def graph_content_json(graph: Graph) -> str:
     """JSON of what a graph computes alone: without its notes and without how its backward was obtained."""
-    return graph_to_json(replace(graph, notes=(), is_backward_derived=False, why_backward_kept=""))
+    return graph_to_json(replace(graph, notes=(), is_backward_derived=False, why_backward_kept="", runs_as={}))
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
@@ -109,6 +109,15 @@ def graph_from_json(text: str) -> Graph:
     return _graph_from_document(document)
 
 
+def _degrees(document: Mapping[str, object]) -> dict[str, int]:
+    """The strategy that a captured program runs."""
+    given: dict[str, object] = _field(document, "runs_as", dict, "", default={})
+    for name, degree in given.items():
+        if isinstance(degree, bool) or not isinstance(degree, int):
+            raise FormatError(f"runs_as.{name} is {shown(degree)}; expected a whole number.")
+    return {name: degree for name, degree in given.items() if isinstance(degree, int)}
+
+
 def _graph_from_document(document: Mapping[str, object]) -> Graph:
     """The graph of a document whose format and version are right."""
     _refuse_unknown(document, _GRAPH_FIELDS, "")
@@ -128,6 +137,7 @@ def _graph_from_document(document: Mapping[str, object]) -> Graph:
         micro_batch_size=_field(document, "micro_batch_size", int, ""),
         is_backward_derived=_field(document, "is_backward_derived", bool, "", default=False),
         why_backward_kept=_string(document, "why_backward_kept") if "why_backward_kept" in document else "",
+        runs_as=_degrees(document),
         notes=tuple(_strings(document, "notes")),
     )
 

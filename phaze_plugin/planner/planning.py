@@ -133,7 +133,7 @@ def evaluate(
     model: object,
     inputs: object = None,
     *,
-    strategy: Mapping[str, object],
+    strategy: Mapping[str, object] | None = None,
     compares: bool = True,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], object] | None = None,
@@ -143,14 +143,17 @@ def evaluate(
     """Price a strategy of one's own on the model of `optimize`, and say what the best plan would bring.
 
     `strategy` has some of the fields of `phaze.Parallelism` (dp, tp, pp, micro_batch_size, schedule, chunks, zero,
-    sequence_parallel, recompute, ...) and `stages` (layers per stage); what is left out is optimised. A strategy that
-    does not fit is priced all the same, and says so. With `compares=False` the best plan is not looked for. All other
-    arguments are those of `optimize`.
+    sequence_parallel, recompute, ...) and `stages` (layers per stage); what is left out is optimised. A program
+    that was captured on several devices (an HLO dump) needs none: it is priced as it runs, with the batch that it has.
+    A strategy that does not fit is priced all the same, and says so. With `compares=False` the best plan is not looked
+    for. All other arguments are those of `optimize`.
 
     Raises as `optimize` does; QuestionError also for a key or value that a strategy cannot have.
     """
     watch = _watch(progress, time_limit_s)
     question = ask(model, inputs, options, plugins or installed_plugins(), strategy)
+    if strategy is None:
+        question = _as_it_runs(question, options)
     plan = plan_for(question, watch)
     if not compares:
         return Evaluation(plan=plan, best=None, change=None)
@@ -165,6 +168,26 @@ def evaluate(
     change, is_interrupted = _best_change(free, question, plan, watch)
     is_interrupted |= best.status is PlanStatus.INTERRUPTED
     return Evaluation(plan=plan, best=best, change=change, is_interrupted=is_interrupted)
+
+
+def _as_it_runs(question: Question, options: QuestionOptions) -> Question:
+    """The question with the strategy and the batch of a program that was captured on several devices."""
+    runs_as = dict(question.graph.runs_as)
+    if not runs_as:
+        raise QuestionError(
+            "no strategy was given, and the model does not show one: only programs that were captured on several "
+            "devices do. Pass strategy=, or --strategy such as dp=8,tp=8."
+        )
+    used = math.prod(runs_as.get(name, 1) for name in ("dp", "cp", "tp"))
+    if used > question.cluster.device_count:
+        raise QuestionError(
+            f"the program runs on {used} devices, but the cluster has {question.cluster.device_count}; name one with "
+            "at least as many."
+        )
+    if options.get("global_batch_size") is None:
+        question = replace(question, global_batch_size=question.graph.micro_batch_size)
+    micro_batch_size = max(1, question.graph.micro_batch_size // runs_as.get("dp", 1))
+    return question.with_strategy({"pp": 1, **runs_as, "micro_batch_size": micro_batch_size})
 
 
 def _free_question(question: Question) -> Question:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.area_energy import EnergyModel, energy_model
-from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import RecomputeMode
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import LayerProfile, PlacementProblem
@@ -221,7 +220,7 @@ class PlainCosts:
                 size = profile.parameters * recipe.parameter_bytes
                 gather_s += self._over_copies_s(Collective.ALL_GATHER, size, devices)
             if zero >= 2:
-                size = profile.parameters * dtype_bytes(recipe.reduction_dtype)
+                size = profile.parameters * recipe.reduction_bytes
                 scatter_s += self._over_copies_s(Collective.REDUCE_SCATTER, size, devices)
         together_s = self.problem.calibration.together_s
         inputs_s, weights_s = self._sum_s(profiles, "backward_input_s"), self._sum_s(profiles, "backward_weight_s")
@@ -329,7 +328,7 @@ class PlainCosts:
         """Add what follows the last backward pass: reductions, exchanges of tied parameters, and the update."""
         recipe, order, spread = self.problem.recipe, list(profiles), self._spread_parameters()
         pp, zero = self.parallelism.pp, self.parallelism.zero
-        gradient_bytes = dtype_bytes(recipe.reduction_dtype)
+        gradient_bytes = recipe.reduction_bytes
         if zero < 2:
             self._add_reduction(result, profiles)
         result.tie_s += self._between_stages_s(Collective.ALL_GATHER, spread * recipe.parameter_bytes, pp)
@@ -346,7 +345,7 @@ class PlainCosts:
 
     def _add_reduction(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
         """Reduce gradients behind the last backward pass, the last layer first; those of tied parameters at the end."""
-        gradient_bytes = dtype_bytes(self.problem.recipe.reduction_dtype)
+        gradient_bytes = self.problem.recipe.reduction_bytes
         kind = Collective.ALL_REDUCE if self.parallelism.zero == 0 else Collective.REDUCE_SCATTER
         spread = self._spread_parameters()
         network_free_s = ready_s = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phaze.cost import planned_graph
+from phaze.asked_model import ready_to_plan
 from phaze.errors import PhazeError, PlanError, shown
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
@@ -120,7 +120,7 @@ def differences(
 
 def model_differences(plan: Plan, graph: Graph) -> list[str]:
     """What differs between the model that the plan was made for and an imported one; nothing where it still holds."""
-    graph = planned_graph(graph, plan.question.attention)
+    graph = ready_to_plan(graph, plan.question.attention, trains=plan.question.precision.trains)
     if hash_graph(graph) == plan.hashes.graph:
         return []
     facts = {

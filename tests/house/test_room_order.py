@@ -36,6 +36,7 @@ ORDER = (
     "model_import",
     "target_choice",
     "strategy_files",
+    "asked_model",
     "shard",
     "question",
     # the answer

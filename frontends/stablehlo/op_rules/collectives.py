@@ -36,10 +36,18 @@ def _collective(call: Call) -> Values:
         kinds = [FactorKind.FREE if a == b else FactorKind.WHOLE for a, b in zip(shape, out_shape, strict=True)]
         factors = tuple(Factor(f"d{dim}", size, kinds[dim]) for dim, size in enumerate(larger))
         rule = Rule((_covering(dims, shape, larger),), (_covering(dims, out_shape, larger),), factors)
-        (value,) = call.emit(OpKind.COLLECTIVE, call.name, rule, call.id(index), outputs=(index,))
+        (value,) = call.emit(
+            OpKind.COLLECTIVE, call.name, rule, call.id(index), outputs=(index,), attributes=_participants(call)
+        )
         assert isinstance(value, Tensor)
         results.append(value)
     return tuple(results)
+
+
+def _participants(call: Call) -> dict[str, str]:
+    """Who takes part in a collective, as the module writes it."""
+    given = call.attribute("replica_groups")
+    return {"replica_groups": given[:MOST_CHARACTERS]} if isinstance(given, str) else {}
 
 
 def _covering(dims: Dims, shape: Shape, larger: Shape) -> Dims:

@@ -11,8 +11,9 @@ import jax_models as models
 import pytest
 
 import phaze
-from phaze.errors import ImportModelError
+from phaze.errors import ImportModelError, QuestionError
 from phaze.ir import Graph, Phase, Role
+from phaze.verify.plan_checks import check_plan
 
 
 def totals(graph: Graph) -> tuple[Any, ...]:
@@ -100,7 +101,7 @@ def test_a_forward_gets_its_backward_by_rule_once_its_parameters_are_told() -> N
         return jnp.tanh(x @ w).sum()
 
     text = hlo_forms.forms_of(loss, models.shape(6, 8), models.shape(4, 6))["text"]
-    with pytest.raises(ImportModelError, match=r"pass parameters= or batch= by name or index. Arguments: 0 argument0"):
+    with pytest.raises(ImportModelError, match=r"\(--batch 1\), or on 0 argument0 \(--batch 0\), .* pass parameters="):
         phaze.import_graph(text)
     for options in ({"parameters": 0}, {"batch": [1]}, {"parameters": "argument0", "batch": "argument1"}):
         graph = phaze.import_graph(text, **options)
@@ -117,6 +118,104 @@ def test_results_that_fit_several_runs_of_arguments_are_ambiguous() -> None:
     hlo = hlo_forms.forms_of(jax.grad(loss), *arguments)["hlo text"]
     with pytest.raises(ImportModelError, match="ambiguous which arguments the 1 results belong to"):
         phaze.import_graph(hlo)
+
+
+GENERATION = """
+HloModule jit_generate, input_output_alias={ {1}: (2, {}, may-alias) }
+next { t = (s32[], f32[4,6]) parameter(0)
+  i = s32[] get-tuple-element(t), index=0
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  x = f32[4,6] get-tuple-element(t), index=1
+  y = f32[4,6] tanh(x)
+  ROOT r = (s32[], f32[4,6]) tuple(j, y)
+}
+more { t = (s32[], f32[4,6]) parameter(0)
+  i = s32[] get-tuple-element(t), index=0
+  n = s32[] constant(LIMIT)
+  ROOT r = pred[] compare(i, n), direction=LT
+}
+ENTRY main {
+  ids = s32[4,1] parameter(0)
+  w = f32[6,8] parameter(1)
+  cache = f32[4,6] parameter(2)
+  table = f32[10,6] parameter(3)
+  x = f32[4,6] gather(table, ids), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1,
+    slice_sizes={1,6}
+  c = f32[4,6] add(x, cache)
+  start = s32[] START
+  state = (s32[], f32[4,6]) tuple(start, c)
+  loop = (s32[], f32[4,6]) while(state), condition=more, body=next
+  z = f32[4,6] get-tuple-element(loop), index=1
+  y = f32[4,8] dot(z, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT t = (f32[4,8], f32[4,6]) tuple(y, c)
+}
+"""
+
+
+def generation(start: str = "constant(0)", limit: str = "3") -> bytes:
+    return GENERATION.replace("START", start).replace("LIMIT", limit).encode()
+
+
+def test_a_program_without_a_loss_is_a_forward_whose_roles_follow_from_types_and_aliases() -> None:
+    graph = phaze.import_graph(generation())
+    roles = {tensor.id: tensor.role for tensor in graph.tensors.values() if tensor.role is not None}
+    assert roles == {"ids": "batch", "w": "parameter", "cache": "other", "table": "parameter"}
+    assert {op.phase for op in graph.ops} == {Phase.FORWARD}
+    assert any("are taken for the parameters" in note for note in graph.notes)
+
+
+def test_training_a_program_without_a_loss_says_what_is_missing_and_inference_needs_nothing() -> None:
+    with pytest.raises(QuestionError, match=r"name the output that is its loss .*--loss OUTPUT.*--inference"):
+        phaze.optimize(generation(), cluster="a100-80gb:2")
+    trained = phaze.optimize(
+        generation(), cluster="a100-80gb:2", global_batch_size=8, frontend_options={"loss": 0}, target=None
+    )
+    served = phaze.optimize(generation(), cluster="a100-80gb:2", global_batch_size=8, optimizer="none", target=None)
+    assert served.question.precision.name == "bf16-none"
+    assert served.step_time_s < trained.step_time_s
+    assert all(stage.backward_s == 0 for stage in served.stages)
+    assert all(finding.holds for finding in check_plan(served, generation()))
+
+
+def test_a_loop_that_is_too_long_is_cut_and_says_so_and_one_that_depends_on_data_takes_an_assumption() -> None:
+    def tanhs(graph: Graph) -> int:
+        return sum(op.origin.count("tanh") for op in graph.ops)
+
+    long = phaze.import_graph(generation(limit="1000000"))
+    assert any("a loop of 1,000,000 trips is cut: only 500 of them are counted" in note for note in long.notes)
+    unknown = generation(start="parameter(4)")
+    once, thrice = phaze.import_graph(unknown), phaze.import_graph(unknown, trips=3)
+    assert any("is counted once; pass trips= (--trips)" in note for note in once.notes)
+    assert any("is counted 3 times, as is assumed (trips=)" in note for note in thrice.notes)
+    assert tanhs(phaze.import_graph(generation())) == tanhs(thrice)
+    with pytest.raises(ImportModelError, match="trips is 0; expected a positive number"):
+        phaze.import_graph(unknown, trips=0)
+
+
+def test_an_entry_other_than_main_may_be_named() -> None:
+    text = b"module { func.func @a(%x: tensor<2x3xf32>) -> tensor<2x3xf32> { return %x : tensor<2x3xf32> }"
+    text += b"func.func @b(%x: tensor<4x3xf32>) -> tensor<4x3xf32> { %y = stablehlo.tanh %x : tensor<4x3xf32>"
+    text += b" return %y : tensor<4x3xf32> } }"
+    graph = phaze.import_graph(text, entry="b")
+    assert [op.function for op in graph.ops] == ["tanh"]
+    with pytest.raises(ImportModelError, match=r"has no function 'c' \(functions: a, b\); name the one to import"):
+        phaze.import_graph(text, entry="c")
+
+
+def test_donated_arguments_tell_parameters_from_optimizer_state_without_names() -> None:
+    params = {"a": models.shape(6, 6), "b": models.shape(6, 6)}
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, g = jax.value_and_grad(lambda p: jnp.tanh(x @ p["a"] @ p["b"]).sum())(params)
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, g)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, state), state, loss
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, params, models.shape(6, 6))
+    text = lowered.compiler_ir("hlo").as_hlo_text().replace("op_name=", "was=").encode()
+    graph = phaze.import_graph(text)
+    roles = [tensor.role for tensor in graph.tensors.values()]
+    assert (roles.count(Role.PARAMETER), roles.count(Role.OPTIMIZER_STATE), roles.count(Role.BATCH)) == (2, 2, 1)
 
 
 def test_a_microbatch_may_be_asked_for() -> None:
