@@ -17,7 +17,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from phaze.errors import FormatError, shown
 
-__all__ = ["from_document", "to_document"]
+__all__ = ["from_document", "record_hints", "to_document"]
 
 _Record = TypeVar("_Record")
 
@@ -39,7 +39,7 @@ def from_document(kind: type[_Record], document: object, where: str) -> _Record:
     """The record that a document describes; raises FormatError naming the field that is missing, unknown or wrong."""
     if not isinstance(document, dict):
         raise FormatError(f"{where} is {shown(document)}; expected an object.")
-    hints = _hints(kind)  # type: ignore[arg-type]
+    hints = record_hints(kind)  # type: ignore[arg-type]
     if missing := [name for name in hints if name not in document]:
         raise FormatError(f"{where} lacks {missing[0]!r}; the file is damaged or of another version.")
     if unknown := [name for name in document if name not in hints]:
@@ -52,7 +52,8 @@ def from_document(kind: type[_Record], document: object, where: str) -> _Record:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def record_hints(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that are saved, with their types."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if _is_saved(field)}
 

@@ -14,6 +14,7 @@ from phaze.commands.plan_commands import evaluate_strategy, optimize_model
 from phaze.commands.report_page import write_report
 from phaze.commands.saved_plan_commands import compare_plans, explain_plan, verify_plan
 from phaze.commands.schedule_layers import schedule_command
+from phaze.commands.schema_list import print_schema
 from phaze.commands.search_designs import search_designs
 
 __all__ = ["COMMANDS"]
@@ -35,5 +36,6 @@ COMMANDS: tuple[Command, ...] = (
     search_designs,
     verify_plan,
     export_plan,
+    print_schema,
     doctor,
 )

@@ -44,10 +44,13 @@ from phaze.json_records import from_document, to_document
 __all__ = [
     "EAGER_STACK",
     "IDEAL",
+    "KIND",
     "LIBRARY_STACK",
     "PERFECT_STACK",
     "TERMS",
+    "VERSION",
     "Calibration",
+    "CalibrationFile",
     "Fusion",
     "Stack",
     "calibration_of",
@@ -215,28 +218,38 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
-_KIND, _VERSION = "phaze calibration", 2
+KIND, VERSION = "phaze calibration", 2
 """What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Version
 2 carries a digest of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFile:
+    """What a calibration's file holds: the calibration, and how it was obtained."""
+
+    calibration: Calibration
+    report: Mapping[str, object]
 
 
 def save_calibration(
     path: str | os.PathLike[str], calibration: Calibration, *, report: Mapping[str, object] | None = None
 ) -> None:
     """Write a calibration; ``report`` says how it was obtained and is not read again."""
-    document = {"kind": _KIND, "version": _VERSION, "calibration": to_document(calibration), "report": report or {}}
-    write_whole(path, json.dumps(with_digest(to_document(document)), indent=2, allow_nan=False) + "\n")
+    body = to_document(CalibrationFile(calibration=calibration, report=report or {}))
+    document = {"kind": KIND, "version": VERSION, **body}
+    write_whole(path, json.dumps(with_digest(document), indent=2, allow_nan=False) + "\n")
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     """Read a calibration; raises FormatError where the file is none, is damaged or is of another version."""
     document = read_document(path, "a calibration")
-    if not isinstance(document, dict) or document.get("kind") != _KIND:
+    if not isinstance(document, dict) or document.get("kind") != KIND:
         raise FormatError(f"{os.fspath(path)} is no calibration; expected a file that `phaze calibrate` wrote.")
-    if document.get("version") != _VERSION:
+    if document.get("version") != VERSION:
         raise FormatError(
-            f"{os.fspath(path)} has version {shown(document.get('version'))}; this program reads version {_VERSION}. "
+            f"{os.fspath(path)} has version {shown(document.get('version'))}; this program reads version {VERSION}. "
             "Calibrate again."
         )
     document = without_digest(document, os.fspath(path))
-    return from_document(Calibration, document.get("calibration"), "calibration")
+    body = {name: value for name, value in document.items() if name not in ("kind", "version")}
+    return from_document(CalibrationFile, body, os.fspath(path)).calibration

@@ -19,6 +19,7 @@ ORDER = (
     "file_reading",
     "file_writing",
     "json_records",
+    "json_schemas",
     "digests",
     # what is planned, how it may be divided, on what, at what price
     "ir",
