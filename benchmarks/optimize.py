@@ -66,6 +66,8 @@ QUESTIONS: dict[str, Asked] = {
         f"{name} a100:1024": {"model": name, "cluster": "a100-80gb:1024", "global_batch_size": 2048}
         for name in ("llama3-70b", "mixtral-8x7b", "t5-large")
     },
+    "llama3.1-405b h100:512": {"model": "llama3.1-405b", "cluster": "h100:512", "global_batch_size": 2048},
+    "llama3.1-405b h100:16384": {"model": "llama3.1-405b", "cluster": "h100:16384", "global_batch_size": 16384},
     **{
         f"{name} tpuv4:1024": {"model": name, "cluster": "tpuv4:1024", "global_batch_size": 4096}
         for name in PAPER_MODELS
