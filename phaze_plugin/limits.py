@@ -24,10 +24,9 @@ LIMITS: Mapping[str, int] = MappingProxyType(
         "batch": 2**20,
         # Layers of a config: each is written out as operators, a few kilobytes a piece.
         "layers": 10_000,
-        # Experts of a layer: the largest models have hundreds.
+        # Experts of a layer, and words of a vocabulary, of a config: the largest models have hundreds, and 2^18.
         "experts": 2**16,
-        # Words of a vocabulary, and other sizes of a config: the largest vocabularies have 2^18.
-        "config_size": 2**31,
+        "vocabulary": 2**28,
         # Mebibytes of a file, unpacked: Python takes about eight times the text of a JSON document.
         "file_mib": 128,
         # Values of a document: about 100 bytes each in memory.

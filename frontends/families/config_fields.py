@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 from phaze.errors import ImportModelError, shown
 from phaze.ir.rule import LARGEST_FACTOR
+from phaze.limits import check_limit
 
 __all__ = ["ConfigFields"]
 
-MOST_LAYERS = 10_000
-"""Layers beyond this are taken for a mistake in the config: each is written out, which takes time and memory."""
+_LIMITED = {
+    "num_local_experts": "experts",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "vocab_size": "vocabulary",
+}
+"""Fields whose sizes have a limit of their own (`phaze.limits`)."""
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -49,15 +55,14 @@ class ConfigFields:
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_FACTOR:
             raise ImportModelError(f"{self.where}: {name} is {shown(value)}; expected a positive integer.")
+        if limit := _LIMITED.get(name):
+            check_limit(limit, value, f"{self.where}: {name}")
         return value
 
     def count(self, *names: str, default: int | None = None) -> int:
         """A number of things that are written out one by one, such as layers."""
         value = self.size(*names, default=default)
-        if value > MOST_LAYERS:
-            raise ImportModelError(
-                f"{self.where}: {' or '.join(names)} is {value}; at most {MOST_LAYERS} are supported."
-            )
+        check_limit("layers", value, f"{self.where}: {' or '.join(names)}")
         return value
 
     def first_layers(self, name: str, default: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS, tiny_graph
 
 import phaze
-from phaze.errors import FormatError, ImportModelError, PhazeError, UnknownNameError
+from phaze.errors import FormatError, ImportModelError, LimitError, PhazeError, UnknownNameError
 from phaze.frontends.families import FAMILIES
 from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS
@@ -224,7 +224,6 @@ def test_a_config_is_taken_in_every_form(where: str, tmp_path: Path) -> None:
         ({"n_head": 5}, "hidden size 12 is not a multiple of 5 attention heads"),
         ({"attn_pdrop": 1.5}, "attn_pdrop is 1.5; expected a number of at least 0 and below 1"),
         ({"activation_function": "swoosh"}, "activation_function is 'swoosh'; expected one of gelu"),
-        ({"n_layer": 10**9}, "n_layer or num_hidden_layers is 1000000000; at most 10000"),
         ({"n_embd": 10**5000}, "n_embd is a int of thousands of digits"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
     ],
@@ -365,3 +364,12 @@ def test_dropout_has_a_mask_of_one_byte_an_element() -> None:
     masks = [graph.tensors[op.outputs[1]] for op in graph.ops if op.kind is OpKind.DROPOUT and op.function == "dropout"]
     assert masks
     assert all(mask.dtype.size_bytes == 1 for mask in masks)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [("llama", "num_hidden_layers", 10**9), ("mixtral", "num_local_experts", 10**9), ("llama", "vocab_size", 10**9)],
+)
+def test_absurd_counts_are_refused_before_work_starts(family: str, field: str, value: int) -> None:
+    with pytest.raises(LimitError, match=rf"{field}.* is 1000000000, more than the .*PHAZE_LIMITS="):
+        graph_from_config({**TINY_CONFIGS[family], field: value}, name=family, sequence_length=4)
