@@ -86,7 +86,7 @@ class _ExpertSlicer:
                 self._insert(replace(op, rule=self._local(op), attributes=self._attributes(op)), op)
             else:
                 self._insert(op, op)
-        notes = [f"experts divided over {self.ep} devices along mesh axis {EXPERT_AXIS}"]
+        notes = [f"experts divided over {self.ep} devices along mesh axis {EXPERT_AXIS}"] if self.ep > 1 else []
         if self.imbalance != 1:
             notes.append(f"the fullest expert is assumed to get {self.imbalance:g} times its share of the tokens")
         return self.builder.build(self.graph.outputs, (*self.graph.notes, *notes))
