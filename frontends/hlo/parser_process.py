@@ -45,6 +45,12 @@ _PORTABLE_MARK = b"StableHLO_v"
 _HEAD_BYTES = 64
 """How far the mark of a portable artifact may stand from the start."""
 
+_VERSIONED_FUNCTION = "vhlo.func"
+"""The functions of a portable artifact, read as it is."""
+
+_HEAD_CHARACTERS = 4000
+"""How far into the text of a module its first function is looked for."""
+
 _FIRST_FIELD = b"\x0a"
 """The tag of a proto's first field, if it is a text or a message."""
 
@@ -88,7 +94,10 @@ def _document(form: Form, data: bytes) -> Document:
     with make_ir_context():
         if form is Form.STABLEHLO_BYTECODE and _PORTABLE_MARK in data[:_HEAD_BYTES]:
             return read_module(jax.extend.mlir.deserialize_portable_artifact(data))
-        return read_module(ir.Module.parse(data.decode() if form is Form.STABLEHLO_TEXT else data))
+        module = ir.Module.parse(data.decode() if form is Form.STABLEHLO_TEXT else data)
+        if form is Form.STABLEHLO_BYTECODE and _VERSIONED_FUNCTION in str(module)[:_HEAD_CHARACTERS]:
+            module = jax.extend.mlir.deserialize_portable_artifact(data)  # older ones do not say so in their head
+        return read_module(module)
 
 
 def unwrapped(data: bytes) -> bytes:

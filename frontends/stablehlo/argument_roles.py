@@ -202,6 +202,8 @@ def _pairs(run: SymbolicRun, names: Sequence[str], loss: int | None) -> dict[int
     if not starts:  # once more without metrics
         matched = [index for index, (shape, dtype) in results.items() if shape or not dtype.is_float]
         starts = _runs_of(kinds, [results[index] for index in matched])
+    if len(starts) > 1 and loss is None:
+        return {}
     if len(starts) > 1:
         raise ImportModelError(
             f"it is ambiguous which arguments the {len(matched)} results belong to (they fit those from "

@@ -99,10 +99,17 @@ class _Reader:
             [self.number(operand) for operand in operation.operands],
             [self.number(result) for result in results],
             [_type(result.type) for result in results],
-            {str(name): _attribute(operation.attributes[name]) for name in operation.attributes},
+            {str(name): self.attribute(operation, str(name)) for name in operation.attributes},
             [self.region(region) for region in operation.regions],
             _scope(operation.location),
         ]
+
+    def attribute(self, operation: ir.Operation, name: str) -> Attribute:
+        """An attribute; what Python has no type for (complex constants, texts of bytes) is told by its operation."""
+        try:
+            return _attribute(operation.attributes[name])
+        except (TypeError, RuntimeError, UnicodeDecodeError):
+            return {"made_by": self.number(operation.results[0]) if len(operation.results) else 0}
 
 
 def _type(value_type: ir.Type) -> list[Any]:

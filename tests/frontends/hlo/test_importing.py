@@ -193,6 +193,15 @@ def test_a_loop_that_is_too_long_is_cut_and_says_so_and_one_that_depends_on_data
         phaze.import_graph(unknown, trips=0)
 
 
+def test_complex_constants_are_constants() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.fft.fft(x) * (1 + 2j) + jnp.array([1j, 2, 3j, 4])
+
+    for name, data in hlo_forms.forms_of(f, models.shape(4)).items():
+        graph = phaze.import_graph(data)
+        assert {op.phase for op in graph.ops} == {Phase.FORWARD}, name
+
+
 def test_an_entry_other_than_main_may_be_named() -> None:
     text = b"module { func.func @a(%x: tensor<2x3xf32>) -> tensor<2x3xf32> { return %x : tensor<2x3xf32> }"
     text += b"func.func @b(%x: tensor<4x3xf32>) -> tensor<4x3xf32> { %y = stablehlo.tanh %x : tensor<4x3xf32>"
