@@ -115,9 +115,12 @@ def test_results_that_fit_several_runs_of_arguments_are_ambiguous() -> None:
         return (x @ a @ b).sum()
 
     arguments = (models.shape(6, 6), models.shape(6, 6), models.shape(6, 6))
-    hlo = hlo_forms.forms_of(jax.grad(loss), *arguments)["hlo text"]
-    with pytest.raises(ImportModelError, match="ambiguous which arguments the 1 results belong to"):
+    hlo = hlo_forms.forms_of(jax.value_and_grad(loss), *arguments)["hlo text"]
+    both = "--parameters 0 --batch 1 --batch 2, or --parameters 1 --batch 0 --batch 2"
+    with pytest.raises(ImportModelError, match=f"ambiguous which arguments the 1 results belong to .* {both}"):
         phaze.import_graph(hlo)
+    without_loss = phaze.import_graph(hlo_forms.forms_of(jax.grad(loss), *arguments)["hlo text"])
+    assert any("which is a guess" in note for note in without_loss.notes)
 
 
 GENERATION = """
