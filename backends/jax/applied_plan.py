@@ -11,17 +11,25 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phaze.backends.jax.jax_mesh import axis_names, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
-from phaze.backends.jax.mean_over_samples import check_mean_over_samples
+from phaze.backends.jax.mean_over_samples import Counts, read_weighting
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
 from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_draws_of_rows
-from phaze.backends.jax.traced_loss import TracedLoss, first_layers, loss_of_trace, read_variables, trace_loss
+from phaze.backends.jax.traced_loss import (
+    TracedLoss,
+    first_layers,
+    loss_of_trace,
+    needed_equations,
+    read_variables,
+    trace_loss,
+)
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
-from phaze.backends.jax.training_step import TrainingStep, gradients_on_mesh
+from phaze.backends.jax.training_step import TrainingStep, WholeBatch, gradients_on_mesh
 from phaze.backends.jax.whole_step import AppliedStep, apply_plan_to_step, is_whole_step, planned_graph
 from phaze.errors import PlanError, shown
 from phaze.hooks import PluginManager
@@ -152,15 +160,18 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         parameters = [jax.ShapeDtypeStruct(spec.shape, compute_dtype) for spec in loss_function.parameters]
         return trace_loss(loss_function.loss, parameters, batch)
 
-    trace, draws = trace_at(strategy.micro_batch_size), dict[int, int]()
+    trace = trace_at(strategy.micro_batch_size)
     sizes = RowsOfBatch(strategy.micro_batch_size, plan.question.global_batch_size)
+    draws, counts, whole_batch = dict[int, int](), Counts(), None
     if sizes.batch_rows > sizes.rows:
         twice = trace_at(2 * strategy.micro_batch_size)
-        if not takes_mean:
-            check_mean_over_samples(trace, twice, shares)
+        counts = Counts() if takes_mean else read_weighting(trace, twice, shares)
         draws = draws_of_samples(trace.flat, twice.flat)
-    if draws:
-        trace = loss_of_trace(with_draws_of_rows(trace.flat, draws, sizes), len(trace.parameters))
+    if counts.totals:
+        whole_batch = _whole_batch(counts, trace, trace_at(sizes.batch_rows), draws)
+    if draws or counts.totals:
+        totals = [trace.equations[number].outvars[place] for number, place in counts.totals]
+        trace = loss_of_trace(with_draws_of_rows(trace.flat, draws, sizes, totals), len(trace.parameters))
     _check_stages(plan, trace)
     return TrainingStep(
         arranged=_arranged_loss(plan, loss_function, graph, trace),
@@ -170,9 +181,34 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         micro_batch_size=strategy.micro_batch_size,
         batch_shares=shares,
         batch_dtypes=dtypes,
-        numbers_rows=bool(draws),
+        numbers_rows=bool(draws or counts.totals),
+        whole_batch=whole_batch,
+        is_sum=counts.is_sum,
         compute_dtype=compute_dtype,
         gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
+    )
+
+
+def _whole_batch(counts: Counts, micro_batch: TracedLoss, whole: TracedLoss, draws: Mapping[int, int]) -> WholeBatch:
+    """What microbatches take from the whole batch, which is found at the same places of its trace."""
+
+    def at(trace: TracedLoss, places: Sequence[tuple[int, int]]) -> tuple[core.Var, ...]:
+        return tuple(trace.equations[number].outvars[place] for number, place in places)
+
+    if len(micro_batch.equations) != len(whole.equations):
+        raise PlanError("the loss counts samples and is traced differently for other numbers of samples.")
+    sums = at(micro_batch, counts.sums)
+    if any(id(equation) in draws for equation in needed_equations(micro_batch.equations, sums, {})):
+        raise PlanError(
+            "the loss counts samples that it draws at random, which microbatches cannot count together; draw the mask "
+            "outside of the loss, or pass takes_mean=True to take the mean of the microbatches' losses as the loss."
+        )
+    return WholeBatch(
+        micro_batch=micro_batch,
+        sums=sums,
+        whole=whole,
+        whole_sums=at(whole, counts.sums),
+        totals=at(whole, counts.totals),
     )
 
 

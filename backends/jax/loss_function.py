@@ -308,6 +308,7 @@ class MicroBatches:
         count: how many microbatches there are.
         dtypes: the type in which the loss reads each argument; None for the type in which it comes.
         numbers_rows: whether the loss reads, behind its arguments, the number of its first row in the whole batch.
+        totals: what else it reads, the same for all microbatches.
     """
 
     arguments: tuple[jax.Array, ...]
@@ -315,6 +316,7 @@ class MicroBatches:
     count: int
     dtypes: tuple[DTypeLike | None, ...]
     numbers_rows: bool
+    totals: tuple[jax.Array, ...] = ()
 
     def arguments_of(self, number: jax.Array | int) -> list[jax.Array]:
         """The arguments of one microbatch."""
@@ -325,7 +327,7 @@ class MicroBatches:
                 is_only_one = self.count == 1
                 value = argument[0] if is_only_one else jax.lax.dynamic_index_in_dim(argument, number, keepdims=False)
             arguments.append(value if dtype is None else value.astype(dtype))
-        return [*arguments, self._first_row(number)] if self.numbers_rows else arguments
+        return [*arguments, self._first_row(number), *self.totals] if self.numbers_rows else arguments
 
     def _first_row(self, number: jax.Array | int) -> jax.Array:
         rows = next(

@@ -1,10 +1,14 @@
-"""Whether a loss is a mean over samples, so that the mean of the microbatches' losses is the loss of all of them.
+"""Whether the losses of microbatches make up the loss of all of them: as their mean, or as their sum.
 
 The loss is traced at a microbatch and at twice as many samples, and both traces are walked together. A value of the
 batch is *per sample* while it grows with the microbatch. A sum over the samples ends that, and from there on the value
 is known by its *growth*: the factor by which it changes when every sample comes twice. A sum doubles (2), a mean stays
 (1); only linear functions may follow. Anything else mixes samples, or weighs them by one another, and is refused by
 name.
+
+A sum over samples of something without parameters (a count of unmasked tokens) is a *count*. What is made of counts
+alone is taken from the whole batch, so that it is a constant for the samples of a microbatch: sums may be divided by
+it, and samples may be weighed by it.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from phaze.backends.jax.loss_function import BatchShare
 from phaze.backends.jax.traced_loss import TracedLoss, evaluate, primitive_name
 from phaze.errors import PlanError
 
-__all__ = ["check_mean_over_samples"]
+__all__ = ["Counts", "read_weighting"]
 
 _PER_SAMPLE: Final = "per sample"
+_COUNT: Final = "count"
 _GROWTH_OF_A_MEAN = 1.0
 _GROWTH_OF_A_SUM = 2.0
 """The larger trace has twice as many samples."""
@@ -44,7 +49,10 @@ _INNER_TRACES = ("jaxpr", "call_jaxpr")
 """The parameters under which a primitive has the trace that it calls."""
 
 Dependence: TypeAlias = str | float | None
-"""How a value depends on the batch: `_PER_SAMPLE`, or the growth of a sum over samples; None where it does not."""
+"""How a value depends on the batch: `_PER_SAMPLE`, `_COUNT`, or the growth of a sum; None where it does not."""
+
+Place: TypeAlias = tuple[int, int]
+"""The number of an equation in a flat trace, and of one of its results."""
 
 Computed: TypeAlias = Mapping[core.Var, Callable[[], jax.Array]]
 """For some variables, functions that compute their values; these raise `_UnknownError` where that is impossible."""
@@ -54,12 +62,45 @@ class _UnknownError(LookupError):
     """A value cannot be computed without parameters or a batch."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What microbatches take from the whole batch.
+
+    Attributes:
+        sums: sums over samples without parameters, which are added up over all microbatches.
+        totals: what is made of them, and is read by equations with parameters or samples.
+        is_sum: whether the loss is the sum of the microbatches' losses, and not their mean.
+    """
+
+    sums: tuple[Place, ...] = ()
+    totals: tuple[Place, ...] = ()
+    is_sum: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _FoundCounts:
+    """The counts of a trace as they are found; dictionaries without values keep the order."""
+
+    with_parameters: set[core.Var]
+    sums: dict[core.Var, None]
+    totals: dict[core.Var, None]
+
+    def is_free(self, equation: core.JaxprEqn) -> bool:
+        """Whether an equation reads no parameter, nor anything made of one."""
+        variables = (variable for variable in equation.invars if not isinstance(variable, core.Literal))
+        return self.with_parameters.isdisjoint(variables)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PairedTraces:
-    """The equations of one trace at both sizes (small, large), and the values that come from outside of them."""
+    """The equations of one trace at both sizes (small, large), and the values that come from outside of them.
+
+    `counts` are looked for in the outermost trace only.
+    """
 
     equations: tuple[Sequence[core.JaxprEqn], Sequence[core.JaxprEqn]]
     outside: tuple[Computed, Computed]
+    counts: _FoundCounts | None = None
 
     def value(self, size: int, variable: core.Var) -> jax.Array:
         """The value of a variable in the small (0) or large (1) trace; raises _UnknownError where it has none yet."""
@@ -80,20 +121,48 @@ class _PairedTraces:
         return float(after.ravel()[0] / before.ravel()[0]) if getattr(before, "size", 0) else float(after / before)
 
 
-def check_mean_over_samples(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchShare]) -> None:
-    """Raise PlanError unless the loss, traced at some number of samples and at twice as many, is a mean over them."""
+def read_weighting(small: TracedLoss, large: TracedLoss, shares: Sequence[BatchShare]) -> Counts:
+    """How the losses of microbatches make up the loss, which was traced at some and at twice as many samples.
+
+    Raises PlanError where they do not.
+    """
     constants = [
         {variable: _constant(value) for variable, value in trace.constants.items()} for trace in (small, large)
     ]
-    traces = _PairedTraces(equations=(small.equations, large.equations), outside=(constants[0], constants[1]))
+    counts = _FoundCounts(with_parameters=_made_of(small.equations, small.parameters), sums={}, totals={})
+    traces = _PairedTraces(
+        equations=(small.equations, large.equations), outside=(constants[0], constants[1]), counts=counts
+    )
     rows = [variable for variable, share in zip(small.batch, shares, strict=True) if share is BatchShare.ROWS]
     dependences: dict[core.Var, Dependence] = dict.fromkeys(rows, _PER_SAMPLE)
     _walk(traces, dependences)
     loss = _dependence(dependences, small.loss)
-    if loss == _GROWTH_OF_A_SUM:
-        raise _refusal("it is a sum over the samples")
-    if loss not in (None, _GROWTH_OF_A_MEAN):
+    if loss == _COUNT:
+        raise _refusal("it does not depend on the parameters")
+    if loss not in (None, _GROWTH_OF_A_MEAN, _GROWTH_OF_A_SUM):
         raise _refusal(f"it grows {loss}-fold when every sample comes twice")
+    behind_totals = _made_of(small.equations, list(counts.totals)) - counts.totals.keys()
+    if not behind_totals.isdisjoint(counts.sums):
+        raise _refusal("it counts what depends on another count, as the variance of a batch depends on its mean")
+    places = {
+        variable: (number, place)
+        for number, equation in enumerate(small.equations)
+        for place, variable in enumerate(equation.outvars)
+    }
+    return Counts(
+        sums=tuple(places[variable] for variable in counts.sums) if counts.totals else (),
+        totals=tuple(places[variable] for variable in counts.totals),
+        is_sum=loss == _GROWTH_OF_A_SUM,
+    )
+
+
+def _made_of(equations: Sequence[core.JaxprEqn], variables: Sequence[core.Var]) -> set[core.Var]:
+    """These variables, and all that is made with them."""
+    made = set(variables)
+    for equation in equations:
+        if any(not isinstance(variable, core.Literal) and variable in made for variable in equation.invars):
+            made.update(equation.outvars)
+    return made
 
 
 def _constant(value: jax.Array) -> Callable[[], jax.Array]:
@@ -102,8 +171,8 @@ def _constant(value: jax.Array) -> Callable[[], jax.Array]:
 
 def _refusal(reason: str) -> PlanError:
     return PlanError(
-        f"the loss is not a mean over samples: {reason}. Copies and microbatches average their losses, which would "
-        "then train something else. Return a mean (divide by a constant number of samples or tokens), or pass "
+        f"the loss is no mean or sum over samples: {reason}. Copies and microbatches add up their losses, which would "
+        "then train something else. Return a mean or a sum (over samples, or over tokens that are counted), or pass "
         "takes_mean=True to take the mean of their losses as the loss."
     )
 
@@ -121,8 +190,32 @@ def _walk(traces: _PairedTraces, dependences: dict[core.Var, Dependence]) -> Non
             raise _refusal("it is traced differently for twice as many samples")
         inputs = [_dependence(dependences, variable) for variable in small.invars]
         if any(dependence is not None for dependence in inputs):
-            results = _results(traces, small, large, inputs)
+            results = _results_with_counts(traces, small, large, inputs)
             dependences.update(zip(small.outvars, results, strict=True))
+
+
+def _results_with_counts(
+    traces: _PairedTraces, small: core.JaxprEqn, large: core.JaxprEqn, inputs: list[Dependence]
+) -> list[Dependence]:
+    """The same as `_results`, where counts are told from other sums."""
+    counts = traces.counts
+    if counts is None:
+        return _results(traces, small, large, inputs)
+    if _COUNT not in inputs:
+        results = _results(traces, small, large, inputs)
+        if set(results) == {_GROWTH_OF_A_SUM} and counts.is_free(small):
+            counts.sums.update(dict.fromkeys(small.outvars))
+            return [_COUNT] * len(results)
+        return results
+    is_made_of_counts = counts.is_free(small) and set(inputs) <= {_COUNT, None}
+    if is_made_of_counts and not any(_grows(*pair) for pair in zip(small.outvars, large.outvars, strict=True)):
+        return [_COUNT] * len(small.outvars)
+    read = [variable for variable, dependence in zip(small.invars, inputs, strict=True) if dependence == _COUNT]
+    counts.totals.update(dict.fromkeys(read))
+    others: list[Dependence] = [None if dependence == _COUNT else dependence for dependence in inputs]
+    if all(dependence is None for dependence in others):
+        return [None] * len(small.outvars)
+    return _results(traces, small, large, others)
 
 
 def _results(
@@ -179,7 +272,7 @@ def _growth_behind_sums(
     if name == "div" and len(growths) == 1 and inputs[0] is not None:
         return growths[0] / traces.growth(small.invars[1], large.invars[1])
     if name == "div":
-        raise _refusal("it divides by a number that depends on the samples, as a count of unmasked tokens does")
+        raise _refusal("it divides by a sum over samples that depends on the parameters")
     raise _refusal(f"it takes {name} of a sum over the samples")
 
 

@@ -100,11 +100,14 @@ def _indivisible(name: str) -> PlanError:
     )
 
 
-def with_draws_of_rows(closed: core.ClosedJaxpr, draws: Mapping[int, int], sizes: RowsOfBatch) -> core.ClosedJaxpr:
-    """The trace with one more argument, the number of the microbatch's first row, that draws the rows from there on."""
+def with_draws_of_rows(
+    closed: core.ClosedJaxpr, draws: Mapping[int, int], sizes: RowsOfBatch, totals: Sequence[core.Var] = ()
+) -> core.ClosedJaxpr:
+    """The trace with more arguments: the microbatch's first row, from which on it draws, and the values of `totals`."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        *arguments, first_row = values
+        count = len(closed.in_avals)
+        arguments, first_row, known = values[:count], values[count], dict(zip(totals, values[count + 1 :], strict=True))
 
         def replacement(equation: core.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
             dim = draws.get(id(equation))
@@ -115,9 +118,10 @@ def with_draws_of_rows(closed: core.ClosedJaxpr, draws: Mapping[int, int], sizes
                 return [equation.primitive.bind(key, place + first_row.astype(place.dtype))]
             return [_draw_rows(equation, operands[0], dim, first_row, sizes)]
 
-        return run_rewritten(closed, arguments, replacement)
+        return run_rewritten(closed, arguments, replacement, known)
 
-    return jax.make_jaxpr(run)(*closed.in_avals, jax.ShapeDtypeStruct((), jnp.uint32))
+    more = [jax.ShapeDtypeStruct((), jnp.uint32), *(variable.aval for variable in totals)]
+    return jax.make_jaxpr(run)(*closed.in_avals, *more)
 
 
 def _draw_rows(

@@ -53,9 +53,15 @@ def _without_constraint(equation: core.JaxprEqn, operands: Sequence[jax.Array]) 
 
 
 def run_rewritten(
-    closed: core.ClosedJaxpr, arguments: Sequence[jax.Array], replacement: Replacement
+    closed: core.ClosedJaxpr,
+    arguments: Sequence[jax.Array],
+    replacement: Replacement,
+    known: Mapping[core.Var, jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """The results of a trace, where every equation that is no call was offered to `replacement` first."""
+    """The results of a trace, where every equation that is no call was offered to `replacement` first.
+
+    `known` variables of the outermost trace have these values, whatever equations make them.
+    """
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(closed.jaxpr.invars, arguments, strict=True))
     for equation in closed.jaxpr.eqns:
@@ -67,6 +73,7 @@ def run_rewritten(
             replaced = replacement(equation, operands)
             results = _run(equation, operands, replacement) if replaced is None else replaced
         values |= dict(zip(equation.outvars, results, strict=True))
+        values |= {variable: known[variable] for variable in equation.outvars if known and variable in known}
     return [_value(variable, values) for variable in closed.jaxpr.outvars]
 
 

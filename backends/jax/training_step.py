@@ -12,11 +12,12 @@ ZeRO-3   parameters are stored as shards, and the gathers of the passes scatter 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -24,14 +25,44 @@ from phaze.backends.jax.gpipe_scan import pipelined_loss
 from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss, loss_of_micro_batch
 from phaze.backends.jax.parameter_storage import ParameterStorage, gather_shards, reduce_to_shards
+from phaze.backends.jax.traced_loss import TracedLoss, evaluate
 from phaze.backends.jax.train_state import StateLayout
 
-__all__ = ["TrainingStep", "gradients_on_mesh"]
+__all__ = ["TrainingStep", "WholeBatch", "gradients_on_mesh"]
 
 _MANUAL_AXES = frozenset({"pp", "dp"})
 """Axes whose collectives are written here; the tensor axis is left to the compiler."""
 
 LossAndGradients: TypeAlias = tuple[jax.Array, list[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeBatch:
+    """Sums over the samples of all microbatches, and what the loss makes of them.
+
+    Attributes:
+        micro_batch: the loss of one microbatch, in which `sums` are made of its samples alone.
+        whole: the loss of the whole batch, in which `totals` are made of `whole_sums`.
+    """
+
+    micro_batch: TracedLoss
+    sums: tuple[core.Var, ...]
+    whole: TracedLoss
+    whole_sums: tuple[core.Var, ...]
+    totals: tuple[core.Var, ...]
+
+    def with_totals(self, micro_batches: MicroBatches) -> MicroBatches:
+        """The microbatches with the totals that they read."""
+        count = len(self.micro_batch.batch)
+
+        def sums_of(number: jax.Array) -> list[jax.Array]:
+            arguments = replace(micro_batches, totals=()).arguments_of(number)[:count]
+            return evaluate(self.micro_batch.equations, self.sums, self.micro_batch.known_values(arguments))
+
+        of_all = jax.lax.map(sums_of, jnp.arange(micro_batches.count))
+        sums = [jax.lax.psum(values.sum(0).astype(values.dtype), "dp") for values in of_all]
+        known = {**self.whole.constants, **dict(zip(self.whole_sums, sums, strict=True))}
+        return replace(micro_batches, totals=tuple(evaluate(self.whole.equations, self.totals, known)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +78,8 @@ class TrainingStep:
         batch_shares: what of each argument of the batch a microbatch gets.
         batch_dtypes: the type in which the loss reads each argument; None for the type in which it comes.
         numbers_rows: whether the loss also reads the number of a microbatch's first row (see `random_draws.py`).
+        whole_batch: what microbatches take from the whole batch (see `mean_over_samples.py`); None for nothing.
+        is_sum: whether the loss is the sum of the microbatches' losses, and not their mean.
         compute_dtype: the type in which the loss reads parameters.
         gradient_dtype: the type in which gradients are added up.
     """
@@ -59,6 +92,8 @@ class TrainingStep:
     batch_shares: tuple[BatchShare, ...]
     batch_dtypes: tuple[DTypeLike | None, ...]
     numbers_rows: bool
+    whole_batch: WholeBatch | None
+    is_sum: bool
     compute_dtype: DTypeLike
     gradient_dtype: DTypeLike
 
@@ -91,11 +126,13 @@ def _local_gradients(
     micro_batches = divide_batch(
         batch, step.batch_shares, step.micro_batch_size, step.batch_dtypes, numbers_rows=step.numbers_rows
     )
+    if step.whole_batch is not None:
+        micro_batches = step.whole_batch.with_totals(micro_batches)
     compute = _pipelined_gradients if step.pp > 1 else _accumulated_gradients
     loss, gradients = compute(step, parameters, micro_batches)
     pairs = zip(step.storages, gradients, strict=True)
     reduced = [_reduced(step, storage, gradient) for storage, gradient in pairs]
-    scale = 1 / step.dp
+    scale = micro_batches.count if step.is_sum else 1 / step.dp
     return jax.lax.psum(loss, "dp") * scale, [gradient * jnp.asarray(scale, gradient.dtype) for gradient in reduced]
 
 

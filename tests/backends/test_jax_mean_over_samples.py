@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax_dividing as dividing
+import numpy as np
 import pytest
 
 from phaze.backends.jax.loss_function import BatchShare
-from phaze.backends.jax.mean_over_samples import check_mean_over_samples
+from phaze.backends.jax.mean_over_samples import read_weighting
 from phaze.backends.jax.traced_loss import TracedLoss, trace_loss
 from phaze.errors import PlanError
 
@@ -40,18 +42,26 @@ MEANS: dict[str, Loss] = {
     "auxiliary losses of layers": with_auxiliary,
 }
 OTHERS: dict[str, tuple[Loss, str]] = {
-    "sum": (lambda w, x, y: (net(w, x) ** 2).sum(), "it is a sum over the samples"),
-    "masked": (
-        lambda w, x, y: (net(w, x).mean(-1) * (y > 0)).sum() / (y > 0).sum(),
-        "divides by a number that depends",
-    ),
-    "guarded": (lambda w, x, y: net(w, x).sum() / jnp.maximum((y > 0).sum(), 1), "takes max of a sum"),
-    "batch norm": (lambda w, x, y: ((x - x.mean(0)) @ w).mean(), "as batch normalisation does"),
+    "weighted by itself": (lambda w, x, y: net(w, x).sum() / (net(w, x) ** 2).sum(), "divides by a sum over samples"),
+    "variance of inputs": (lambda w, x, y: net(w, x / x.std(0)).mean(), "counts what depends on another count"),
+    "batch norm": (lambda w, x, y: (x @ w - (x @ w).mean(0)).mean(), "as batch normalisation does"),
     "root": (lambda w, x, y: jnp.sqrt(((x @ w) ** 2).mean()), "takes sqrt of a sum"),
     "contrast": (lambda w, x, y: jax.nn.log_softmax(jnp.einsum("bsd,csd->bc", x @ w, x)).mean(), "compares samples"),
     "largest": (lambda w, x, y: (x @ w).max(), "takes reduce_max over the samples"),
     "running": (lambda w, x, y: jnp.cumsum(x @ w, 0).mean(), "cumsum runs along the samples"),
     "divided regulariser": (lambda w, x, y: ((x @ w).sum() + w.sum()) / len(x), "takes add of a sum"),
+}
+
+
+COUNTED: dict[str, Loss] = {
+    "sum": lambda w, x, y: (net(w, x) ** 2).sum(),
+    "masked": lambda w, x, y: (net(w, x).mean(-1) * (y > 0)).sum() / (y > 0).sum(),
+    "guarded": lambda w, x, y: (net(w, x).mean(-1) * (y > 3)).sum() / jnp.maximum((y > 3).sum(), 1),
+    "mean where": lambda w, x, y: jnp.mean(net(w, x).mean(-1), where=y > 0),
+    "weights": lambda w, x, y: (net(w, x).mean(-1) * ((y > 0) / (y > 0).sum())).sum(),
+    "mean over mean": lambda w, x, y: (net(w, x).mean(-1) * (y > 0)).mean() / (y > 0).mean(),
+    "normal inputs": lambda w, x, y: (net(w, x - x.mean(0)) ** 2).mean(),
+    "regularised by a count": lambda w, x, y: (net(w, x) ** 2).mean() + (w**2).sum() / (y > 0).sum(),
 }
 
 
@@ -67,11 +77,23 @@ def traces(loss: Loss) -> tuple[TracedLoss, TracedLoss]:
 
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_samples_are_seen(name: str) -> None:
-    check_mean_over_samples(*traces(MEANS[name]), (BatchShare.ROWS, BatchShare.ROWS))
+    read_weighting(*traces(MEANS[name]), (BatchShare.ROWS, BatchShare.ROWS))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_losses_are_refused_with_the_reason(name: str) -> None:
     loss, reason = OTHERS[name]
-    with pytest.raises(PlanError, match=f"not a mean over samples: .*{reason}.*takes_mean=True"):
-        check_mean_over_samples(*traces(loss), (BatchShare.ROWS, BatchShare.ROWS))
+    with pytest.raises(PlanError, match=f"no mean or sum over samples: .*{reason}.*takes_mean=True"):
+        read_weighting(*traces(loss), (BatchShare.ROWS, BatchShare.ROWS))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_sums_and_means_over_counted_samples_are_weighted_as_in_the_whole_batch(name: str) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((dividing.ROWS, 5, 8)).astype(np.float32)
+    inputs = (random.standard_normal((8, 8)).astype(np.float32), x, random.integers(-3, 5, (dividing.ROWS, 5)))
+    inputs = (*inputs[:2], np.where(np.arange(dividing.ROWS)[:, None] < 3, 0, inputs[2]).astype(np.int32))
+    value, gradients = dividing.divided(COUNTED[name], inputs)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(COUNTED[name]))(*inputs)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    assert dividing.largest_error(gradients, expected_gradients) < 2e-6

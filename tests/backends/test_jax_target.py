@@ -150,17 +150,17 @@ def test_flags_are_fixed_and_keys_and_other_arrays_are_whole() -> None:
 
 
 def test_a_loss_that_is_no_mean_is_refused_unless_its_mean_is_wanted() -> None:
-    def total(params: Any, x: Any) -> Any:
-        return ((x @ params["w"]) ** 2).sum()
+    def root(params: Any, x: Any) -> Any:
+        return jnp.sqrt(((x @ params["w"]) ** 2).mean())
 
     inputs = ({"w": np.ones((8, 4), "f")}, np.ones((4, 8), "f"))
     strategy = {**FIXED, "dp": 1, "tp": 1, "micro_batch_size": 2}
     question = {"global_batch_size": 4, "precision": "fp32", "compares": False}
-    plan = phaze.evaluate(total, inputs, cluster="cpu:1", strategy=strategy, **question).plan
-    with pytest.raises(PlanError, match="not a mean over samples: it is a sum"):
-        plan.apply(total, inputs=inputs)
-    run = plan.apply(total, inputs=inputs, takes_mean=True)
-    assert run.step(run.start(inputs[0]), inputs[1])[1] == pytest.approx(float(total(*inputs)) / 2)
+    plan = phaze.evaluate(root, inputs, cluster="cpu:1", strategy=strategy, **question).plan
+    with pytest.raises(PlanError, match="no mean or sum over samples: it takes sqrt of a sum"):
+        plan.apply(root, inputs=inputs)
+    run = plan.apply(root, inputs=inputs, takes_mean=True)
+    assert run.step(run.start(inputs[0]), inputs[1])[1] == pytest.approx(float(root(*inputs)))
 
 
 class NnxLoss(nnx.Module):

@@ -90,7 +90,7 @@ def test_a_mesh_may_have_the_users_names_and_order(results: Results) -> None:
     assert measured["spec"] == "P(None, 'model')"
 
 
-def test_a_callable_module_with_leaves_that_are_no_arrays_trains(results: Results) -> None:
+def test_a_callable_module_with_leaves_that_are_no_arrays_trains_on_rows_that_count(results: Results) -> None:
     measured = results["module"]
     assert measured["loss"] == pytest.approx(measured["expected"], rel=1e-6)
     assert measured["error"] < 1e-6
