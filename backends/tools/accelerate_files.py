@@ -44,8 +44,8 @@ class AccelerateTarget(ToolTarget):
     name = "accelerate"
     tool = "Accelerate 1.15.0"
     checked = (
-        "parsed by accelerate 1.15.0's launch code; a step of FSDP2 run on 4 processes of gloo, whose mesh and shards "
-        "are the plan's"
+        "parsed by accelerate 1.15.0's launch code; the mesh of its ParallelismConfig on 4 processes of gloo is the "
+        "plan's, and a step of torch's FSDP2 on it is right; Accelerate itself runs FSDP on accelerators only"
     )
 
     @property

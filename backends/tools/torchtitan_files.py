@@ -56,7 +56,10 @@ _PARALLELISM = (
     "pipeline_parallel_microbatch_size",
     "module_fqns_per_model_part",
 )
-_TRAINING = ("seq_len", "local_batch_size", "batch_size", "global_batch_size", "mixed_precision_param")
+_TRAINING = (
+    *("seq_len", "local_batch_size", "batch_size", "global_batch_size", "mixed_precision_param"),
+    "disable_cuda_graphs",
+)
 _MODULE = "torchtitan_plan"
 """The name of the module that is written; `--module` takes it."""
 
@@ -134,7 +137,7 @@ class TorchtitanTarget(ToolTarget):
         }
         if is_older:
             _check_older(plan)
-            del settings["parallelism.enable_sequence_parallel"]
+            del settings["parallelism.enable_sequence_parallel"], settings["training.disable_cuda_graphs"]
             return {**settings, "model.converters": ["float8"]} if _quantizes(plan) else settings
         return {**settings, "quantization.float8": _quantizes(plan)}
 
@@ -304,6 +307,8 @@ def _training(plan: Plan) -> dict[str, object]:
         "training.local_batch_size": strategy.micro_batch_size * in_flight,
         "training.global_batch_size": plan.question.global_batch_size,
         "training.mixed_precision_param": recipe.compute_dtype,
+        # Its CUDA graphs do not go with pipelines, nor with most ways to dispatch tokens to experts.
+        "training.disable_cuda_graphs": strategy.pp * strategy.ep > 1,
     }
 
 

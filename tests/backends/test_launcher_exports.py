@@ -39,6 +39,7 @@ TRAINING = {
     'local_batch_size': 16,
     'global_batch_size': 32,
     'mixed_precision_param': 'bfloat16',
+    'disable_cuda_graphs': True,
 }
 
 PARALLELISM = {

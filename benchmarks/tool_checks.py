@@ -1,0 +1,314 @@
+"""What `tools.py` runs in the environment with the real packages: every written file is given to the tool's own code.
+
+Each check takes the folder with the files and what the plan says (`expected.json`), and prints one line. Checks of
+meshes start 4 or 8 processes of gloo. This file imports no part of Phaze but `phaze.backends.accelerate`.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def in_processes(count: int, port: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function on so many processes of gloo; any that fails fails here."""
+    multiprocessing.spawn(_process, (count, port, function, arguments), nprocs=count)
+
+
+def _process(rank: int, count: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ.update(environment, LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    dist.init_process_group("gloo", rank=rank, world_size=count)
+    function(rank, *arguments)
+    dist.destroy_process_group()
+
+
+def group_of(rank: int, degrees: dict[str, int], axis: str) -> list[int]:
+    """The ranks that differ from this one on one axis alone; axes are ordered from the outermost."""
+    names = list(degrees)
+    strides = {name: _product(degrees[inner] for inner in names[index + 1 :]) for index, name in enumerate(names)}
+    own = rank // strides[axis] % degrees[axis]
+    return [rank + (other - own) * strides[axis] for other in range(degrees[axis])]
+
+
+def _product(values: Any) -> int:
+    result = 1
+    for value in values:
+        result *= value
+    return result
+
+
+def load(path: Path) -> Any:
+    """A module from its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
+    """The module by torchtitan's ConfigManager, as `--module torchtitan_plan --config planned` names it; its mesh."""
+    from torchtitan.config.manager import ConfigManager
+
+    sys.path.insert(0, str(folder))
+    config = ConfigManager().parse_args(["--module", "torchtitan_plan", "--config", "planned"])
+    degrees = expected["mesh"]
+    parallelism = config.parallelism
+    assert parallelism.tensor_parallel_degree == degrees["tp"]
+    assert parallelism.pipeline_parallel_degree == degrees["pp"]
+    assert parallelism.data_parallel_shard_degree == degrees["dp_shard"]
+    assert parallelism.data_parallel_replicate_degree == degrees["dp_replicate"]
+    assert config.training.global_batch_size == expected["global_batch_size"]
+    in_processes(expected["devices"], 29611, _torchtitan_mesh, parallelism, degrees)
+    return "torchtitan 0.3.0: config parsed; ParallelDims' mesh is the plan's"
+
+
+def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int]) -> None:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (the backend of torchtitan's axes of size 1)
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    parallel_dims.device_type = "cpu"  # torchtitan takes cuda where it sees no accelerator
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims.build_mesh()
+    for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+        if degrees[axis] > 1:
+            ranks = dist.get_process_group_ranks(dims.get_mesh(axis).get_group())
+            assert ranks == group_of(rank, degrees, axis), (rank, axis, ranks)
+
+
+def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
+    """The arguments as fields of TransformerConfig and DistributedDataParallelConfig; the groups of parallel_state."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    script = f'source "{folder}/megatron_lm.sh"; printf "%s\\n" "${{PLANNED[@]}}"'
+    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    options: dict[str, Any] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            value: Any = True if following.startswith("--") else following
+            options[word[2:].replace("-", "_")] = int(value) if re.fullmatch(r"\d+", str(value)) else value
+    model = {field.name for field in dataclasses.fields(TransformerConfig)}
+    sharding = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    others = {"micro_batch_size", "global_batch_size", "seq_length", "bf16", "fp8_format"}
+    unknown = options.keys() - model - sharding - others
+    assert not unknown, unknown
+    chosen = {key: value for key, value in options.items() if key in model}
+    chosen |= {"recompute_modules": [chosen["recompute_modules"]]} if "recompute_modules" in chosen else {}
+    if expected["chunks"] > 1:
+        chosen["virtual_pipeline_model_parallel_size"] = expected["chunks"]
+    config = TransformerConfig(
+        num_layers=expected["blocks"],
+        hidden_size=64,
+        num_attention_heads=8,
+        use_cpu_initialization=True,
+        pipeline_dtype=__import__("torch").bfloat16,
+        **chosen,
+    )
+    if expected["mesh"]["pp"] > 1:
+        layout = config.pipeline_model_parallel_layout
+        assert layout.virtual_pipeline_model_parallel_size in (None, expected["chunks"])
+    DistributedDataParallelConfig(**{key: value for key, value in options.items() if key in sharding})
+    in_processes(expected["devices"], 29612, _megatron_groups, options, expected["mesh"])
+    return "megatron-core 0.16.1: TransformerConfig and DDP config accepted; groups of parallel_state are the plan's"
+
+
+def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options["tensor_model_parallel_size"],
+        pipeline_model_parallel_size=options["pipeline_model_parallel_size"],
+        context_parallel_size=options["context_parallel_size"],
+        expert_model_parallel_size=options["expert_model_parallel_size"],
+        num_distributed_optimizer_instances=options.get("num_distributed_optimizer_instances", 1),
+    )
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+    }
+    for axis, group in groups.items():
+        assert dist.get_process_group_ranks(group) == group_of(rank, degrees, axis), (rank, axis)
+
+
+def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
+    """Every key is a field of one of megatron-bridge's or megatron-core's config classes, read from their source."""
+    import yaml
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    spec = importlib.util.find_spec("megatron.bridge")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(next(iter(spec.submodule_search_locations)))
+    source = (root / "training" / "config.py").read_text()
+    fields = {
+        "model": {field.name for field in dataclasses.fields(TransformerConfig)} | {"seq_length"},
+        "ddp": {field.name for field in dataclasses.fields(DistributedDataParallelConfig)},
+        "train": set(re.findall(r"^    (\w+):", source[source.index("class TrainingConfig") :], re.MULTILINE)),
+    }
+    precisions = set(
+        re.findall(r"^def (\w+_mixed)\(", (root / "training" / "mixed_precision.py").read_text(), re.MULTILINE)
+    )
+    overrides = yaml.safe_load((folder / "megatron_bridge.yaml").read_text())
+    assert overrides.pop("mixed_precision") in precisions
+    for section, settings in overrides.items():
+        assert not settings.keys() - fields[section], (section, settings.keys() - fields[section])
+    return "megatron-bridge 0.3.1: every key found in its config classes; not imported, which needs CUDA"
+
+
+def deepspeed(folder: Path, expected: dict[str, Any]) -> str:
+    """The config by DeepSpeedConfig, on as many processes as the plan has devices."""
+    in_processes(expected["devices"], 29613, _deepspeed_config, str(folder / "ds_config.json"), expected)
+    return "deepspeed 0.19.8: DeepSpeedConfig settles the plan's batch, ZeRO stage and degrees"
+
+
+def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:
+    import deepspeed.comm
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    degrees = expected["mesh"]
+    copies = degrees["dp_replicate"] * degrees["dp_shard"]
+
+    class Units:  # what tells DeepSpeed how many processes hold copies, as Megatron's own does
+        def get_data_parallel_world_size(self) -> int:
+            return copies
+
+    config = DeepSpeedConfig(path, mpu=Units() if degrees["tp"] * degrees["pp"] > 1 else None)
+    assert config.train_batch_size == expected["global_batch_size"]
+    assert config.train_micro_batch_size_per_gpu == expected["micro_batch_size"]
+    assert int(config.zero_optimization_stage) == expected["zero"]
+    assert config.bfloat16_config.enabled
+
+
+def accelerate(folder: Path, expected: dict[str, Any]) -> str:
+    """The config by accelerate's own loader and launcher; a step of FSDP2 through `phaze.backends.accelerate`."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path = folder / "accelerate.yaml"
+    config = load_config_from_file(str(path))
+    assert config.num_processes == expected["devices"]
+    parser = launch_command_parser()
+    arguments = parser.parse_args(["--config_file", str(path), "--cpu", "script.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    assert arguments.use_fsdp
+    assert arguments.parallelism_config_dp_shard_size == expected["mesh"]["dp_shard"]
+    in_processes(expected["devices"], 29614, _accelerate_step, str(folder / "plan.json"), expected)
+    return "accelerate 1.15.0: config parsed; its mesh is the plan's, and FSDP2 on it has one process's gradients"
+
+
+def _accelerate_step(rank: int, plan_path: str, expected: dict[str, Any]) -> None:
+    """Accelerate itself refuses FSDP on CPUs: torch's FSDP2 runs on the mesh and with the options that it is given."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import phaze
+    from phaze.backends.accelerate import accelerator_arguments
+
+    arguments = accelerator_arguments(phaze.load_plan(plan_path))
+    assert arguments["gradient_accumulation_steps"] == expected["micro_batches"]
+    degrees, plugin = expected["mesh"], arguments["fsdp_plugin"]
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is (expected["zero"] == 3)
+    mesh = arguments["parallelism_config"].build_device_mesh("cpu")
+    for axis in ("dp_replicate", "dp_shard"):
+        if degrees[axis] > 1:
+            ranks = dist.get_process_group_ranks(mesh[axis].get_group())
+            assert ranks == group_of(rank, degrees, axis), (rank, axis, ranks)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    whole.load_state_dict(model.state_dict())
+    names = tuple(name for name in ("dp_replicate", "dp_shard") if degrees[name] > 1)
+    fully_shard(model, mesh=mesh[names], reshard_after_forward=plugin.reshard_after_forward)
+    samples = torch.randn(expected["devices"], 16)
+    model(samples[rank : rank + 1]).square().mean().backward()
+    whole(samples).square().mean().backward()
+    for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        assert parameter.to_local().shape[0] == reference.shape[0] // degrees["dp_shard"]
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, rtol=1e-5, atol=1e-6)
+
+
+def lightning(folder: Path, expected: dict[str, Any]) -> str:
+    """The module's Trainer and strategy are built; its `shard` on the strategy's mesh makes the plan's shards."""
+    module = load(folder / "lightning_plan.py")
+    trainer = module.trainer(accelerator="cpu", logger=False, enable_checkpointing=False, precision="32-true")
+    assert trainer.accumulate_grad_batches == expected["micro_batches"]
+    assert trainer.strategy._data_parallel_size == expected["mesh"]["dp_shard"]
+    in_processes(expected["devices"], 29615, _lightning_shards, str(folder / "lightning_plan.py"), expected)
+    return "lightning 2.6.6: Trainer and ModelParallelStrategy built; shards and gradients on its mesh are the plan's"
+
+
+def _lightning_shards(rank: int, path: str, expected: dict[str, Any]) -> None:
+    import torch
+    from lightning.fabric.strategies.model_parallel import _setup_device_mesh
+
+    module = load(Path(path))
+    size = expected["devices"]
+    mesh = _setup_device_mesh(size, 1, size, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+    reference = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+    reference.load_state_dict(model.state_dict())
+    module.shard(model, [(model, "0"), (model, "1")], mesh)
+    samples = torch.randn(size, 16)
+    model(samples[rank : rank + 1]).square().mean().backward()
+    reference(samples).square().mean().backward()
+    for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-6)
+        assert parameter.to_local().shape[0] == whole.shape[0] // size
+
+
+def torchrun(folder: Path, expected: dict[str, Any]) -> str:
+    """The mesh that torch makes of `mesh.json` has the plan's ranks."""
+    in_processes(expected["devices"], 29616, _torch_mesh, str(folder / "mesh.json"))
+    return "torch 2.13: init_device_mesh of mesh.json has the plan's ranks in every stage"
+
+
+def _torch_mesh(rank: int, path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    data = json.loads(Path(path).read_text())
+    degrees = data["mesh"]
+    mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    stage = mesh.get_coordinate()[0]
+    assert rank in data["stage_ranks"][stage]
+    for axis in degrees:
+        assert dist.get_process_group_ranks(mesh[axis].get_group()) == group_of(rank, degrees, axis)
+
+
+CHECKS = {
+    "torchtitan": torchtitan,
+    "megatron-lm": megatron_lm,
+    "megatron-bridge": megatron_bridge,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "torchrun": torchrun,
+}
+
+
+def main() -> None:
+    """Check the folder that the arguments name: one line, or a traceback."""
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    print(CHECKS[name](folder, json.loads((folder / "expected.json").read_text())))
+
+
+if __name__ == "__main__":
+    main()

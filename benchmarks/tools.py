@@ -1,0 +1,166 @@
+"""Files for tools, by the tools' own code: plans are exported, and the real packages parse them and build their meshes.
+
+    python benchmarks/tools.py [--environment DIR] [--only NAME]
+
+The packages are installed by pip into an environment of their own (about 0.9 GB with triton, which torchtitan imports),
+beside this one's torch, and left in DIR where one is given. What each check does stands in `tool_checks.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import phaze
+from phaze.plan.plan import Plan
+
+PACKAGES = (
+    *("torchtitan==0.3.0", "megatron-core==0.16.1", "megatron-bridge==0.3.1", "accelerate==1.15.0"),
+    *(
+        "lightning==2.6.6",
+        "pytorch-lightning==2.6.6",
+        "lightning-utilities",
+        "torchmetrics",
+        "tyro",
+        "docstring_parser",
+    ),
+    *("shtab", "typeguard", "spmd_types==0.2.3", "torchdata", "torch_checkpointing", "einops", "hjson", "py-cpuinfo"),
+    *("datasets<4.8", "pyarrow", "dill", "multiprocess", "xxhash", "aiohttp", "aiosignal", "frozenlist", "multidict"),
+    *("yarl", "propcache", "aiohappyeyeballs", "requests", "urllib3", "certifi", "charset-normalizer", "pillow"),
+    *(
+        "tensorboard",
+        "tensorboard-data-server",
+        "werkzeug",
+        "grpcio",
+        "markdown",
+        "httpx",
+        "httpcore",
+        "triton",
+        "ninja",
+    ),
+)
+"""The tools and what they import, without their dependencies: torch is this environment's own."""
+DEEPSPEED = "deepspeed==0.19.8"
+"""It is built from its source, which needs a current setuptools and no isolation; its kernels are not built."""
+
+STRATEGIES: dict[str, list[dict[str, Any]]] = {
+    "torchtitan": [
+        {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "schedule": "1f1b", "recompute": "full", "sequence_parallel": True},
+        {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "recompute": "products"},
+    ],
+    "megatron-lm": [
+        {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full", "stages": [2, 4]},
+        {"dp": 4, "tp": 1, "pp": 2, "zero": 0, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "selective"},
+    ],
+    "megatron-bridge": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
+    "deepspeed": [
+        {"dp": 4, "tp": 2, "pp": 1, "zero": 2, "recompute": "full", "sequence_parallel": False},
+        {"dp": 8, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+    ],
+    "accelerate": [{"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"}],
+    "lightning": [{"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"}],
+    "torchrun": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
+}
+"""What is exported for each tool: its axes together on eight devices, or four."""
+
+MODEL = {
+    "model_type": "megatron-gpt",
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "vocab_size": 1024,
+}
+
+
+def environment(folder: Path) -> Path:
+    """The Python of an environment with the tools, which also sees this one's packages."""
+    python = folder / "bin" / "python"
+    if python.exists():
+        return python
+    venv.create(folder, with_pip=True)
+    site = Path(
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+    )
+    here = [path for path in sys.path if path.endswith("site-packages")] or [sysconfig.get_path("purelib")]
+    # `addsitedir` reads the other environments' own path files, editable installs among them.
+    (site / "beside.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--upgrade", "setuptools", "wheel"], check=True)
+    subprocess.run([*pip, "--no-deps", *PACKAGES], check=True)
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", DEEPSPEED], check=True)
+    return python
+
+
+def planned(strategy: dict[str, Any]) -> Plan:
+    """The price of a strategy on a small GPT and as many A100s as it needs."""
+    devices = strategy["dp"] * strategy["tp"] * strategy["pp"]
+    chosen = {"micro_batch_size": 2, **strategy}
+    return phaze.evaluate(
+        MODEL, cluster=f"a100-80gb:{devices}", global_batch_size=64, strategy=chosen, compares=False, target=None
+    ).plan
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """What a tool must make of a plan's files."""
+    strategy = plan.strategy
+    shards = strategy.dp if strategy.zero else 1
+    mesh = {
+        "pp": strategy.pp,
+        "dp_replicate": strategy.dp // shards,
+        "dp_shard": shards,
+        "cp": strategy.cp,
+        "tp": strategy.tp,
+    }
+    return {
+        "devices": plan.cluster.device_count,
+        "mesh": mesh,
+        "zero": strategy.zero,
+        "chunks": strategy.chunks,
+        "blocks": plan.model.layers - 2,
+        "micro_batch_size": strategy.micro_batch_size,
+        "micro_batches": plan.micro_batches,
+        "global_batch_size": plan.question.global_batch_size,
+    }
+
+
+def check(python: Path, name: str, strategy: dict[str, Any]) -> bool:
+    """Export one plan, run its check, and print what it said."""
+    with tempfile.TemporaryDirectory() as text:
+        folder, plan = Path(text), planned(strategy)
+        plan.save(folder / "plan.json")
+        for file, content in plan.export(name).items():
+            (folder / file).write_text(content)
+        (folder / "expected.json").write_text(json.dumps(expected(plan)))
+        program = Path(__file__).with_name("tool_checks.py")
+        done = subprocess.run([python, program, folder, name], capture_output=True, text=True)
+    told = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else done.stderr.strip().splitlines()[-8:]
+    print(f"{'ok  ' if done.returncode == 0 else 'FAIL'} {name}: {strategy}\n     " + "\n     ".join(told), flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Check every tool."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--environment", type=Path, help="where the tools are, or are to be, installed")
+    parser.add_argument("--only", choices=sorted(STRATEGIES))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        python = environment(arguments.environment or Path(folder) / "tools")
+        names = [arguments.only] if arguments.only else list(STRATEGIES)
+        results = [check(python, name, strategy) for name in names for strategy in STRATEGIES[name]]
+    print(f"{sum(results)} of {len(results)} checks hold")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
