@@ -142,7 +142,7 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
     from phaze.planner.file_evaluation import evaluate_file
     from phaze.strategy_files import find_source
 
-    if arguments.source is None and (arguments.model is None or arguments.strategy is None):
+    if arguments.source is None and arguments.model is None:
         raise QuestionError("phaze evaluate needs MODEL and --strategy KEY=VALUE,..., or --from FILE.")
     model, inputs = (None, None) if arguments.model is None else find_model(arguments.model)
     of_file = None
