@@ -1,4 +1,4 @@
-"""A plan in a script that uses Accelerate or the HF Trainer, in two lines; it imports accelerate.
+"""A plan in a script that uses Accelerate or the HF Trainer, in two lines.
 
     from phaze.backends.accelerate import accelerator_arguments
     accelerator = Accelerator(**accelerator_arguments(phaze.load_plan("plan.json")))
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
-
 from phaze.backends.tools.accelerate_files import AccelerateTarget
 from phaze.backends.tools.config_texts import YAML
 from phaze.backends.tools.tool_target import micro_batches
@@ -21,6 +18,8 @@ from phaze.errors import PlanError
 from phaze.plan.handover import obstacles
 
 if TYPE_CHECKING:
+    from accelerate import ParallelismConfig
+
     from phaze.plan.plan import Plan
 
 __all__ = ["accelerator_arguments", "training_arguments"]
@@ -37,6 +36,9 @@ def accelerator_arguments(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": micro_batches(plan),
     }
     if plan.strategy.zero:
+        # Imported here: this module loads where accelerate is not installed.
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
         arguments["parallelism_config"] = _mesh(settings)
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -77,6 +79,8 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _mesh(settings: dict[str, Any]) -> ParallelismConfig:
+    from accelerate import ParallelismConfig
+
     prefix = "parallelism_config.parallelism_config_"
     return ParallelismConfig(
         **{key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
