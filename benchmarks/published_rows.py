@@ -17,6 +17,10 @@ What a file does not say is said here, with its source:
   compute in, that of the cast weights. Attention as the file says: products on v4 and v5e, a kernel on v5p. A batch per
   device counts for each of the tensor-parallel devices, over which activations between layers are split, too. Between
   slices 50 Gb/s a chip are assumed.
+- InternEvo (doc/en/train_performance.md of InternLM/InternEvo): ZeRO-1 over `zero1_group` of the data-parallel GPUs,
+  gradients in bf16, their reduction behind the last backward, FlashAttention; nodes of 8 A100 with 4 RoCE links of 100
+  Gb/s. InternLM-7B is a Llama of 32 layers with a hidden size of 4096, 11008 in between, 32 heads with biases and a
+  vocabulary of 103,168. Rows with memory alone are not scored.
 """
 
 from __future__ import annotations
@@ -86,6 +90,7 @@ def _recipe(name: str, compute: str, reduction: str, gradient: float) -> Precisi
 
 _FP16 = _recipe("fp16, fp16 gradients", "float16", "float16", 2)
 _BF16_SUMMED = _recipe("bf16, bf16 and fp32 gradients", "bfloat16", "float32", 6)
+_BF16 = _recipe("bf16, bf16 gradients", "bfloat16", "bfloat16", 2)
 _FSDP = _recipe("fp32 masters, bf16 compute", "bfloat16", "float32", 4)
 _XLA = _recipe("fp32 masters, bf16 compute and sums", "bfloat16", "bfloat16", 4)
 
@@ -324,6 +329,62 @@ _SLICES = {
 """The torus of a slice of so many chips."""
 
 
+_INTERNLM_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 103_168,
+    "max_position_embeddings": 2048,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def _internevo(path: Path) -> Iterator[Row]:
+    for number, values in enumerate(_lines(path), start=2):
+        degrees = f"dp {values['dp']}, tp {values['tp']}, ZeRO-1 over {values['zero1_group']}"
+        name = f"line {number}: {values['gpus']} GPUs, {degrees}, {values['micro_num']} x {values['micro_bsz']}"
+        if not values["tokens_per_s_per_gpu"]:
+            yield Row(dataset="internevo", name=name, reason="no time was written down")
+        else:
+            yield _read("internevo", name, _internevo_row, name, values)
+
+
+def _internevo_row(name: str, values: dict[str, str]) -> Row:
+    keys = ("gpus", "tp", "dp", "pp", "zero1_group", "micro_bsz", "micro_num", "seq")
+    devices, tp, dp, pp, shard, size, count, length = (_whole(values, key) for key in keys)
+    strategy = {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "micro_batch_size": size,
+        "zero": 1,
+        "shard": "all" if shard == dp else shard,
+        "recompute": {"yes": "full", "no": "none"}[values["act_ckpt"]],
+        "stages": None,
+        **_schedule(pp, 1),
+    }
+    batch = dp * size * count
+    rate = _seconds(values["tokens_per_s_per_gpu"])
+    return Row(
+        dataset="internevo",
+        name=name,
+        model=_INTERNLM_7B,
+        sequence_length=length,
+        cluster=_cluster("a100-80gb", devices, (8, 300e9, 1e-6), (0, 6.25e9, 5e-6)),
+        global_batch_size=batch,
+        strategy=strategy,
+        recipe=_BF16,
+        attention="fused",
+        tokens=batch * length,
+        seconds=None if rate is None else batch * length / (rate * devices),
+        group=(devices, size, count, values["act_ckpt"], tp),
+    )
+
+
 def _maxtext(path: Path, *, hardware: str, dataset: str) -> Iterator[Row]:
     for number, values in enumerate(_lines(path), start=2):
         if values["hw"] == hardware:
@@ -372,6 +433,7 @@ DATASETS = {
     "maxtext": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v4", dataset="maxtext")),
     "maxtext-v5e": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v5e", dataset="maxtext-v5e")),
     "maxtext-v5p": (_MAXTEXT_FILE, partial(_maxtext, hardware="TPU v5p", dataset="maxtext-v5p")),
+    "internevo": ("internevo_7b_hybrid_zero.csv", _internevo),
 }
 """Name to (file, reader)."""
 

@@ -31,6 +31,7 @@ from phaze.plan.plan import Plan
 
 FAMILY_OF = {"sc21": "a100-80gb", "korthikanti": "a100-80gb", "bigscience": "a100-80gb"}
 FAMILY_OF |= {"torchtitan": "h100", "maxtext": "tpuv4", "maxtext-v5e": "tpuv4", "maxtext-v5p": "tpuv4"}
+FAMILY_OF |= {"internevo": "a100-80gb"}
 
 
 @dataclass(frozen=True, kw_only=True)

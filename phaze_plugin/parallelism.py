@@ -15,6 +15,7 @@ from phaze.ir import SEARCHED_MODES, RecomputeMode
 from phaze.ir.recompute_policies import recompute_mode
 
 __all__ = [
+    "ALL_DEVICES",
     "MIXED_SEQUENCES",
     "PIPELINE_SCHEDULES",
     "STRATEGY_KEYS",
@@ -58,10 +59,11 @@ class Parallelism:
 
     Attributes:
         dp: copies of the pipeline (data parallelism).
-        shard: how many of the dp x cp devices ZeRO divides its states over; "all" is the only value planned today.
+        shard: how many of the dp x cp devices ZeRO divides its states over, neighbours on the network; a divisor of
+            dp x cp, or "all" of them. Groups of so many devices hold copies.
         zero: ZeRO stage, 0 to 3.
-        cp: devices that each sequence is split over (context parallelism); only 1 is planned today.
-        ep: devices that experts are divided over, of the dp x cp ones; only 1 is planned today.
+        cp: devices that each sequence is split over (context parallelism).
+        ep: devices that experts are divided over, of the dp x cp ones (expert parallelism).
         tp: devices that each layer is split over (tensor parallelism).
         sequence_parallel: whether tensors between layers are split along the sequence over the tp devices; False splits
             no sequence inside of layers either; "mixed" splits wherever it makes the layers fastest.
@@ -94,6 +96,12 @@ class Parallelism:
             raise ValueError(f"zero is {self.zero}; expected one of {ZERO_STAGES}.")
         if self.sequence_parallel not in (True, False, MIXED_SEQUENCES):
             raise ValueError(f"sequence_parallel is {shown(self.sequence_parallel)}; expected {_SEQUENCE_WORDS}.")
+        if self.shard != ALL_DEVICES and (isinstance(self.shard, str) or self.shard < 1 or self.replicas % self.shard):
+            raise ValueError(
+                f"shard is {shown(self.shard)}; expected a divisor of dp x cp, {self.replicas}, or {ALL_DEVICES!r}."
+            )
+        if self.replicas % self.ep:
+            raise ValueError(f"ep is {self.ep}; expected a divisor of dp x cp, {self.replicas}.")
 
     @property
     def stages(self) -> int:
@@ -101,9 +109,24 @@ class Parallelism:
         return self.pp * self.chunks
 
     @property
+    def replicas(self) -> int:
+        """Devices that hold copies, or ZeRO's shards, of the same dense parameters."""
+        return self.dp * self.cp
+
+    @property
     def shard_devices(self) -> int:
-        """How many devices ZeRO divides its states over: `shard` as a number."""
-        return self.dp * self.cp if self.shard == ALL_DEVICES else int(self.shard)
+        """How many of them ZeRO divides its states over."""
+        return self.replicas if self.shard == ALL_DEVICES else int(self.shard)
+
+    @property
+    def shard_groups(self) -> int:
+        """How many groups of these hold copies of each other."""
+        return self.replicas // self.shard_devices
+
+    @property
+    def device_count(self) -> int:
+        """Devices, where every stage takes tp x cp of them in every copy."""
+        return self.replicas * self.tp * self.pp
 
     def micro_batches_per_pipeline(self, micro_batches: int) -> int:
         """Microbatches that the fullest of the dp pipelines runs, when the batch has so many in all."""
@@ -116,24 +139,30 @@ class Choices:
 
     Attributes:
         dp: copies of the pipeline.
+        cp: devices that each sequence is split over.
+        ep: devices that experts are divided over.
         tp: tensor-parallel degrees.
         pp: pipeline depths.
         micro_batch_size: sequences in a microbatch.
         schedule: schedules for pipelines of several stages; a single stage is possible whenever `pp` allows it.
         chunks: stages on each device of an interleaved pipeline.
         zero: ZeRO stages.
+        shard: how many devices ZeRO divides its states over; None offers those that can pay.
         sequence_parallel: the value of `Parallelism.sequence_parallel`; None allows all of them.
         recompute: modes that a stage may use.
         stages: how many layers each stage has; None lets the search cut the model.
     """
 
     dp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     schedule: tuple[PipelineSchedule, ...] = PIPELINE_SCHEDULES
     chunks: tuple[int, ...] = (2, 3, 4)
     zero: tuple[int, ...] = ZERO_STAGES
+    shard: tuple[int | str, ...] | None = None
     sequence_parallel: bool | str | None = None
     recompute: tuple[RecomputeMode, ...] = SEARCHED_MODES
     stages: tuple[int, ...] | None = None
@@ -141,15 +170,21 @@ class Choices:
     def within(self, strategy: Mapping[str, object]) -> Choices:
         """These choices without everything that a strategy (as `read_strategy` returns it) rules out."""
         changes: dict[str, object] = {
-            key: (strategy[key],) for key in ("dp", "tp", "pp", "micro_batch_size") if key in strategy
+            key: (strategy[key],) for key in ("dp", "cp", "ep", "tp", "pp", "micro_batch_size") if key in strategy
         }
         changes |= {key: strategy[key] for key in ("sequence_parallel", "stages") if key in strategy}
         if "recompute" in strategy:
             modes = strategy["recompute"]
             assert isinstance(modes, tuple)
             changes["recompute"] = tuple(mode for mode in RecomputeMode if mode in modes)
-        if "zero" in strategy:  # one pipeline has nothing to shard over, whatever is asked
-            changes["zero"] = (strategy["zero"],) if strategy.get("dp") != 1 else (0,)
+        if "zero" in strategy:  # one device has nothing to shard over, whatever is asked
+            is_single = strategy.get("dp") == 1 and strategy.get("cp", 1) == 1
+            changes["zero"] = (0,) if is_single else (strategy["zero"],)
+            changes["shard"] = (strategy.get("shard", ALL_DEVICES),)  # whoever names a ZeRO stage means all devices
+        elif "shard" in strategy:
+            changes["shard"] = (strategy["shard"],)
+            if strategy["shard"] != ALL_DEVICES:  # ZeRO-0 has nothing to shard
+                changes["zero"] = tuple(zero for zero in self.zero if zero)
         schedules = self.schedule
         if strategy.get("schedule") == PipelineSchedule.NONE:
             changes["pp"] = (1,)
@@ -187,7 +222,9 @@ def read_strategy(strategy: object) -> dict[str, object]:
             raise QuestionError(
                 f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(STRATEGY_KEYS)}."
             )
-    settled = {key: _READERS[str(key)](str(key), value) for key, value in strategy.items() if value is not None}
+    settled: dict[str, object] = {
+        key: _READERS[str(key)](str(key), value) for key, value in strategy.items() if value is not None
+    }
     _check_agreement(settled)
     return settled
 
@@ -198,16 +235,15 @@ def _count(key: str, value: object) -> int:
     return value
 
 
-def _unit(key: str, value: object) -> int:
-    if value != 1 or isinstance(value, bool):
-        raise QuestionError(f"strategy has {key} {shown(value)}; only {key} 1 can be planned.")
-    return 1
-
-
-def _shard(key: str, value: object) -> str:
-    if value != ALL_DEVICES:
-        raise QuestionError(f"strategy has {key} {shown(value)}; only {ALL_DEVICES!r} can be planned.")
-    return ALL_DEVICES
+def _shard(key: str, value: object) -> int | str:
+    if value == ALL_DEVICES:
+        return ALL_DEVICES
+    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+        raise QuestionError(
+            f"strategy has {key} {shown(value)}; expected a whole number of at least 2 that divides dp x cp, or "
+            f"{ALL_DEVICES!r}. Where nothing is to be sharded, use zero 0."
+        )
+    return value
 
 
 def _schedule(key: str, value: object) -> PipelineSchedule:
@@ -244,8 +280,7 @@ def _stages(key: str, value: object) -> tuple[int, ...]:
 
 
 _READERS = {
-    **dict.fromkeys(("dp", "tp", "pp", "chunks", "micro_batch_size"), _count),
-    **dict.fromkeys(("cp", "ep"), _unit),
+    **dict.fromkeys(("dp", "cp", "ep", "tp", "pp", "chunks", "micro_batch_size"), _count),
     "shard": _shard,
     "zero": _zero,
     "sequence_parallel": _sequence_parallel,
@@ -275,6 +310,7 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
             f"strategy has sequence_parallel {settled['sequence_parallel']} and tp 1; sequences are split over the tp "
             "devices. Use a larger tp, or leave sequence_parallel out."
         )
+    _check_groups(settled)
     stages, modes = settled.get("stages"), settled.get("recompute", ())
     assert stages is None or isinstance(stages, tuple)
     assert isinstance(modes, tuple)
@@ -288,6 +324,32 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
         raise QuestionError(
             f"strategy has {len(modes)} recompute modes for {len(stages)} stages; expected one each, or one for all."
         )
+
+
+def _check_groups(settled: Mapping[str, object]) -> None:
+    """Raise QuestionError where states or experts cannot be divided over as many devices as a strategy says."""
+    shard, ep, dp, cp = (settled.get(name) for name in ("shard", "ep", "dp", "cp"))
+    if isinstance(shard, int) and settled.get("zero") == 0:
+        raise QuestionError(f"strategy has shard {shard} and zero 0, which shards nothing; use zero 1, 2 or 3.")
+    if isinstance(shard, int) and isinstance(ep, int) and shard % ep and ep % shard:
+        raise QuestionError(f"strategy has shard {shard} and ep {ep}; expected one of them to divide the other.")
+    if not isinstance(dp, int):
+        return
+    replicas = dp * (cp if isinstance(cp, int) else 1)
+    for name, size in (("shard", shard), ("ep", ep)):
+        if isinstance(size, int) and replicas % size:
+            near = _divisors_around(replicas, size)
+            offer = f" The nearest that do: {', '.join(map(str, near))}." if near else ""
+            raise QuestionError(
+                f"strategy has {name} {size}, which does not divide dp x cp, {dp} x {replicas // dp}.{offer}"
+            )
+
+
+def _divisors_around(count: int, wanted: int) -> list[int]:
+    """The divisors of a number, larger than 1, next below and above another one."""
+    divisors = [size for size in range(2, count + 1) if count % size == 0]
+    below, above = ([size for size in divisors if (size > wanted) == is_above] for is_above in (False, True))
+    return [*below[-1:], *above[:1]]
 
 
 def _told(schedule: object) -> str:

@@ -39,6 +39,17 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
 from phaze.limits import check_limit
+from phaze.offered_choices import (
+    growing,
+    marks_batch,
+    offered_cp,
+    offered_ep,
+    offered_sizes,
+    offered_tp,
+    positive,
+    refuse_tp,
+    usable_sizes,
+)
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
 from phaze.shard.layout import check_constraints
@@ -60,14 +71,6 @@ __all__ = [
     "settled_cluster",
 ]
 
-DEFAULT_MICRO_BATCH_SIZES = (1, 2, 4, 8)
-"""Sizes that are tried first unless others are given: larger ones rarely fit, and every size is profiled anew. While
-the largest one is the best, twice as large ones are tried, too."""
-
-DEFAULT_TP = (1, 2, 4, 8)
-"""Tensor-parallel degrees that are tried first unless others are given: up to the eight devices of a usual node. While
-the largest one is the best, twice as many devices are tried, too, as far as a node has them."""
-
 SAMPLES_PER_DEVICE = 8
 """The global batch per device that is assumed when none is given: enough microbatches to fill a short pipeline."""
 
@@ -84,6 +87,8 @@ class QuestionOptions(TypedDict, total=False):
             recipe ("bf16-adam-bf16-gradients"), or a PrecisionRecipe.
         micro_batch_size: sizes to try, one or several.
         tp: tensor-parallel degrees to try, one or several.
+        cp: devices to split each sequence over, one or several values to try.
+        ep: devices to divide experts over, one or several values to try.
         sequence_length: tokens in a sequence, instead of the model's own length.
         loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
         targets: examples of what `loss_fn` compares with.
@@ -103,6 +108,8 @@ class QuestionOptions(TypedDict, total=False):
     precision: str | PrecisionRecipe
     micro_batch_size: int | Sequence[int] | None
     tp: int | Sequence[int] | None
+    cp: int | Sequence[int] | None
+    ep: int | Sequence[int] | None
     sequence_length: int | None
     loss_fn: Callable[..., object] | None
     targets: object
@@ -126,7 +133,7 @@ class Question:
         recipe: bytes and types of the precision.
         target: what the plan is for.
         offered: what may be chosen where no strategy is given.
-        choices: what may be chosen now; always names `tp` and `micro_batch_size`.
+        choices: what may be chosen now; always names `tp`, `cp`, `ep` and `micro_batch_size`.
         strategy: what the user fixed, as it was written; empty where everything is open.
         fixed: the settled values of the strategy, by key.
         constraints: layouts that tensors must have.
@@ -175,6 +182,16 @@ class Question:
         return self.choices.tp
 
     @property
+    def cp_degrees(self) -> tuple[int, ...]:
+        """Devices that each sequence may be split over."""
+        return self.choices.cp or (1,)
+
+    @property
+    def ep_degrees(self) -> tuple[int, ...]:
+        """Devices that experts may be divided over."""
+        return self.choices.ep or (1,)
+
+    @property
     def graph_hash(self) -> str:
         """A hash of the graph's content, as `hash_graph` makes it."""
         return hash_graph(self.graph)
@@ -195,10 +212,10 @@ class Question:
         """As `with_strategy`, for values that are settled already."""
         choices = self._with_several_devices(self.offered.within(fixed), fixed)
         if "micro_batch_size" in fixed:
-            sizes = _usable_sizes(choices.micro_batch_size or (), self.global_batch_size, self.graph)
+            sizes = usable_sizes(choices.micro_batch_size or (), self.global_batch_size, self.graph)
             choices = replace(choices, micro_batch_size=sizes)
         if choices.tp is not None and min(choices.tp) > self.cluster.device_count:
-            _refuse_tp(choices.tp, self.cluster)
+            refuse_tp(choices.tp, self.cluster)
         if choices.dp is not None:
             choices = replace(choices, micro_batch_size=self._sizes_for(choices))
         return replace(self, choices=choices, strategy=fixed, fixed=fixed)
@@ -269,21 +286,23 @@ def ask(
     recipe = _recipe(options.get("precision", "bf16"), options.get("optimizer", "adamw"))
     attention = settled_attention(options.get("attention"), cluster.accelerator)
     if options.get("sequence_length") is not None:
-        _positive("sequence_length", options.get("sequence_length"))
+        positive("sequence_length", options.get("sequence_length"))
     graph, target = import_asked(model, inputs, options, attention, plugins, trains=recipe.trains)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
     if batch_size is None:
         batch_size = SAMPLES_PER_DEVICE * cluster.device_count
         notes.append(_assumed_batch_note(cluster))
-    batch_size = _positive("global_batch_size", batch_size)
+    batch_size = positive("global_batch_size", batch_size)
     check_limit("batch", batch_size, "global_batch_size")
     calibration = options.get("calibration")
     if calibration is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)
     offered = Choices(
-        tp=_offered_tp(options.get("tp"), cluster),
-        micro_batch_size=_offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes),
+        tp=offered_tp(options.get("tp"), cluster),
+        cp=offered_cp(options.get("cp"), cluster, graph, target),
+        ep=offered_ep(options.get("ep"), cluster, graph, target),
+        micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes),
     )
     question = Question(
         graph=graph,
@@ -299,7 +318,7 @@ def ask(
         prices=plugin_prices(plugins),
         gap=float(options.get("gap", 0.01)),
         solver=_solver(options.get("solver"), plugins),
-        grows=_growing(options, graph),
+        grows=growing(options, graph),
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
@@ -381,72 +400,6 @@ def _precision_notes(recipe: PrecisionRecipe, cluster: Cluster, target: ChosenTa
         yield f"target {target.name} runs products in {recipe.compute_dtype}: this plan is priced, and not run"
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise QuestionError(f"{name} is {shown(value)}; expected a whole number of at least 1.")
-    return value
-
-
-def _numbers(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, int) and not isinstance(values, bool):
-        values = (values,)
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise QuestionError(f"{name} is {shown(values)}; expected whole numbers such as (1, 2, 4).")
-    numbers = tuple(sorted({_positive(name, value) for value in values}))
-    if not numbers:
-        raise QuestionError(f"{name} is empty; expected at least one whole number, or None for the default.")
-    return numbers
-
-
-def _offered_sizes(sizes: object, batch_size: int, graph: Graph, notes: list[str]) -> tuple[int, ...]:
-    """The microbatch sizes to try: those given, else the defaults that divide the batch."""
-    is_fixed = not marks_batch(graph)
-    if sizes is None and not is_fixed:
-        return tuple(size for size in DEFAULT_MICRO_BATCH_SIZES if batch_size % size == 0)
-    if is_fixed:
-        notes.append(f"the graph is fixed to the microbatch that it was captured with, {graph.micro_batch_size}")
-    wanted = (graph.micro_batch_size,) if sizes is None else _numbers("micro_batch_size", sizes)
-    return _usable_sizes(wanted, batch_size, graph)
-
-
-def _growing(options: QuestionOptions, graph: Graph) -> frozenset[str]:
-    """The choices whose values were not given and may go beyond the default ones."""
-    growing = {"micro_batch_size"} if options.get("micro_batch_size") is None and marks_batch(graph) else set()
-    return frozenset(growing | ({"tp"} if options.get("tp") is None else set()))
-
-
-def _usable_sizes(wanted: tuple[int, ...], batch_size: int, graph: Graph) -> tuple[int, ...]:
-    """The wanted microbatch sizes that the graph can have and that divide the batch."""
-    captured = graph.micro_batch_size
-    if not marks_batch(graph) and wanted != (captured,):
-        raise QuestionError(
-            f"micro_batch_size is {list(wanted)}, but the graph marks no batch and is fixed to microbatches of "
-            f"{captured}; capture it with inputs of another size, or leave the argument out."
-        )
-    usable = tuple(size for size in wanted if batch_size % size == 0)
-    if not usable:
-        raise QuestionError(
-            f"no microbatch size of {list(wanted)} divides the global batch of {batch_size}; pass a micro_batch_size "
-            "that divides global_batch_size."
-        )
-    return usable
-
-
-def _offered_tp(degrees: object, cluster: Cluster) -> tuple[int, ...]:
-    if degrees is None:
-        return tuple(tp for tp in DEFAULT_TP if tp <= cluster.device_count)
-    wanted = _numbers("tp", degrees)
-    if min(wanted) > cluster.device_count:
-        _refuse_tp(wanted, cluster)
-    return tuple(tp for tp in wanted if tp <= cluster.device_count)
-
-
-def _refuse_tp(wanted: tuple[int, ...], cluster: Cluster) -> None:
-    raise QuestionError(
-        f"tp is {list(wanted)}, but the cluster has {cluster.device_count} devices; expected at most that."
-    )
-
-
 def _constraints(constraints: object, graph: Graph) -> tuple[LayoutConstraint, ...]:
     given: tuple[object, ...] = ()
     if isinstance(constraints, Mapping):
@@ -480,8 +433,3 @@ def _solver(name: object, plugins: PluginManager) -> SolverChain | None:
     if name is not None and not isinstance(name, str):
         raise QuestionError(f"solver is {shown(name)}; expected a solver's name, or None for the automatic choice.")
     return None if name is None else choose_solver(name, plugins)
-
-
-def marks_batch(graph: Graph) -> bool:
-    """Whether the graph knows which of its factors are the batch, and so can be rescaled."""
-    return any(factor.is_batch for op in graph.ops for factor in op.rule.factors)

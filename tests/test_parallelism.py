@@ -1,6 +1,7 @@
 """A strategy has the fields that users type, refuses what cannot be, and narrows what may be chosen."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,18 @@ def test_a_zero_stage_that_does_not_exist_is_refused() -> None:
         Parallelism(zero=4)
 
 
+@pytest.mark.parametrize("changes", [{"shard": 5}, {"shard": 0}, {"shard": "some"}, {"ep": 5}])
+def test_groups_that_do_not_divide_the_devices_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a divisor of dp x cp, 12"):
+        Parallelism(dp=4, cp=3, **changes)
+
+
+def test_devices_are_divided_into_groups_that_hold_copies_of_each_other() -> None:
+    strategy = Parallelism(dp=8, cp=2, tp=4, pp=3, zero=1, shard=4)
+    assert (strategy.replicas, strategy.shard_devices, strategy.shard_groups, strategy.device_count) == (16, 4, 4, 192)
+    assert replace(strategy, shard="all").shard_groups == 1
+
+
 @given(st.integers(1, 64), st.integers(1, 1000))
 def test_the_fullest_pipeline_has_the_most_microbatches_and_no_more_than_needed(dp: int, micro_batches: int) -> None:
     each = Parallelism(dp=dp).micro_batches_per_pipeline(micro_batches)
@@ -48,7 +61,9 @@ counts = st.integers(1, 8)
 strategies = st.builds(
     Parallelism,
     dp=counts,
+    shard=st.sampled_from([1, "all"]),
     zero=st.integers(0, 3),
+    cp=counts,
     tp=counts,
     sequence_parallel=st.booleans(),
     pp=counts,
@@ -73,9 +88,14 @@ def test_a_strategy_is_read_back_from_its_document(strategy: Parallelism) -> Non
         ({"dp": True}, "dp True; expected a whole number"),
         ({"zero": 1.0}, "zero 1.0; expected one of"),
         ({"zero": 4}, "zero 4; expected one of"),
-        ({"cp": 2}, "cp 2; only cp 1 can be planned"),
-        ({"ep": 2}, "ep 2; only ep 1 can be planned"),
-        ({"shard": 8}, "shard 8; only 'all' can be planned"),
+        ({"cp": 0}, "cp 0; expected a whole number of at least 1"),
+        ({"ep": 2.0}, "ep 2.0; expected a whole number of at least 1"),
+        ({"dp": 2, "cp": 3, "ep": 4}, "ep 4, which does not divide dp x cp, 2 x 3. The nearest that do: 3, 6"),
+        ({"shard": 1}, "shard 1; expected a whole number of at least 2 that divides dp x cp, or 'all'"),
+        ({"shard": "some"}, "shard 'some'; expected a whole number"),
+        ({"shard": 8, "zero": 0}, "shard 8 and zero 0, which shards nothing"),
+        ({"dp": 12, "shard": 8}, "shard 8, which does not divide dp x cp, 12 x 1. The nearest that do: 6, 12"),
+        ({"shard": 6, "ep": 4}, "shard 6 and ep 4; expected one of them to divide the other"),
         ({"schedule": "2f2b"}, "schedule '2f2b'; expected one of none, gpipe"),
         ({"sequence_parallel": 1}, "sequence_parallel 1; expected True or False"),
         ({"recompute": "some"}, "recompute 'some'; expected one of"),

@@ -137,12 +137,9 @@ class PreparedRun:
             self.space,
             build_stage_sums(problem, self.space, tp, use_bounds=False),
             Network(problem.cluster, calibration),
-            dp=self.parallelism.dp,
-            zero=self.parallelism.zero,
-            stages=self.parallelism.pp,
+            self.parallelism,
             update_s=update_s_per_parameter(problem),
             mixes_tp=False,
-            splits_backward=self.parallelism.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
 
 

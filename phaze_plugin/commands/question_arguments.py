@@ -73,6 +73,8 @@ def add_question_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batch-size", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
     )
+    parser.add_argument("--cp", type=numbers, metavar="N,N", help="devices to split each sequence over, values to try")
+    parser.add_argument("--ep", type=numbers, metavar="N,N", help="devices to divide experts over, values to try")
     parser.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
@@ -108,6 +110,8 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "precision": arguments.precision,
         "micro_batch_size": arguments.micro_batch_size,
         "tp": arguments.tp,
+        "cp": arguments.cp,
+        "ep": arguments.ep,
         "sequence_length": arguments.sequence_length,
         "calibration": arguments.calibration,
         "attention": arguments.attention,

@@ -15,8 +15,9 @@ from phaze.errors import FormatError, QuestionError, shown
 from phaze.explore.objectives import Metric
 from phaze.hardware import AcceleratorArray, Cluster, PrecisionRecipe, parse_cluster
 from phaze.json_records import from_document, to_document
+from phaze.offered_choices import DEFAULT_MICRO_BATCH_SIZES
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
-from phaze.question import DEFAULT_MICRO_BATCH_SIZES, Question, QuestionOptions, ask
+from phaze.question import Question, QuestionOptions, ask
 from phaze.space import MOST_POINTS, from_description, from_points, load, paper, to_description
 
 if TYPE_CHECKING:

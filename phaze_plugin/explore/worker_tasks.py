@@ -224,6 +224,7 @@ def _likely_here(likely: Parallelism | None, slicing: Slicing) -> Parallelism | 
         return None
     return Parallelism(
         dp=likely.dp,
+        shard=likely.shard,
         tp=likely.tp,
         pp=likely.pp,
         chunks=likely.chunks,

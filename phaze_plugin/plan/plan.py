@@ -62,7 +62,8 @@ _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
 VERSION = 4
-"""Version 4 carries a digest of its content and says how attention runs; version 3 keeps what its pages draw."""
+"""Version 4 carries a digest of its content, says how attention runs, and has cp, ep and shard of the strategies that
+were met; version 3 keeps what its pages draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,14 @@ class Landscape:
 
     `memory_bytes` is that of the fullest device, or a bound under it where nothing was simulated. `state` is
     "simulated", "pruned" (its bound does not beat the plan) or "open" (not looked at before the effort was spent). Of
-    `met` strategies the fastest are listed.
+    `met` strategies the fastest are listed. `shard` is the number of devices that states are divided over, or 1.
     """
 
     met: int
     dp: tuple[int, ...]
+    cp: tuple[int, ...]
+    ep: tuple[int, ...]
+    shard: tuple[int, ...]
     tp: tuple[int, ...]
     pp: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -193,11 +197,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionFacts:
-    """What was asked, defaults settled; `strategy` is what the user fixed, as `phaze.evaluate` took it."""
+    """What was asked, defaults settled; `strategy` is what the user fixed, as `phaze.evaluate` took it.
+
+    `has_shard_groups` says whether ZeRO may shard over groups of the data-parallel devices.
+    """
 
     global_batch_size: int
     micro_batch_size: tuple[int, ...]
     tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    ep: tuple[int, ...]
+    has_shard_groups: bool
     precision: PrecisionRecipe
     calibration: Calibration
     attention: AttentionMode

@@ -68,6 +68,16 @@ class CandidateSlicing:
         """Devices that share a layer."""
         return self.slices.tp
 
+    @property
+    def cp(self) -> int:
+        """Devices that share a sequence."""
+        return self.slices.cp
+
+    @property
+    def ep(self) -> int:
+        """Devices that experts are divided over."""
+        return self.slices.ep
+
     def is_beaten_by(self, step_time_s: float) -> bool:
         """Whether provably no plan of this slicing takes less."""
         return is_refuted(self.bounded, step_time_s, self.strategies)

@@ -18,7 +18,7 @@ from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import RecomputeMode
-from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
@@ -27,7 +27,13 @@ from phaze.plan.plan_integrity import MEMORY_ITEMS
 from phaze.planner.plan_building import complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
-from phaze.profile.model_profiles import profile_model, profile_options, sequence_parallel_of, slice_model
+from phaze.profile.model_profiles import (
+    ModelProfiles,
+    profile_model,
+    profile_options,
+    sequence_parallel_of,
+    slice_model,
+)
 from phaze.question import Question
 
 __all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
@@ -76,13 +82,13 @@ class _Kind:
         name: what people read.
         has: whether a strategy is of this kind.
         narrow: a problem whose only plans are of this kind; None where there are none.
-        includes: whether a microbatch size and a tp have plans of this kind at all.
+        includes: whether a slicing has plans of this kind at all.
     """
 
     name: str
     has: Callable[[Parallelism], bool]
     narrow: Callable[[PlacementProblem], PlacementProblem | None] = lambda problem: problem
-    includes: Callable[[int, int], bool] = lambda size, tp: True
+    includes: Callable[[ModelProfiles], bool] = lambda slices: True
 
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
@@ -129,11 +135,11 @@ def _best_of_kind(kind: _Kind, found: Mapping[str, RunnerUp]) -> RunnerUp:
 
 def _promising(answer: Answer) -> list[Candidate]:
     """The plan's own slices, then others by the time that was found for them, then those most like the plan's own."""
-    size, tp = answer.candidate.slices.micro_batch_size, answer.candidate.slices.tp
+    plan_slices, names = answer.candidate.slices, ("tp", "cp", "ep", "micro_batch_size")
 
     def order(candidate: Candidate) -> tuple[bool, float, float]:
         best, slices = candidate.result.best, candidate.slices
-        unlike = abs(math.log2(slices.tp / tp)) + abs(math.log2(slices.micro_batch_size / size))
+        unlike = sum(abs(math.log2(getattr(slices, name) / getattr(plan_slices, name))) for name in names)
         return candidate is not answer.candidate, math.inf if best is None else best.time_s, unlike
 
     return sorted(answer.candidates, key=order)
@@ -149,11 +155,17 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     else:
         yield _Kind("a pipeline", lambda plan: plan.pp > 1, _with_stages)
     if parallelism.tp > 1:
-        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda size, tp: tp == 1)
+        yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda slices: slices.tp == 1)
     else:
-        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda size, tp: tp > 1)
+        yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda slices: slices.tp > 1)
+    if parallelism.cp > 1:
+        yield _Kind("no context parallelism", lambda plan: plan.cp == 1, includes=lambda slices: slices.cp == 1)
+    if parallelism.ep > 1:
+        yield _Kind("no expert parallelism", lambda plan: plan.ep == 1, includes=lambda slices: slices.ep == 1)
     if parallelism.zero:
         yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: problem.choosing(zero=(0,)))
+        if parallelism.shard_groups > 1:
+            yield _Kind("ZeRO over all devices", _is_sharded_over_all, _with_zero_over_all)
     else:
         yield _Kind("ZeRO", lambda plan: plan.zero > 0, _with_zero)
     mode, name = RecomputeMode.FULL, "full recompute"
@@ -190,6 +202,15 @@ def _with_zero(problem: PlacementProblem) -> PlacementProblem | None:
     return problem.choosing(zero=stages) if stages else None
 
 
+def _is_sharded_over_all(plan: Parallelism) -> bool:
+    return plan.zero > 0 and plan.shard_groups == 1
+
+
+def _with_zero_over_all(problem: PlacementProblem) -> PlacementProblem | None:
+    sharded = _with_zero(problem)
+    return None if sharded is None else sharded.choosing(shard=(ALL_DEVICES,))
+
+
 def _other_sizes(answer: Answer) -> Iterator[_Kind]:
     sizes = {candidate.slices.micro_batch_size for candidate in answer.candidates}
     sizes |= {pruned.slicing.micro_batch_size for pruned in answer.pruned}
@@ -201,7 +222,7 @@ def _of_size(wanted: int) -> _Kind:
     return _Kind(
         f"microbatch {wanted}",
         lambda plan: plan.micro_batch_size == wanted,
-        includes=lambda size, tp: size == wanted,
+        includes=lambda slices: slices.micro_batch_size == wanted,
     )
 
 
@@ -223,11 +244,11 @@ class _Searchable:
         """Candidates that may have plans of a kind, narrowed to it: the placed ones first, then what was pruned."""
         for candidate in _promising(self.answer):
             slices = candidate.slices
-            if kind.includes(slices.micro_batch_size, slices.tp) and (problem := kind.narrow(candidate.problem)):
+            if kind.includes(slices) and (problem := kind.narrow(candidate.problem)):
                 yield candidate, problem
         for pruned in sorted(self.answer.pruned, key=lambda pruned: pruned.slicing.estimate_s):
             slicing = pruned.slicing
-            if kind.includes(slicing.micro_batch_size, slicing.tp) and kind.narrow(slicing.bounded.problem):
+            if kind.includes(slicing.slices) and kind.narrow(slicing.bounded.problem):
                 if id(pruned) not in self._unpruned:
                     self._unpruned[id(pruned)] = pruned.candidate(self.answer.question)
                 candidate = self._unpruned[id(pruned)]
@@ -325,7 +346,8 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     faster = replace(cluster, levels=levels)
     slices = answer.candidate.slices
     is_split = sequence_parallel_of(slices.sharded)
-    model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster)
+    axes = {"cp": slices.cp, "ep": slices.ep}
+    model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster, **axes)
     problem = placement_problem(question, profile_model(model, profile_options(question, slices.modes)), faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)

@@ -14,7 +14,7 @@ from itertools import product
 from phaze.errors import PlacementError, PlanError, ShardError
 from phaze.ir import Graph, RecomputeMode
 from phaze.json_records import to_document
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place import (
     Placement,
     PlacementProblem,
@@ -24,17 +24,18 @@ from phaze.place import (
     evaluate_placement,
 )
 from phaze.place.memory.remedies import explain_infeasibility
+from phaze.place.model.data_degrees import listed_shards
 from phaze.plan.plan import Plan
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.planner.strategy_search import (
     Answer,
     Candidate,
-    graph_at,
     least_time_s,
     nearest_tp,
     nothing_found,
     placement_problem,
 )
+from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slicings
 from phaze.question import Question
 
@@ -106,19 +107,23 @@ class _Pricing:
     question: Question
     watch: Watch
     priced: list[_PricedStages] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     unrunnable: str = ""
 
     def price_all(self) -> None:
-        """Price every microbatch size, tp and slicing that the question offers."""
-        sizes, degrees = self.question.micro_batch_sizes, self.question.tp_degrees
-        self.watch.expect(len(sizes) * len(degrees))
-        for size, tp in product(sizes, degrees):
+        """Price every microbatch size, degree and slicing that the question offers."""
+        question, graphs = self.question, LocalGraphs(self.question)
+        listed = list(
+            product(question.micro_batch_sizes, question.tp_degrees, question.cp_degrees, question.ep_degrees)
+        )
+        self.watch.expect(len(listed))
+        for size, tp, cp, ep in listed:
             self.watch.report(f"microbatch {size}: pricing stages sliced {tp} ways")
             try:
-                models = slicings(self.question, graph_at(self.question, size), tp)
+                self._check_devices(tp, max(cp, ep))
+                models = slicings(question, graphs.at(size, tp=tp, cp=cp, ep=ep), tp, cp=cp, ep=ep)
             except ShardError as error:
-                self.refused[tp] = str(error)
+                self.refused[f"tp {tp}, cp {cp}, ep {ep}"] = str(error)
                 models = ()
             for model in models:
                 options = profile_options(self.question, profiled_modes(self.question))
@@ -128,10 +133,14 @@ class _Pricing:
                     self.unrunnable = str(error)
             self.watch.step()
 
+    def _check_devices(self, tp: int, others: int) -> None:
+        if tp * others > self.question.cluster.device_count:
+            raise ShardError(f"tp {tp} and {others} devices beside it are more than the cluster has.")
+
     def why_nothing(self) -> str:
         """Why no strategy has these stages."""
         degrees, size = self.question.tp_degrees, self.question.micro_batch_sizes[0]
-        is_sliced = len(self.refused) < len(degrees)
+        is_sliced = len(self.refused) < len(degrees) * len(self.question.cp_degrees) * len(self.question.ep_degrees)
         refused = {} if is_sliced else self.refused
         return self.unrunnable or _nothing(self.question, size, max(degrees), refused)
 
@@ -185,15 +194,33 @@ def _filled(
         pp = count // chunks
         if fixed.get("pp", pp) != pp or fixed.get("chunks", chunks) != chunks:
             continue
-        most = problem.cluster.device_count // (pp * tp)
+        most = problem.cluster.device_count // (pp * tp * problem.cp)
         copies = [dp for dp in range(1, most + 1) if problem.micro_batches % dp == 0]
         if question.choices.dp is not None:
             copies = [dp for dp in question.choices.dp if dp <= most]
         for dp in copies:
             for schedule, zero in _schedules_and_zero(question, problem, pp, chunks, dp):
-                for recompute in modes:
+                for shard, recompute in product(_shards(question, problem, tp, dp, zero), modes):
                     assert isinstance(recompute, tuple)
-                    yield Parallelism(dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule, zero=zero), recompute
+                    parallelism = Parallelism(
+                        dp=dp,
+                        cp=problem.cp,
+                        ep=problem.ep,
+                        tp=tp,
+                        pp=pp,
+                        chunks=chunks,
+                        schedule=schedule,
+                        zero=zero,
+                        shard=shard,
+                    )
+                    yield parallelism, recompute
+
+
+def _shards(question: Question, problem: PlacementProblem, tp: int, dp: int, zero: int) -> list[int | str]:
+    """Groups that ZeRO may shard over, as a search would offer them for one tp and dp."""
+    replicas = dp * problem.cp
+    sizes = listed_shards(problem.choosing(shard=question.choices.shard), tp, dp, 2, replicas) if zero else []
+    return [size if size < replicas else ALL_DEVICES for size in sizes] or ([ALL_DEVICES] if not zero else [])
 
 
 def _schedules_and_zero(
@@ -202,7 +229,7 @@ def _schedules_and_zero(
     """Schedules and ZeRO stages to try with so many devices, chunks and pipelines."""
     fixed, capabilities = question.fixed, problem.capabilities
     schedules = [PipelineSchedule.NONE] if pp == 1 else sorted(capabilities.schedules)
-    zeros = sorted(capabilities.zero_stages) if dp > 1 else [0]
+    zeros = sorted(capabilities.zero_stages) if dp * problem.cp > 1 else [0]
     if "schedule" in fixed:
         schedules = [PipelineSchedule(str(fixed["schedule"]))]
     if "zero" in fixed:
@@ -218,7 +245,7 @@ def _schedules_and_zero(
             yield schedule, zero
 
 
-def _nothing(question: Question, size: int, tp: int, refused: dict[int, str]) -> str:
+def _nothing(question: Question, size: int, tp: int, refused: dict[str, str]) -> str:
     """Why there is no strategy with these stages."""
     if refused:
         return f"the model cannot be sliced as asked. {' '.join(refused.values())}{nearest_tp(question, size, tp)}"

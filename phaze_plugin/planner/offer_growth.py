@@ -1,12 +1,18 @@
-"""Microbatch sizes and values of tp beyond those that are offered at first: the next one to try, if there is one."""
+"""Microbatch sizes and degrees beyond those that are offered at first: the next one to try, if there is one."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from phaze.ir.sequence_factors import token_lengths
 from phaze.question import Question
+from phaze.shard.expert_slicing import expert_counts
 
-__all__ = ["next_size", "next_tp", "offering"]
+__all__ = ["next_cp", "next_ep", "next_size", "next_tp", "offering"]
+
+_SPLITTABLE_SEQUENCE = 4_096
+"""The shortest sequence that is split where nothing fits otherwise: of shorter ones activations are seldom the most."""
 
 
 def next_size(question: Question) -> int | None:
@@ -25,11 +31,23 @@ def next_tp(question: Question) -> int | None:
     return tp if is_possible and "tp" in question.grows - question.fixed.keys() else None
 
 
-def offering(question: Question, *, micro_batch_size: int | None = None, tp: int | None = None) -> Question:
-    """The same question with a further microbatch size or tp to choose from."""
-    choices = question.choices
-    if micro_batch_size is not None:
-        choices = replace(choices, micro_batch_size=(*question.micro_batch_sizes, micro_batch_size))
-    if tp is not None:
-        choices = replace(choices, tp=(*question.tp_degrees, tp))
-    return replace(question, choices=choices)
+def next_cp(question: Question) -> int | None:
+    """The cp to offer after the largest one; None where sequences are short or the target does not split them."""
+    lengths, cp = token_lengths(question.graph).values(), 2 * max(question.cp_degrees)
+    is_possible = max(lengths, default=0) >= _SPLITTABLE_SEQUENCE and not any(length % cp for length in lengths)
+    is_run = question.capabilities.allows_context_parallel and cp <= question.cluster.device_count
+    return cp if is_possible and is_run and "cp" in question.grows - question.fixed.keys() else None
+
+
+def next_ep(question: Question) -> int | None:
+    """The ep to offer after the largest one; None where that does not divide the experts or the target has no ep."""
+    experts, ep = math.gcd(*expert_counts(question.graph).values()), 2 * max(question.ep_degrees)
+    is_possible = experts and experts % ep == 0 and ep <= question.cluster.device_count
+    is_run = question.capabilities.allows_expert_parallel
+    return ep if is_possible and is_run and "ep" in question.grows - question.fixed.keys() else None
+
+
+def offering(question: Question, name: str, degree: int) -> Question:
+    """The same question with a further microbatch size (or tp, cp or ep) to choose from."""
+    offered = getattr(question.choices, name) or (1,)
+    return replace(question, choices=replace(question.choices, **{name: (*offered, degree)}))  # type: ignore[arg-type]

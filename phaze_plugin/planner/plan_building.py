@@ -103,6 +103,9 @@ def question_facts(question: Question) -> QuestionFacts:
         global_batch_size=question.global_batch_size,
         micro_batch_size=question.micro_batch_sizes,
         tp=question.tp_degrees,
+        cp=question.cp_degrees,
+        ep=question.ep_degrees,
+        has_shard_groups=question.capabilities.allows_shard_groups,
         precision=question.recipe,
         calibration=question.calibration,
         attention=question.attention,
@@ -163,11 +166,11 @@ def _stages(answer: Answer, kinds: LayerKinds) -> tuple[Stage, ...]:
 
 
 def _ranks(placement: Placement) -> list[tuple[int, ...]]:
-    """The ranks of each place: stages one after the other, in each the copies, in each the tensor-parallel devices."""
+    """The ranks of each place: stages one after the other, in each the copies, in each the parts of a sequence."""
     ranks, first = [], 0
     for place in range(len(placement.memory)):
         tp = max(stage.tp for stage in placement.stages if stage.device == place)
-        count = placement.parallelism.dp * tp
+        count = placement.parallelism.replicas * tp
         ranks.append(tuple(range(first, first + count)))
         first += count
     return ranks
@@ -250,7 +253,7 @@ def _provenance(question: Question, answer: Answer) -> Provenance:
     )
     coverage = question.graph.coverage()
     scheduling = "exact schedule" if question.solver is None else "the paper's integer program on the named solver"
-    refused = [f"tp {tp} is left out: {reason}" for tp, reason in answer.refused.items()]
+    refused = [f"{degrees} is left out: {reason}" for degrees, reason in answer.refused.items()]
     return Provenance(
         prices=question.calibration.name,
         target=str(question.target),

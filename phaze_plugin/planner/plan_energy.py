@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from phaze.cost import price_works, update_work
 from phaze.hardware import AcceleratorArray, energy_model
 from phaze.place import Flow, PlacedStage
+from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question
 
@@ -24,21 +27,22 @@ __all__ = ["step_energy"]
 def step_energy(question: Question, answer: Answer, tokens: float) -> dict[str, float]:
     """Joules by item, in all, and per token."""
     placement, model = answer.placement, energy_model()
+    problem, parallelism, update_j = answer.candidate.problem, placement.parallelism, _update_j_per_parameter(question)
     compute = links = update = sent = 0.0
-    batches = float(answer.candidate.problem.micro_batches)
+    batches = float(problem.micro_batches)
+    sharding = ZeroSharding(question.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
     for stage in placement.stages:
-        passes = list(_passes(answer, stage))
-        compute += stage.tp * batches * sum(energy for energy, _ in passes)
-        links += stage.tp * batches * sum(energy for _, energy in passes)
-        parameters = sum(
-            answer.candidate.problem.profile(layer, placement.parallelism.tp, stage.recompute).parameters
-            for layer in stage.layers
-        )
-        copies = placement.parallelism.dp
-        shards = copies if placement.parallelism.zero else 1
-        update += stage.tp * copies / shards * parameters * _update_j_per_parameter(question)
-        sent += stage.tp * _sent_over_copies(question, answer, parameters)
-        sent += stage.tp * batches * 2 * _received_bytes(answer, stage)
+        passes, devices = list(_passes(answer, stage)), stage.tp * parallelism.cp
+        compute += devices * batches * sum(energy for energy, _ in passes)
+        links += devices * batches * sum(energy for _, energy in passes)
+        sent += devices * batches * 2 * _received_bytes(answer, stage)
+        profiles = [problem.profile(layer, parallelism.tp, stage.recompute) for layer in stage.layers]
+        experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
+        dense = sum(profile.parameters for profile in profiles) - experts
+        for part, parameters in zip(sharding.by_kind(problem.ep), (dense, experts), strict=False):
+            on_devices = stage.tp * parallelism.replicas * parameters
+            update += on_devices / float(part.optimizer_shards) * update_j
+            sent += on_devices * _sent_bytes_per_parameter(part, batches / parallelism.dp)
     sent += _sent_of_spread(question, answer)
     power = float(model.static_power_w(AcceleratorArray.of([question.cluster.accelerator]))[0])
     items = {
@@ -68,21 +72,15 @@ def _update_j_per_parameter(question: Question) -> float:
     return float(estimate.spread_energy_j[0, 0]) / probe
 
 
-def _sent_over_copies(question: Question, answer: Answer, parameters: float) -> float:
-    """Bytes that all copies of one device of a stage send for gradients and gathered parameters, in one step."""
-    parallelism, recipe = answer.placement.parallelism, question.recipe
-    copies, batches = parallelism.dp, float(answer.candidate.problem.micro_batches)
-    gradient, weight = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters
-    once = copies - 1.0  # a ring sends (copies - 1) / copies of the tensor from each of the copies
-    match parallelism.zero:
-        case 0:
-            return once * 2 * gradient
-        case 1:
-            return once * (gradient + weight)
-        case 2:
-            return once * (batches / copies * gradient + weight)
-        case _:
-            return once * batches / copies * (gradient + 2 * weight)
+def _sent_bytes_per_parameter(sharding: ZeroSharding, micro_batches: float) -> float:
+    """Bytes that a device sends for gradients and gathered parameters in one step, for each parameter that it runs."""
+    within = 1 - 1 / int(sharding.shard)  # a ring sends this part of the tensor from each of its devices
+    per_batch = 2 * sharding.gathered_bytes_per_pass + sharding.scattered_bytes_per_backward
+    reduced = sharding.least_reduced_share(np.asarray(int(sharding.shard) * int(sharding.groups)))
+    return float(
+        within * (micro_batches * per_batch + sharding.gathered_bytes_per_batch)
+        + reduced * sharding.recipe.reduction_bytes
+    )
 
 
 def _sent_of_spread(question: Question, answer: Answer) -> float:
@@ -100,7 +98,7 @@ def _sent_of_spread(question: Question, answer: Answer) -> float:
         if is_spread
     )
     each = (question.recipe.parameter_bytes + question.recipe.reduction_bytes) * parameters
-    return parallelism.tp * parallelism.dp * (parallelism.pp - 1) * each
+    return parallelism.tp * parallelism.replicas * (parallelism.pp - 1) * each
 
 
 def _received_bytes(answer: Answer, stage: PlacedStage) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
@@ -191,12 +191,10 @@ def _as_it_runs(question: Question, options: QuestionOptions) -> Question:
 
 
 def _free_question(question: Question) -> Question:
-    """The question without its strategy, whose microbatch size and tp are offered among the others."""
-    offered = replace(
-        question.offered,
-        micro_batch_size=_joined(question.offered.micro_batch_size, question.fixed.get("micro_batch_size")),
-        tp=_joined(question.offered.tp, question.fixed.get("tp")),
-    )
+    """The question without its strategy, whose microbatch size and degrees are offered among the others."""
+    names = ("micro_batch_size", "tp", "cp", "ep")
+    joined = {name: _joined(getattr(question.offered, name), question.fixed.get(name)) for name in names}
+    offered = replace(question.offered, **joined)  # type: ignore[arg-type]
     return replace(question, offered=offered, choices=offered, strategy={}, fixed={})
 
 
@@ -251,10 +249,11 @@ def _priced_plan(question: Question, watch: Watch) -> Plan:
 
 def _check_devices(question: Question) -> None:
     """Raise QuestionError where what is fixed takes more devices than there are."""
-    fixed = {name: int(str(degree)) for name, degree in question.fixed.items() if name in ("dp", "tp", "pp")}
+    axes = ("dp", "cp", "tp", "pp")
+    fixed = {name: int(str(degree)) for name, degree in question.fixed.items() if name in axes}
     needed, count = math.prod(fixed.values()), question.cluster.device_count
     if needed > count:
-        told = " x ".join(f"{name} {fixed[name]}" for name in ("dp", "tp", "pp") if name in fixed)
+        told = " x ".join(f"{name} {fixed[name]}" for name in axes if name in fixed)
         raise QuestionError(f"strategy has {told}, {needed} devices; the cluster has {count}.")
 
 
@@ -268,6 +267,7 @@ def _check_target(question: Question) -> None:
     if schedule not in (None, PipelineSchedule.NONE, *runs.schedules) or (pp > 1 and not runs.schedules):
         known = ", ".join(sorted(runs.schedules)) or "one stage only"
         wrong.append(f"a pipeline with schedule {schedule or 'of any kind'} (it runs {known})")
+    wrong += _axes_not_run(question)
     modes = question.choices.recompute if "recompute" in fixed else ()
     unknown = sorted(set(modes) - runs.recompute_modes)
     if unknown:
@@ -278,6 +278,20 @@ def _check_target(question: Question) -> None:
             f"strategy has {' and '.join(wrong)}, which target {question.target} does not run. Change it, or price it "
             "with target=None."
         )
+
+
+def _axes_not_run(question: Question) -> list[str]:
+    """The axes beside dp, tp and pp that are fixed and that the target does not run, in words."""
+    runs, fixed = question.capabilities, question.fixed
+    wrong = []
+    for name, is_run in (("cp", runs.allows_context_parallel), ("ep", runs.allows_expert_parallel)):
+        if fixed.get(name, 1) != 1 and not is_run:
+            wrong.append(f"{name} {fixed[name]} (it runs {name} 1)")
+    replicas = fixed.get("dp", 0), fixed.get("cp", 1)
+    all_devices = (ALL_DEVICES, math.prod(int(str(degree)) for degree in replicas))
+    if fixed.get("shard", ALL_DEVICES) not in all_devices and not runs.allows_shard_groups:
+        wrong.append(f"shard {fixed['shard']} (it shards over all of dp x cp)")
+    return wrong
 
 
 NO_MEMORY_LIMIT_BYTES = 1 << 50

@@ -27,6 +27,9 @@ class _Met:
     """One strategy that the search met, with the columns of `Landscape`."""
 
     dp: int
+    cp: int
+    ep: int
+    shard: int
     tp: int
     pp: int
     chunks: int
@@ -56,7 +59,8 @@ def landscape(answer: Answer) -> Landscape:
 
 
 def _degrees(met: _Met) -> tuple[object, ...]:
-    return (met.dp, met.tp, met.pp, met.chunks, met.zero, met.micro_batch_size, met.schedule)
+    axes = (met.dp, met.cp, met.ep, met.shard, met.tp, met.pp)
+    return (*axes, met.chunks, met.zero, met.micro_batch_size, met.schedule)
 
 
 def _order(met: _Met) -> tuple[object, ...]:
@@ -85,12 +89,21 @@ def _bounded(candidate: Candidate, best_s: float) -> Iterator[_Met]:
     for index in finite[np.argsort(table.bound_s[finite], kind="stable")][:_MOST_BOUNDED].tolist():
         bound_s = float(table.bound_s[index])
         state = "open" if bound_s < best_s else "pruned"
-        yield _met(candidate, table.parallelism(index), state, bound_s, float(table.least_bytes[index]))
+        yield _met(
+            candidate,
+            table.parallelism(index, candidate.problem),
+            state,
+            bound_s,
+            float(table.least_bytes[index]),
+        )
 
 
 def _met(candidate: Candidate, parallelism: Parallelism, state: str, seconds: float, memory_bytes: float) -> _Met:
     return _Met(
         dp=parallelism.dp,
+        cp=parallelism.cp,
+        ep=parallelism.ep,
+        shard=parallelism.shard_devices if parallelism.zero else 1,
         tp=parallelism.tp,
         pp=parallelism.pp,
         chunks=parallelism.chunks,

@@ -1,12 +1,13 @@
-"""The search for the best strategy over all microbatch sizes, values of tp and slicings: slice, bound, schedule, place.
+"""The search for the best strategy over microbatch sizes, tp, cp, ep and slicings: slice, bound, schedule, place.
 
-Every slicing of a microbatch size and a tp is a placement problem of its own (`candidate_slicings.py`). All are sliced,
-and looked at in the order of an estimate (`_Search.look_at`). The best step time so far is handed to the next one:
-where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing of it is
-searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are solved
-to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the end
-`_Search.polish` searches what was placed briefly for plans that are better by less than the gap, and `_Search.settle`
-gives the best strategy the stages that it gets when it is evaluated alone, so that both say the same of it.
+Every slicing of a microbatch size, tp, cp and ep is a placement problem of its own (`candidate_slicings.py`). All are
+sliced, and looked at in the order of an estimate (`_Search.look_at`). The best step time so far is handed to the next
+one: where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing of it
+is searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are
+solved to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the
+end `_Search.polish` searches what was placed briefly for plans that are better by less than the gap, and
+`_Search.settle` gives the best strategy the stages that it gets when it is evaluated alone, so that both say the same
+of it.
 
 When the time limit or the user ends the work, what was not looked at is bounded by `least_time_s`: the matrix products
 of the whole step at peak speed on all devices.
@@ -15,12 +16,13 @@ of the whole step at peak speed on all devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster, cast_graph
 from phaze.ir import Graph, Phase
+from phaze.offered_choices import DEFAULT_EP, DEFAULT_MICRO_BATCH_SIZES, DEFAULT_TP, MOST_FIRST_CP
 from phaze.parallelism import Choices, Parallelism, PipelineSchedule
 from phaze.place import (
     Placement,
@@ -35,9 +37,10 @@ from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
-from phaze.planner.offer_growth import next_size, next_tp, offering
+from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
+from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import (
     ModelProfiles,
     dominates,
@@ -46,7 +49,7 @@ from phaze.profile.model_profiles import (
     sequence_parallel_of,
     slicings,
 )
-from phaze.question import DEFAULT_MICRO_BATCH_SIZES, DEFAULT_TP, Question
+from phaze.question import Question
 from phaze.shard import ShardingTables
 
 __all__ = [
@@ -103,8 +106,8 @@ class Pruned:
 class Answer:
     """The best placement with its slices, everything else that was looked at, and a lower bound on every plan's time.
 
-    Where nothing fits, `placement` is the one that needs least memory. `refused` says by tp why the model cannot be
-    sliced so many ways. `question` names all microbatch sizes and tp that were looked at.
+    Where nothing fits, `placement` is the one that needs least memory. `refused` says by degrees why the model cannot
+    be sliced so many ways. `question` names all microbatch sizes and degrees that were looked at.
     """
 
     question: Question
@@ -112,7 +115,7 @@ class Answer:
     candidate: Candidate
     candidates: tuple[Candidate, ...]
     pruned: tuple[Pruned, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     bound_s: float
     is_interrupted: bool = False
 
@@ -130,10 +133,13 @@ class _Search:
     watch: Watch
     options: ProfileOptions
     network: Network
-    tables: ShardingTables = field(default_factory=ShardingTables)
+    graphs: LocalGraphs
+    tables: dict[tuple[int, int], ShardingTables] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    cp_degrees: list[int] = field(default_factory=lambda: [1])
+    ep_degrees: list[int] = field(default_factory=lambda: [1])
 
     @property
     def best_s(self) -> float:
@@ -148,24 +154,43 @@ class _Search:
         return min([*placed, *(pruned.least_s for pruned in self.pruned)], default=math.inf)
 
     def look_at_all(self) -> None:
-        """Look at every microbatch size and tp that is offered, and beyond while the largest one is the best.
+        """Look at every microbatch size and degree that is offered, and beyond while the largest one is the best.
 
-        Default values come first, then further sizes and then further values of tp, one by one whether they are offered
-        or grown, so that a question that names all of them is answered in the same order.
+        Default values come first, then further sizes and then further degrees, one by one whether they are offered or
+        grown, so that a question that names all of them is answered in the same order.
         """
-        sizes, further_sizes = _divided(self.question.micro_batch_sizes, max(DEFAULT_MICRO_BATCH_SIZES))
-        degrees, further_degrees = _divided(self.question.tp_degrees, max(DEFAULT_TP))
+        question = self.question
+        sizes, further_sizes = _divided(question.micro_batch_sizes, max(DEFAULT_MICRO_BATCH_SIZES))
+        degrees, _ = _divided(question.tp_degrees, max(DEFAULT_TP))
+        self.cp_degrees, _ = _divided(question.cp_degrees, MOST_FIRST_CP)
+        self.ep_degrees, _ = _divided(question.ep_degrees, max(DEFAULT_EP))
         self._look_at_each(sizes, degrees)
         for further_size in further_sizes:
             self._look_at_each((further_size,), degrees)
         while (size := next_size(self.question)) and self._has_best(micro_batch_size=size // 2):
-            self.question = offering(self.question, micro_batch_size=size)
+            self.question = offering(self.question, "micro_batch_size", size)
             self._look_at_each((size,), degrees)
-        for tp in further_degrees:
+        for tp in self._further("tp", max(DEFAULT_TP), next_tp):
             self._look_at_each(self.question.micro_batch_sizes, (tp,))
-        while (wider := next_tp(self.question)) and self._has_best(tp=wider // 2):
-            self.question = offering(self.question, tp=wider)
-            self._look_at_each(self.question.micro_batch_sizes, (wider,))
+        for ep in self._further("ep", max(DEFAULT_EP), next_ep):
+            self._look_at_each(self.question.micro_batch_sizes, self.question.tp_degrees, ep=ep)
+            self.ep_degrees.append(ep)
+        for cp in self._further("cp", MOST_FIRST_CP, next_cp):
+            self._look_at_each(self.question.micro_batch_sizes, self.question.tp_degrees, cp=cp)
+            self.cp_degrees.append(cp)
+
+    def _further(self, name: str, most: int, grown: Callable[[Question], int | None]) -> Iterator[int]:
+        """Degrees of one axis beyond the first ones: those that are offered, then twice the largest while it is best.
+
+        Where nothing fits yet, experts and sequences are divided further, too.
+        """
+        yield from [degree for degree in getattr(self.question, f"{name}_degrees") if degree > most]
+        while degree := grown(self.question):
+            is_best = self._has_best(**{name: degree // 2}) and (degree > 2 or name == "tp")
+            if not is_best and (name == "tp" or self.best_s < math.inf):
+                return
+            self.question = offering(self.question, name, degree)
+            yield degree
 
     def _has_best(self, **wanted: int) -> bool:
         """Whether the best plan so far has a microbatch size or tp."""
@@ -174,26 +199,44 @@ class _Search:
         slices = self.candidates[min(range(len(self.candidates)), key=self._found_s)].slices
         return all(getattr(slices, name) == value for name, value in wanted.items())
 
-    def _look_at_each(self, sizes: Sequence[int], degrees: Sequence[int]) -> None:
-        """Slice all pairs of a microbatch size and a tp, and look at the slicings in the order of their estimates."""
-        self.watch.expect(len(sizes) * len(degrees))
+    def _look_at_each(
+        self, sizes: Sequence[int], degrees: Sequence[int], cp: int | None = None, ep: int | None = None
+    ) -> None:
+        """Slice with all of some sizes and degrees, and look at the slicings in the order of their estimates.
+
+        Split sequences come one in a microbatch (as few as are offered): with more of them, more copies in place of cp
+        move less.
+        """
+        least = min(self.question.micro_batch_sizes)
+        listed = [
+            (size, tp, each_cp, each_ep)
+            for each_ep in (self.ep_degrees if ep is None else [ep])
+            for each_cp in (self.cp_degrees if cp is None else [cp])
+            for size in sizes
+            for tp in degrees
+            if each_cp == 1 or size == least
+        ]
+        self.watch.expect(len(listed))
         waiting: list[CandidateSlicing] = []
-        for graph in (graph_at(self.question, size) for size in sizes):
-            for tp in degrees:
-                waiting += self._sliced(graph, tp)
-                self.watch.step()
+        for size, tp, each_cp, each_ep in listed:
+            waiting += self._sliced(size, tp, each_cp, each_ep)
+            self.watch.step()
         self.watch.expect(len(waiting))
         for slicing in sorted(waiting, key=lambda slicing: slicing.estimate_s):
             self.look_at(slicing)
             self.watch.step()
 
-    def _sliced(self, graph: Graph, tp: int) -> list[CandidateSlicing]:
-        """Every slicing of one microbatch size and tp."""
-        self.watch.report(f"microbatch {graph.micro_batch_size}: slicing layers {tp} ways")
+    def _sliced(self, size: int, tp: int, cp: int, ep: int) -> list[CandidateSlicing]:
+        """Every slicing of one microbatch size, tp, cp and ep."""
+        self.watch.report(f"microbatch {size}: slicing layers {_ways(tp, cp, ep)}")
+        if tp * max(cp, ep) > self.question.cluster.device_count:
+            return []
         try:
-            models = slicings(self.question, graph, tp, self.tables)
+            graph = self.graphs.at(size, tp=tp, cp=cp, ep=ep)
+            tables = self.tables.setdefault((cp, ep), ShardingTables())
+            models = slicings(self.question, graph, tp, tables, cp=cp, ep=ep)
         except ShardError as error:
-            self.refused[tp] = str(error)
+            self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []
         profiles = [quick_profiles(model, self.options) for model in models]
         return [
@@ -202,21 +245,20 @@ class _Search:
 
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
-        question, size, tp, best_s = self.question, slicing.micro_batch_size, slicing.tp, self.best_s
+        question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
+        ways = _ways(slicing.tp, slicing.cp, slicing.ep)
         if best_s < math.inf:
-            self.watch.report(f"microbatch {size}: bounding layers sliced {tp} ways")
+            self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
             target_s = best_s * (1 - question.gap / 2)
             if slicing.is_beaten_by(target_s):
                 self.pruned.append(Pruned(slicing, target_s))
                 return
-        self.watch.report(f"microbatch {size}: scheduling layers sliced {tp} ways")
+        self.watch.report(f"microbatch {size}: scheduling layers sliced {ways}")
         slices = slicing.scheduled(self.options)
-        others = [
-            other.slices for other in self.candidates if (other.slices.micro_batch_size, other.slices.tp) == (size, tp)
-        ]
+        others = [other.slices for other in self.candidates if _degrees(other.slices) == _degrees(slices)]
         if any(dominates(other, slices) for other in others):
             return
-        self.watch.report(f"microbatch {size}: placing layers sliced {tp} ways")
+        self.watch.report(f"microbatch {size}: placing layers sliced {ways}")
         problem = narrowed_problem(question, slices)
         gap = 0.0 if _is_one_strategy(question) else question.gap / 2
         result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network)
@@ -267,8 +309,24 @@ class _Search:
         self.watch.best_step_time_s = placement.time_s
 
 
+def _degrees(slices: ModelProfiles) -> tuple[int, int, int, int]:
+    return slices.micro_batch_size, slices.tp, slices.cp, slices.ep
+
+
+def _ways(tp: int, cp: int, ep: int) -> str:
+    """In how many ways layers are sliced, for those who watch."""
+    sequences = f", sequences {cp} ways" if cp > 1 else ""
+    return f"{tp} ways{sequences}" + (f", experts {ep} ways" if ep > 1 else "")
+
+
+def _degrees_text(tp: int, cp: int, ep: int) -> str:
+    """The degrees that a refusal is about."""
+    told = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("ep", ep)) if degree > 1]
+    return ", ".join(told) or "tp 1"
+
+
 def choose(question: Question, watch: Watch) -> Answer:
-    """Look at every microbatch size and tp that may be chosen.
+    """Look at every microbatch size and degree that may be chosen.
 
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
@@ -278,6 +336,7 @@ def choose(question: Question, watch: Watch) -> Answer:
         watch=watch,
         options=profile_options(question, profiled_modes(question)),
         network=Network(question.cluster, question.calibration),
+        graphs=LocalGraphs(question),
     )
     is_interrupted = False
     try:
@@ -293,7 +352,8 @@ def choose(question: Question, watch: Watch) -> Answer:
     question = search.question
     if not search.candidates:
         offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees))
-        raise PlanError(f"the model cannot be sliced as asked. {' '.join(search.refused.values())}{offer}")
+        reasons = " ".join(dict.fromkeys(search.refused.values()))
+        raise PlanError(f"the model cannot be sliced as asked. {reasons}{offer}")
     answer = replace(_best(search.candidates, question), pruned=tuple(search.pruned), refused=search.refused)
     bounds = [answer.bound_s]
     if answer.is_feasible:
@@ -343,6 +403,8 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
         profiles=slices.profiles,
         cluster=cluster or question.cluster,
         micro_batches=question.global_batch_size // slices.micro_batch_size,
+        cp=slices.cp,
+        ep=slices.ep,
         recipe=question.recipe,
         capabilities=question.capabilities.with_tp(slices.tp),
         choices=Choices(recompute=slices.modes),
@@ -354,19 +416,19 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
 def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProblem:
     """The placement problem of some slices within what the question allows.
 
-    A strategy that fixes tp fixes it for every stage, and one that fixes dp, tp or pp may leave devices idle.
+    A strategy that fixes tp fixes it for every stage, and one that fixes dp, cp, tp or pp may leave devices idle.
     """
     fixed, capabilities = question.fixed, question.capabilities.with_tp(slices.tp)
     if "tp" in fixed:
         capabilities = replace(capabilities, allows_mixed_tp=False)
-    if fixed.keys() & {"dp", "tp", "pp"}:
+    if fixed.keys() & {"dp", "cp", "tp", "pp"}:
         capabilities = replace(capabilities, allows_idle_devices=True)
     return replace(placement_problem(question, slices), choices=question.choices, capabilities=capabilities)
 
 
 def strategy_problem(question: Question, slices: ModelProfiles, parallelism: Parallelism) -> PlacementProblem:
     """The placement problem of one strategy: exactly the one that is solved where the strategy is evaluated."""
-    names = ("dp", "tp", "pp", "schedule", "chunks", "zero")
+    names = ("dp", "cp", "ep", "tp", "pp", "schedule", "chunks", "zero", "shard")
     fixed = {
         **question.fixed,
         **{name: getattr(parallelism, name) for name in names},
@@ -379,6 +441,8 @@ def strategy_problem(question: Question, slices: ModelProfiles, parallelism: Par
 def _is_one_strategy(question: Question) -> bool:
     """Whether the question leaves nothing open but stages and what is recomputed."""
     needed = {"dp", "tp", "pp", "zero", "micro_batch_size", "sequence_parallel", "schedule"}
+    needed |= {name for name in ("cp", "ep") if getattr(question, f"{name}_degrees") != (1,)}
+    needed |= set() if question.fixed.get("zero") == 0 or not question.capabilities.allows_shard_groups else {"shard"}
     needed |= {"chunks"} if question.fixed.get("schedule") is PipelineSchedule.INTERLEAVED else set()
     return needed <= question.fixed.keys()
 

@@ -93,6 +93,16 @@ class ModelProfiles:
         """Devices that share a layer."""
         return self.sharded.axis.tp
 
+    @property
+    def cp(self) -> int:
+        """Devices that share a sequence."""
+        return self.sharded.axis.cp
+
+    @property
+    def ep(self) -> int:
+        """Devices that experts are divided over."""
+        return self.sharded.axis.ep
+
     def report(self, layer: int, mode: RecomputeMode) -> LayerReport:
         """The passes of one layer of the graph."""
         return self.reports[self.placement.layers[layer].key, self.tp, mode]

@@ -1,6 +1,7 @@
 """Which devices work together under a strategy, and which links of the cluster their traffic crosses.
 
-Ranks stand as plans list them: tensor-parallel neighbours side by side, then the copies, then the pipeline's places.
+Ranks stand as plans list them: tensor-parallel neighbours side by side, then the parts of a sequence, then the copies,
+then the pipeline's places.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def places(plan: Plan) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def link_traffic(plan: Plan) -> list[Traffic]:
-    """Tensor, data and pipeline traffic of a plan, as far as it has any."""
+    """Tensor, context, expert, data and pipeline traffic of a plan, as far as it has any."""
     strategy, levels, rows = plan.strategy, plan.cluster.levels, places(plan)
     traffic = []
     groups: list[tuple[int, ...]]
@@ -45,11 +46,26 @@ def link_traffic(plan: Plan) -> list[Traffic]:
         sends = "gathers and scatters of activations" if strategy.sequence_parallel else "sums of activations"
         groups = [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
         traffic.append(_traffic("tensor parallel (tp)", tp, f"{sends}, in every layer", groups, levels))
-    if strategy.dp > 1:
-        groups = [ranks[first::tp] for first in range(tp)]
+    copies = ranks[::tp]  # the other tensor-parallel ranks lie beside them
+    for name, size, sends in (
+        ("context parallel (cp)", strategy.cp, "keys and values, in every layer with attention"),
+        ("expert parallel (ep)", strategy.ep, "tokens to their experts and back, in every layer with experts"),
+    ):
+        if size > 1:
+            groups = [copies[first : first + size] for first in range(0, len(copies), size)]
+            traffic.append(_traffic(name, size, sends, groups, levels))
+    shard = strategy.shard_devices if strategy.zero else strategy.replicas
+    if shard > 1:
+        groups = [copies[first : first + shard] for first in range(0, len(copies), shard)]
         sends = "gradients, once a step" if strategy.zero < 2 else "gradients, with every microbatch"
         sends += {0: "", 3: "; parameters in every pass"}.get(strategy.zero, "; updated parameters")
-        traffic.append(_traffic("data parallel (dp)", strategy.dp, sends, groups, levels))
+        name = "data parallel (dp)" if strategy.cp == 1 else "data parallel (dp x cp)"
+        name = name if shard == strategy.replicas else f"ZeRO-{strategy.zero} group"
+        traffic.append(_traffic(name, shard, sends, groups, levels))
+    if shard < strategy.replicas:
+        groups = [copies[first::shard] for first in range(shard)]
+        count = strategy.replicas // shard
+        traffic.append(_traffic("copies of the group", count, "shards of gradients, once a step", groups, levels))
     if strategy.pp > 1:
         groups = [(before[1][0], after[1][0]) for before, after in pairwise(rows)]
         sends = "activations and their gradients, with every microbatch"

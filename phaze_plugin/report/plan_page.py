@@ -7,11 +7,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from phaze.plan.plan import LayerKind, Plan, PlanStatus, SplitDim
+from phaze.parallelism import ALL_DEVICES, Parallelism
+from phaze.plan.plan import Landscape, LayerKind, Plan, PlanStatus, SplitDim
 from phaze.report.device_mesh import link_traffic, places
 from phaze.report.html_elements import Markup, element, joined, table
 from phaze.report.page import build_page, chart, section
-from phaze.report.plan_text import provenance_lines, seconds_text, strategy_text, verdict
+from phaze.report.plan_text import (
+    degrees_text,
+    provenance_lines,
+    seconds_text,
+    strategy_text,
+    verdict,
+    zero_text,
+)
 from phaze.report.plan_words import plural, strategy_sentence, uncertainty_text
 from phaze.report.timeline_columns import timeline_columns
 
@@ -100,23 +108,10 @@ def plan_chart_data(plan: Plan) -> dict[str, object]:
                     "seconds": seconds,
                     "gib": memory / GIB,
                     "state": state,
-                    "text": f"dp {dp} x tp {tp} x pp {pp}"
-                    + (f", {chunks} chunks" if chunks > 1 else "")
-                    + (f", {schedule}" if pp > 1 else "")
-                    + f", ZeRO-{zero}, microbatch {size}",
+                    "text": _met_text(met, index),
                 }
-                for dp, tp, pp, chunks, zero, size, schedule, state, seconds, memory in zip(
-                    met.dp,
-                    met.tp,
-                    met.pp,
-                    met.chunks,
-                    met.zero,
-                    met.micro_batch_size,
-                    met.schedule,
-                    met.state,
-                    met.seconds,
-                    met.memory_bytes,
-                    strict=True,
+                for index, (state, seconds, memory) in enumerate(
+                    zip(met.state, met.seconds, met.memory_bytes, strict=True)
                 )
             ],
             "plan": {
@@ -127,6 +122,24 @@ def plan_chart_data(plan: Plan) -> dict[str, object]:
             "bound": plan.bound_s,
         },
     }
+
+
+def _met_text(met: Landscape, index: int) -> str:
+    """One strategy that the search met, in the words of `strategy_text`."""
+    replicas = met.dp[index] * met.cp[index]
+    strategy = Parallelism(
+        dp=met.dp[index],
+        cp=met.cp[index],
+        ep=met.ep[index],
+        shard=met.shard[index] if met.zero[index] and met.shard[index] < replicas else ALL_DEVICES,
+        zero=met.zero[index],
+        tp=met.tp[index],
+        pp=met.pp[index],
+    )
+    schedule = f", {met.schedule[index]}" if strategy.pp > 1 else ""
+    chunks = f", {met.chunks[index]} chunks" if met.chunks[index] > 1 else ""
+    size = met.micro_batch_size[index]
+    return f"{degrees_text(strategy)}{chunks}{schedule}, {zero_text(strategy)}, microbatch {size}"
 
 
 def _short_names(kind: LayerKind) -> list[str]:

@@ -10,7 +10,16 @@ from phaze.parallelism import MIXED_SEQUENCES, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 from phaze.printable_text import with_printable_text
 
-__all__ = ["explanation", "provenance_lines", "seconds_text", "strategy_text", "summary", "verdict"]
+__all__ = [
+    "degrees_text",
+    "explanation",
+    "provenance_lines",
+    "seconds_text",
+    "strategy_text",
+    "summary",
+    "verdict",
+    "zero_text",
+]
 
 COLUMNS = 100
 MOST_STAGES = 16
@@ -59,17 +68,31 @@ def _title(plan: Plan) -> str:
     )
 
 
+def degrees_text(strategy: Parallelism) -> str:
+    """The degrees that multiply to the devices, and over how many of these experts are divided."""
+    named = [("dp", strategy.dp), ("cp", strategy.cp), ("tp", strategy.tp), ("pp", strategy.pp)]
+    degrees = " x ".join(f"{name} {degree}" for name, degree in named if name != "cp" or degree > 1)
+    return f"{degrees}, ep {strategy.ep}" if strategy.ep > 1 else degrees
+
+
+def zero_text(strategy: Parallelism) -> str:
+    """The ZeRO stage, and its groups where these are not all devices."""
+    is_hybrid = strategy.zero and strategy.shard_groups > 1
+    groups = f" over {strategy.shard_devices} of {strategy.replicas}" if is_hybrid else ""
+    return f"ZeRO-{strategy.zero}{groups}"
+
+
 def strategy_text(strategy: Parallelism) -> str:
     """One line: degrees first, then what they do."""
     modes = list(dict.fromkeys(strategy.recompute))
     recompute = (
         modes[0] if len(modes) == 1 else " and ".join(f"{mode} x{strategy.recompute.count(mode)}" for mode in modes)
     )
-    words = [f"dp {strategy.dp} x tp {strategy.tp} x pp {strategy.pp}", f"microbatch {strategy.micro_batch_size}"]
+    words = [degrees_text(strategy), f"microbatch {strategy.micro_batch_size}"]
     if strategy.pp > 1:
         chunks = f" with {strategy.chunks} chunks" if strategy.chunks > 1 else ""
         words.append(f"schedule {strategy.schedule}{chunks}")
-    words.append(f"ZeRO-{strategy.zero}")
+    words.append(zero_text(strategy))
     if strategy.tp > 1:
         words.append(_SEQUENCE_WORDS[strategy.sequence_parallel])
     words.append(f"recompute {recompute}")
@@ -110,6 +133,7 @@ def _bounded_plans(plan: Plan) -> str:
         return "no plan of any slicing offered"
     names = [name for name in _FILLED_IN if name != "sequence_parallel" or strategy.get("tp") != 1]
     is_open = any(strategy.get(name) is None for name in names)
+    is_open |= len(plan.question.cp) > 1 or len(plan.question.ep) > 1
     if strategy.get("stages") is not None and is_open:
         return "no way that was tried to fill in what this strategy leaves open"
     return "no plan of this strategy"
@@ -250,7 +274,16 @@ def _offered(plan: Plan) -> str:
     """What the plan was chosen from, in words."""
     sizes, degrees = (", ".join(map(str, values)) for values in (plan.question.micro_batch_size, plan.question.tp))
     what = "what the strategy leaves open of " if plan.question.strategy else ""
+    further = ""
+    for name, values in (("cp", plan.question.cp), ("ep", plan.question.ep)):
+        further += f", {name} {', '.join(map(str, values))}" if values != (1,) else ""
+    groups = " and ZeRO over groups of a power of two or of a level of the network," if _has_groups(plan) else ""
     return (
-        f"{what}microbatch {sizes} and tp {degrees}, with sequences split between all layers, in none, or wherever "
-        "that is fastest, at these prices"
+        f"{what}microbatch {sizes} and tp {degrees}{further},{groups} with sequences split between all layers, in "
+        "none, or wherever that is fastest, at these prices"
     )
+
+
+def _has_groups(plan: Plan) -> bool:
+    """Whether ZeRO could shard over groups of devices, and the user did not say over which."""
+    return plan.question.has_shard_groups and "shard" not in plan.question.strategy

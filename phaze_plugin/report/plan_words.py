@@ -11,9 +11,9 @@ from phaze.plan.plan import Plan
 __all__ = ["plural", "strategy_sentence", "uncertainty_text"]
 
 _ZERO_WORDS = {
-    1: "their optimizer state sharded over the copies (ZeRO-1)",
-    2: "their optimizer state and gradients sharded over the copies (ZeRO-2)",
-    3: "parameters, gradients and optimizer state sharded over the copies (ZeRO-3)",
+    1: "their optimizer state",
+    2: "their optimizer state and gradients",
+    3: "parameters, gradients and optimizer state",
 }
 
 _SCHEDULE_WORDS = {
@@ -48,8 +48,13 @@ def strategy_sentence(plan: Plan) -> str:
     if strategy.tp > 1:
         along = " and activations between layers split along the sequence" if strategy.sequence_parallel else ""
         parts.append(f"every layer split over {strategy.tp} devices{along}")
-    if strategy.dp > 1 and strategy.zero:
-        parts.append(_ZERO_WORDS[strategy.zero])
+    if strategy.cp > 1:
+        parts.append(f"every sequence split over {strategy.cp} devices")
+    if strategy.ep > 1:
+        parts.append(f"experts divided over {strategy.ep} devices")
+    if strategy.replicas > 1 and strategy.zero:
+        over = "the copies" if strategy.shard_groups == 1 else f"groups of {plural(strategy.shard_devices, 'device')}"
+        parts.append(f"{_ZERO_WORDS[strategy.zero]} sharded over {over} (ZeRO-{strategy.zero})")
     each = f"Each copy runs {plural(plan.micro_batches, 'microbatch').replace('batchs', 'batches')} of "
     each += f"{plural(strategy.micro_batch_size, 'sequence')} a step"
     return f"{', '.join(parts)}. {each}; {_recompute_words(strategy)}."

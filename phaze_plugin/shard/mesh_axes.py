@@ -100,7 +100,7 @@ def collective_op(
 ) -> Op:
     """A collective that belongs to another op: it has that op's module and phase."""
     return Op(
-        id=f"{result}:{function}" if result == op.id or result in op.outputs else result,
+        id=f"{result}:{axis}_{function}" if result == op.id or result in op.outputs else result,
         kind=OpKind.COLLECTIVE,
         function=function,
         rule=rule,

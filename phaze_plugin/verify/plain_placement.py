@@ -175,6 +175,20 @@ def _needed_pass(kind: str, stage: int, batch: int, stages: int) -> tuple[str, i
     return ("B", stage, batch)
 
 
+class _Groups(NamedTuple):
+    """The devices that hold copies of the same parameters: groups that share ZeRO's states.
+
+    Attributes:
+        shard: devices of a group.
+        groups: how many groups there are.
+        stride: how many copies of the stage neighbours in a group lie apart.
+    """
+
+    shard: int
+    groups: int
+    stride: int
+
+
 class _Tie(NamedTuple):
     """Parameters that several layers share, as a stage with some of these layers sees them.
 
@@ -208,20 +222,15 @@ class PlainCosts:
 
     def stage(self, before: set[int], layers: set[int], mode: RecomputeMode) -> PlainStage:
         """One stage with some layers and a recompute mode, given the layers that come before it."""
-        recipe, zero = self.problem.recipe, self.parallelism.zero
         order = sorted(layers)
         profiles = {layer: self._profile(layer, mode) for layer in order}
         is_split = any(profile.is_tensor_parallel for profile in profiles.values())
         devices = self.parallelism.tp if is_split or not self.allows_mixed_tp else 1
         received_s, returned_s = self._transfer_s(before), self._transfer_s(before | layers)
-        gather_s = scatter_s = 0.0
-        for profile in profiles.values():
-            if zero == 3:
-                size = profile.parameters * recipe.parameter_bytes
-                gather_s += self._over_copies_s(Collective.ALL_GATHER, size, devices)
-            if zero >= 2:
-                size = profile.parameters * recipe.reduction_bytes
-                scatter_s += self._over_copies_s(Collective.REDUCE_SCATTER, size, devices)
+        gather_s, scatter_s = (
+            sum(self._in_pass_s(kind, profile, devices) for profile in profiles.values())
+            for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        )
         together_s = self.problem.calibration.together_s
         inputs_s, weights_s = self._sum_s(profiles, "backward_input_s"), self._sum_s(profiles, "backward_weight_s")
         start_s = max(returned_s, self._sum_s(profiles, "recompute_s"))
@@ -241,7 +250,53 @@ class PlainCosts:
 
     @property
     def _used_devices(self) -> int:
-        return self.parallelism.dp * self.parallelism.tp * self.parallelism.pp
+        return self._copies * self.parallelism.tp * self.parallelism.pp
+
+    @property
+    def _copies(self) -> int:
+        """Devices that run the same layers with the same part of tensor parallelism."""
+        return self.parallelism.dp * self.problem.cp
+
+    def _groups(self, is_expert: bool) -> _Groups:
+        """How copies of dense parameters, or of those of experts, are divided into groups that share ZeRO's states."""
+        shard, ep = self.parallelism.shard, self.problem.ep if is_expert else 1
+        members = [copy for copy in range(self._copies) if copy % ep == 0]  # devices that hold the same as the first
+        size = self._copies if isinstance(shard, str) else shard
+        first_group = [copy for copy in members if copy < size]
+        return _Groups(len(first_group), len(members) // len(first_group), ep)
+
+    def _in_pass_s(self, collective: Collective, profile: LayerProfile, devices: int) -> float:
+        """Seconds of gathering a layer's parameters for a pass (ZeRO-3), or of scattering its gradients after one."""
+        recipe, zero = self.problem.recipe, self.parallelism.zero
+        each = recipe.parameter_bytes if zero == 3 else 0.0
+        if collective is Collective.REDUCE_SCATTER:
+            each = recipe.reduction_bytes if zero >= 2 else 0.0
+        counts = self._by_kind(profile)
+        return sum(self._in_group_s(collective, count * each, devices, kind) for kind, count in counts)
+
+    def _by_kind(self, profile: LayerProfile) -> list[tuple[bool, float]]:
+        """The parameters of a layer: whether they belong to experts that are divided over ep, and how many."""
+        if self.problem.ep == 1:
+            return [(False, profile.parameters)]
+        return [(False, profile.parameters - profile.expert_parameters), (True, profile.expert_parameters)]
+
+    def _reduce_s(self, count: float, devices: int, is_expert: bool = False) -> float:
+        """Seconds of what follows the last backward pass for the gradients of so many parameters."""
+        groups, zero = self._groups(is_expert), self.parallelism.zero
+        size = count * self.problem.recipe.reduction_bytes
+        if zero == 0:
+            copies = groups.shard * groups.groups
+            return self._over_copies_s(Collective.ALL_REDUCE, size, copies, groups.stride * devices)
+        stride = groups.stride * groups.shard * devices
+        takes_s = self._over_copies_s(Collective.ALL_REDUCE, size / groups.shard, groups.groups, stride)
+        if zero == 1:
+            takes_s += self._in_group_s(Collective.REDUCE_SCATTER, size, devices, is_expert)
+        return takes_s
+
+    def _in_group_s(self, collective: Collective, size: float, devices: int, is_expert: bool) -> float:
+        """Seconds of a collective within a group of devices that share ZeRO's states."""
+        groups = self._groups(is_expert)
+        return self._over_copies_s(collective, size, groups.shard, groups.stride * devices)
 
     def _sum_s(self, profiles: Mapping[int, LayerProfile], name: str) -> float:
         """The seconds of one pass over all layers of a stage."""
@@ -255,13 +310,13 @@ class PlainCosts:
     def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
         return self.problem.profile(layer, self.parallelism.tp, mode or self.problem.choices.recompute[0])
 
-    def _over_copies_s(self, collective: Collective, size: float, stride: int) -> float:
-        """Seconds of a collective over the dp copies of a stage."""
-        if self.parallelism.dp == 1 or size <= 0:
+    def _over_copies_s(self, collective: Collective, size: float, members: int, stride: int) -> float:
+        """Seconds of a collective over some copies of a stage."""
+        if members == 1 or size <= 0:
             return 0.0
-        key = (collective, size, stride)
+        key = (collective, size, members, stride)
         if key not in self.known_s:
-            self.known_s[key] = self._seconds(collective, size, self._used_cluster(), self.parallelism.dp, stride)
+            self.known_s[key] = self._seconds(collective, size, self._used_cluster(), members, stride)
         return self.known_s[key]
 
     def _seconds(
@@ -285,7 +340,7 @@ class PlainCosts:
             return 0.0
         key = (collective, size, members, "between")
         if key not in self.known_s:
-            cluster, stride = self.problem.cluster, self.parallelism.dp * self.parallelism.tp
+            cluster, stride = self.problem.cluster, self._copies * self.parallelism.tp
             far, is_inner = cluster.levels[-1], cluster.inner_levels[-1]
             if self._used_devices <= math.prod(level.size for level in cluster.levels):
                 span = self._used_cluster().axis_spans(self.parallelism.pp, stride)[-1]
@@ -329,24 +384,21 @@ class PlainCosts:
         recipe, order, spread = self.problem.recipe, list(profiles), self._spread_parameters()
         pp, zero = self.parallelism.pp, self.parallelism.zero
         gradient_bytes = recipe.reduction_bytes
-        if zero < 2:
-            self._add_reduction(result, profiles)
+        self._add_reduction(result, profiles)
         result.tie_s += self._between_stages_s(Collective.ALL_GATHER, spread * recipe.parameter_bytes, pp)
         result.tie_s += self._between_stages_s(Collective.REDUCE_SCATTER, spread * gradient_bytes, pp)
         for tie in self._ties(order):
             if tie.layers_here < tie.layers and not spread:
                 members = min(tie.layers, pp)
                 result.tie_s += self._between_stages_s(Collective.ALL_REDUCE, tie.held * gradient_bytes, members)
-        parameters = self._held_parameters(order)
-        result.finish_s = parameters * self._update_s() / (self.parallelism.dp if zero >= 1 else 1)
-        if zero in (1, 2):
-            size = parameters * recipe.parameter_bytes
-            result.finish_s += self._over_copies_s(Collective.ALL_GATHER, size, result.devices)
+        for is_expert, parameters in self._held_by_kind(profiles):
+            result.finish_s += parameters * self._update_s() / (self._groups(is_expert).shard if zero >= 1 else 1)
+            if zero in (1, 2):
+                size = parameters * recipe.parameter_bytes
+                result.finish_s += self._in_group_s(Collective.ALL_GATHER, size, result.devices, is_expert)
 
     def _add_reduction(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
         """Reduce gradients behind the last backward pass, the last layer first; those of tied parameters at the end."""
-        gradient_bytes = self.problem.recipe.reduction_bytes
-        kind = Collective.ALL_REDUCE if self.parallelism.zero == 0 else Collective.REDUCE_SCATTER
         spread = self._spread_parameters()
         network_free_s = ready_s = 0.0
         for layer in reversed(list(profiles)):
@@ -355,7 +407,9 @@ class PlainCosts:
             if not self._splits_backward:
                 ready_s += self._pass_s(profile, "backward_input_s")
             parameters = 0.0 if spread and self.problem.stage_sharded_layers[layer] else self._untied_parameters(layer)
-            takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
+            experts = profile.expert_parameters if self.problem.ep > 1 else 0.0
+            takes_s = self._reduce_s(parameters - experts, result.devices)
+            takes_s += self._reduce_s(experts, result.devices, is_expert=True)
             result.reduction_s += takes_s
             network_free_s = max(network_free_s, ready_s) + takes_s
         exposed_s = network_free_s - ready_s if self.problem.overlaps_reduction else result.reduction_s
@@ -363,7 +417,7 @@ class PlainCosts:
         result.exposed_s = overlap * exposed_s + (1 - overlap) * result.reduction_s
         tied = [tie.held for tie in self._ties(list(profiles))]
         for parameters in [spread / self.parallelism.pp] if spread else tied:
-            takes_s = self._over_copies_s(kind, parameters * gradient_bytes, result.devices)
+            takes_s = self._reduce_s(parameters, result.devices)
             result.exposed_s += takes_s
             result.reduction_s += takes_s
 
@@ -397,19 +451,30 @@ class PlainCosts:
         repeats = sum(tie.repeated - tie.held for tie in self._ties(order))
         return sum(self._profile(layer).parameters for layer in order) - repeats
 
+    def _held_by_kind(self, profiles: Mapping[int, LayerProfile]) -> list[tuple[bool, float]]:
+        """Parameters of a stage: whether they belong to experts that are divided over ep, and how many."""
+        held = self._held_parameters(list(profiles))
+        if self.problem.ep == 1:
+            return [(False, held)]
+        experts = sum(profile.expert_parameters for profile in profiles.values())
+        return [(False, held - experts), (True, experts)]
+
     def _add_memory(
         self, result: PlainStage, before: set[int], profiles: Mapping[int, LayerProfile], transferred_bytes: float
     ) -> None:
         """Add what each device of a stage holds, stashes and needs for a while."""
-        recipe, dp, zero = self.problem.recipe, self.parallelism.dp, self.parallelism.zero
-        parameters = self._held_parameters(list(profiles))
-        frozen_bytes = sum(profile.frozen_bytes for profile in profiles.values())
-        result.held_bytes = {
-            "parameters": parameters * recipe.parameter_bytes / (dp if zero == 3 else 1) + frozen_bytes,
-            "gradients": parameters * recipe.gradient_bytes / (dp if zero >= 2 else 1),
-            "optimizer": parameters * recipe.optimizer_bytes / (dp if zero >= 1 else 1),
-        }
-        largest = max(profile.parameters for profile in profiles.values())
+        recipe, zero = self.problem.recipe, self.parallelism.zero
+        result.held_bytes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
+        result.held_bytes["parameters"] = sum(profile.frozen_bytes for profile in profiles.values())
+        for is_expert, parameters in self._held_by_kind(profiles):
+            shard = self._groups(is_expert).shard
+            result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / (shard if zero == 3 else 1)
+            result.held_bytes["gradients"] += parameters * recipe.gradient_bytes / (shard if zero >= 2 else 1)
+            result.held_bytes["optimizer"] += parameters * recipe.optimizer_bytes / (shard if zero >= 1 else 1)
+        largest = max(
+            sum(count for is_expert, count in self._by_kind(profile) if self._groups(is_expert).shard > 1)
+            for profile in profiles.values()
+        )
         stashed_bytes = peak_bytes = 0.0
         for profile in profiles.values():
             stashed_bytes += profile.stashed_bytes
@@ -417,9 +482,9 @@ class PlainCosts:
         result.working_bytes = peak_bytes - stashed_bytes
         spread_bytes = self._spread_parameters() * (recipe.parameter_bytes + recipe.gradient_bytes)
         result.buffer_bytes = transferred_bytes + spread_bytes
-        if dp > 1 and zero >= 2:
+        if zero >= 2:
             result.buffer_bytes += largest * recipe.reduction_bytes
-        if dp > 1 and zero == 3:  # one layer's parameters are gathered while another's are used
+        if zero == 3:  # one layer's parameters are gathered while another's are used
             result.buffer_bytes += 2 * largest * recipe.parameter_bytes
         result.stash_bytes = stashed_bytes
         placed = before | set(profiles)

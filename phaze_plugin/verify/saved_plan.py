@@ -95,6 +95,8 @@ def question_for(
         "precision": facts.precision,
         "micro_batch_size": facts.micro_batch_size,
         "tp": facts.tp,
+        "cp": facts.cp,
+        "ep": facts.ep,
         "target": facts.target,
         "constraints": facts.constraints,
         "calibration": facts.calibration,

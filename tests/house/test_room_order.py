@@ -39,6 +39,7 @@ ORDER = (
     "strategy_files",
     "asked_model",
     "shard",
+    "offered_choices",
     "question",
     # the answer
     "schedule",

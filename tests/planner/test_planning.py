@@ -201,10 +201,13 @@ def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest(degrees:
     assert [len(stage.layers) for stage in found.plan.stages] == list(stages)
     rest = {"tp": 1, "micro_batch_size": 2, "stages": stages}
     every = [
-        {"pp": 2, "chunks": 1, "dp": dp, "schedule": schedule, "zero": zero, "recompute": mode, **rest}
+        {"pp": 2, "chunks": 1, "dp": dp, "schedule": schedule, "recompute": mode, **zero_and_shard, **rest}
         for dp in degrees
         for schedule in ("gpipe", "1f1b", "zero-bubble")
-        for zero in ((0, 1, 2, 3) if dp > 1 else (0,))
+        for zero_and_shard in [
+            {"zero": 0},
+            *({"zero": zero, "shard": shard} for zero in (1, 2, 3) for shard in {2, dp} if dp >= shard > 1),
+        ]
         for mode in ("none", "selective", "full")
     ]
     times = [
@@ -512,4 +515,4 @@ def test_tp_is_offered_beyond_the_default_degrees_up_to_a_node(node: int, device
     assert next_tp(question) == expected
     assert next_tp(question.with_strategy({"tp": 8})) is None
     if expected is not None:
-        assert offering(question, tp=expected).tp_degrees == (1, 2, 4, 8, expected)
+        assert offering(question, "tp", expected).tp_degrees == (1, 2, 4, 8, expected)

@@ -56,6 +56,8 @@ def _strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
             continue
         if problem.needs_even_micro_batches and problem.micro_batches % dp:
             continue
+        if dp * problem.cp % problem.ep:
+            continue
         micro_batches = -(-problem.micro_batches // dp)
         for pp in [1] if schedule is PipelineSchedule.NONE else range(2, layers // chunks + 1):
             if problem.choices.pp and pp not in problem.choices.pp:
@@ -63,8 +65,36 @@ def _strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
             if chunks > 1 and micro_batches % pp:
                 continue
             # A single copy has nothing to shard: only the least ZeRO stage counts.
-            for zero in zero_stages if dp > 1 else sorted(zero_stages)[:1]:
-                yield Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, schedule=schedule, chunks=chunks)
+            copies_each = dp * problem.cp
+            for zero in zero_stages if copies_each > 1 else sorted(zero_stages)[:1]:
+                for shard in _shards(problem, tp, copies_each) if zero else ["all"]:
+                    yield Parallelism(
+                        dp=dp,
+                        cp=problem.cp,
+                        ep=problem.ep,
+                        tp=tp,
+                        pp=pp,
+                        zero=zero,
+                        shard=shard,
+                        schedule=schedule,
+                        chunks=chunks,
+                    )
+
+
+def _shards(problem: PlacementProblem, tp: int, copies: int) -> list[int | str]:
+    """Every group over which ZeRO may shard: powers of two, as many as fill a level of the network, and all."""
+    if problem.choices.shard is not None:
+        return [size for size in problem.choices.shard if size == "all" or copies % int(size) == 0]
+    if not problem.capabilities.allows_shard_groups:
+        return ["all"]
+    sizes: list[int | str] = ["all"]
+    for size in range(2, copies):
+        blocks = [math.prod(level.size for level in problem.cluster.levels[: depth + 1]) for depth in range(3)]
+        is_offered = size & (size - 1) == 0 or size * tp in blocks
+        is_even = size % problem.ep == 0 or problem.ep % size == 0
+        if copies % size == 0 and is_offered and is_even:
+            sizes.append(size)
+    return sizes
 
 
 def brute_force(problem: PlacementProblem) -> dict[Parallelism, float]:
@@ -80,7 +110,7 @@ def _least_time_s(problem: PlacementProblem, strategy: Parallelism) -> float:
     micro_batches = -(-problem.micro_batches // strategy.dp)
     name = str(strategy.schedule or "1f1b")
     mixed = capabilities.allows_mixed_tp and chunks == 1
-    if not mixed and strategy.dp * strategy.tp * pp > device_count:
+    if not mixed and strategy.device_count > device_count:
         return math.inf
     costs = PlainCosts(problem, strategy, mixed)
     flight = [
@@ -97,7 +127,7 @@ def _least_time_s(problem: PlacementProblem, strategy: Parallelism) -> float:
             if (before, part) not in known:
                 known[before, part] = [costs.stage(set(before), set(part), mode) for mode in problem.choices.recompute]
         options = [known[key] for key in keys]
-        used = strategy.dp * sum(
+        used = strategy.replicas * sum(
             max(options[index][0].devices for index in range(device, len(parts), pp)) for device in range(pp)
         )
         if used > device_count or (used < device_count and not capabilities.allows_idle_devices):

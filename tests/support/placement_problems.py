@@ -165,6 +165,40 @@ def stage_sharded_problem(seed: int, *, largest: int = 5, most_devices: int = 6)
     return changed(problem, graph=graph, capabilities=capabilities, schedule=PIPELINE_SCHEDULES)
 
 
+def problem_with_axes(
+    seed: int, *, largest: int = 3, most_devices: int = 12, most_micro_batches: int = 4
+) -> PlacementProblem:
+    """A random problem with hybrid sharding, and on some seeds with split sequences and divided experts."""
+    problem = random_problem(seed, largest=largest, most_micro_batches=most_micro_batches)
+    random = Random(seed + 1)
+    nodes = (InterconnectLevel(random.choice([2, 3, 4]), 1e7, 1e-4), InterconnectLevel(12, 1e6, 1e-3))
+    devices = random.randrange(2, most_devices + 1)
+    cluster = Cluster(problem.cluster.accelerator, devices, random.choice([nodes, problem.cluster.levels]))
+    return with_axes(replace(problem, cluster=cluster), seed)
+
+
+def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
+    """The problem with hybrid sharding, and on some seeds with split sequences and divided experts."""
+    random = Random(seed + 2)
+    experts = {
+        key: random.choice([0.0, 0.3, 0.6]) for key in dict.fromkeys(layer.key for layer in problem.graph.layers)
+    }
+    profiles = {
+        index: replace(
+            profile,
+            expert_parameters=experts[index[0]] * (profile.parameters - sum(profile.tied_parameters.values())),
+        )
+        for index, profile in problem.profiles.items()
+    }
+    return replace(
+        problem,
+        profiles=profiles,
+        capabilities=replace(problem.capabilities, allows_shard_groups=random.random() < 0.9),
+        cp=random.choice([1, 1, 2, 3]),
+        ep=random.choice([1, 1, 2, 3, 4]),
+    )
+
+
 def changed(problem: PlacementProblem, **changes: object) -> PlacementProblem:
     """The problem with some of its fields, or of its choices, changed."""
     names = {field.name for field in fields(Choices)}

@@ -32,11 +32,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.parallelism import PipelineSchedule
+from phaze.place.model.data_degrees import DataDegrees, DataShares
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
-from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["ClosedFormBounds"]
 
@@ -64,14 +64,12 @@ class _Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedFormBounds:
-    """Bounds at one tp and ZeRO stage, for many numbers of data-parallel copies.
+    """Bounds at one tp and ZeRO stage, for many degrees of data parallelism.
 
     Attributes:
         problem: what is placed.
         sums: sums over stages, of which only the stage that is the whole model is read.
-        zero: ZeRO stage.
-        dp: data-parallel copies, one number per strategy.
-        least_dp: the same, or fewer where a strategy stands for several: what is moved is bounded by these.
+        degrees: dp and ZeRO's groups, of each strategy.
         whole_model: the stage that holds everything.
         s_per_byte: seconds per byte on the fastest link.
         least_cut_s: seconds of the smallest boundary between stages on that link.
@@ -79,9 +77,7 @@ class ClosedFormBounds:
 
     problem: PlacementProblem
     sums: StageSums
-    zero: int
-    dp: IntArray
-    least_dp: IntArray
+    degrees: DataDegrees
     whole_model: int
     s_per_byte: float
     least_cut_s: float
@@ -93,38 +89,30 @@ class ClosedFormBounds:
         space: StageSpace,
         sums: StageSums,
         network: Network,
-        zero: int,
-        dp: IntArray,
-        least_dp: IntArray,
+        degrees: DataDegrees,
     ) -> ClosedFormBounds:
         """The bounds of a problem."""
         cuts = sums.received_bytes[space.source > 0]
         return cls(
             problem=problem,
             sums=sums,
-            zero=zero,
-            dp=dp,
-            least_dp=least_dp,
+            degrees=degrees,
             whole_model=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
             s_per_byte=network.least_s_per_byte,
             least_cut_s=float(cuts.min(initial=np.inf)) * network.least_s_per_byte if len(cuts) else 0.0,
         )
 
     @property
-    def sharding(self) -> ZeroSharding:
-        """What the ZeRO stage holds and moves, per number of copies."""
-        return ZeroSharding(self.problem.recipe, self.zero, self.dp)
-
-    @property
-    def parameters(self) -> float:
-        """Trained parameters of the whole model on one tensor-parallel rank."""
-        return float(self.sums.parameters[self.whole_model])
+    def _parameters(self) -> list[tuple[DataShares, float]]:
+        """Trained parameters of the whole model on one tensor-parallel rank, dense ones and experts apart."""
+        parameters = (float(kind.parameters[self.whole_model]) for kind in self.sums.kinds(self.problem.ep))
+        return list(zip(self.degrees.shares(self.problem), parameters, strict=True))
 
     def least_bytes(self) -> FloatArray:
         """What all stages of a pipeline hold together at least."""
-        held = self.sharding.held_bytes_per_parameter
+        held = sum(kind.sharding.held_bytes_per_parameter * parameters for kind, parameters in self._parameters)
         stash = float(self.sums.stashed_bytes[:, self.whole_model].min())
-        return np.asarray(held * self.parameters + self.sums.frozen_bytes[self.whole_model] + stash)
+        return np.asarray(held + self.sums.frozen_bytes[self.whole_model] + stash)
 
     def time_bound_s(self, schedule: PipelineSchedule, chunks: int, pp: IntArray, update_s: float) -> FloatArray:
         """The bound of each number of copies with its pipeline depth; ``update_s`` is that of one parameter."""
@@ -132,8 +120,11 @@ class ClosedFormBounds:
             float(seconds[:, self.whole_model].min())
             for seconds in (self.sums.forward_s, self.sums.backward_input_s, self.sums.backward_weight_s)
         )
-        gathered = self._moved_s(self.sharding.gathered_bytes_per_pass)
-        scattered = self._moved_s(self.sharding.scattered_bytes_per_backward)
+        gathered, scattered = np.zeros((2, len(pp)))
+        for kind, parameters in self._parameters:
+            moved_s = kind.within * parameters * self.s_per_byte
+            gathered += moved_s * kind.sharding.gathered_bytes_per_pass
+            scattered += moved_s * kind.sharding.scattered_bytes_per_backward
         transfers = 2 * (pp * chunks - 1) * self.least_cut_s
         run = self._overlapped(forward, gathered)
         without_weights = run + self._overlapped(backward_input, gathered) + transfers
@@ -142,7 +133,7 @@ class ClosedFormBounds:
             without_weights=without_weights,
             split=without_weights + self._overlapped(weight, scattered),
         )
-        micro_batches = (-(-self.problem.micro_batches // self.dp)).astype(float)
+        micro_batches = (-(-self.problem.micro_batches // self.degrees.dp)).astype(float)
         path = self._path_s(schedule, chunks, pp, micro_batches, passes)
         total = passes.split if schedule is PipelineSchedule.ZERO_BUBBLE else passes.fused
         # Chunks of a device hide each other's reductions: of interleaved ones nothing is certain to be exposed.
@@ -180,18 +171,15 @@ class ClosedFormBounds:
                 u = _geometric(micro_batches * chunks, pp) / (micro_batches * chunks)
                 return np.asarray(fused * (micro_batches * u - (chunks - 1) / chunks * (pp * u - 1)))
 
-    def _moved_s(self, bytes_each: FloatArray) -> FloatArray:
-        """Seconds of one gather or scatter of all parameters, with so many bytes per parameter."""
-        return np.asarray((1 - 1 / self.least_dp) * (bytes_each * self.parameters * self.s_per_byte))
-
     def _after_last_backward_s(self, update_s: float, hidden_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""
-        sharding = self.sharding
-        update = self.parameters * update_s / sharding.optimizer_shards
-        gather = self._moved_s(sharding.gathered_bytes_per_batch)
-        # An all-reduce moves as much as a reduce-scatter and an all-gather.
-        reduced = self._moved_s(2 * sharding.all_reduced_bytes_per_batch + sharding.scattered_bytes_per_batch)
-        return np.asarray(update + gather + np.maximum(reduced - hidden_s, 0.0))
+        finish, reduced = np.zeros((2, len(self.degrees.dp)))
+        for kind, parameters in self._parameters:
+            sharding, sent_s = kind.sharding, parameters * self.s_per_byte
+            finish += parameters * update_s / sharding.optimizer_shards
+            finish += kind.within * sent_s * sharding.gathered_bytes_per_batch
+            reduced += kind.reduced * sent_s * self.problem.recipe.reduction_bytes
+        return np.asarray(finish + np.maximum(reduced - hidden_s, 0.0))
 
 
 def _geometric(micro_batches: FloatArray, pp: IntArray) -> FloatArray:

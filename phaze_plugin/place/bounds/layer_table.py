@@ -6,8 +6,8 @@ its layers of that chain do.
 `LayerTable.terms` computes lower bounds, so that what filling the stages proves holds for every plan:
 
 - every term is the least over recompute modes, unless it is listed per mode;
-- collectives over copies take what they take at least; those of several values of dp, and all others, run on the
-  fastest links that they could use, without latencies (`LayerTable._data_prices`);
+- collectives over copies and shards take what they take at least; those of rows that stand for several strategies, and
+  all others, run on the fastest links that they could use, without latencies (`LayerTable._data_prices`);
 - a pass takes as long as its layers or as the collectives behind them, whichever is longer, and what of the shorter is
   not hidden; here the one that is longer over the whole model is charged for every layer (`_overlapped_over_model`),
   which is never more than a stage pays; likewise of reductions only the part that may be hidden is;
@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
-from phaze.cost import Collective
 from phaze.parallelism import PipelineSchedule
 from phaze.place.bounds.stage_filling import LayerTerms, StageFilling
+from phaze.place.model.data_degrees import listed_shards
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
@@ -50,6 +50,36 @@ all strategies, and five leave a 32nd of the interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _DataTerms:
+    """What layers hold, buffer and exchange with copies and shards of their parameters, per (layer, strategy).
+
+    Attributes:
+        gathered_s: parameters gathered in every pass.
+        scattered_s: gradients scattered in every backward.
+        reduced_s: gradients reduced after the last backward, without tied ones.
+        finish_s: update and gather, and the reduction of tied parameters.
+        held_bytes: parameters, gradients and optimizer state.
+        buffer_bytes: of which a stage needs the largest.
+    """
+
+    gathered_s: FloatArray
+    scattered_s: FloatArray
+    reduced_s: FloatArray
+    finish_s: FloatArray
+    held_bytes: FloatArray
+    buffer_bytes: FloatArray
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> _DataTerms:
+        """No parameters."""
+        return cls(**{name: np.zeros(shape) for name in cls.__slots__})
+
+    def __add__(self, other: _DataTerms) -> _DataTerms:
+        """Both together."""
+        return _DataTerms(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTable:
     """Layers in order, per (tp, layer) and the least over recompute modes; of a graph that branches, some of them.
 
@@ -59,6 +89,7 @@ class LayerTable:
         input_s: the part of backward that makes gradients of inputs.
         weight_s: the part of backward that makes gradients of parameters.
         untied: parameters that no other layer shares and that are not sharded over stages.
+        experts: those of them that belong to experts which are divided over several devices.
         tied: tied parameters, each at the first layer that has it.
         tied_ends: tied parameters that the first and the last layer share, per (first or last, tp).
         stashed_bytes: stash per microbatch.
@@ -85,6 +116,7 @@ class LayerTable:
     input_s: FloatArray
     weight_s: FloatArray
     untied: FloatArray
+    experts: FloatArray
     tied: FloatArray
     tied_ends: FloatArray
     stashed_bytes: FloatArray
@@ -146,90 +178,123 @@ class LayerTable:
     def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
         return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes, self.left_out)
 
-    def sharding(self, strategies: ParallelismTable) -> ZeroSharding:
-        """What the ZeRO stage of each strategy holds and moves."""
-        return ZeroSharding(self.problem.recipe, strategies.zero, strategies.dp)
+    def held_and_buffered_bytes(self, strategies: ParallelismTable) -> tuple[FloatArray, FloatArray]:
+        """What a device holds for each layer, and what buffers the layer needs, per (layer, strategy)."""
+        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
+        parameters, experts = self.parameters[tp_index].T, self.experts[tp_index].T
+        held, buffers = np.zeros((2, *parameters.shape))
+        kinds = strategies.degrees.sharding(self.problem)
+        for sharding, count in zip(kinds, (parameters - experts, experts), strict=False):
+            held += count * sharding.held_bytes_per_parameter
+            buffers += count * sharding.buffer_bytes
+        return held, buffers
 
-    def _data_prices(self, strategies: ParallelismTable) -> FloatArray:
-        """Of gather, scatter and all-reduce over the copies of each strategy: seconds per byte, and latencies.
+    def _data_prices(self, strategies: ParallelismTable, experts: bool) -> FloatArray:
+        """Of gather, scatter and reduction of each strategy: seconds per byte, and latencies.
 
-        Of rows that stand for several values of dp: what the fewest copies move on the fastest links, no latencies.
+        Of rows that stand for several values of dp: what the fewest devices move on the fastest links, no latencies. Of
+        those that stand for several groups of one dp: the least of each.
         """
-        part = (1 - 1 / strategies.least_dp) * self.network.least_s_per_byte
-        rates = np.stack([part, part, 2 * part, *np.zeros((3, len(part)))])
-        narrow = np.flatnonzero(~strategies.is_wide)
+        degrees = strategies.degrees
+        shares = degrees.shares(self.problem)[int(experts)]
+        parts = np.stack([shares.within, shares.within, shares.reduced]) * self.network.least_s_per_byte
+        prices = np.concatenate([parts, np.zeros_like(parts)])
+        narrow = np.flatnonzero(degrees.least_dp == degrees.dp)
         if not len(narrow):
-            return rates
-        tp, dp, pp = strategies.tp[narrow], strategies.dp[narrow], strategies.pp[narrow]
-        # Where stages may lie on single devices, tp * dp * pp may count more devices than the cluster has. Prices only
-        # grow with the devices used, so that those of the whole cluster are a bound; one stage's copies must fit.
-        used_by_each = np.maximum(np.minimum(tp * dp * pp, self.most_used), tp * dp)
-        keys = np.stack([tp, dp, self.network.depths(used_by_each)], axis=1)
-        distinct, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        used = used_by_each[first].tolist()
-        exact = np.array(
+            return prices
+        tp, zero, dp = strategies.tp[narrow], np.minimum(strategies.zero[narrow], 2), strategies.dp[narrow]
+        # Where stages may lie on single devices, all degrees together may count more devices than the cluster has.
+        # Prices only grow with the devices used, so that those of the whole cluster are a bound; one stage's copies
+        # must fit.
+        copies = tp * dp * self.problem.cp
+        used = np.maximum(np.minimum(copies * strategies.pp[narrow], self.most_used), copies)
+        depths = self.network.depths(used)
+        columns = [tp, zero, dp, degrees.least_shard[narrow], degrees.shard[narrow], depths]
+        distinct, first, which = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
+        least = np.array(
             [
-                self._exact_prices(key_tp, key_dp, key_depth, devices)
-                for (key_tp, key_dp, key_depth), devices in zip(distinct.tolist(), used, strict=True)
+                self._least_prices(key, experts, devices)
+                for key, devices in zip(distinct.tolist(), used[first].tolist(), strict=True)
             ]
         )
-        rates[:, narrow] = exact[which.ravel()].T
-        return rates
+        prices[:, narrow] = least[which.ravel()].T
+        return prices
 
-    def _exact_prices(self, tp: int, dp: int, depth: int, used: int) -> tuple[float, ...]:
-        """Of one tp and dp, in plans of one depth of the network; each is priced once."""
-        known = self.network.rates
-        strides = (tp, 1) if tp in self.mixed_tp else (tp,)
-        key = (strides, dp, depth)
-        if key not in known:
-            kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-            prices = [[self.network.collective(kind, dp, stride, used) for stride in strides] for kind in kinds]
-            rates = [min(price.s_per_byte for price in by_stride) for by_stride in prices]
-            known[key] = (*rates, *(min(price.latency_s for price in by_stride) for by_stride in prices))
-        return known[key]
+    def _least_prices(self, key: list[int], experts: bool, used: int) -> tuple[float, ...]:
+        """Of one tp, ZeRO stage and dp, the least over a range of groups, in plans of one depth; each once."""
+        tp, zero, dp, least_shard, shard, depth = key
+        problem, known = self.problem, self.network.rates
+        widths = (tp, 1) if tp in self.mixed_tp else (tp,)
+        sizes = [shard] if least_shard == shard else listed_shards(problem, tp, dp, least_shard, shard)
+        index = (problem.cp, problem.ep, int(experts), tp, len(widths), zero, dp, depth, *sizes)
+        if index not in known:
+            by_size = []
+            for size, width in product(sizes, widths):
+                dense = ZeroSharding(problem.recipe, zero, size, dp * problem.cp // size)
+                part, stride = dense.by_kind(problem.ep)[int(experts)], width * (problem.ep if experts else 1)
+                by_size.append(self.network.data_prices(zero, int(part.shard), int(part.groups), stride, used))
+            by_kind = list(zip(*by_size, strict=True))
+            rates = (min(price.s_per_byte for price in prices) for prices in by_kind)
+            known[index] = (*rates, *(min(price.latency_s for price in prices) for prices in by_kind))
+        return known[index]
+
+    def _data_terms(self, strategies: ParallelismTable) -> _DataTerms:
+        """What layers exchange with copies and shards of their parameters, and the update."""
+        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
+        experts, tied = self.experts[tp_index].T, self._tied(strategies)
+        dense = self.untied[tp_index].T - experts
+        total = _DataTerms.nothing(dense.shape)
+        for is_expert, sharding in enumerate(strategies.degrees.sharding(self.problem)):
+            untied = experts if is_expert else dense
+            parameters = untied if is_expert else dense + tied
+            prices = self._data_prices(strategies, experts=bool(is_expert))
+            gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = prices
+            gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
+            has_parameters, reduction = parameters > 0, self.problem.recipe.reduction_bytes * reduce
+            total += _DataTerms(
+                gathered_s=parameters * (gathered_bytes * gather)
+                + has_parameters * (gathered_bytes > 0) * gather_latency_s,
+                scattered_s=parameters * (scattered_bytes * scatter)
+                + has_parameters * (scattered_bytes > 0) * scatter_latency_s,
+                reduced_s=untied * reduction + (untied > 0) * reduce_latency_s,
+                finish_s=parameters
+                * (self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather)
+                + (parameters - untied) * reduction,
+                held_bytes=parameters * sharding.held_bytes_per_parameter,
+                buffer_bytes=parameters * sharding.buffer_bytes,
+            )
+        return total
 
     def terms(self, strategies: ParallelismTable) -> LayerTerms:
         """What each layer adds to a stage under each strategy."""
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
         forward, to_inputs, to_weights = (table[tp_index].T for table in (self.forward_s, self.input_s, self.weight_s))
-        untied, tied = self.untied[tp_index].T, self._tied(strategies)
-        parameters = untied + tied
-        sharding = self.sharding(strategies)
-        gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = self._data_prices(strategies)
-        gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
-        gathered = parameters * (gathered_bytes * gather) + (parameters > 0) * (gathered_bytes > 0) * gather_latency_s
-        scattered = parameters * (scattered_bytes * scatter)
-        scattered += (parameters > 0) * (scattered_bytes > 0) * scatter_latency_s
+        data = self._data_terms(strategies)
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         overlap = self.problem.calibration.overlap
-        run = _overlapped_over_model(forward, gathered, overlap)
+        run = _overlapped_over_model(forward, data.gathered_s, overlap)
         back = _overlapped_over_model(
             np.where(is_split, to_inputs, to_inputs + to_weights),
-            gathered + np.where(is_split, 0.0, scattered),
+            data.gathered_s + np.where(is_split, 0.0, data.scattered_s),
             overlap,
         )
-        reduction = sharding.all_reduced_bytes_per_batch * reduce + sharding.scattered_bytes_per_batch * scatter
-        settled = self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather
-        latency_s = (sharding.all_reduced_bytes_per_batch > 0) * reduce_latency_s
-        latency_s = latency_s + (sharding.scattered_bytes_per_batch > 0) * scatter_latency_s
-        reduced = untied * reduction + (untied > 0) * latency_s
-        finish = parameters * settled + tied * reduction + (1 - overlap) * reduced
+        finish = data.finish_s + (1 - overlap) * data.reduced_s
         between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
         finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
             table[:, tp_index].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
         )
-        between_s = self.network.least_s_per_byte_between(strategies.tp * strategies.least_dp * strategies.pp)
-        hides = np.where(is_split, to_weights, to_inputs + to_weights)
+        least_used = strategies.tp * strategies.least_dp * self.problem.cp * strategies.pp
+        between_s = self.network.least_s_per_byte_between(least_used)
         return LayerTerms(
             run_s=run,
             through_s=run + back,
-            weight_s=np.where(is_split, _overlapped_over_model(to_weights, scattered, overlap), 0.0),
+            weight_s=np.where(is_split, _overlapped_over_model(to_weights, data.scattered_s, overlap), 0.0),
             finish_s=finish,
-            reduced_s=overlap * reduced,
-            hidden_s=np.where(strategies.zero < 2, overlap * hides, 0.0),
-            held_bytes=parameters * sharding.held_bytes_per_parameter,
-            buffer_bytes=parameters * sharding.buffer_bytes,
+            reduced_s=overlap * data.reduced_s,
+            hidden_s=overlap * np.where(is_split, to_weights, to_inputs + to_weights),
+            held_bytes=data.held_bytes,
+            buffer_bytes=data.buffer_bytes,
             again_s=again,
             stash_bytes=stash,
             working_bytes=working,
@@ -294,6 +359,7 @@ def build_layer_table(
         input_s=seconds("backward_input_s").min(axis=0),
         weight_s=seconds("backward_weight_s").min(axis=0),
         untied=untied.min(axis=0),
+        experts=by_mode(lambda profile: profile.expert_parameters * (problem.ep > 1)).min(axis=0),
         tied=tied,
         tied_ends=tied_ends,
         stashed_bytes=stash.min(axis=0),

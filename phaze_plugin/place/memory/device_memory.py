@@ -2,9 +2,9 @@
 
 With p trained parameters on the device and n microbatches in flight (`build_memory_table`, `MemoryTable.of_device`):
 
-    parameters   p * parameter bytes (over dp with ZeRO-3), and parameters that are not trained
-    gradients    p * gradient bytes (over dp from ZeRO-2 on)
-    optimizer    p * (master + state bytes) (over dp from ZeRO-1 on)
+    parameters   p * parameter bytes (over shard with ZeRO-3), and parameters that are not trained
+    gradients    p * gradient bytes (over shard from ZeRO-2 on)
+    optimizer    p * (master + state bytes) (over shard from ZeRO-1 on)
     activations  n * what the stage stashes, relayed tensors included
     working set  the largest of its layers while it runs, less what layers behind it stash (not yet in forward, no more
                  in backward)
@@ -115,17 +115,22 @@ def build_memory_table(
     problem: PlacementProblem, sums: StageSums, sharding: ZeroSharding, whole_parameters: float
 ) -> MemoryTable:
     """The items of all stages at one tp; ``whole_parameters`` are held in parts, and whole during a batch."""
-    recipe = problem.recipe
+    recipe, kinds = problem.recipe, sharding.by_kind(problem.ep)
+    by_kind = [(part, parameters.parameters) for part, parameters in zip(kinds, sums.kinds(problem.ep), strict=True)]
     buffers = sums.received_bytes + sums.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
-    buffers = buffers + sharding.scatter_buffer_bytes * sums.largest_parameters
-    buffers = buffers + sharding.gather_buffer_bytes * sums.largest_parameters
+    # Where experts are held whole, only the others need buffers.
+    largest = np.where(kinds[-1].buffer_bytes > 0, sums.largest_parameters, sums.largest_dense_parameters)
+    buffers = buffers + sharding.scatter_buffer_bytes * largest
+    buffers = buffers + sharding.gather_buffer_bytes * largest
+    held, gradients, states = (
+        np.asarray(sum(parameters / getattr(part, name) for part, parameters in by_kind))
+        for name in ("parameter_shards", "gradient_shards", "optimizer_shards")
+    )
     return MemoryTable(
-        parameters_bytes=np.asarray(
-            recipe.parameter_bytes * sums.parameters / sharding.parameter_shards + sums.frozen_bytes
-        ),
-        gradients_bytes=np.asarray(recipe.gradient_bytes * sums.parameters / sharding.gradient_shards),
-        optimizer_bytes=np.asarray(recipe.optimizer_bytes * sums.parameters / sharding.optimizer_shards),
+        parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.frozen_bytes),
+        gradients_bytes=recipe.gradient_bytes * gradients,
+        optimizer_bytes=recipe.optimizer_bytes * states,
         stashed_bytes=sums.stashed_bytes,
         working_bytes=sums.working_bytes,
         buffers_bytes=buffers,

@@ -15,7 +15,8 @@ which the first stages are chosen, every device ends with at least what it has a
 that device alone, adds to it (`_InterleavedPeaks`).
 
 Two or more pipelines never need more memory when there are more of them (they shard more and share the microbatches; a
-single one needs no buffers), so that of each depth only dp = 1 and the largest dp are looked at (`_largest_dp`). 1F1B
+single one needs no buffers), so that of each depth only dp = 1 and the largest dp are looked at, with the largest group
+over which ZeRO may shard (`_largest_dp`). 1F1B
 never has more microbatches in flight than GPipe or zero-bubble (`_lean_schedules`).
 """
 
@@ -27,7 +28,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phaze.hardware.field_checks import LARGEST_BYTES
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
+from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.place.search.candidate_stages import CandidateStages
@@ -66,10 +68,13 @@ def least_memory(prepared: PreparedProblem, enough_bytes: float = 0.0) -> LeastM
 
     Given ``enough_bytes``, any plan that needs no more is as good, and None also says that there is none.
     """
+    problem = prepared.problem
+    # The largest group needs least: where groups are not fixed, others need not be listed.
+    listed = problem.choosing(shard=problem.choices.shard or (ALL_DEVICES,))
     strategies = list_parallelisms(
-        prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s, checks_memory=False
+        listed, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s, checks_memory=False
     )
-    strategies = _largest_dp(_lean_schedules(strategies), prepared.problem.cluster.device_count)
+    strategies = _largest_dp(_lean_schedules(strategies), problem)
     bounds = _mean_and_largest_layer_bounds(prepared, strategies)
     if prepared.space.is_chain:
         has_no_chunks = strategies.chunks == 1
@@ -81,7 +86,7 @@ def least_memory(prepared: PreparedProblem, enough_bytes: float = 0.0) -> LeastM
         if enough_bytes and bounds[index] > enough_bytes:
             return best if best is not None and best.peak_bytes <= enough_bytes else None
         limit_bytes = enough_bytes or (math.inf if best is None else best.peak_bytes)
-        plan = _least_peak(prepared, strategies.parallelism(index), limit_bytes)
+        plan = _least_peak(prepared, strategies.parallelism(index, prepared.problem), limit_bytes)
         if plan is not None and (best is None or plan.peak_bytes < best.peak_bytes):
             best = plan
     return best
@@ -94,12 +99,16 @@ def _lean_schedules(strategies: ParallelismTable) -> ParallelismTable:
     return strategies.take(~needs_more | ~np.isin(strategies.zero, strategies.zero[is_lean]))
 
 
-def _largest_dp(strategies: ParallelismTable, device_count: int) -> ParallelismTable:
-    """Of strategies that differ only in dp: one copy and the most, with and without stages on single devices."""
-    has_no_singles = strategies.tp * strategies.pp * strategies.dp <= device_count
-    is_one_copy = strategies.dp == 1
+def _largest_dp(strategies: ParallelismTable, problem: PlacementProblem) -> ParallelismTable:
+    """Of strategies that differ only in dp: one copy and the most, with and without stages on single devices.
+
+    Groups over which ZeRO shards grow with dp, unless they are fixed.
+    """
+    replicas = strategies.dp * problem.cp
+    has_no_singles = strategies.tp * strategies.pp * replicas <= problem.cluster.device_count
     same = (strategies.tp, strategies.pp, strategies.chunks, strategies.schedule, strategies.zero)
-    key = np.stack([*same, has_no_singles, is_one_copy]).astype(np.int64)
+    fixed_shard = strategies.shard if problem.choices.shard is not None else np.zeros_like(strategies.shard)
+    key = np.stack([*same, fixed_shard, has_no_singles, replicas == 1]).astype(np.int64)
     order = np.lexsort((-strategies.dp, *key))
     is_new = np.any(np.diff(key[:, order], axis=1, prepend=-1) != 0, axis=0)
     return strategies.take(order[is_new])
@@ -109,10 +118,8 @@ def _filling_bounds(prepared: PreparedProblem, strategies: ParallelismTable) -> 
     """The least capacity into which the layers of a chain can be filled from the front, by bisection."""
     layer_table, count = prepared.layer_table, len(strategies)
     tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
-    sharding = layer_table.sharding(strategies)
-    held = layer_table.parameters[tp_index].T * sharding.held_bytes_per_parameter
+    held, buffers = layer_table.held_and_buffered_bytes(strategies)
     stash, working = layer_table.stashed_bytes[tp_index].T, layer_table.working_bytes[tp_index].T
-    buffers = layer_table.parameters[tp_index].T * sharding.buffer_bytes
     low = np.zeros(count)
     high = held.sum(axis=0) + strategies.micro_batches * stash.sum(axis=0) + working.max(axis=0) + buffers.max(axis=0)
     for _ in range(_BISECTIONS):
@@ -152,16 +159,18 @@ def _devices_filled(
 def _mean_and_largest_layer_bounds(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
     """A bound under the peak of each strategy: the mean over devices, or what the largest layer needs by itself."""
     bounds = np.zeros(len(strategies))
-    held = ZeroSharding(prepared.problem.recipe, strategies.zero, strategies.dp).held_bytes_per_parameter
+    problem = prepared.problem
+    held_each = [kind.held_bytes_per_parameter for kind in strategies.degrees.sharding(problem)]
     is_one_layer = prepared.space.sizes == 1
     is_whole_model = prepared.space.sizes == prepared.space.layers
     for tp, sums in prepared.stage_sums.items():
         has_tp = strategies.tp == tp
-        held_each = held[has_tp]
         stash, working = sums.stashed_bytes.min(axis=0), sums.working_bytes.min(axis=0)
-        whole = held_each * sums.parameters[is_whole_model].max() + stash[is_whole_model].max()
-        single_layers = np.multiply.outer(held_each, sums.stage_local_parameters[is_one_layer])
-        single_layers = single_layers + (stash + working)[is_one_layer]
+        counts = (sums.stage_local_parameters - sums.expert_parameters, sums.expert_parameters)
+        whole, single_layers = stash[is_whole_model].max(), (stash + working)[is_one_layer]
+        for kind, held, count in zip(sums.kinds(problem.ep), held_each, counts, strict=False):
+            whole = whole + held[has_tp] * kind.parameters[is_whole_model].max()
+            single_layers = single_layers + np.multiply.outer(held[has_tp], count[is_one_layer])
         largest = _largest_layer_bytes(prepared, single_layers, is_one_layer)
         bounds[has_tp] = np.maximum(whole / strategies.pp[has_tp], largest)
     return bounds * (1 - MEMORY_MARGIN)
@@ -227,11 +236,14 @@ def _least_bottleneck(
 
 def _stages_within(prepared: PreparedProblem, parallelism: Parallelism, limit_bytes: float) -> IntArray:
     """Stages that may need no more than the limit even with one microbatch in flight."""
-    sums = prepared.stage_sums[parallelism.tp]
-    held = ZeroSharding(prepared.problem.recipe, parallelism.zero, parallelism.dp).held_bytes_per_parameter
-    needs = held * sums.stage_local_parameters + sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
+    sums, problem = prepared.stage_sums[parallelism.tp], prepared.problem
+    sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
+    counts = (sums.stage_local_parameters - sums.expert_parameters, sums.expert_parameters)
+    needs = sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
+    for kind, count in zip(sharding.by_kind(problem.ep), counts, strict=False):
+        needs = needs + float(kind.held_bytes_per_parameter) * count
     keep = needs <= limit_bytes * (1 + MEMORY_MARGIN)
-    if not prepared.problem.capabilities.allows_uneven_stages:
+    if not problem.capabilities.allows_uneven_stages:
         keep &= sums.body_layers * parallelism.stages == sums.body_layers.max()
     return np.flatnonzero(keep)
 

@@ -1,14 +1,16 @@
 """Prices of the messages and collectives of a plan, as latency plus bytes over bandwidth.
 
-Devices are laid out with tensor parallelism innermost (stride 1), then the data-parallel copies (stride tp), then the
-stages (stride dp * tp). Prices depend on the strategy and on how many devices the plan uses, never on how many more the
-cluster has: a plan costs the same on a larger cluster.
+Devices are laid out with tensor parallelism innermost (stride 1), then the cp parts of a sequence (stride tp), then the
+copies (stride cp * tp), then the stages (stride dp * cp * tp). ZeRO's groups are neighbours among the dp * cp devices
+at stride tp, and so are the devices that experts are divided over. Prices depend on the strategy and on how many
+devices the plan uses, never on how many more the cluster has: a plan costs the same on a larger cluster.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from phaze.hardware import Cluster, InterconnectLevel
 from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.place.model.stage_space import FloatArray, IntArray
 
-__all__ = ["Network", "Price"]
+__all__ = ["DataPrices", "Network", "Price"]
 
 _PROBE_BYTES = float(1 << 30)
 """The size at which a collective is priced for its seconds per byte; prices are linear, so that any large size will do.
@@ -31,13 +33,36 @@ class Price:
     latency_s: float = 0.0
     s_per_byte: float = 0.0
 
+    def then(self, other: Price) -> Price:
+        """The price of one message behind another."""
+        return Price(self.latency_s + other.latency_s, self.s_per_byte + other.s_per_byte)
+
+    def on_part(self, share: float) -> Price:
+        """The price of the same on a part of the tensor."""
+        return Price(self.latency_s, self.s_per_byte * share)
+
+
+class DataPrices(NamedTuple):
+    """Prices of the collectives between devices that hold copies or shards of the same parameters.
+
+    Attributes:
+        gather: of parameters within a group, by their whole size.
+        scatter: of gradients within a group, likewise.
+        reduction: of gradients after the last backward, likewise: an all-reduce over all of them (ZeRO-0), or a
+            reduce-scatter within groups (ZeRO-1 only) and an all-reduce of the shards between them.
+    """
+
+    gather: Price
+    scatter: Price
+    reduction: Price
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """A cluster's prices; each is asked for once. They are the same for whatever accelerator its devices are.
 
     The three dictionaries are the prices so far: of collectives by their axis, of those between stages by the links
-    that they use, and of those between copies that bounds ask for.
+    that they use, and of those over groups that bounds ask for.
     """
 
     cluster: Cluster
@@ -45,7 +70,7 @@ class Network:
     energy: EnergyModel = field(default_factory=energy_model)
     known: dict[tuple[Collective, int, int, int], Price] = field(default_factory=dict)
     links: dict[tuple[Collective, InterconnectLevel, bool], Price] = field(default_factory=dict)
-    rates: dict[tuple[tuple[int, ...], int, int], tuple[float, ...]] = field(default_factory=dict)
+    rates: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def joined(self) -> int:
@@ -103,6 +128,15 @@ class Network:
             ).seconds.tolist()
             self.known[key] = Price(latency, (probe - latency) / _PROBE_BYTES)
         return self.known[key]
+
+    def data_prices(self, zero: int, shard: int, groups: int, stride: int, used: int) -> DataPrices:
+        """Prices over ``groups`` groups of ``shard`` neighbours at ``stride``, in a plan on ``used`` devices."""
+        gather = self.collective(Collective.ALL_GATHER, shard, stride, used)
+        scatter = self.collective(Collective.REDUCE_SCATTER, shard, stride, used)
+        if zero == 0:
+            return DataPrices(gather, scatter, self.collective(Collective.ALL_REDUCE, shard * groups, stride, used))
+        between = self.collective(Collective.ALL_REDUCE, groups, stride * shard, used).on_part(1 / shard)
+        return DataPrices(gather, scatter, scatter.then(between) if zero == 1 else between)
 
     def _part(self, used: int) -> Cluster:
         """A cluster of just the used devices.

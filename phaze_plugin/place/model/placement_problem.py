@@ -11,7 +11,7 @@ from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL, Calibration
 from phaze.errors import PlacementError
 from phaze.hardware import Cluster, PrecisionRecipe
-from phaze.parallelism import ZERO_STAGES, Choices
+from phaze.parallelism import ALL_DEVICES, ZERO_STAGES, Choices
 from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey, RecomputeMode
 
 __all__ = ["PlacementProblem"]
@@ -142,7 +142,12 @@ class PlacementProblem:
             raise PlacementError(f"accelerator {self.accelerator} is not among the {min(entries)} that were profiled.")
 
     def _check_degrees(self) -> None:
-        """Check tp, dp, pp and the ZeRO stages by themselves."""
+        """Check tp, dp, pp, shard, ep and the ZeRO stages by themselves."""
+        if self.ep > 1 and self.capabilities.spreads_ends:
+            raise PlacementError(f"ep is {self.ep}; a target that spreads layers over stages divides no experts.")
+        for value in self.choices.shard if self.choices.shard is not None else ():
+            if value != ALL_DEVICES and (isinstance(value, str) or value < 2):
+                raise PlacementError(f"choices.shard has {value!r}; expected numbers from 2 on or {ALL_DEVICES!r}.")
         for name in ("tp", "dp", "pp"):
             degrees = getattr(self.choices, name)
             if degrees is not None and (not degrees or min(degrees) < 1):

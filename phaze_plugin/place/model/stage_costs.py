@@ -1,4 +1,4 @@
-"""Times and memory of every stage once tp, dp and the ZeRO stage are chosen: how passes and collectives are priced.
+"""Times and memory of every stage once a strategy is chosen: how passes and collectives are priced.
 
 Passes (`build_stage_costs`). Let f be the forward, b the input part and w the weight part of backward and r the
 recompute of a stage, each summed over its layers; x and y the seconds of receiving the activation and the gradient; g
@@ -15,10 +15,11 @@ not hidden, and the part 1 - o as long as it takes.
 Transfers (`_send_parts`). A tensor that tp devices hold whole is sent in tp parts, one by each, and gathered behind
 (Narayanan et al., SC'21, section 4.1), where that is quicker than sending all of it tp times.
 
-After the last backward. Gradients are reduced over the copies (`_DataAxis.reduction`; ZeRO-0 and 1), layer by layer and
-hidden behind the last backward as in `StageSpace.exposed`; tied parameters come after the others. Then come the
-reduction of ties between stages (`_tie_s`), the update, and the gather of updated parameters (ZeRO-1 and 2). What each
-ZeRO stage moves is in `zero_sharding.py`.
+After the last backward. Gradients are reduced (`_reduction_s`): over all copies (ZeRO-0), within ZeRO's groups (ZeRO-1)
+and the shards between groups, layer by layer and hidden behind the last backward as in `StageSpace.exposed`; tied
+parameters come after the others. Then come the reduction of ties between stages (`_tie_s`), the update, and the gather
+of updated parameters (ZeRO-1 and 2). What each ZeRO stage moves is in `zero_sharding.py`. Parameters of experts that
+are divided over ep devices have groups of their own (`_DataAxis`); their collectives follow the others of the layer.
 
 Parameters that are sharded over stages (`_stage_sharded_s`) are gathered before all passes, and their gradients are
 scattered after them, where stages wait for each other as with ties; then each stage reduces and updates its part.
@@ -26,16 +27,18 @@ scattered after them, where stages wait for each other as with ties; then each s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
-from phaze.place.model.network_prices import Network, Price
+from phaze.place.model.network_prices import DataPrices, Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import StageSums
+from phaze.place.model.stage_sums import ParameterSums, StageSums
 from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["StageCosts", "build_stage_costs", "update_s_per_parameter"]
@@ -46,7 +49,7 @@ _PROBE_PARAMETERS = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """Every stage under one tp, dp and ZeRO stage, per (mode, stage) unless said otherwise.
+    """Every stage under one strategy, per (mode, stage) unless said otherwise.
 
     Attributes:
         received_s: x, per stage.
@@ -88,41 +91,40 @@ def build_stage_costs(
     space: StageSpace,
     sums: StageSums,
     network: Network,
+    parallelism: Parallelism,
     *,
-    dp: int,
-    zero: int,
-    stages: int,
     update_s: float,
     mixes_tp: bool,
-    splits_backward: bool,
 ) -> StageCosts:
-    """The stages of one strategy, priced for a pipeline of ``stages``: its depth decides which links are used.
+    """The stages of one strategy, priced for a pipeline of its depth, which decides which links are used.
 
     ``update_s`` are the seconds of updating one parameter. ``mixes_tp`` says whether stages without a sliced layer take
-    a single device, ``splits_backward`` whether the weights' part of backward is a pass of its own.
+    a single device.
     """
-    used = dp * sums.tp * stages
-    stage_sharded_s = _stage_sharded_s(problem, sums, network, dp, stages, used)
+    stages, overlap = parallelism.pp, problem.calibration.overlap
+    splits_backward = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
+    stage_sharded_s = _stage_sharded_s(problem, sums, network, parallelism)
     whole_parameters = sums.all_stage_sharded_parameters if stages > 1 else 0.0
     sums = sums.sharded_over_stages(stages)
-    transfer = network.between_stages(Collective.POINT_TO_POINT, 2, stages, dp * sums.tp, used)
-    gather = network.collective(Collective.ALL_GATHER, sums.tp, 1, used)
-    received = _send_parts(transfer, gather, sums.tp, sums.received_bytes, sums.received_whole_bytes)
-    returned = _send_parts(transfer, gather, sums.tp, sums.sent_bytes, sums.sent_whole_bytes)
+    received, returned = _transfers_s(sums, network, parallelism)
     devices = np.where(sums.is_sliced | (not mixes_tp), sums.tp, 1)
-    sharding = ZeroSharding(problem.recipe, zero, dp)
-    axis = _DataAxis(problem, sums, network, dp, used, devices)
-    gathered = axis.per_pass(Collective.ALL_GATHER, float(sharding.gathered_bytes_per_pass))
-    scattered = axis.per_pass(Collective.REDUCE_SCATTER, float(sharding.scattered_bytes_per_backward))
+    sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
+    axes = [
+        _DataAxis(problem, sums, parameters, network, part, stride, parallelism.device_count, devices)
+        for parameters, part, stride in zip(
+            sums.kinds(problem.ep), sharding.by_kind(problem.ep), (1, problem.ep), strict=False
+        )
+    ]
+    gathered, scattered = (
+        np.asarray(sum(seconds))
+        for seconds in zip(*((axis.gathered_per_pass(), axis.scattered_per_backward()) for axis in axes), strict=True)
+    )
     start = np.maximum(returned, sums.recompute_s)
-    overlap = problem.calibration.overlap
     if splits_backward:
         backward = _overlapped(sums.backward_input_s, gathered, overlap)
     else:
         backward = _overlapped(sums.backward_input_s + sums.backward_weight_s, gathered + scattered, overlap)
-    exposed, reduction = axis.reduction(space, sharding, splits_backward)
-    finish = sums.parameters * (update_s / sharding.optimizer_shards)
-    finish = finish + axis.once(Collective.ALL_GATHER, sharding.gathered_bytes_per_batch * sums.parameters)
+    exposed, reduction = _reduction_s(problem, space, sums, axes, splits_backward)
     return StageCosts(
         received_s=received,
         returned_s=returned,
@@ -131,8 +133,8 @@ def build_stage_costs(
         weight_s=_overlapped(sums.backward_weight_s, scattered, overlap) if splits_backward else np.zeros_like(start),
         exposed_s=exposed,
         reduction_s=reduction,
-        tie_s=_tie_s(problem, sums, network, dp, stages, used) + stage_sharded_s,
-        finish_s=finish,
+        tie_s=_tie_s(problem, sums, network, parallelism) + stage_sharded_s,
+        finish_s=np.asarray(sum(axis.updated(update_s) for axis in axes)),
         devices=devices,
         memory=build_memory_table(problem, sums, sharding, whole_parameters),
     )
@@ -154,24 +156,34 @@ def _send(price: Price, sizes: FloatArray) -> FloatArray:
     return np.where(sizes > 0, price.latency_s + price.s_per_byte * sizes, 0.0)
 
 
-def _tie_s(problem: PlacementProblem, sums: StageSums, network: Network, dp: int, stages: int, used: int) -> FloatArray:
+def _transfers_s(sums: StageSums, network: Network, parallelism: Parallelism) -> tuple[FloatArray, FloatArray]:
+    """Seconds of receiving the activation and the gradient, per stage."""
+    used, stride = parallelism.device_count, parallelism.replicas * sums.tp
+    transfer = network.between_stages(Collective.POINT_TO_POINT, 2, parallelism.pp, stride, used)
+    gather = network.collective(Collective.ALL_GATHER, sums.tp, 1, used)
+    return (
+        _send_parts(transfer, gather, sums.tp, sums.received_bytes, sums.received_whole_bytes),
+        _send_parts(transfer, gather, sums.tp, sums.sent_bytes, sums.sent_whole_bytes),
+    )
+
+
+def _tie_s(problem: PlacementProblem, sums: StageSums, network: Network, parallelism: Parallelism) -> FloatArray:
     """Seconds of reducing the gradients of ties between stages, as many as can hold a part of each tie."""
     seconds = np.zeros(len(sums.parameters))
-    size = problem.recipe.reduction_bytes
+    size, stages, stride = problem.recipe.reduction_bytes, parallelism.pp, parallelism.replicas * sums.tp
     for members, parameters in zip(problem.graph.ties.values(), sums.split_ties, strict=True):
         holders = min(len(set(members)), stages)
-        price = network.between_stages(Collective.ALL_REDUCE, holders, stages, dp * sums.tp, used)
+        price = network.between_stages(Collective.ALL_REDUCE, holders, stages, stride, parallelism.device_count)
         seconds += _send(price, size * parameters)
     return seconds
 
 
-def _stage_sharded_s(
-    problem: PlacementProblem, sums: StageSums, network: Network, dp: int, stages: int, used: int
-) -> float:
+def _stage_sharded_s(problem: PlacementProblem, sums: StageSums, network: Network, parallelism: Parallelism) -> float:
     """Seconds of gathering parameters that are sharded over stages, and of scattering their gradients."""
-    recipe, stride = problem.recipe, dp * sums.tp
+    recipe, stages = problem.recipe, parallelism.pp
     if stages == 1 or not sums.all_stage_sharded_parameters:
         return 0.0
+    stride, used = parallelism.replicas * sums.tp, parallelism.device_count
     gather, scatter = (
         network.between_stages(kind, stages, stages, stride, used)
         for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -183,61 +195,96 @@ def _stage_sharded_s(
     return float(_send(gather, gathered)[0] + _send(scatter, scattered)[0])
 
 
+def _reduction_s(
+    problem: PlacementProblem, space: StageSpace, sums: StageSums, axes: Sequence[_DataAxis], splits_backward: bool
+) -> tuple[FloatArray, FloatArray]:
+    """What reductions exceed the last pass by, per (mode, stage), and all of them, per stage."""
+    shape = sums.forward_s.shape
+    exposed, whole = np.zeros(shape), np.zeros(shape[1])
+    if not any(axis.is_reduced for axis in axes):
+        return exposed, whole
+    overlap_s = sums.layer_weight_s if splits_backward else sums.layer_backward_s
+    part = problem.calibration.overlap
+    for single in (False, True):
+        chosen = (axes[0].devices < sums.tp) == single
+        if not chosen.any():
+            continue
+        layers, tied = (
+            np.asarray(sum(seconds)) for seconds in zip(*(axis.reduced_layers(single) for axis in axes), strict=True)
+        )
+        total = space.sums(layers)
+        excess = space.exposed(layers, overlap_s) if problem.overlaps_reduction else total
+        excess = part * excess + (1 - part) * total
+        whole = np.where(chosen, total + tied, whole)
+        exposed = np.where(chosen, excess + tied, exposed)
+    return exposed, whole
+
+
 @dataclass(frozen=True, slots=True)
 class _DataAxis:
-    """Collectives between the copies of a stage; a stage on one device has its copies side by side."""
+    """Collectives between devices that hold copies or shards of one kind of parameters of a stage.
+
+    They are every ``stride``-th of those that run the same part of the stage, which lie tp devices apart; a stage on
+    one device has its copies side by side.
+    """
 
     problem: PlacementProblem
     sums: StageSums
+    parameters: ParameterSums
     network: Network
-    dp: int
+    sharding: ZeroSharding
+    stride: int
     used: int
     devices: IntArray
 
-    def _by_stage(self, collective: Collective) -> tuple[FloatArray, FloatArray]:
-        """Latency and seconds per byte of every stage."""
-        wide, single = (self.network.collective(collective, self.dp, stride, self.used) for stride in (self.sums.tp, 1))
+    def _prices(self, tp: int) -> DataPrices:
+        """Prices of stages on so many devices."""
+        sharding = self.sharding
+        shard, groups = int(sharding.shard), int(sharding.groups)
+        return self.network.data_prices(int(sharding.zero), shard, groups, self.stride * tp, self.used)
+
+    def _by_stage(self, name: str) -> tuple[FloatArray, FloatArray]:
+        """Latency and seconds per byte of one of the `DataPrices` on every stage."""
+        wide, single = (getattr(self._prices(tp), name) for tp in (self.sums.tp, 1))
         is_single = self.devices < self.sums.tp
         return (
             np.where(is_single, single.latency_s, wide.latency_s),
             np.where(is_single, single.s_per_byte, wide.s_per_byte),
         )
 
-    def per_pass(self, collective: Collective, bytes_each: float) -> FloatArray:
+    def _per_pass(self, name: str, bytes_each: float) -> FloatArray:
         """One collective for each layer of the stage; none where it has no bytes to move."""
         if not bytes_each:
             return np.zeros(len(self.devices))
-        latency, rate = self._by_stage(collective)
-        return latency * self.sums.parameter_layers + rate * (bytes_each * self.sums.summed_parameters)
+        latency, rate = self._by_stage(name)
+        return latency * self.parameters.layers + rate * (bytes_each * self.parameters.summed_parameters)
 
-    def once(self, collective: Collective, sizes: FloatArray) -> FloatArray:
-        """One collective for the whole stage."""
-        latency, rate = self._by_stage(collective)
-        return np.where(sizes > 0, latency + rate * sizes, 0.0)
+    def gathered_per_pass(self) -> FloatArray:
+        """g of this kind, per stage."""
+        return self._per_pass("gather", float(self.sharding.gathered_bytes_per_pass))
 
-    def reduction(
-        self, space: StageSpace, sharding: ZeroSharding, splits_backward: bool
-    ) -> tuple[FloatArray, FloatArray]:
-        """What exceeds the last pass per (mode, stage), and the whole reduction per stage."""
-        shape = self.sums.forward_s.shape
-        collective, size = Collective.ALL_REDUCE, float(sharding.all_reduced_bytes_per_batch)
-        if not size:
-            collective, size = Collective.REDUCE_SCATTER, float(sharding.scattered_bytes_per_batch)
-        if self.dp == 1 or not size:
-            return np.zeros(shape), np.zeros(shape[1])
-        overlap = self.sums.layer_weight_s if splits_backward else self.sums.layer_backward_s
-        exposed, whole = np.zeros(shape), np.zeros(shape[1])
-        for single in (False, True):
-            chosen = (self.devices < self.sums.tp) == single
-            if not chosen.any():
-                continue
-            price = self.network.collective(collective, self.dp, 1 if single else self.sums.tp, self.used)
-            layers = _send(price, size * self.sums.layer_parameters)
-            tied = price.latency_s * self.sums.tied_groups + price.s_per_byte * size * self.sums.tied_parameters
-            total = space.sums(layers)
-            whole = np.where(chosen, total + tied, whole)
-            excess = space.exposed(layers, overlap) if self.problem.overlaps_reduction else total
-            part = self.problem.calibration.overlap
-            excess = part * excess + (1 - part) * total
-            exposed = np.where(chosen, excess + tied, exposed)
-        return exposed, whole
+    def scattered_per_backward(self) -> FloatArray:
+        """h of this kind, per stage."""
+        return self._per_pass("scatter", float(self.sharding.scattered_bytes_per_backward))
+
+    def updated(self, update_s: float) -> FloatArray:
+        """The update, and one gather of what it updated, per stage."""
+        parameters = self.parameters.parameters
+        latency, rate = self._by_stage("gather")
+        sizes = self.sharding.gathered_bytes_per_batch * parameters
+        gathered = np.where(sizes > 0, latency + rate * sizes, 0.0)
+        return np.asarray(parameters * (update_s / self.sharding.optimizer_shards) + gathered)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether something is reduced after the last backward."""
+        has_copies = int(self.sharding.shard) * int(self.sharding.groups) > 1
+        return has_copies and float(self.sharding.reduced_bytes_per_batch) > 0
+
+    def reduced_layers(self, single: bool) -> tuple[FloatArray, FloatArray]:
+        """Reductions after the last backward per layer, and those of tied parameters per stage."""
+        size = float(self.sharding.reduced_bytes_per_batch) * self.is_reduced
+        price = self._prices(1 if single else self.sums.tp).reduction
+        layers = _send(price, size * self.parameters.layer_parameters)
+        tied = price.latency_s * self.parameters.tied_groups * (size > 0)
+        return layers, tied + price.s_per_byte * size * self.parameters.tied_parameters

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.profile.layer_profile import LayerProfile
 
-__all__ = ["StageSums", "StageSumsByTp", "build_stage_sums", "cut_bytes"]
+__all__ = ["ParameterSums", "StageSums", "StageSumsByTp", "build_stage_sums", "cut_bytes"]
 
 _NOT_PER_STAGE = frozenset(
     {
@@ -26,11 +27,23 @@ _NOT_PER_STAGE = frozenset(
         "layer_backward_s",
         "layer_weight_s",
         "layer_parameters",
+        "layer_expert_parameters",
         "stage_sharded_layers",
         "all_stage_sharded_parameters",
     }
 )
 """Fields of `StageSums` that have no stage axis: `StageSums.take` leaves them as they are."""
+
+
+class ParameterSums(NamedTuple):
+    """Sums over every stage of parameters that are copied and sharded alike; the words of `StageSums`."""
+
+    parameters: FloatArray
+    summed_parameters: FloatArray
+    layers: FloatArray
+    layer_parameters: FloatArray
+    tied_parameters: FloatArray
+    tied_groups: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +63,11 @@ class StageSums:
         summed_parameters: the same, tied ones counted for every layer that has them.
         largest_parameters: of one layer, per stage.
         parameter_layers: how many layers have parameters, per stage.
+        expert_parameters: those of all these that belong to experts which are divided over several devices, per stage.
+        layer_expert_parameters: likewise, per layer.
+        largest_dense_parameters: of one layer without such experts, per stage.
+        dense_layers: how many layers have parameters outside of such experts, per stage.
+        expert_layers: how many layers have such experts, per stage.
         tied_parameters: parameters that other layers (here or elsewhere) share, per stage.
         tied_groups: how many ties the stage takes part in.
         split_ties: per (tie, stage), the shared parameters if other stages hold them too, else 0.
@@ -80,6 +98,11 @@ class StageSums:
     summed_parameters: FloatArray
     largest_parameters: FloatArray
     parameter_layers: FloatArray
+    expert_parameters: FloatArray
+    layer_expert_parameters: FloatArray
+    largest_dense_parameters: FloatArray
+    dense_layers: FloatArray
+    expert_layers: FloatArray
     tied_parameters: FloatArray
     tied_groups: FloatArray
     split_ties: FloatArray
@@ -114,6 +137,22 @@ class StageSums:
             if saved > 0 and spent > 0:
                 prices.append(spent / saved)
         return tuple(prices)
+
+    def kinds(self, ep: int) -> tuple[ParameterSums, ...]:
+        """Dense parameters, and behind them those of experts where these are divided over ``ep`` > 1 devices."""
+        experts = self.expert_parameters
+        dense = ParameterSums(
+            parameters=self.parameters - experts,
+            summed_parameters=self.summed_parameters - experts,
+            layers=self.dense_layers,
+            layer_parameters=self.layer_parameters - self.layer_expert_parameters,
+            tied_parameters=self.tied_parameters,
+            tied_groups=self.tied_groups,
+        )
+        if ep == 1:
+            return (dense,)
+        none = np.zeros_like(experts)
+        return dense, ParameterSums(experts, experts, self.expert_layers, self.layer_expert_parameters, none, none)
 
     @property
     def stage_local_parameters(self) -> FloatArray:
@@ -188,6 +227,8 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         for name in ("stashed_bytes", "peak_working_bytes")
     )
     parameters = np.array([profile.parameters for profile in profiles])
+    experts = np.array([profile.expert_parameters * (problem.ep > 1) for profile in profiles])
+    dense = np.maximum(parameters - experts, 0.0)
     tied = np.array([sum(profile.tied_parameters.values()) for profile in profiles])
     ties = _ties(problem, space, profiles)
     cut, whole = cut_bytes(problem, space, profiles), cut_bytes(problem, space, profiles, only_whole=True)
@@ -205,6 +246,11 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         summed_parameters=summed,
         largest_parameters=space.maxima(parameters),
         parameter_layers=np.rint(space.sums((parameters > 0).astype(float))),
+        expert_parameters=space.sums(experts),
+        layer_expert_parameters=experts,
+        largest_dense_parameters=space.maxima(dense),
+        dense_layers=np.rint(space.sums((dense > 0).astype(float))),
+        expert_layers=np.rint(space.sums((experts > 0).astype(float))),
         tied_parameters=ties.held,
         tied_groups=ties.groups,
         split_ties=ties.split,

@@ -1,20 +1,30 @@
-"""What each ZeRO stage holds, moves and buffers: bytes per trained parameter on each of dp data-parallel copies.
+"""What each ZeRO stage holds, moves and buffers: bytes per trained parameter on each of the devices that copy it.
+
+The dp x cp devices that run the same layers form `groups` groups of `shard` devices, neighbours on the network. Within
+a group states are divided, between groups they are copied (hybrid sharding; one group of all is plain ZeRO):
 
     ZeRO stage                             0            1                2                3
-    optimizer state (and master copy)      whole        1/dp             1/dp             1/dp
-    gradients                              whole        whole            1/dp             1/dp
-    parameters                             whole        whole            whole            1/dp
+    optimizer state (and master copy)      whole        1/shard          1/shard          1/shard
+    gradients                              whole        whole            1/shard          1/shard
+    parameters                             whole        whole            whole            1/shard
     every forward and every backward       -            -                -                all-gather of parameters
     every backward                         -            -                reduce-scatter   reduce-scatter of gradients
     once, after the last backward          all-reduce   reduce-scatter   -                -
-    update of the parameters               all          1/dp             1/dp             1/dp
+    and then between groups                -            all-reduce of the 1/shard of gradients that a device has
+    update of the parameters               all          1/shard          1/shard          1/shard
     once, after the update                 -            all-gather       all-gather       -
-    buffers while layers run (dp > 1)      -            -                one gradient     and two gathered layers
+    buffers while layers run (shard > 1)   -            -                one gradient     and two gathered layers
 
-(Rajbhandari et al., arXiv:1910.02054.) Every row is a property of `ZeroSharding`. The three ``*_shards`` and
-`held_bytes_per_parameter` answer the first three rows and the update, ``*_per_pass`` and ``*_per_backward`` the next
-two, ``*_per_batch`` the collectives that run once, and the two ``*_buffer_bytes`` the last row. Collectives are given
-by the whole tensor that they work on, as `Network.collective` prices them.
+(Rajbhandari et al., arXiv:1910.02054; groups: Zhang et al., arXiv:2205.00119.) All but the all-reduces run within a
+group. Every row is a property of `ZeroSharding`. The three ``*_shards`` and `held_bytes_per_parameter` answer the first
+three rows and the update, ``*_per_pass`` and ``*_per_backward`` the next two, ``*_per_batch`` the collectives that run
+once, and the two ``*_buffer_bytes`` the last row. Collectives are given by the whole tensor that they work on, as
+`Network.collective` prices them.
+
+Experts that are divided over ep of these devices (neighbours, too) have fewer copies: dp x cp / ep devices hold the
+same experts. As in Megatron-LM, each group of `shard` devices still holds one copy of all states: those of an expert
+are divided over the shard / ep devices of the group that have it, and if ep is larger, they are not divided
+(`ZeroSharding.of_experts`). One of shard and ep divides the other.
 """
 
 from __future__ import annotations
@@ -34,17 +44,29 @@ _GATHERED_LAYERS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroSharding:
-    """One ZeRO stage over dp copies. Both may be arrays; all properties are then computed elementwise.
+    """One ZeRO stage over groups of devices. All may be arrays; all properties are then computed elementwise.
 
     Attributes:
         recipe: bytes per parameter of each item when nothing is sharded.
         zero: ZeRO stage, 0 to 3.
-        dp: data-parallel copies, which the sharded items are divided over.
+        shard: devices of a group, which the sharded items are divided over.
+        groups: how many groups have copies of the same parameters.
     """
 
     recipe: PrecisionRecipe
     zero: int | IntArray
-    dp: int | IntArray
+    shard: int | IntArray
+    groups: int | IntArray = 1
+
+    def of_experts(self, ep: int) -> ZeroSharding:
+        """The same of the parameters of experts that are divided over ``ep`` of the devices."""
+        shard = np.maximum(np.asarray(self.shard) // ep, 1)
+        groups = np.asarray(self.shard) * np.asarray(self.groups) // (ep * shard)
+        return ZeroSharding(self.recipe, self.zero, shard, groups)
+
+    def by_kind(self, ep: int) -> tuple[ZeroSharding, ...]:
+        """This one, of dense parameters, and that of experts where these are divided over ``ep`` > 1 devices."""
+        return (self,) if ep == 1 else (self, self.of_experts(ep))
 
     @property
     def optimizer_shards(self) -> IntArray:
@@ -62,7 +84,7 @@ class ZeroSharding:
         return self._shards_from(3)
 
     def _shards_from(self, least_zero: int) -> IntArray:
-        return np.where(np.asarray(self.zero) >= least_zero, self.dp, 1)
+        return np.where(np.asarray(self.zero) >= least_zero, self.shard, 1)
 
     @property
     def held_bytes_per_parameter(self) -> FloatArray:
@@ -85,14 +107,10 @@ class ZeroSharding:
         return np.where(np.asarray(self.zero) >= 2, self.recipe.reduction_bytes, 0.0)
 
     @property
-    def all_reduced_bytes_per_batch(self) -> FloatArray:
-        """Bytes of one parameter's gradient that are all-reduced after the last backward."""
-        return np.where(np.asarray(self.zero) == 0, self.recipe.reduction_bytes, 0.0)
-
-    @property
-    def scattered_bytes_per_batch(self) -> FloatArray:
-        """Bytes of one parameter's gradient that are reduce-scattered after the last backward."""
-        return np.where(np.asarray(self.zero) == 1, self.recipe.reduction_bytes, 0.0)
+    def reduced_bytes_per_batch(self) -> FloatArray:
+        """Bytes of one parameter's gradient that are reduced after the last backward, within groups or between them."""
+        is_reduced = (np.asarray(self.zero) < 2) | (np.asarray(self.groups) > 1)
+        return np.where(is_reduced, self.recipe.reduction_bytes, 0.0)
 
     @property
     def gathered_bytes_per_batch(self) -> FloatArray:
@@ -103,13 +121,13 @@ class ZeroSharding:
     @property
     def scatter_buffer_bytes(self) -> FloatArray:
         """Buffer per parameter of a stage's largest layer for the gradient that is being reduce-scattered."""
-        return np.where(self._is_copied & (np.asarray(self.zero) >= 2), self.recipe.reduction_bytes, 0.0)
+        return np.where(self._is_sharded & (np.asarray(self.zero) >= 2), self.recipe.reduction_bytes, 0.0)
 
     @property
     def gather_buffer_bytes(self) -> FloatArray:
         """Buffer per parameter of a stage's largest layer for gathered parameters."""
         gathered = _GATHERED_LAYERS * self.recipe.parameter_bytes
-        return np.where(self._is_copied & (np.asarray(self.zero) == 3), gathered, 0.0)
+        return np.where(self._is_sharded & (np.asarray(self.zero) == 3), gathered, 0.0)
 
     @property
     def buffer_bytes(self) -> FloatArray:
@@ -117,5 +135,17 @@ class ZeroSharding:
         return np.asarray(self.scatter_buffer_bytes + self.gather_buffer_bytes)
 
     @property
-    def _is_copied(self) -> BoolArray:
-        return np.asarray(self.dp) > 1
+    def _is_sharded(self) -> BoolArray:
+        return np.asarray(self.shard) > 1
+
+    def least_reduced_share(self, replicas: IntArray) -> FloatArray:
+        """Which part of a gradient each device sends at least after the last backward.
+
+        Of groups that are no larger than these, over so many devices or more: a reduce-scatter over s devices sends
+        1 - 1/s of the tensor, an all-reduce over n twice 1 - 1/n; with groups of s among n devices that is
+        1 + 1/s - 2/n for ZeRO-1, and 2/s - 2/n from ZeRO-2 on.
+        """
+        zero, one_group = np.asarray(self.zero), 1 - 1 / np.asarray(replicas)
+        between = 2 / np.asarray(self.shard) - 2 / np.asarray(replicas)
+        later = np.where(zero == 1, np.maximum(one_group, 1 + between / 2 - 1 / np.asarray(replicas)), between)
+        return np.maximum(np.where(zero == 0, 2 * one_group, later), 0.0)

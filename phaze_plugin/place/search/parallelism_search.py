@@ -109,6 +109,7 @@ class PlanKind(StrEnum):
     ZERO_BUBBLE = "schedule zero-bubble"
     NO_ZERO = "no ZeRO"
     ZERO = "ZeRO"
+    ZERO_OVER_ALL = "ZeRO over all devices"
     NO_RECOMPUTE = "no recompute"
     FULL_RECOMPUTE = "full recompute"
 
@@ -127,7 +128,8 @@ class SearchAnswer:
         simulated: pipelines that were simulated.
         solved: the best simulated plan of every strategy that came so far, fastest first.
         bounded: the strategies with the lowest bounds of those that have only a bound in the end.
-        bounded_count: how many have; those that differ only in dp, and not in their microbatches, may count as one.
+        bounded_count: how many have; those that differ only in dp or shard, and not in their microbatches, may count as
+            one.
     """
 
     plans: tuple[FoundPlan, ...]
@@ -268,6 +270,8 @@ def _kinds(plan: FoundPlan, modes: Sequence[RecomputeMode]) -> list[PlanKind]:
     """What kinds a plan is of; ``modes`` are those that its stages index."""
     schedule = plan.parallelism.schedule
     kinds = [PlanKind.ZERO if plan.parallelism.zero else PlanKind.NO_ZERO]
+    if plan.parallelism.zero and plan.parallelism.shard_groups == 1:
+        kinds.append(PlanKind.ZERO_OVER_ALL)
     if schedule is PipelineSchedule.NONE:
         kinds.append(PlanKind.NO_PIPELINE)
     else:
@@ -290,7 +294,9 @@ def try_parallelism(
     choices = prepared.problem.choices
     if parallelism.chunks > 1 or (choices.dp is not None and parallelism.dp not in choices.dp):
         return None
-    narrow = prepared.with_problem(prepared.problem.choosing(dp=(parallelism.dp,)))
+    if choices.shard is not None and parallelism.shard not in choices.shard:
+        return None
+    narrow = prepared.with_problem(prepared.problem.choosing(dp=(parallelism.dp,), shard=(parallelism.shard,)))
     if not narrow.strategies().has(parallelism):
         return None
     search = prepared.stage_search_below(parallelism, cutoff_s)
@@ -354,15 +360,16 @@ def _try_likely(prepared: PreparedProblem, strategies: ParallelismTable, progres
     order = np.lexsort((-strategies.dp, *same))
     is_first = np.any(np.diff(np.stack(same)[:, order], axis=1, prepend=-1) != 0, axis=0)
     likely = strategies.take(order[is_first])
-    likely = likely.take(likely.chunks == 1)
+    is_strategy = likely.dp * prepared.problem.cp % likely.shard == 0
+    likely = likely.take((likely.chunks == 1) & is_strategy)
     if not len(likely):
         return
-    likely = replace(likely, least_dp=likely.dp)
+    likely = likely.narrowed()
     bounds = prepared.layer_table.tightened(likely, _TARGETS[-2] * float(likely.bound_s.min()))
     for index in np.argsort(bounds, kind="stable")[:_LIKELY].tolist():
         if len(progress.plans) >= progress.top and bounds[index] >= progress.plans[0].time_s:
             break
-        parallelism = likely.parallelism(index)
+        parallelism = likely.parallelism(index, prepared.problem)
         search = prepared.stage_search_below(parallelism, progress.cutoff_s)
         if search is None:
             continue
@@ -391,7 +398,10 @@ def _search_below(
         if known_s >= target_s or progress.rejects(known_s) or progress.strategies >= progress.effort.strategies:
             break
         progress.strategies += 1
-        parallelism, reach_s = strategies.parallelism(index), min(progress.cutoff_s, _REACH * target_s)
+        parallelism, reach_s = (
+            strategies.parallelism(index, prepared.problem),
+            min(progress.cutoff_s, _REACH * target_s),
+        )
         search = prepared.stage_search_below(parallelism, reach_s)
         bound_s = math.inf if search is None else max(known_s, search.root_bound(known_s, reach_s))
         strategies.bound_s[index] = math.inf
@@ -406,7 +416,7 @@ def _search_below(
 
 
 def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> ParallelismTable:
-    """Raise the bounds that are below the target, and split rows that stay below it until each has one dp."""
+    """Raise the bounds that are below the target, and split rows that stay below it until each is one strategy."""
     below = np.flatnonzero(strategies.bound_s < target_s)
     strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
     while len(wide := below[(strategies.bound_s[below] < target_s) & strategies.is_wide[below]]):

@@ -5,9 +5,10 @@ what the target cannot run, what divides devices or microbatches in a way that i
 hold even if all stages shared theirs (`ClosedFormBounds.least_bytes`).
 
 On many devices most values of dp differ in little: a row may stand for all that give the fullest pipeline equally many
-microbatches, of which there are at most twice the square root of all microbatches. Its bound is one under each of them:
-states are sharded as with the largest dp, and collectives take no longer than with the smallest. `split_rows` divides
-such rows where their bound does not rule them out.
+microbatches, of which there are at most twice the square root of all microbatches, and for all groups over which ZeRO
+may shard (`data_degrees.py`). Its bound is one under each of them: states are sharded as in the largest group, and
+collectives take no longer than with the smallest dp and in the smallest group. `split_rows` divides such rows where
+their bound does not rule them out.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place.bounds.closed_form_bounds import ClosedFormBounds
+from phaze.place.model.data_degrees import DataDegrees, every_shard, listed_shards, shard_ranges
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
@@ -50,6 +52,8 @@ class ParallelismTable:
         tp: devices that each layer is split over.
         dp: copies of the pipeline; of several values the largest.
         least_dp: the smallest of them.
+        shard: devices that ZeRO divides states over; of several values the largest.
+        least_shard: the smallest of them.
         pp: pipeline depth.
         chunks: stages on each device.
         schedule: index into `SCHEDULES`.
@@ -62,6 +66,8 @@ class ParallelismTable:
     tp: IntArray
     dp: IntArray
     least_dp: IntArray
+    shard: IntArray
+    least_shard: IntArray
     pp: IntArray
     chunks: IntArray
     schedule: IntArray
@@ -81,9 +87,19 @@ class ParallelismTable:
         )
 
     @property
+    def degrees(self) -> DataDegrees:
+        """dp and ZeRO of every strategy."""
+        names = ("zero", "dp", "least_dp", "shard", "least_shard")
+        return DataDegrees(**{name: getattr(self, name) for name in names})
+
+    @property
     def is_wide(self) -> BoolArray:
-        """Whether a row stands for several values of dp."""
-        return np.asarray(self.least_dp < self.dp)
+        """Whether a row stands for several strategies."""
+        return self.degrees.is_wide
+
+    def narrowed(self) -> ParallelismTable:
+        """The same rows, each for the largest of its values alone."""
+        return replace(self, least_dp=self.dp, least_shard=self.shard)
 
     def __len__(self) -> int:
         """How many strategies."""
@@ -106,11 +122,15 @@ class ParallelismTable:
             ).any()
         )
 
-    def parallelism(self, index: int) -> Parallelism:
-        """The strategy at one index, with the largest of its values of dp."""
+    def parallelism(self, index: int, problem: PlacementProblem) -> Parallelism:
+        """The strategy at one index, with the largest of its values of dp and shard."""
+        dp, shard = int(self.dp[index]), int(self.shard[index])
         return Parallelism(
             tp=int(self.tp[index]),
-            dp=int(self.dp[index]),
+            dp=dp,
+            cp=problem.cp,
+            ep=problem.ep,
+            shard=ALL_DEVICES if shard == dp * problem.cp else shard,
             pp=int(self.pp[index]),
             chunks=int(self.chunks[index]),
             schedule=SCHEDULES[self.schedule[index]],
@@ -126,12 +146,12 @@ def list_parallelisms(
     update_s: float,
     *,
     checks_memory: bool = True,
-    joins_dp: bool = False,
+    joins_rows: bool = False,
 ) -> ParallelismTable:
     """All strategies that the cluster, the target and (unless told otherwise) memory allow at first sight.
 
-    ``stage_sums`` are by tp, and ``update_s`` are the seconds of updating one parameter. ``joins_dp`` makes one row of
-    strategies that differ only in dp and not in their microbatches.
+    ``stage_sums`` are by tp, and ``update_s`` are the seconds of updating one parameter. ``joins_rows`` makes one row
+    of strategies that differ only in dp and shard and not in their microbatches; otherwise each has its own.
     """
     parts: list[ParallelismTable] = []
     for sums in stage_sums.values():
@@ -141,22 +161,22 @@ def list_parallelisms(
             is_allowed = _allowed(problem, space, schedule, chunks, all_dp, all_pp)
             for zero in zero_stages:
                 # A single copy has nothing to shard: only the least ZeRO stage is listed for it.
-                is_listed = is_allowed & (all_dp > 1) if zero > min(zero_stages) else is_allowed
-                dp, pp = all_dp[is_listed], all_pp[is_listed]
-                first, last = _runs(problem, sums, dp, pp) if joins_dp else (slice(None), slice(None))
-                least_dp, dp, pp = dp[first], dp[last], pp[last]
-                bounds = ClosedFormBounds.of(problem, space, sums, network, zero, dp, least_dp)
+                is_listed = is_allowed & (all_dp * problem.cp > 1) if zero > min(zero_stages) else is_allowed
+                degrees, pp = _joined_degrees(problem, sums, zero, all_dp[is_listed], all_pp[is_listed], joins_rows)
+                bounds = ClosedFormBounds.of(problem, space, sums, network, degrees)
                 least_bytes = bounds.least_bytes() / pp
                 has_room = least_bytes <= problem.usable_bytes * (1 + MEMORY_MARGIN)
                 part = ParallelismTable(
-                    tp=np.full(len(dp), sums.tp),
-                    dp=dp,
-                    least_dp=least_dp,
+                    tp=np.full(len(pp), sums.tp),
+                    dp=degrees.dp,
+                    least_dp=degrees.least_dp,
+                    shard=degrees.shard,
+                    least_shard=degrees.least_shard,
                     pp=pp,
-                    chunks=np.full(len(dp), chunks),
-                    schedule=np.full(len(dp), SCHEDULES.index(schedule)),
-                    zero=np.full(len(dp), zero),
-                    micro_batches=-(-problem.micro_batches // dp),
+                    chunks=np.full(len(pp), chunks),
+                    schedule=np.full(len(pp), SCHEDULES.index(schedule)),
+                    zero=np.full(len(pp), zero),
+                    micro_batches=-(-problem.micro_batches // degrees.dp),
                     bound_s=bounds.time_bound_s(schedule, chunks, pp, update_s) * (1 - BOUND_MARGIN),
                     least_bytes=least_bytes,
                 )
@@ -164,22 +184,48 @@ def list_parallelisms(
     return ParallelismTable.joined(parts)
 
 
+def _joined_degrees(
+    problem: PlacementProblem, sums: StageSums, zero: int, dp: IntArray, pp: IntArray, joins_rows: bool
+) -> tuple[DataDegrees, IntArray]:
+    """The degrees of data parallelism and the depths of rows, where each stands for one strategy or for several."""
+    if not joins_rows:
+        row, shard = every_shard(problem, sums.tp, zero, dp)
+        return DataDegrees(zero=zero, dp=dp[row], least_dp=dp[row], shard=shard, least_shard=shard), pp[row]
+    least_shard, shard = shard_ranges(problem, sums.tp, zero, dp)
+    dp, pp, least_shard, shard = (column[shard > 0] for column in (dp, pp, least_shard, shard))
+    first, last = _runs(problem, sums, dp, pp)
+    if len(first):
+        least_shard, shard = np.minimum.reduceat(least_shard, first), np.maximum.reduceat(shard, first)
+    return DataDegrees(zero=zero, dp=dp[last], least_dp=dp[first], shard=shard, least_shard=least_shard), pp[last]
+
+
 def split_rows(
     problem: PlacementProblem, space: StageSpace, stage_sums: Mapping[int, StageSums], rows: ParallelismTable
 ) -> ParallelismTable:
-    """Two rows for each, one with the smaller and one with the larger half of its values of dp; bounds are kept."""
-    halves: list[tuple[int, int, int]] = []  # the row, and its least and largest dp
-    for index in range(len(rows)):
-        parallelism = rows.parallelism(index)
-        dp = _copies(problem, int(rows.least_dp[index]), parallelism.dp)
-        pp = np.full(len(dp), parallelism.pp)
-        is_allowed = _divides_devices(problem, stage_sums[parallelism.tp], dp, pp)
-        is_allowed &= _allowed(problem, space, parallelism.schedule, parallelism.chunks, dp, pp)
-        for half in np.array_split(dp[is_allowed], 2):
+    """Two rows for each, one with the smaller and one with the larger half of its values of dp; bounds are kept.
+
+    Rows of one dp are divided by their values of shard.
+    """
+    halves: list[tuple[int, int, int, int, int]] = []  # the row, its least and largest dp, and shard likewise
+    columns = (rows.tp, rows.pp, rows.zero, rows.least_dp, rows.dp, rows.least_shard, rows.shard)
+    for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        tp, depth, zero, least_dp, most_dp, least_shard, most_shard = row
+        if least_dp == most_dp:
+            sizes = listed_shards(problem, tp, least_dp, least_shard, most_shard)
+            parts = [part for part in np.array_split(sizes, 2) if len(part)]
+            halves += [(index, least_dp, most_dp, int(part[0]), int(part[-1])) for part in parts]
+            continue
+        dp = _copies(problem, least_dp, most_dp)
+        pp = np.full(len(dp), depth)
+        is_allowed = _divides_devices(problem, stage_sums[tp], dp, pp)
+        is_allowed &= _allowed(problem, space, SCHEDULES[rows.schedule[index]], int(rows.chunks[index]), dp, pp)
+        least, largest = shard_ranges(problem, tp, zero, dp)
+        for half in np.array_split(np.flatnonzero(is_allowed & (largest > 0)), 2):
             if len(half):
-                halves.append((index, int(half[0]), int(half[-1])))
-    row, least_dp, dp = np.array(halves, dtype=np.int64).reshape(-1, 3).T
-    return replace(rows.take(row), least_dp=least_dp, dp=dp)
+                bounds = int(dp[half[0]]), int(dp[half[-1]]), int(least[half].min()), int(largest[half].max())
+                halves.append((index, *bounds))
+    row_index, least_dps, dps, least_shards, shards = np.array(halves, dtype=np.int64).reshape(-1, 5).T
+    return replace(rows.take(row_index), least_dp=least_dps, dp=dps, least_shard=least_shards, shard=shards)
 
 
 def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
@@ -189,12 +235,12 @@ def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
         copies = copies[np.isin(copies, problem.choices.dp)]
     if problem.needs_even_micro_batches:
         copies = copies[problem.micro_batches % copies == 0]
-    return copies
+    return np.asarray(copies[copies * problem.cp % problem.ep == 0])
 
 
 def _degrees(problem: PlacementProblem, space: StageSpace, sums: StageSums) -> tuple[IntArray, IntArray]:
     """All (dp, pp) that the cluster and the batch allow at one tp, sorted by pp and then by dp."""
-    device_count = problem.cluster.device_count
+    device_count = problem.cluster.device_count // problem.cp
     depths = np.arange(1, min(space.layers, device_count) + 1)
     if problem.choices.pp is not None:
         depths = depths[np.isin(depths, problem.choices.pp)]
@@ -207,23 +253,23 @@ def _degrees(problem: PlacementProblem, space: StageSpace, sums: StageSums) -> t
 
 
 def _least_devices(problem: PlacementProblem, sums: StageSums, pp: IntArray) -> IntArray:
-    """How many devices a pipeline takes at least, if as many stages as possible take a single one."""
+    """How many devices each part of a sequence takes at least, if as many stages as possible take a single one."""
     single_stages = np.minimum(pp, sums.unsliced_layers if problem.capabilities.allows_mixed_tp else 0)
     return np.asarray(sums.tp * (pp - single_stages) + single_stages)
 
 
 def _divides_devices(problem: PlacementProblem, sums: StageSums, dp: IntArray, pp: IntArray) -> BoolArray:
     """Whether there are enough devices, and none is left over where none may idle."""
-    device_count = problem.cluster.device_count
-    divides = dp * _least_devices(problem, sums, pp) <= device_count
+    device_count, replicas = problem.cluster.device_count, dp * problem.cp
+    divides = replicas * _least_devices(problem, sums, pp) <= device_count
     if not problem.capabilities.allows_idle_devices:
-        divides &= (device_count % dp == 0) & (dp * sums.tp * pp >= device_count)
+        divides &= (device_count % replicas == 0) & (replicas * sums.tp * pp >= device_count)
     return np.asarray(divides)
 
 
 def _runs(problem: PlacementProblem, sums: StageSums, dp: IntArray, pp: IntArray) -> tuple[IntArray, IntArray]:
     """The first and the last of neighbours with the same pp and microbatches, whose devices suffice or not alike."""
-    needs_no_singles = dp * pp * sums.tp <= problem.cluster.device_count
+    needs_no_singles = dp * problem.cp * pp * sums.tp <= problem.cluster.device_count
     key = np.stack([pp, -(-problem.micro_batches // dp), needs_no_singles])
     is_new = np.any(np.diff(key, axis=1) != 0, axis=0)
     first = np.concatenate([np.zeros(min(len(dp), 1), dtype=np.int64), np.flatnonzero(is_new) + 1])

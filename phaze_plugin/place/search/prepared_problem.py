@@ -102,7 +102,7 @@ class PreparedProblem:
         is_equal = (
             problem.choices.recompute == old.choices.recompute
             and problem.tp_degrees == old.tp_degrees
-            and problem.accelerator == old.accelerator
+            and (problem.accelerator, problem.cp, problem.ep) == (old.accelerator, old.cp, old.ep)
         )
         if not is_shared or not is_equal:
             return PreparedProblem.of(problem)
@@ -123,8 +123,8 @@ class PreparedProblem:
         )
 
     def strategies(self) -> ParallelismTable:
-        """All strategies; those that differ only in dp, and not in their microbatches, share a row."""
-        return list_parallelisms(self.problem, self.ends, self.end_sums, self.network, self.update_s, joins_dp=True)
+        """All strategies; those that differ only in dp and shard, and not in their microbatches, share a row."""
+        return list_parallelisms(self.problem, self.ends, self.end_sums, self.network, self.update_s, joins_rows=True)
 
     def stage_costs(self, parallelism: Parallelism, stages: IntArray | None = None) -> StageCosts:
         """Times and memory of all stages, or of some, under a strategy."""
@@ -136,12 +136,9 @@ class PreparedProblem:
             space,
             sums,
             self.network,
-            dp=parallelism.dp,
-            zero=parallelism.zero,
-            stages=parallelism.pp,
+            parallelism,
             update_s=self.update_s,
             mixes_tp=self.problem.capabilities.allows_mixed_tp and parallelism.chunks == 1,
-            splits_backward=parallelism.schedule is PipelineSchedule.ZERO_BUBBLE,
         )
 
     def micro_batches(self, parallelism: Parallelism) -> int:
@@ -177,9 +174,9 @@ class PreparedProblem:
     def single_device_stages(self, parallelism: Parallelism) -> SingleDeviceStages | None:
         """How many stages take a single device so that the devices suffice; None if they cannot be divided so.
 
-        A stage that takes one device instead of tp frees tp - 1.
+        A stage that takes one device instead of tp, for each part of a sequence, frees tp - 1.
         """
-        devices_each = self.problem.cluster.device_count // parallelism.dp
+        devices_each = self.problem.cluster.device_count // parallelism.replicas
         missing = parallelism.tp * parallelism.pp - devices_each
         if parallelism.tp == 1:
             return SingleDeviceStages()

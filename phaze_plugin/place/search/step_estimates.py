@@ -8,7 +8,6 @@ of their own links. The guess is the least of these.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -32,7 +31,7 @@ def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) ->
     tp_index = np.searchsorted(layers.tp_degrees, strategies.tp)
     again_s, stash_bytes = (table.sum(axis=2)[:, tp_index] for table in (layers.recompute_s, layers.stash_bytes))
     working_bytes = layers.peak_bytes.max(axis=2)[:, tp_index]
-    held_bytes = layers.parameters.sum(axis=1)[tp_index] * layers.sharding(strategies).held_bytes_per_parameter
+    held_bytes = layers.held_and_buffered_bytes(strategies)[0].sum(axis=0)
     rounds = (strategies.micro_batches + strategies.pp - 1) / strategies.pp
     fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / strategies.pp + working_bytes
     least_again_s = np.where(fullest_bytes <= usable_bytes, rounds * again_s, np.inf).min(axis=0)
@@ -40,7 +39,7 @@ def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) ->
     if not np.isfinite(step_s).any():
         return math.inf
     best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
-    likely = replace(strategies.take(best), least_dp=strategies.dp[best])  # with the prices of their own links
+    likely = strategies.take(best).narrowed()  # with the prices of their own links
     terms = layers.terms(likely)
     passes_s = rounds[best] * (terms.through_s + terms.weight_s).sum(axis=0)
     priced_s = passes_s + terms.finish_s.sum(axis=0) / likely.pp + least_again_s[best]

@@ -102,7 +102,7 @@ class Placement:
         by_place = [
             max(stage.tp for stage in self.stages if stage.device == place) for place in range(len(self.memory))
         ]
-        return self.parallelism.dp * sum(by_place)
+        return self.parallelism.replicas * sum(by_place)
 
     @property
     def fit(self) -> Fit:

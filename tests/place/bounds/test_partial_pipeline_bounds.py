@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, random_problem, random_strategy, with_memory
+from placement_problems import examples, random_problem, random_strategy, with_axes, with_memory
 
 from phaze.place.bounds.interleaved_bounds import interleaved_closed_form_s
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
@@ -64,12 +64,13 @@ def test_bounds_of_a_strategy_never_exceed_the_time_of_a_pipeline_in_the_memory_
 ) -> None:
     random = Random(seed)
     problem = random_problem(seed, largest=12, most_devices=8, most_micro_batches=24, memory_bytes=10**12)
+    problem = with_axes(problem, seed)
     prepared = PreparedProblem.of(replace(problem, memory_margin=0.0))
     strategies = strategies_of(prepared)
     strategies = strategies.take((strategies.chunks > 1) == interleaved)
     if not len(strategies):
         return
-    parallelism = strategies.parallelism(random.randrange(len(strategies)))
+    parallelism = strategies.parallelism(random.randrange(len(strategies)), problem)
     search = prepared.stage_search_below(parallelism, math.inf)
     pipeline = (
         None if search is None or search.singles.least or search.singles.exact else random_pipeline(random, search)
@@ -83,7 +84,7 @@ def test_bounds_of_a_strategy_never_exceed_the_time_of_a_pipeline_in_the_memory_
     peak = max(memory.total_bytes for memory in placement.memory)
     tight = PreparedProblem.of(with_memory(prepared.problem, math.ceil(peak)))
     strategies = strategies_of(tight)
-    same = [index for index in range(len(strategies)) if strategies.parallelism(index) == parallelism]
+    same = [index for index in range(len(strategies)) if strategies.parallelism(index, problem) == parallelism]
     strategy = strategies.take(np.array(same))
     limit = placement.time_s * (1 + 1e-9)
     assert strategy.bound_s[0] <= limit

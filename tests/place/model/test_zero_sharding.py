@@ -26,14 +26,38 @@ def test_only_zero_3_gathers_parameters_in_every_pass(zero: int, gathered: float
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_are_reduced_once_either_per_batch_or_per_backward(zero: int) -> None:
     sharding = ZeroSharding(RECIPE, zero, 8)
-    ways = (
-        sharding.all_reduced_bytes_per_batch,
-        sharding.scattered_bytes_per_batch,
-        sharding.scattered_bytes_per_backward,
-    )
-    assert sorted(float(size) for size in ways) == [0.0, 0.0, 4.0]
+    ways = (sharding.reduced_bytes_per_batch, sharding.scattered_bytes_per_backward)
+    assert sorted(float(size) for size in ways) == [0.0, 4.0]
     is_gathered_once = zero in (1, 2)
     assert float(sharding.gathered_bytes_per_batch) == (2.0 if is_gathered_once else 0.0)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_hold_what_their_devices_share_and_reduce_between_them_after_the_last_backward(zero: int) -> None:
+    sharding = ZeroSharding(RECIPE, zero, 8, 16)
+    assert sharding.held_bytes_per_parameter == ZeroSharding(RECIPE, zero, 8).held_bytes_per_parameter
+    assert float(sharding.reduced_bytes_per_batch) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("shard", "groups", "ep", "expert_shard", "expert_groups"),
+    [(64, 1, 8, 8, 1), (8, 8, 8, 1, 8), (8, 8, 16, 1, 4), (16, 4, 8, 2, 4), (4, 16, 8, 1, 8)],
+)
+def test_a_group_holds_one_copy_of_every_expert_and_experts_have_fewer_copies(
+    shard: int, groups: int, ep: int, expert_shard: int, expert_groups: int
+) -> None:
+    experts = ZeroSharding(RECIPE, 1, shard, groups).of_experts(ep)
+    assert (int(experts.shard), int(experts.groups)) == (expert_shard, expert_groups)
+    assert ep * expert_shard * expert_groups == shard * groups
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("shard", "groups"), [(1, 12), (2, 6), (4, 3), (12, 1)])
+def test_what_is_sent_after_the_last_backward_is_the_sum_of_its_collectives(zero: int, shard: int, groups: int) -> None:
+    within, between = 1 - 1 / shard, 2 * (1 - 1 / groups) / shard
+    expected = 2 * (1 - 1 / 12) if zero == 0 else (within if zero == 1 else 0.0) + between
+    share = ZeroSharding(RECIPE, zero, shard, groups).least_reduced_share(np.array([12]))
+    assert float(share[0]) == pytest.approx(expected)
 
 
 def test_a_single_copy_needs_no_buffers_for_collectives() -> None:
@@ -45,7 +69,7 @@ def test_a_single_copy_needs_no_buffers_for_collectives() -> None:
 def test_arrays_of_strategies_get_what_each_of_them_gets() -> None:
     zero, dp = (grid.ravel() for grid in np.meshgrid([0, 1, 2, 3], [1, 2, 7]))
     together = ZeroSharding(RECIPE, zero, dp)
-    names = [name for name in dir(ZeroSharding) if not name.startswith("_") and name not in ("recipe", "zero", "dp")]
+    names = [name for name in dir(ZeroSharding) if isinstance(getattr(ZeroSharding, name), property)]
     for index in range(len(zero)):
         alone = ZeroSharding(RECIPE, int(zero[index]), int(dp[index]))
         for name in names:

@@ -209,6 +209,7 @@ def test_a_problem_narrowed_to_one_strategy_is_answered_for_that_strategy(seed: 
         schedule=() if strategy.schedule is PipelineSchedule.NONE else (strategy.schedule,),
         chunks=(strategy.chunks,) if strategy.chunks > 1 else problem.choices.chunks,
         zero=(strategy.zero,),
+        shard=(strategy.shard,),
         recompute=(random.choice(problem.choices.recompute),),
     )
     expected = brute_force(narrow)

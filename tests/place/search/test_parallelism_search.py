@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from placement_brute_force import brute_force
-from placement_problems import changed, examples, random_problem, stage_sharded_problem
+from placement_problems import changed, examples, problem_with_axes, random_problem, stage_sharded_problem, with_axes
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
@@ -34,7 +34,7 @@ def compare_with_brute_force(problem: PlacementProblem) -> None:
     assert answer.bound_s == pytest.approx(min(expected.values(), default=math.inf), rel=1e-9)
 
 
-@examples(60)
+@examples(40)
 @given(seeds)
 def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
     compare_with_brute_force(random_problem(seed))
@@ -44,6 +44,23 @@ def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
 @given(seeds)
 def test_the_program_finds_what_trying_everything_finds_where_ends_are_sharded_over_stages(seed: int) -> None:
     compare_with_brute_force(stage_sharded_problem(seed))
+
+
+@examples(40)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_over_hybrid_shards_split_sequences_and_experts(
+    seed: int,
+) -> None:
+    compare_with_brute_force(problem_with_axes(seed))
+
+
+@pytest.mark.exhaustive
+@examples(60)
+@given(seeds)
+def test_the_program_finds_what_trying_everything_finds_over_all_axes_with_six_layers_on_sixteen_devices(
+    seed: int,
+) -> None:
+    compare_with_brute_force(problem_with_axes(seed, largest=6, most_devices=16))
 
 
 @pytest.mark.exhaustive
@@ -56,13 +73,13 @@ def test_the_program_finds_what_trying_everything_finds_with_six_layers_on_eight
 @examples(12)
 @given(seeds)
 def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
-    prepared = PreparedProblem.of(random_problem(seed, largest=5, most_devices=8))
+    prepared = PreparedProblem.of(with_axes(random_problem(seed, largest=5, most_devices=8), seed))
     strategies = list_parallelisms(
         prepared.problem, prepared.space, prepared.stage_sums, prepared.network, prepared.update_s
     )
     tightened = prepared.layer_table.tightened(strategies, 50.0)
     for index in range(len(strategies)):
-        search = prepared.stage_search_below(strategies.parallelism(index), math.inf)
+        search = prepared.stage_search_below(strategies.parallelism(index, prepared.problem), math.inf)
         if search is None:
             continue
         problem = changed(
@@ -71,11 +88,12 @@ def test_no_gate_is_above_the_time_of_what_it_lets_through(seed: int) -> None:
             dp=(int(strategies.dp[index]),),
             pp=(int(strategies.pp[index]),),
             zero=(int(strategies.zero[index]),),
+            shard=(strategies.parallelism(index, prepared.problem).shard,),
         )
         times = [
             plan.time_s
             for plan in search_parallelisms(PreparedProblem.of(problem), top=20).plans
-            if plan.parallelism == strategies.parallelism(index)
+            if plan.parallelism == strategies.parallelism(index, problem)
         ]
         time_s = times[0] if times else math.inf
         assert strategies.bound_s[index] <= time_s
@@ -106,7 +124,7 @@ def test_no_gate_changes_the_answer(seed: int) -> None:
     )
     nodes, times = 10**6, [math.inf]
     for index in range(len(strategies)):
-        search = prepared.stage_search_below(strategies.parallelism(index), math.inf)
+        search = prepared.stage_search_below(strategies.parallelism(index, prepared.problem), math.inf)
         if search is not None:
             times.append(best_stages(search, min(times), nodes).time_s)
     answer = search_parallelisms(prepared, effort=SearchEffort(nodes=nodes, nodes_per_strategy=nodes))
@@ -225,6 +243,7 @@ def test_the_best_of_each_kind_is_a_plan_of_that_kind_and_the_best_plan_is_the_b
             PlanKind.PIPELINE: plan.parallelism.pp > 1,
             PlanKind.NO_ZERO: plan.parallelism.zero == 0,
             PlanKind.ZERO: plan.parallelism.zero > 0,
+            PlanKind.ZERO_OVER_ALL: plan.parallelism.zero > 0 and plan.parallelism.shard_groups == 1,
             PlanKind.NO_RECOMPUTE: modes == {RecomputeMode.NONE},
             PlanKind.FULL_RECOMPUTE: modes == {RecomputeMode.FULL},
         }

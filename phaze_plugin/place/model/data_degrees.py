@@ -1,0 +1,130 @@
+"""Which dp and which groups of ZeRO's shards a strategy may have, and what many strategies of each move at least.
+
+The dp x cp devices that run the same layers may be divided into groups of `shard` devices (`zero_sharding.py`). Unless
+a question names them, these sizes are offered (`offered_shards`): all devices, every power of two, and as many as fill
+a level of the network beside tp. Between these a group only moves more bytes over the same links, or holds more states.
+What a search proves, it proves over the sizes that were offered.
+
+A row of a table may stand for several values of dp and of shard (`DataDegrees`). Bounds then take the states of the
+largest groups, and of the collectives within groups what the smallest send (`DataDegrees.shares`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from phaze.parallelism import ALL_DEVICES
+from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
+from phaze.place.model.zero_sharding import ZeroSharding
+
+__all__ = ["DataDegrees", "DataShares", "every_shard", "listed_shards", "offered_shards", "shard_ranges"]
+
+
+class DataShares(NamedTuple):
+    """What one kind of parameters (dense ones, or those of experts) holds and moves at least, per strategy.
+
+    Attributes:
+        sharding: what ZeRO holds, with the largest groups.
+        within: which part of a tensor a device sends at least in a gather or scatter within its group.
+        reduced: which part of a gradient it sends at least after the last backward.
+    """
+
+    sharding: ZeroSharding
+    within: FloatArray
+    reduced: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DataDegrees:
+    """dp and ZeRO of many strategies, of which each may stand for several.
+
+    Attributes:
+        zero: ZeRO stage, one for all or one each.
+        dp: copies of the pipeline; of several values the largest.
+        least_dp: the smallest of them.
+        shard: devices that ZeRO divides states over; of several values the largest.
+        least_shard: the smallest of them.
+    """
+
+    zero: int | IntArray
+    dp: IntArray
+    least_dp: IntArray
+    shard: IntArray
+    least_shard: IntArray
+
+    @property
+    def is_wide(self) -> BoolArray:
+        """Whether a row stands for several strategies."""
+        return np.asarray((self.least_dp < self.dp) | (self.least_shard < self.shard))
+
+    def sharding(self, problem: PlacementProblem) -> tuple[ZeroSharding, ...]:
+        """What ZeRO holds with the largest groups: of dense parameters, and of experts where ep divides them."""
+        groups = self.dp * problem.cp // self.shard
+        return ZeroSharding(problem.recipe, self.zero, self.shard, groups).by_kind(problem.ep)
+
+    def shares(self, problem: PlacementProblem) -> tuple[DataShares, ...]:
+        """What is held and moved at least, for each kind of parameters."""
+        return tuple(
+            DataShares(
+                sharding,
+                1 - 1 / np.maximum(self.least_shard // divided, 1),
+                sharding.least_reduced_share(self.least_dp * problem.cp // divided),
+            )
+            for sharding, divided in zip(self.sharding(problem), (1, problem.ep), strict=False)
+        )
+
+
+def offered_shards(problem: PlacementProblem, tp: int) -> tuple[int, ...]:
+    """Sizes of groups that may be chosen beside all devices (or only these, where the choices name no "all")."""
+    if problem.choices.shard is not None:
+        values = {int(value) for value in problem.choices.shard if value != ALL_DEVICES}
+    elif problem.capabilities.allows_shard_groups:
+        most = problem.cluster.device_count // tp
+        blocks = accumulate((level.size for level in problem.cluster.levels), mul)
+        values = {1 << power for power in range(1, most.bit_length())}
+        values |= {block // tp for block in blocks if block % tp == 0}
+    else:
+        return ()
+    return tuple(sorted(size for size in values if size > 1 and (size % problem.ep == 0 or problem.ep % size == 0)))
+
+
+def every_shard(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:
+    """Every group that each dp may have, as indices into ``dp`` and sizes; ZeRO-0 shards nothing and has one group."""
+    replicas = dp * problem.cp
+    rows, sizes = [np.arange(len(dp))], [replicas]
+    if zero and not _offers_all(problem):
+        rows, sizes = [], []
+    for size in offered_shards(problem, tp) if zero else ():
+        divides = np.flatnonzero((replicas % size == 0) & ((replicas > size) | (not _offers_all(problem))))
+        rows.append(divides)
+        sizes.append(np.full(len(divides), size))
+    nothing = np.zeros(0, dtype=np.int64)
+    return np.concatenate([nothing, *rows]), np.concatenate([nothing, *sizes])
+
+
+def shard_ranges(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:
+    """The smallest and the largest of `every_shard` for each dp; 0 where there is none."""
+    row, sizes = every_shard(problem, tp, zero, dp)
+    largest = np.zeros_like(dp)
+    np.maximum.at(largest, row, sizes)
+    least = np.full_like(dp, np.iinfo(dp.dtype).max)
+    np.minimum.at(least, row, sizes)
+    return np.minimum(least, largest), largest
+
+
+def listed_shards(problem: PlacementProblem, tp: int, dp: int, least: int, largest: int) -> list[int]:
+    """The sizes of groups in a range, both ends included, that one dp may have; ZeRO-0 has none to choose from."""
+    replicas = dp * problem.cp
+    sizes = {size for size in offered_shards(problem, tp) if replicas % size == 0}
+    sizes |= {replicas} if _offers_all(problem) else set()
+    return sorted(size for size in sizes if least <= size <= min(largest, replicas))
+
+
+def _offers_all(problem: PlacementProblem) -> bool:
+    return problem.choices.shard is None or ALL_DEVICES in problem.choices.shard
