@@ -278,7 +278,13 @@ def _opaque(call: Call) -> Values:
     results = [kind.shape for kind in call.operation.types]
     if not results:
         return ()
-    return call.emit(OpKind.OPAQUE, name, opaque_rule(shapes, results), *inputs, is_pure=False)
+    try:
+        return call.emit(OpKind.OPAQUE, name, opaque_rule(shapes, results), *inputs, is_pure=False)
+    except (Unsupported, GraphError):
+        raise ImportModelError(
+            f"{name} reads {[list(shape) for shape in shapes]} and makes {[list(shape) for shape in results]}, which "
+            "no operation does; the module is damaged."
+        ) from None
 
 
 def _check_type(kind: TensorType, what: str) -> None:
