@@ -204,7 +204,7 @@ class _TomlText:
     def parse(self, text: str) -> dict[str, object]:
         try:
             return flattened(tomllib.loads(text))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"this is no TOML: {error}.") from error
 
     def render(self, head: Sequence[str], settings: Settings) -> str:
