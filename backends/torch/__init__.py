@@ -59,6 +59,7 @@ class TorchTarget:
             needs_micro_batches_per_stage=frozenset({PipelineSchedule.ONE_F_ONE_B}),
             zero_stages=frozenset({0, 3}),
             master_zero_stages=frozenset({1, 2}),
+            allows_shard_groups=True,
             allows_uneven_stages=True,
             allows_uneven_sequences=True,
             allows_strided_parameters=True,

@@ -321,8 +321,8 @@ def _make_optimizer(plan: Plan, stages: Sequence[torch.nn.Module], make: object)
 def _mesh_of_plan(plan: Plan, given: object) -> DeviceMesh:
     """A mesh with axes pp, replicate, shard, tp over the ranks of the given one (axes pp, dp, tp), or over all.
 
-    Data parallelism is `replicate` where every copy is whole, and `shard` where copies are sharded (ZeRO). Raises
-    PlanError where the mesh, or the launch, does not have the plan's sizes.
+    Data parallelism is `replicate` where every copy is whole, and `shard` where copies are sharded (ZeRO); hybrid
+    sharding has both. Raises PlanError where the mesh, or the launch, does not have the plan's sizes.
     """
     strategy = plan.strategy
     sizes = {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp}
@@ -330,8 +330,8 @@ def _mesh_of_plan(plan: Plan, given: object) -> DeviceMesh:
     if not dist.is_initialized():
         raise PlanError("torch.distributed has no process group; call torch.distributed.init_process_group() first.")
     ranks = _ranks_of_launch(sizes, wanted) if given is None else _ranks_of_mesh(given, sizes, wanted)
-    copies = (1, strategy.dp) if strategy.zero else (strategy.dp, 1)
-    shape = (strategy.pp, *copies, strategy.tp)
+    shards = strategy.shard_devices if strategy.zero else 1
+    shape = (strategy.pp, strategy.dp // shards, shards, strategy.tp)
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     return DeviceMesh(device, ranks.reshape(shape), mesh_dim_names=MESH_AXES)
 

@@ -127,10 +127,12 @@ def without_caches(module: torch.nn.Module) -> Iterator[None]:
 def schedule_gradient_sync(module: FSDPModule, zero: int, *, is_last: bool) -> None:
     """Say what the backward of the next microbatch does between copies of the model; call it before each one.
 
-    Under ZeRO 2 and 3 gradients are reduced after every microbatch, and below after the last one. Parameters stay
-    gathered from one microbatch to the next below ZeRO 3.
+    Under ZeRO 2 and 3 gradients are scattered over the shards after every microbatch, and below after the last one.
+    Copies of a group of shards exchange theirs after the last one only. Parameters stay gathered from one microbatch to
+    the next below ZeRO 3.
     """
     module.set_requires_gradient_sync(zero >= 2 or is_last)
+    module.set_requires_all_reduce(is_last)
     module.set_reshard_after_backward(zero == 3 or is_last)
 
 

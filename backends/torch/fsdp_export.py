@@ -52,7 +52,10 @@ class FsdpTarget:
     def capabilities(self) -> Capabilities:
         """One pipeline stage only; ZeRO as under target 'torch'."""
         return Capabilities(
-            zero_stages=frozenset({0, 3}), master_zero_stages=frozenset({1, 2}), allows_strided_parameters=True
+            zero_stages=frozenset({0, 3}),
+            master_zero_stages=frozenset({1, 2}),
+            allows_shard_groups=True,
+            allows_strided_parameters=True,
         )
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
@@ -80,7 +83,7 @@ def _plan_data(plan: Plan) -> dict[str, object]:
         "format": FORMAT,
         "version": VERSION,
         "model": plan.model.name,
-        "mesh": {"dp": strategy.dp, "tp": strategy.tp},
+        "mesh": {"dp": strategy.dp, "shard": strategy.shard_devices if strategy.zero else 1, "tp": strategy.tp},
         "global_batch_size": plan.question.global_batch_size,
         "micro_batch_size": strategy.micro_batch_size,
         "zero": strategy.zero,
