@@ -115,7 +115,7 @@ def build_candidates(
         dominated = _dominated_chunks(problem, parallelism, costs, times)
     else:
         dominated = _dominated(problem, parallelism, most, times)
-    keep = (most >= 1) & ~dominated
+    keep = (most >= 1) & ~dominated & ~_repeated((*times, stash, scratch))
     if not problem.capabilities.allows_uneven_stages:
         keep &= sums.body_layers[listed] * parallelism.stages == sums.body_layers.max()
     stage, mode = np.nonzero(keep.T)
@@ -140,6 +140,15 @@ def build_candidates(
         stashed_bytes=stash[kept],
         most_in_flight=most[kept],
     )
+
+
+def _repeated(numbers: tuple[FloatArray, ...]) -> BoolArray:
+    """Per (mode, stage): whether an earlier mode has the same numbers, because there is nothing more to recompute."""
+    repeated = np.zeros(numbers[0].shape, dtype=bool)
+    for mode in range(1, len(repeated)):
+        for earlier in range(mode):
+            repeated[mode] |= np.all([values[earlier] == values[mode] for values in numbers], axis=0)
+    return repeated
 
 
 def _dominated(

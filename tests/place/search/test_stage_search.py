@@ -1,6 +1,7 @@
 """Branch and bound over the stages of one strategy, against all its pipelines."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -36,3 +37,15 @@ def test_branch_and_bound_finds_the_best_of_all_pipelines(seed: int) -> None:
     expected = search.simulated(np.array(finished)).min() if finished else math.inf
     assert answer.time_s == pytest.approx(expected, rel=1e-9)
     assert answer.bound_s == pytest.approx(expected, rel=1e-9)
+
+
+@examples(20)
+@given(st.integers(0, 2**32 - 1))
+def test_a_mode_that_recomputes_no_more_than_an_earlier_one_is_not_offered(seed: int) -> None:
+    problem = random_problem(seed)
+    first = problem.choices.recompute[0]
+    profiles = {key: problem.profiles[key[0], key[1], first] for key in problem.profiles}
+    problem = replace(problem, profiles=profiles)
+    parallelism = random_strategy(Random(seed), problem)
+    if parallelism is not None:
+        assert not PreparedProblem.of(problem).candidates(parallelism, math.inf).mode.any()
