@@ -75,8 +75,8 @@ class MaxTextTarget(ToolTarget):
     name = "maxtext"
     tool = "MaxText"
     checked = (
-        "all keys stand in MaxText's configs/base.yml at commit e6b06ef and the products of the ici and dcn axes are "
-        "what it asks for; MaxText is in no package registry and was not run"
+        "the keys of axes stand in MaxText's configs/base.yml at commit e6b06ef and the products of the ici and dcn "
+        "axes are what it asks for; MaxText is in no package registry and was not run"
     )
 
     @property
