@@ -30,6 +30,7 @@ class Capabilities:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     `allows_parameters_cut_twice`: the devices of the tensor axis may cut two dimensions of one parameter.
     `allows_idle_when_asked`: a strategy that the user gave may leave devices idle, although no other does.
+    `allows_sequence_parallel`: the devices of the tensor axis may split sequences between layers.
     `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
     (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
     between the parts) are axes that it has. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and
@@ -48,6 +49,7 @@ class Capabilities:
     allows_idle_devices: bool = False
     allows_uneven_micro_batches: bool = False
     allows_uneven_sequences: bool = False
+    allows_sequence_parallel: bool = True
     allows_mixed_sequences: bool = False
     allows_strided_parameters: bool = False
     allows_parameters_cut_twice: bool = True

@@ -56,6 +56,7 @@ class AccelerateTarget(ToolTarget):
             tensor_parallel_zero_stages=frozenset({2, 3}),
             recompute_modes=frozenset({"none", "full"}),
             allows_strided_parameters=True,
+            allows_sequence_parallel=False,
             allows_context_parallel=True,
             allows_shard_groups=True,
         )

@@ -56,6 +56,7 @@ class DeepSpeedTarget(ToolTarget):
             allows_tensor_parallel_pipelines=False,
             recompute_modes=frozenset({"none", "full"}),
             allows_strided_parameters=True,
+            allows_sequence_parallel=False,
             allows_context_parallel=True,
             can_cut_stages=True,
         )

@@ -95,7 +95,9 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
             reasons.append(f"schedule {schedule.value} with {count} in {len(plan.stages)} stages")
     if len({stage.tp for stage in plan.stages}) > 1 and not capabilities.allows_mixed_tp:
         reasons.append("stages of different tp")
-    if chosen.sequence_parallel == MIXED_SEQUENCES and not capabilities.allows_mixed_sequences:
+    if chosen.tp > 1 and chosen.sequence_parallel and not capabilities.allows_sequence_parallel:
+        reasons.append("sequences split over the tp devices")
+    elif chosen.sequence_parallel == MIXED_SEQUENCES and not capabilities.allows_mixed_sequences:
         reasons.append("sequences that are split in some layers only")
     used = {device for stage in plan.stages for device in stage.devices}
     is_asked = capabilities.allows_idle_when_asked and bool(plan.question.strategy.keys() & {"dp", "tp", "pp"})

@@ -164,7 +164,7 @@ def _sequence_kinds(question: Question, graph: Graph, tp: int) -> list[SequenceP
             _check_sequences(question, graph, tp)
         return [_SEQUENCE_KINDS[asked]]
     kinds = [SequenceParallel.OFF]
-    if _is_even(question, graph, tp):
+    if question.capabilities.allows_sequence_parallel and _is_even(question, graph, tp):
         if max(sequence_lengths(graph), default=0) >= tp:
             kinds.insert(0, SequenceParallel.ON)
         if question.capabilities.allows_mixed_sequences:
@@ -243,6 +243,10 @@ def _is_even(question: Question, graph: Graph, tp: int) -> bool:
 
 def _check_sequences(question: Question, graph: Graph, tp: int) -> None:
     """Raise ShardError where sequences cannot be split between layers as they are asked to be."""
+    if not question.capabilities.allows_sequence_parallel:
+        raise ShardError(
+            f"target {question.target} splits no sequence over the tp devices; leave sequence_parallel out."
+        )
     lengths = sequence_lengths(graph)
     if max(lengths, default=0) < tp:
         raise ShardError(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_plans import TOOLS, cases_for, cluster_document, parallelism_of, plan_of
 
+import phaze
 from phaze.errors import PlanError
 from phaze.hardware import Cluster
 from phaze.ir import RecomputeMode
@@ -180,3 +181,13 @@ def test_a_readme_says_the_command_and_what_was_left_out() -> None:
     assert "    torchrun --nnodes 2 --nproc-per-node 4 " in text
     assert "one recompute mode for all stages: full is written; the plan has full, none" in text
     assert "not run." in text
+
+
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed"])
+def test_a_search_for_a_tool_that_splits_no_sequence_offers_none(target: str) -> None:
+    question = {"cluster": "a100-80gb:4", "global_batch_size": 16, "target": target, "tp": 2, "micro_batch_size": 2}
+    plan = phaze.optimize("gpt2", **question)
+    assert (plan.strategy.tp, plan.strategy.sequence_parallel) == (2, False)
+    assert plan.export(target)
+    with pytest.raises(PlanError, match=f"target {target} splits no sequence over the tp devices"):
+        phaze.evaluate("gpt2", strategy={"tp": 2, "sequence_parallel": True}, compares=False, **question)
