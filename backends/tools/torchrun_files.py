@@ -8,6 +8,7 @@ in it is a tool's: whatever a plan has can be written.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import JSON, ConfigText, Settings
@@ -15,9 +16,8 @@ from phaze.backends.tools.tool_target import ToolTarget, shard_groups, torchrun,
 from phaze.capabilities import Capabilities
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
-from phaze.ir import RecomputeMode
 from phaze.json_records import to_document
-from phaze.parallelism import PIPELINE_SCHEDULES, STRATEGY_KEYS, ZERO_STAGES
+from phaze.parallelism import STRATEGY_KEYS
 from phaze.strategy_files import StrategyFile
 
 if TYPE_CHECKING:
@@ -41,18 +41,11 @@ class TorchrunTarget(ToolTarget):
     @property
     def capabilities(self) -> Capabilities:
         """Everything that one mesh can say: equal tp in all stages, and no idle devices."""
-        return Capabilities(
-            schedules=frozenset(PIPELINE_SCHEDULES),
-            zero_stages=frozenset(ZERO_STAGES),
-            recompute_modes=frozenset(RecomputeMode),
-            allows_uneven_stages=True,
-            allows_uneven_sequences=True,
-            allows_mixed_sequences=True,
-            allows_strided_parameters=True,
-            allows_context_parallel=True,
-            allows_expert_parallel=True,
-            allows_shard_groups=True,
-            can_cut_stages=True,
+        return replace(
+            Capabilities.everything(),
+            allows_mixed_tp=False,
+            allows_idle_devices=False,
+            allows_uneven_micro_batches=False,
         )
 
     def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:

@@ -176,31 +176,31 @@ def _before_attention(graph: Graph, layer: Layer) -> list[Op]:
     """Products whose results attention reads without another product between."""
     attentions = [op for op in layer.forward if op.kind is OpKind.ATTENTION or _is_activation_product(graph, op)]
     wanted = {tensor_id for op in attentions for tensor_id in op.inputs}
-    found: list[Op] = []
+    neighbours: list[Op] = []
     products = {op.id for op in _products(graph, layer)}
     for op in reversed(layer.forward):
         if wanted.isdisjoint(op.outputs):
             continue
         if op.id in products:
-            found.append(op)
+            neighbours.append(op)
         else:
             wanted.update(op.inputs)
-    return found
+    return neighbours
 
 
 def _behind_attention(graph: Graph, layer: Layer) -> list[Op]:
     """Products that read the result of attention without another product between."""
     made = {tensor_id for op in _context(graph, layer) for tensor_id in op.outputs}
-    found: list[Op] = []
+    neighbours: list[Op] = []
     products = {op.id for op in _products(graph, layer)}
     for op in layer.forward:
         if made.isdisjoint(op.inputs):
             continue
         if op.id in products:
-            found.append(op)
+            neighbours.append(op)
         else:
             made.update(op.outputs)
-    return found
+    return neighbours
 
 
 def _around_attention(graph: Graph, layer: Layer) -> list[Op]:
