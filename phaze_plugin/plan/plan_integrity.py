@@ -19,13 +19,14 @@ from phaze.errors import FormatError, shown
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.json_records import to_document
 from phaze.limits import check_limit
+from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.plan.plan_status import PlanStatus, proven_status
 from phaze.question import content_hash
 from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 
 if TYPE_CHECKING:
-    from phaze.plan.plan import Plan, Stage
+    from phaze.plan.plan import Landscape, Plan, Stage
 
 __all__ = ["MEMORY_ITEMS", "check_integrity"]
 
@@ -179,12 +180,26 @@ def _list_contradictions(plan: Plan) -> Iterator[str]:
         yield "landscape has columns of different lengths, or more rows than it met"
     if min(plan.landscape.seconds, default=1.0) <= 0:
         yield "landscape has a time of no seconds"
+    impossible = _impossible_strategy(plan.landscape)
+    if impossible is not None:
+        yield f"landscape has a strategy that cannot be: {impossible}"
     if any(min(op.seconds, kind.forward_s) < 0 for kind in plan.layer_kinds for op in kind.ops):
         yield "layer_kinds have negative seconds"
     others = [plan.provenance.unrestricted_step_time_s, *(other.step_time_s for other in plan.runners_up)]
     others += [change.step_time_s for change in plan.changes]
     if any(seconds is not None and seconds <= 0 for seconds in others):
         yield "provenance, runners_up or changes have a step of no seconds"
+
+
+def _impossible_strategy(met: Landscape) -> str | None:
+    """Why one of the strategies that a search met cannot be; None where all can."""
+    columns = (met.dp, met.cp, met.ep, met.shard, met.tp, met.pp, met.chunks, met.zero, met.micro_batch_size)
+    for dp, cp, ep, shard, tp, pp, chunks, zero, size in zip(*columns, strict=True):
+        try:
+            Parallelism(dp=dp, cp=cp, ep=ep, shard=shard, tp=tp, pp=pp, chunks=chunks, zero=zero, micro_batch_size=size)
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 def _is_same(claimed: float, derived: float) -> bool:

@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from browser import opened, started_browser
 from designs import SMALL, some_points, tiny_model
+from forgeries import forged
 from nbclient import NotebookClient
 from plans import QUESTION, small_cluster, small_graph
 from playwright.sync_api import Browser
@@ -83,7 +84,7 @@ def test_a_damaged_search_is_refused(
 ) -> None:
     document = {**json.loads(result.to_json()), **change}
     document = {name: value for name, value in document.items() if value is not None}
-    (tmp_path / "search.json").write_text(json.dumps(document))
+    (tmp_path / "search.json").write_text(json.dumps(forged(document)))
     with pytest.raises(FormatError, match=message):
         read_search(tmp_path / "search.json")
 
