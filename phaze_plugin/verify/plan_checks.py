@@ -35,7 +35,8 @@ from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
-from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.saved_plan import differences, question_for
 
 if TYPE_CHECKING:

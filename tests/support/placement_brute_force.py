@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.verify.plain_placement import PlainCosts, PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_placement import PlainCosts
 
 __all__ = ["brute_force", "stage_partitions"]
 

@@ -9,7 +9,7 @@ from placement_problems import examples
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
-from phaze.verify.plain_placement import PlainStage, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_simulation
 
 NAMES = ("forward_s", "backward_s", "weight_s", "exposed_s", "reduction_s", "tie_s", "finish_s")
 

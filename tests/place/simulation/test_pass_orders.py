@@ -8,7 +8,7 @@ import pytest
 from phaze.errors import PlacementError
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
-from phaze.verify.plain_placement import plain_in_flight, plain_order
+from phaze.verify.plain_pipeline import plain_in_flight, plain_order
 
 SHAPES = [
     (schedule, devices, batches, chunks)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phaze.verify.plain_placement import PlainStage, plain_in_flight, plain_order, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_order, plain_simulation
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 5), (4, 4), (4, 9)])
