@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from phaze.schedule.proven_schedule import Schedule, ScheduledJob
 from phaze.schedule.resource_usage import utilization
 from phaze.schedule.scheduling_problem import Resource
+from phaze.trace_events import complete_event
 
 __all__ = ["chrome_trace", "format_gantt", "format_seconds"]
 
@@ -22,7 +23,7 @@ _MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 """The characters that stand for jobs in a Gantt chart; after 62 jobs they repeat."""
 
 _MICROSECONDS = 1e6
-"""Microseconds in a second: trace viewers count in microseconds."""
+"""Microseconds in a second: what lengths are told in."""
 
 _LANE_ORDER = (Resource.TENSOR, Resource.VECTOR, Resource.LINK, Resource.NONE)
 """The order of a chart's lanes from top to bottom."""
@@ -92,16 +93,9 @@ def chrome_trace(schedule: Schedule) -> dict[str, object]:
 def _event(schedule: Schedule, entry: ScheduledJob, thread: int) -> dict[str, object]:
     """One job on one lane of the trace."""
     job = schedule.problem.jobs[entry.job]
-    return {
-        "name": job.name,
-        "cat": schedule.problem.resources[entry.job].value,
-        "ph": "X",
-        "ts": entry.start_s * _MICROSECONDS,
-        "dur": (entry.end_s - entry.start_s) * _MICROSECONDS,
-        "pid": 1,
-        "tid": thread,
-        "args": {"is_spread": entry.is_spread, "latency_s": job.latency_s, "energy_j": job.energy_j},
-    }
+    about = {"is_spread": entry.is_spread, "latency_s": job.latency_s, "energy_j": job.energy_j}
+    category = schedule.problem.resources[entry.job].value
+    return complete_event(job.name, category, (entry.start_s, entry.end_s), (1, thread), about)
 
 
 def _lanes_of(schedule: Schedule, entry: ScheduledJob) -> tuple[_Lane, ...]:

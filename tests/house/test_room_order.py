@@ -14,6 +14,7 @@ ORDER = (
     # words that everything else is said in
     "errors",
     "tolerances",
+    "trace_events",
     "printable_text",
     "limits",
     "file_reading",

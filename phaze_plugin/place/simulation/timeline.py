@@ -9,6 +9,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from phaze.trace_events import complete_event
+
 __all__ = ["KINDS", "Event", "EventKind", "EventTable", "Timeline"]
 
 
@@ -92,28 +94,27 @@ class Timeline:
     def chrome_trace(self) -> dict[str, object]:
         """The events as `chrome://tracing` and Perfetto read them: complete events in microseconds.
 
-        Every place of the pipeline is a process, its compute and its links are two threads.
+        Every place of the pipeline is a process, its compute and its links are two threads. Perfetto takes process and
+        thread 0 for an idle processor and a thread's number for one of the whole machine, so both count from 1 and no
+        number of a thread is used twice.
         """
         names = [
-            {"name": kind, "ph": "M", "pid": device, "tid": thread, "args": {"name": name}}
+            {"name": kind, "ph": "M", "pid": device + 1, "tid": _thread(device, is_link), "args": {"name": name}}
             for device in range(self.devices)
-            for kind, thread, name in (
-                ("process_name", 0, f"place {device}"),
-                ("thread_name", 0, "compute"),
-                ("thread_name", 1, "links"),
+            for kind, is_link, name in (
+                ("process_name", False, f"place {device}"),
+                ("thread_name", False, "compute"),
+                ("thread_name", True, "links"),
             )
         ]
         events = [
-            {
-                "name": f"{event.kind} {event.micro_batch}" if event.micro_batch >= 0 else str(event.kind),
-                "cat": str(event.kind),
-                "ph": "X",
-                "ts": event.start_s * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "pid": event.device,
-                "tid": int(event.kind in _ON_LINKS),
-                "args": {"stage": event.stage, "microbatch": event.micro_batch},
-            }
+            complete_event(
+                f"{event.kind} {event.micro_batch}" if event.micro_batch >= 0 else str(event.kind),
+                str(event.kind),
+                (event.start_s, event.end_s),
+                (event.device + 1, _thread(event.device, event.kind in _ON_LINKS)),
+                {"stage": event.stage, "microbatch": event.micro_batch},
+            )
             for event in self.events
         ]
         return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
@@ -140,3 +141,8 @@ def _mark(event: Event) -> str:
             return "="
         case EventKind.UPDATE:
             return "#"
+
+
+def _thread(device: int, is_link: bool) -> int:
+    """The number of a trace's thread: two for every device, the second for its links."""
+    return 2 * device + int(is_link) + 1

@@ -28,9 +28,10 @@ def test_the_timeline_shows_every_pass_and_ends_with_the_batch() -> None:
     assert json.loads(json.dumps(trace)) == trace
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == len(timeline.events)
-    named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    assert {(event["pid"], event["tid"]) for event in slices} <= named
-    assert {event["cat"] for event in slices if event["tid"] == 1} <= {"receive", "reduce"}
+    names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in names}
+    links = [event for event in slices if lanes[event["pid"], event["tid"]] == "links"]
+    assert {event["cat"] for event in links} <= {"receive", "reduce"}
 
 
 @examples(25)
