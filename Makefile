@@ -75,7 +75,7 @@ $(CORE_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 
 $(TEST_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze and what its tests need into $(VENV)'
-	@rm -rf build *.egg-info && $(PIP) --editable '.[dev,gurobi,torch,jax,dask]'
+	@rm -rf build *.egg-info && $(PIP) --editable '.[dev,gurobi,torch,jax,dask,baselines]'
 	@rm -f $(VENV)/installed-* && touch $@
 
 # Candidates are started, not only looked up: a version manager may list a Python that it cannot start.

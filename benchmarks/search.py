@@ -1,11 +1,11 @@
 """The accelerator to build for a model, proven over the paper's whole space, beside baselines and a sampled search.
 
-    PYTHONPATH=tests python benchmarks/search.py --model bert-large [--network paper] [--samples 100,1000] [--out FILE]
+    python benchmarks/search.py --model bert-large [--network paper] [--samples 100,1000] [--out FILE]
 
 searches 29,360 accelerators x 3 memories with microbatches 1, 2, 4, 8 and every recompute mode on 1,024 devices, batch
 4096, in two processes. It prints the baselines of the paper (tpuv4-paper with the experts' placement: their degrees on
 1F1B, everything else the best for these; tpuv4-paper with Phaze's own placement), the accelerator found, ratios, what
-Optuna's TPE finds after so many evaluations (fewer where it has found as much by then), and as its last line
+Optuna's TPE finds after so many evaluations, and as its last line
 
     best T samples/s, largest bound left B, gap G %, bounded/scheduled/placed a/b/c, S seconds
 
@@ -26,14 +26,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from oracles.sampled_search import sample_designs
-
 import phaze
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
-from phaze.explore.search_question import SearchQuestion, ask_search
+from phaze.explore.sampled_search import SearchMethod, sample_designs
+from phaze.explore.search_question import ask_search
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
 
@@ -52,8 +51,6 @@ EXPERTS = {
 
 DEVICES, BATCH, SIZES = 1024, 4096, (1, 2, 4, 8)
 BASELINE = "tpuv4-paper"
-REACHED = 1e-4
-"""The part of the throughput found that a sampled search may lack to have found it, too."""
 
 
 def main() -> None:
@@ -98,7 +95,8 @@ def _run(arguments: argparse.Namespace) -> None:
     _keep(row, arguments.out)
     counts = [int(count) for count in arguments.samples.split(",") if count]
     if counts:
-        _sample(row, best_first.question, counts, arguments.out)
+        best_first.workers = Workers()  # the pool is closed
+        _sample(row, best_first, counts, arguments.out)
     proof = result.certificate
     print(
         f"best {proof.value:.6g} samples/s, largest bound left {proof.bound:.6g}, gap {100 * proof.gap:.3f} %, "
@@ -106,17 +104,16 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _sample(row: dict[str, Any], question: SearchQuestion, counts: Sequence[int], out: str | None) -> None:
-    """What TPE finds, told and kept after each number of evaluations, until it is what the search found."""
-    started_s = time.monotonic()
-    row["sampled"] = {}
-    enough = row["found"] * (1 - REACHED)
-    for best in sample_designs(question, counts, enough_samples_per_s=enough):
-        part, row["sampled_s"] = best.samples_per_s / row["found"], time.monotonic() - started_s
-        row["sampled"][str(best.evaluations)] = part
-        told = f"{best.samples_per_s:,.5g} samples/s ({100 * part:.1f} %) after {best.evaluations:,} evaluations"
-        print(f"TPE       {told}, {best.name}, {row['sampled_s']:.0f} s", flush=True)
-        _keep(row, out)
+def _sample(row: dict[str, Any], best_first: BestFirstSearch, counts: Sequence[int], out: str | None) -> None:
+    """What TPE finds with seed 0 after each number of evaluations."""
+    (run,) = sample_designs(best_first, SearchMethod.TPE, [0], max(counts))
+    row["sampled"], row["sampled_s"] = {}, run.processor_s
+    for count in counts:
+        value = run.history[min(count, run.evaluations) - 1]
+        row["sampled"][str(count)] = value / row["found"]
+        told = f"{value:,.5g} samples/s ({100 * value / row['found']:.1f} %) after {count:,} evaluations"
+        print(f"TPE       {told}, {run.processor_s:.0f} s of processor time for all", flush=True)
+    _keep(row, out)
 
 
 def _keep(row: dict[str, Any], out: str | None) -> None:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,6 +16,7 @@ from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_opt
 from phaze.commands.question_arguments import add_trust_option, find_model, numbers
 
 if TYPE_CHECKING:
+    from phaze.explore.sampled_result import SampledSearch
     from phaze.explore.search_result import SearchProgress, SearchResult
 
 __all__ = ["search_designs"]
@@ -61,6 +62,14 @@ def configure(parser: ArgumentParser) -> None:
         "--combine", default="average", metavar="NAME", help="ratios of several models: average (default) or worst"
     )
     parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
+    parser.add_argument(
+        "--method",
+        default="exact",
+        choices=("exact", "spotlight", "spotlight-delay", "tpe", "random"),
+        help="exact (default, with proof), or a baseline that draws designs",
+    )
+    parser.add_argument("--seeds", type=positive_integer, metavar="N", help="runs of a baseline (default 1)")
+    parser.add_argument("--evaluations", type=positive_integer, metavar="N", help="designs of a run (default 100)")
     parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
     add_trust_option(parser)
     parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
@@ -89,35 +98,15 @@ def run(arguments: Namespace, console: Console) -> int:
     _check_files(arguments)
     models_and_inputs = [find_model(text) for text in arguments.models]
     inputs = [example for _, example in models_and_inputs]
-    optional = {} if arguments.schedule is None else {"schedule": arguments.schedule}
+    models = [model for model, _ in models_and_inputs]
+    options = {**_question_options(arguments), **_method_options(arguments)}
     with goes_on(arguments.journal), _shown_progress() as progress:
-        result = phaze.search(
-            [model for model, _ in models_and_inputs],
-            inputs[0] if len(inputs) == 1 else inputs,
-            devices=arguments.devices,
-            space=arguments.space,
-            hbm_gib=arguments.hbm,
-            micro_batch_size=arguments.micro_batch_size,
-            tp=arguments.tp,
-            global_batch_size=arguments.global_batch,
-            network=arguments.network,
-            optimizer=arguments.optimizer,
-            precision=arguments.precision,
-            sequence_length=arguments.sequence_length,
-            compatibility=arguments.compatibility,
-            objective=arguments.objective,
-            combine=arguments.combine,
-            front=arguments.front,
-            executor=arguments.executor,
-            trust_scheduler=arguments.trust_scheduler,
-            journal=arguments.journal,
-            time_limit_s=arguments.time_limit,
-            gap=arguments.gap,
-            progress=progress,
-            **optional,
+        result: SearchResult | SampledSearch = phaze.search(
+            models, inputs[0] if len(inputs) == 1 else inputs, progress=progress, **options
         )
     texts = [str(result)]
-    if arguments.journal is not None and not result.certificate.is_finished:
+    is_unfinished = not isinstance(result, phaze.SearchResult) or not result.certificate.is_finished
+    if arguments.journal is not None and is_unfinished:
         texts.append(f"the same command goes on from {arguments.journal}")
     try:
         texts += _saved(arguments, result)
@@ -126,13 +115,60 @@ def run(arguments: Namespace, console: Console) -> int:
     return ExitCode.FINE
 
 
-def _saved(arguments: Namespace, result: SearchResult) -> Iterator[str]:
+def _question_options(arguments: Namespace) -> dict[str, Any]:
+    """What is asked, as `phaze.search` takes it."""
+    optional = {} if arguments.schedule is None else {"schedule": arguments.schedule}
+    return {
+        "devices": arguments.devices,
+        "space": arguments.space,
+        "hbm_gib": arguments.hbm,
+        "micro_batch_size": arguments.micro_batch_size,
+        "tp": arguments.tp,
+        "global_batch_size": arguments.global_batch,
+        "network": arguments.network,
+        "optimizer": arguments.optimizer,
+        "precision": arguments.precision,
+        "sequence_length": arguments.sequence_length,
+        "compatibility": arguments.compatibility,
+        "objective": arguments.objective,
+        "combine": arguments.combine,
+        "front": arguments.front,
+        "gap": arguments.gap,
+        **optional,
+    }
+
+
+def _method_options(arguments: Namespace) -> dict[str, Any]:
+    """How it is searched, as `phaze.search` takes it; raises QuestionError for counts that the exact search lacks."""
+    from phaze.errors import QuestionError
+
+    counts = {name: getattr(arguments, name) for name in ("seeds", "evaluations")}
+    given = {name: count for name, count in counts.items() if count is not None}
+    if arguments.method == "exact" and given:
+        raise QuestionError(f"--{next(iter(given))} is for methods that draw designs; add --method tpe, say.")
+    return {
+        "method": arguments.method,
+        **given,
+        "executor": arguments.executor,
+        "trust_scheduler": arguments.trust_scheduler,
+        "journal": arguments.journal,
+        "time_limit_s": arguments.time_limit,
+    }
+
+
+def _saved(arguments: Namespace, result: SearchResult | SampledSearch) -> Iterator[str]:
     """Save what was asked for, and say where."""
+    from phaze.explore.sampled_result import SampledSearch
     from phaze.file_writing import write_whole
 
     if arguments.out is not None:
         result.save(arguments.out)
         yield f"saved to {arguments.out}"
+    if isinstance(result, SampledSearch):
+        if arguments.csv is not None:
+            write_whole(arguments.csv, result.convergence_csv())
+            yield f"the best after each evaluation listed in {arguments.csv}"
+        return
     if arguments.csv is not None:
         write_whole(arguments.csv, result.explored_csv())
         yield f"accelerators listed in {arguments.csv}"
@@ -150,6 +186,8 @@ def _check_files(arguments: Namespace) -> None:
         raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")
     if arguments.plan is not None and arguments.compatibility is not None:
         raise QuestionError("the paper's counting makes no plans to save; leave --plan or --compatibility out.")
+    if arguments.plan is not None and arguments.method != "exact":
+        raise QuestionError("--plan saves the plan of the exact search; use --out, which has every run's strategies.")
     named: dict[Path, str] = {}
     for option in ("journal", "out", "csv", "plan"):
         path = getattr(arguments, option)

@@ -162,8 +162,11 @@ class BestFirstSearch:
         bounds_s = np.array([float(swept.bounds.step_s.min()) for swept in slicings])
         return DesignBox(name=name, points=np.arange(len(self.question.points)), bounds_s=bounds_s)
 
-    def _start(self) -> None:
-        """Sweep, try a promising accelerator, and bound the whole space."""
+    def sweep(self) -> DesignBox:
+        """Bound every slicing on every accelerator, quickly, and settle the objective: what any method begins with.
+
+        Returns the whole space as a box; raises PlanError where some model cannot be sliced or fits nowhere.
+        """
         question = self.question
         slicings, refused = run_sweeps(sweep_tasks(question), self.workers, self.report)
         objective = Objective(
@@ -178,6 +181,11 @@ class BestFirstSearch:
         self._check_memory(root)
         if len(question.questions) > 1:
             self.state.objective = self._relative_objective(root)
+        return root
+
+    def _start(self) -> None:
+        """Sweep, try a promising accelerator, and bound the whole space."""
+        root = self.sweep()
         if self.tight_state is not None and self.tight_state.best is not None:
             self._take_first(root, self.tight_state.best)
         else:

@@ -12,28 +12,28 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from phaze.errors import QuestionError, shown
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.executors import open_workers
 from phaze.explore.journal import Journal
 from phaze.explore.objectives import pareto_front
+from phaze.explore.reported_designs import chip_fields, plans_fit, reported_design
+from phaze.explore.sampled_result import SampledSearch
+from phaze.explore.sampled_search import DEFAULT_EVALUATIONS, SearchMethod, run_sampled_search
 from phaze.explore.search_question import SearchOptions, SearchQuestion, ask_search
 from phaze.explore.search_result import (
     Certificate,
     Design,
     Explored,
     MemoryRow,
-    ModelRow,
     PrunedBox,
     SearchProgress,
     SearchResult,
 )
 from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import Evaluation
-from phaze.hardware import Accelerator
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.installed import installed_plugins
 from phaze.plan.plan import Plan
 from phaze.planner.planning import plan_for
@@ -48,10 +48,12 @@ __all__ = ["proven_bound", "run_search", "search"]
 _GIB = 2**30
 
 
+@overload
 def search(
     models: object,
     inputs: object = None,
     *,
+    method: Literal["exact"] = "exact",
     executor: Executor | str | None = None,
     trust_scheduler: bool = False,
     journal: str | os.PathLike[str] | None = None,
@@ -59,7 +61,41 @@ def search(
     progress: Callable[[SearchProgress], object] | None = None,
     plugins: PluginManager | None = None,
     **options: Unpack[SearchOptions],
-) -> SearchResult:
+) -> SearchResult: ...
+
+
+@overload
+def search(
+    models: object,
+    inputs: object = None,
+    *,
+    method: Literal["spotlight", "spotlight-delay", "tpe", "random"],
+    seeds: int = 1,
+    evaluations: int = DEFAULT_EVALUATIONS,
+    executor: Executor | str | None = None,
+    trust_scheduler: bool = False,
+    time_limit_s: float | None = None,
+    progress: Callable[[SearchProgress], object] | None = None,
+    plugins: PluginManager | None = None,
+    **options: Unpack[SearchOptions],
+) -> SampledSearch: ...
+
+
+def search(
+    models: object,
+    inputs: object = None,
+    *,
+    method: str = "exact",
+    seeds: int = 1,
+    evaluations: int = DEFAULT_EVALUATIONS,
+    executor: Executor | str | None = None,
+    trust_scheduler: bool = False,
+    journal: str | os.PathLike[str] | None = None,
+    time_limit_s: float | None = None,
+    progress: Callable[[SearchProgress], object] | None = None,
+    plugins: PluginManager | None = None,
+    **options: Unpack[SearchOptions],
+) -> SearchResult | SampledSearch:
     """The best accelerator of a space for one model or several, each with its best plan, and a proof.
 
     Every accelerator of `space` is tried with every memory of `hbm_gib` on `devices` of it, joined by `network`. The
@@ -69,12 +105,17 @@ def search(
     as the paper does. `SearchOptions` explains every option. Nothing is drawn at random: the same question has the same
     answer.
 
+    Other methods than "exact" are baselines that draw designs and prove nothing: "spotlight" and "tpe" (with the extra
+    `baselines`), "random", and "spotlight-delay", which looks at one device's layers only. Each is run with seeds 0 to
+    `seeds` - 1 and so many `evaluations`, and the answer is a `SampledSearch`.
+
     `executor` is a concurrent.futures.Executor, "processes:4", "serial" or "dask://host:port"; the answer does not
     depend on it. A Dask scheduler that is not on this machine needs `trust_scheduler`. A `journal` file lets a killed
     search resume. `time_limit_s` and Ctrl-C end it with the best so far.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
     """
+    chosen = _checked_method(method, seeds, evaluations, journal, is_front=bool(options.get("front")))
     if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
         raise QuestionError(f"time_limit_s is {shown(time_limit_s)}; expected a positive number of seconds, or None.")
     if progress is not None and not callable(progress):
@@ -87,7 +128,25 @@ def search(
         stack.callback(kept.close)
         best_first = BestFirstSearch(question=question, workers=workers, journal=kept)
         best_first.report = _ProgressReporter(best_first, progress, time_limit_s, started_s).report
-        return run_search(best_first, started_s)
+        if chosen is SearchMethod.EXACT:
+            return run_search(best_first, started_s)
+        return run_sampled_search(best_first, chosen, seeds, evaluations, started_s)
+
+
+def _checked_method(
+    method: object, seeds: object, evaluations: object, journal: object, *, is_front: bool
+) -> SearchMethod:
+    """The method; raises QuestionError for one that is unknown, or what it cannot do."""
+    if method not in list(SearchMethod):
+        raise QuestionError(f"method is {shown(method)}; expected one of {', '.join(SearchMethod)}.")
+    for name, count in (("seeds", seeds), ("evaluations", evaluations)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise QuestionError(f"{name} is {shown(count)}; expected a whole number of at least 1.")
+    chosen = SearchMethod(str(method))
+    if chosen is not SearchMethod.EXACT and (journal is not None or is_front):
+        what = "keeps no journal" if journal is not None else "proves no front"
+        raise QuestionError(f"method {chosen.value!r} draws designs and {what}; leave it out, or search exactly.")
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,8 +209,8 @@ def run_search(best_first: BestFirstSearch, started_s: float) -> SearchResult:
     hbm_bytes = min(size for size, value in values.items() if value is not None and value >= least)
     return SearchResult(
         question=question.asked(),
-        objective=question.metric.value if len(question.questions) == 1 else "ratio",
-        best=_design(state, best.point, evaluations[hbm_bytes], hbm_bytes),
+        objective=question.objective_name,
+        best=reported_design(state, best.point, evaluations[hbm_bytes], hbm_bytes),
         memories=tuple(MemoryRow(hbm_gib=size / _GIB, value=values[size]) for size in sorted(values)),
         front=() if question.is_paper else tuple(_front(state)),
         is_front_proven=question.wants_front and not best_first.is_interrupted,
@@ -177,72 +236,17 @@ def _with_less_memory(best_first: BestFirstSearch, best: EvaluatedDesign) -> dic
         return evaluations
     with suppress(TimeLimitError, KeyboardInterrupt):
         for size in question.hbm_bytes[:-1]:
-            if not question.is_paper and _fits(best_first.state, best, size):
+            if not question.is_paper and plans_fit(best_first.state, best, size):
                 evaluations[size] = best.evaluations
             elif not question.counts_energy:
                 evaluations[size] = tuple(best_first.tasks.evaluate_with_memory(best.point, size))
     return evaluations
 
 
-def _fits(state: SearchState, design: EvaluatedDesign, hbm_bytes: int) -> bool:
-    """Whether the very plans of a design fit into some memory."""
-    problem = state.slicings[0].slicing.problem
-    cluster = replace(problem.cluster, accelerator=replace(problem.cluster.accelerator, hbm_bytes=hbm_bytes))
-    usable_bytes = replace(problem, cluster=cluster).usable_bytes
-    return all(evaluation.needed_bytes <= usable_bytes for evaluation in design.evaluations)
-
-
 def _value(state: SearchState, point: int, evaluations: Sequence[Evaluation]) -> float | None:
     """The value of a design; None where some model does not fit."""
     judged = state.judge_alone(point, evaluations)
     return None if judged.costs is None else judged.value
-
-
-def _design(state: SearchState, point: int, evaluations: Sequence[Evaluation], hbm_bytes: int) -> Design:
-    """A design as results tell it."""
-    question, objective = state.question, state.objective
-    chip = replace(question.points.at(point), hbm_bytes=hbm_bytes)
-    judged = state.judge_alone(point, evaluations)
-    assert judged.costs is not None
-    ratios: list[float | None] = [None] * len(evaluations)
-    if objective.reference_values:
-        ratios = [
-            objective.of_model(judged.costs, model) / reference
-            for model, reference in enumerate(objective.reference_values)
-        ]
-    return Design(
-        name=chip.name,
-        hbm_gib=hbm_bytes / _GIB,
-        area_mm2=float(state.areas_mm2[point]),
-        value=judged.value,
-        fields=_fields(chip),
-        models=tuple(
-            _model_row(name, model_question.global_batch_size, evaluation, ratio)
-            for name, model_question, evaluation, ratio in zip(
-                question.names, question.questions, evaluations, ratios, strict=True
-            )
-        ),
-    )
-
-
-def _fields(chip: Accelerator) -> dict[str, object]:
-    """The cores, sizes, clock and bandwidth of a design."""
-    return {name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
-
-
-def _model_row(name: str, samples: int, evaluation: Evaluation, ratio: float | None) -> ModelRow:
-    time_s = evaluation.time_s
-    assert time_s is not None
-    return ModelRow(
-        model=name,
-        samples_per_s=samples / time_s,
-        step_time_s=time_s,
-        bound_s=time_s if evaluation.bound_s is None else min(evaluation.bound_s, time_s),
-        joules_per_sample=None if evaluation.energy_j is None else evaluation.energy_j / samples,
-        strategy=evaluation.strategy(),
-        needed_bytes=evaluation.needed_bytes,
-        ratio=ratio,
-    )
 
 
 def _front(state: SearchState) -> Iterator[Design]:
@@ -252,8 +256,8 @@ def _front(state: SearchState) -> Iterator[Design]:
     fitting = [(designs[point], costs) for point in sorted(designs) if (costs := designs[point].costs) is not None]
     for index in pareto_front([state.objective.coordinates(costs) for _, costs in fitting]):
         design, _ = fitting[index]
-        sizes = [size for size in state.question.hbm_bytes if _fits(state, design, size)]
-        yield _design(state, design.point, design.evaluations, (sizes or [state.question.hbm_bytes[-1]])[0])
+        sizes = [size for size in state.question.hbm_bytes if plans_fit(state, design, size)]
+        yield reported_design(state, design.point, design.evaluations, (sizes or [state.question.hbm_bytes[-1]])[0])
 
 
 def _plans(question: SearchQuestion, point: int, evaluations: Sequence[Evaluation], hbm_bytes: int) -> dict[str, Plan]:
@@ -340,5 +344,5 @@ def _explored(best_first: BestFirstSearch) -> tuple[Explored, ...]:
     explored[best.point] = replace(explored[best.point], state="evaluated", value=best.value)
     for point, row in explored.items():
         if row.state == "evaluated":
-            explored[point] = replace(row, fields=_fields(best_first.question.points.at(point)))
+            explored[point] = replace(row, fields=chip_fields(best_first.question.points.at(point)))
     return tuple(explored[point] for point in range(len(names)))

@@ -98,6 +98,11 @@ class SearchQuestion:
         """Whether less memory may be better than more: the fastest plan that fits into it may draw less."""
         return self.wants_front or self.metric is Metric.PER_ENERGY
 
+    @property
+    def objective_name(self) -> str:
+        """What is made large: the metric of a single model, or the joined ratio of several."""
+        return self.metric.value if len(self.questions) == 1 else "ratio"
+
     def asked(self) -> dict[str, object]:
         """The question but for models and space, spelled as the options of `phaze.search`."""
         first = self.questions[0]

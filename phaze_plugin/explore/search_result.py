@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Mapping
@@ -15,12 +13,24 @@ from phaze.json_records import to_document
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
 from phaze.printable_text import printable
+from phaze.report.csv_text import csv_text
 from phaze.report.notebook_views import search_view
 from phaze.report.plan_text import seconds_text
 from phaze.report.search_page import search_page
 from phaze.tolerances import EQUAL_RESULTS
 
-__all__ = ["Certificate", "Design", "Explored", "MemoryRow", "ModelRow", "PrunedBox", "SearchProgress", "SearchResult"]
+__all__ = [
+    "Certificate",
+    "Design",
+    "Explored",
+    "MemoryRow",
+    "ModelRow",
+    "PrunedBox",
+    "SearchProgress",
+    "SearchResult",
+    "model_line",
+    "value_text",
+]
 
 FORMAT = "phaze-search"
 VERSION = 4
@@ -230,21 +240,15 @@ class SearchResult:
 
     def explored_csv(self) -> str:
         """The explored accelerators as CSV: a line for each, in the order of the space."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
         names = [name for name in Explored.__slots__ if name != "fields"]
-        writer.writerow(names)
-        for row in self.explored:
-            values = (getattr(row, name) for name in names)
-            writer.writerow(["" if value is None else value for value in values])
-        return text.getvalue()
+        return csv_text(names, ([getattr(row, name) for name in names] for row in self.explored))
 
     def __str__(self) -> str:
         best, proof = self.best, self.certificate
         lines = [
             f"{best.name}, {best.hbm_gib:g} GiB of HBM, {best.area_mm2:.1f} mm2: "
-            f"{_value_text(self.objective, best.value)}",
-            *(_model_line(row) for row in best.models),
+            f"{value_text(self.objective, best.value)}",
+            *(model_line(row) for row in best.models),
             "memory    " + ", ".join(_memory_text(self.objective, row) for row in self.memories),
             f"proof     {_proof_text(self.objective, proof)}",
             f"          {proof.scope}",
@@ -258,7 +262,8 @@ class SearchResult:
         return "\n".join(map(printable, lines))
 
 
-def _value_text(objective: str, value: float) -> str:
+def value_text(objective: str, value: float) -> str:
+    """A value of an objective with its unit."""
     unit = {
         "throughput": "samples/s",
         "throughput-per-area": "samples/s of all devices per mm2 of one",
@@ -268,7 +273,8 @@ def _value_text(objective: str, value: float) -> str:
     return f"{value:,.5g} {unit}" if value < 1e4 else f"{value:,.0f} {unit}"
 
 
-def _model_line(row: ModelRow) -> str:
+def model_line(row: ModelRow) -> str:
+    """One line about a model on a design."""
     degrees = ", ".join(
         f"{key.replace('_', ' ')} {value}" for key, value in row.strategy.items() if key in _SHOWN_DEGREES
     )
@@ -283,12 +289,12 @@ def _model_line(row: ModelRow) -> str:
 
 
 def _memory_text(objective: str, row: MemoryRow) -> str:
-    value = "does not fit" if row.value is None else _value_text(objective, row.value)
+    value = "does not fit" if row.value is None else value_text(objective, row.value)
     return f"{row.hbm_gib:g} GiB {value}"
 
 
 def _proof_text(objective: str, proof: Certificate) -> str:
-    bound = _value_text(objective, proof.bound)
+    bound = value_text(objective, proof.bound)
     if not proof.is_finished:
         return f"not finished: what was not looked at may reach {bound}, {proof.gap:.2%} more"
     if proof.gap <= EQUAL_RESULTS:

@@ -44,6 +44,7 @@ __all__ = [
     "ScheduleTask",
     "bound_step_time",
     "evaluate_design",
+    "one_device_delay_s",
     "schedule_options",
     "schedule_pass_bounds",
 ]
@@ -150,6 +151,14 @@ def schedule_pass_bounds(task: ScheduleTask) -> list[list[float]]:
             profiles = dict(profile_model(_on_accelerator(task.slicing.sharded, accelerator), task.options).profiles)
         rows.append([_column_bound_s(profiles, task.slicing.tp, column) for column in task.slicing.columns])
     return rows
+
+
+def one_device_delay_s(slicing: Slicing, accelerator: Accelerator, options: ProfileOptions) -> float:
+    """Seconds of a microbatch through all layers and back on one device, one scheduled layer after another."""
+    profiles = profile_model(_on_accelerator(slicing.sharded, accelerator), options).profiles
+    layers = [profiles[layer.key, slicing.tp, RecomputeMode.NONE] for layer in slicing.problem.graph.layers]
+    passes = [(layer.forward_s, layer.backward_input_s, layer.backward_weight_s) for layer in layers]
+    return sum(float(seconds.value[0]) for layer_passes in passes for seconds in layer_passes)
 
 
 def _column_bound_s(profiles: Mapping[ProfileKey, LayerProfile], tp: int, column: PassColumn) -> float:

@@ -90,6 +90,27 @@ def test_a_search_whose_time_is_over_says_that_its_journal_goes_on(
     assert "goes on" not in capsys.readouterr().out
 
 
+def test_a_baseline_prints_its_spread_and_saves_its_convergence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = folder / "csv"
+    method = ("--method", "random", "--seeds", "2", "--evaluations", "3", "--csv", str(table))
+    assert main(arguments(folder, *method)) == 0
+    assert "random, 2 seeds: median" in capsys.readouterr().out
+    assert len(table.read_text().splitlines()) == 1 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(("--seeds", "2"), "--seeds is for methods that draw designs"), (("--method", "tpe", "--plan", "p"), "--plan")],
+)
+def test_options_of_another_method_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert main(arguments(folder, *options)) == 1
+    assert told in capsys.readouterr().err
+
+
 def test_counting_as_the_paper_makes_no_plan_to_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(folder, "--plan", str(folder / "plan"), "--compatibility", "paper")) == 1
     assert "makes no plans to save" in capsys.readouterr().err

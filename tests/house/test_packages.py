@@ -93,7 +93,10 @@ def test_asking_every_plugin_brings_in_no_framework() -> None:
 def test_what_the_two_commands_install_is_pinned() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [project["dependencies"], *(extras[name] for name in ("dev", "gurobi", "torch", "jax"))]
+    wanted = [
+        project["dependencies"],
+        *(extras[name] for name in ("dev", "gurobi", "torch", "jax", "dask", "baselines")),
+    ]
     pinned = {line.partition("==")[0] for line in (ROOT / "tests/constraints.txt").read_text().splitlines()}
     assert {re.split(r"[<>=]", requirement)[0] for group in wanted for requirement in group} - pinned == set()
 
