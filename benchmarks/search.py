@@ -31,23 +31,11 @@ from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_search import run_search
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
+from phaze.explore.paper_experiments import EXPERT_STRATEGIES
 from phaze.explore.sampled_search import SearchMethod, sample_designs
 from phaze.explore.search_question import ask_search
 from phaze.hardware import AcceleratorArray, find_accelerator
 from phaze.hooks import PluginManager
-
-EXPERTS = {
-    "bert-large": (8, 128, 1),
-    "gpt2-xl": (32, 32, 1),
-    "opt-350m": (12, 85, 1),
-    "llama2-7b": (8, 128, 1),
-    "megatron-bert": (8, 128, 1),
-    "megatron-gpt2-xl": (8, 128, 1),
-    "megatron-gpt2-54": (8, 32, 4),
-    "megatron-gpt2-72": (8, 16, 8),
-    "gpt3-175b": (32, 8, 4),
-}
-"""Pipeline, data and tensor degrees of the experts' placements in the paper, by model."""
 
 DEVICES, BATCH, SIZES = 1024, 4096, (1, 2, 4, 8)
 BASELINE = "tpuv4-paper"
@@ -56,7 +44,7 @@ BASELINE = "tpuv4-paper"
 def main() -> None:
     """Search for one model, or print the table of several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=EXPERTS)
+    parser.add_argument("--model", choices=EXPERT_STRATEGIES)
     parser.add_argument("--network", default="paper", help="paper (default) or tpuv4-pod, TPU v4's own links")
     parser.add_argument("--gap", type=float, default=0.01)
     parser.add_argument("--processes", type=int, default=2)
@@ -144,11 +132,9 @@ def _question(network: str, space: object, hbm_gib: Sequence[float], gap: float)
 
 def _baselines(model: str, network: str) -> dict[str, Any]:
     """Samples per second of tpuv4-paper: with the experts' placement, and with the best one."""
-    pp, dp, tp = EXPERTS[model]
-    strategy = {"pp": pp, "dp": dp, "tp": tp, "schedule": "1f1b"}
     expert = phaze.evaluate(
         model,
-        strategy=strategy,
+        strategy=dict(EXPERT_STRATEGIES[model]),
         cluster=f"{BASELINE}:{DEVICES}@{network}",
         global_batch_size=BATCH,
         micro_batch_size=SIZES,
@@ -234,7 +220,7 @@ def _print_table(paths: Sequence[str]) -> None:
     print("| model | network | samples/s | / experts | / own placement | accelerator | plan | gap | ", end="")
     print("scheduled/placed | seconds (processor) | TPE, part of it |")
     print("|" + "---|" * 11)
-    for row in sorted(latest.values(), key=lambda row: (row["network"], list(EXPERTS).index(row["model"]))):
+    for row in sorted(latest.values(), key=lambda row: (row["network"], list(EXPERT_STRATEGIES).index(row["model"]))):
         sampled = ", ".join(f"{count}: {100 * part:.1f} %" for count, part in row.get("sampled", {}).items())
         mark = "" if row["is_expert_fitting"] else " (does not fit)"
         columns = [

@@ -12,6 +12,7 @@ from phaze.commands.import_model import import_model
 from phaze.commands.model_list import models
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
 from phaze.commands.report_page import write_report
+from phaze.commands.reproduce_paper import reproduce_paper
 from phaze.commands.saved_plan_commands import compare_plans, explain_plan, verify_plan
 from phaze.commands.schedule_layers import schedule_command
 from phaze.commands.schema_list import print_schema
@@ -34,6 +35,7 @@ COMMANDS: tuple[Command, ...] = (
     fit_model,
     write_report,
     search_designs,
+    reproduce_paper,
     verify_plan,
     export_plan,
     print_schema,

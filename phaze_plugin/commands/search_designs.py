@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, positive_integer, show
+from phaze.commands.plan_commands import strategy
 from phaze.commands.question_arguments import add_trust_option, find_model, numbers
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the models' own")
     parser.add_argument(
         "--schedule", type=words, metavar="NAME,NAME", help="pipeline schedules to try (default 1f1b,zero-bubble)"
+    )
+    parser.add_argument(
+        "--strategy",
+        type=strategy,
+        metavar="KEY=VALUE,...",
+        help="fix it, such as dp=64,pp=8,tp=2, and search the chip",
     )
     parser.add_argument("--compatibility", choices=("paper",), help="count as the paper does")
     parser.add_argument(
@@ -129,6 +136,7 @@ def _question_options(arguments: Namespace) -> dict[str, Any]:
         "optimizer": arguments.optimizer,
         "precision": arguments.precision,
         "sequence_length": arguments.sequence_length,
+        "strategy": arguments.strategy,
         "compatibility": arguments.compatibility,
         "objective": arguments.objective,
         "combine": arguments.combine,

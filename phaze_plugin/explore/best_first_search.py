@@ -107,6 +107,18 @@ class BestFirstSearch:
         """Boxes that are open, those that are just being opened included."""
         return [*self.opening, *(box for _, _, box in self.open_boxes)]
 
+    def proven_bound(self) -> float:
+        """The largest bound that is left: no accelerator's value exceeds it."""
+        state = self.state
+        assert state.best is not None
+        return max(
+            state.best.value,
+            *(upper_bound for _, upper_bound in state.closed),
+            *(design.upper_bound for design in state.evaluated.values()),
+            *(state.upper_bound(box) for box in self.boxes_left),
+            0.0,
+        )
+
     def run(self) -> SearchState:
         """Search to the end, or until interrupted; raises PlanError where nothing fits or nothing was found."""
         try:

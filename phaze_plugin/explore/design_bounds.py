@@ -45,11 +45,12 @@ from phaze.ir import SEARCHED_MODES, Graph, Op, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
 from phaze.place import Bounded, LayerProfile, PlacementProblem
 from phaze.place.model.network_prices import Network
-from phaze.planner.strategy_search import graph_at, placement_problem
+from phaze.planner.strategy_search import graph_at, narrowed_problem, placement_problem
 from phaze.profile.layer_jobs import PricedPass
 from phaze.profile.layer_passes import ProfileOptions, leading_to_inputs, priced_pass
 from phaze.profile.layer_profile import ProfileKey
 from phaze.profile.model_profiles import (
+    ModelProfiles,
     fastest_slicing,
     layer_variants,
     profile_model,
@@ -258,7 +259,7 @@ def sweep_slicing(task: SweepTask) -> SweptSlicing:
     sharded = fastest_slicing(model_question, graph_at(model_question, task.micro_batch_size), tp)
     options = replace(profile_options(model_question), gap=_SIZES_ONLY_GAP, work=_SIZES_ONLY_WORK)
     slices = profile_model(sharded, options)
-    problem = placement_problem(model_question, slices).choosing(schedule=question.schedules)
+    problem = _open_problem(question, slices)
     variants, repeated = layer_variants(sharded), repeated_layers(sharded)
     counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}
     columns: list[PassColumn] = []
@@ -293,6 +294,15 @@ def sweep_slicing(task: SweepTask) -> SweptSlicing:
         step_j=problem.micro_batches * busy_j * (1 - CLAIM_MARGIN),
     )
     return SweptSlicing(slicing, bounds)
+
+
+def _open_problem(question: SearchQuestion, slices: ModelProfiles) -> PlacementProblem:
+    """The placement problem of a model's slices with everything open that the question does not fix."""
+    (model_question,) = question.questions
+    if not model_question.fixed:
+        return placement_problem(model_question, slices).choosing(schedule=question.schedules)
+    problem = narrowed_problem(model_question, slices).choosing(recompute=slices.modes)
+    return problem if "schedule" in model_question.fixed else problem.choosing(schedule=question.schedules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -43,7 +43,7 @@ from phaze.tolerances import EQUAL_DESIGNS
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
-__all__ = ["proven_bound", "run_search", "search"]
+__all__ = ["run_search", "search"]
 
 _GIB = 2**30
 
@@ -179,23 +179,10 @@ class _ProgressReporter:
             left=left,
             evaluated=0 if state is None else len(state.evaluated),
             best=None if best is None else best.value,
-            bound=None if best is None or not is_started else proven_bound(self.best_first),
+            bound=None if best is None or not is_started else self.best_first.proven_bound(),
             elapsed_s=elapsed_s,
             remaining_s=elapsed_s * left / done if done else None,
         )
-
-
-def proven_bound(best_first: BestFirstSearch) -> float:
-    """The largest bound that is left: no accelerator's value exceeds it."""
-    state = best_first.state
-    assert state.best is not None
-    return max(
-        state.best.value,
-        *(upper_bound for _, upper_bound in state.closed),
-        *(design.upper_bound for design in state.evaluated.values()),
-        *(state.upper_bound(box) for box in best_first.boxes_left),
-        0.0,
-    )
 
 
 def run_search(best_first: BestFirstSearch, started_s: float) -> SearchResult:
@@ -277,7 +264,7 @@ def _plans(question: SearchQuestion, point: int, evaluations: Sequence[Evaluatio
 def _certificate(best_first: BestFirstSearch) -> Certificate:
     state, question = best_first.state, best_first.question
     assert state.best is not None
-    bound = proven_bound(best_first)
+    bound = best_first.proven_bound()
     designs = {**state.tried, **state.evaluated}.values()
     scheduled = {design.point for design in designs if any(plan.scheduled for plan in design.evaluations)}
     placed = {design.point for design in designs if any(plan.placed for plan in design.evaluations)}
@@ -314,9 +301,11 @@ def _scope(question: SearchQuestion) -> str:
     first = question.questions[0]
     energy = "; energy is that of the fastest plans with the largest memory" if question.counts_energy else ""
     sizes, degrees = (", ".join(map(str, counts)) for counts in (first.micro_batch_sizes, first.tp_degrees))
+    fixed = [f"{key} {value}" for key, value in first.fixed.items()]
+    given = f"with {', '.join(fixed)} given, " if fixed else ""
     return (
-        f"for {kinds}, microbatches of {sizes}, tp {degrees}, all other degrees, ZeRO stages and recompute modes; "
-        f"slices as on tpuv4-paper{energy}"
+        f"{given}for {kinds}, microbatches of {sizes}, tp {degrees}, all other degrees, ZeRO stages and recompute "
+        f"modes; slices as on tpuv4-paper{energy}"
     )
 
 

@@ -42,6 +42,9 @@ PROVABLE_SCHEDULES = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE
 COMBINATIONS = ("average", "worst")
 """How the ratios of several models may be joined."""
 
+FIXED_KEYS = ("dp", "shard", "zero", "tp", "pp", "schedule", "chunks", "micro_batch_size")
+"""The keys of a strategy that a search over accelerators may be given; cuts, recompute and slices follow the chip."""
+
 DEFAULT_GLOBAL_BATCH_SIZE = 4096
 """Sequences in one step unless others are given, as in the paper's experiments."""
 
@@ -106,6 +109,7 @@ class SearchQuestion:
     def asked(self) -> dict[str, object]:
         """The question but for models and space, spelled as the options of `phaze.search`."""
         first = self.questions[0]
+        strategies = [dict(question.fixed) for question in self.questions]
         return {
             "devices": self.device_count,
             "network": self.network,
@@ -124,6 +128,7 @@ class SearchQuestion:
             "combine": "worst" if self.takes_worst else "average",
             "front": self.wants_front,
             "gap": self.gap,
+            **({"strategy": to_document(strategies)} if any(strategies) else {}),
         }
 
     def journal_header(self) -> dict[str, object]:
@@ -159,6 +164,8 @@ class SearchOptions(TypedDict, total=False):
         combine: how ratios of several models are joined: "average" or "worst".
         weights: of the models in an average.
         front: whether the whole front of throughput, area and energy is wanted.
+        strategy: what is fixed of the plans (dp, tp, pp, schedule, chunks, zero, shard, micro_batch_size), so that only
+            the accelerator is searched; one for all models, or a sequence with one for each.
         calibration: how far the accelerators stay behind their ideal.
         attention: "fused" or "unfused" (the default, as in the paper).
         gap: how far from the proven optimum the answer may stay.
@@ -180,6 +187,7 @@ class SearchOptions(TypedDict, total=False):
     combine: str
     weights: Sequence[float] | None
     front: bool
+    strategy: Mapping[str, object] | Sequence[Mapping[str, object]] | None
     calibration: Calibration | None
     attention: str | None
     gap: float
@@ -201,6 +209,8 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
     if combine not in COMBINATIONS:
         raise QuestionError(f"combine is {shown(combine)}; expected one of {', '.join(COMBINATIONS)}.")
     is_paper = compatibility == "paper"
+    if is_paper and options.get("strategy"):
+        raise QuestionError("the paper's program chooses its degrees itself; leave strategy or compatibility out.")
     if is_paper and (front or objective == Metric.PER_ENERGY):
         raise QuestionError("the paper's counting has no energy; leave compatibility out, or ask for throughput.")
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -216,7 +226,7 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
         questions=questions,
         points=points,
         hbm_bytes=sizes,
-        schedules=_schedules(options.get("schedule", PROVABLE_SCHEDULES)),
+        schedules=_offered_schedules(_schedules(options.get("schedule", PROVABLE_SCHEDULES)), questions),
         is_paper=is_paper,
         metric=Metric(objective),
         weights=_weights(options.get("weights"), len(questions)),
@@ -248,8 +258,13 @@ def _model_questions(
         "attention": options.get("attention"),
         "gap": options.get("gap", DEFAULT_GAP),
     }
-    return tuple(
+    asked = [
         ask(model, example, shared, plugins) for model, example in zip(given, _inputs(inputs, len(given)), strict=True)
+    ]
+    strategies = _strategies(options.get("strategy"), len(given))
+    return tuple(
+        question.with_strategy(strategy) if strategy else question
+        for question, strategy in zip(asked, strategies, strict=True)
     )
 
 
@@ -323,6 +338,20 @@ def _points(space: object, hbm_bytes: int) -> AcceleratorArray:
     return replace(points, hbm_bytes=np.full(len(points), hbm_bytes, dtype=np.int64))
 
 
+def _strategies(strategy: object, count: int) -> list[Mapping[str, object]]:
+    """What is fixed of each model's plans; raises QuestionError for keys that a search over accelerators decides."""
+    given = list(strategy) if isinstance(strategy, list | tuple) else [{} if strategy is None else strategy] * count
+    strategies = [fixed for fixed in given if isinstance(fixed, Mapping)]
+    if not len(given) == len(strategies) == count:
+        raise QuestionError(
+            f"strategy is {shown(strategy)}; expected a mapping such as {{'pp': 8}}, or one for each model."
+        )
+    for key in (key for fixed in strategies for key in fixed):
+        if key not in FIXED_KEYS:
+            raise QuestionError(f"strategy has {shown(key)}; a search may fix {', '.join(FIXED_KEYS)}.")
+    return strategies
+
+
 def _inputs(inputs: object, count: int) -> list[object]:
     if count == 1:
         return [inputs]
@@ -341,6 +370,16 @@ def _schedules(schedules: object) -> tuple[PipelineSchedule, ...]:
         if name not in list(PIPELINE_SCHEDULES):
             raise QuestionError(f"schedule has {shown(name)}; expected some of {', '.join(PIPELINE_SCHEDULES)}.")
     return tuple(kind for kind in PIPELINE_SCHEDULES if kind in wanted)
+
+
+def _offered_schedules(
+    schedules: tuple[PipelineSchedule, ...], questions: Sequence[Question]
+) -> tuple[PipelineSchedule, ...]:
+    """The schedules to choose from: the fixed ones where every model has one fixed, else those that are offered."""
+    fixed = {question.fixed.get("schedule") for question in questions}
+    if None in fixed:
+        return schedules
+    return tuple(kind for kind in PIPELINE_SCHEDULES if kind in fixed)
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:

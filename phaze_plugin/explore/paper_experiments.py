@@ -1,0 +1,210 @@
+"""The paper's experiments: what a chip, a placement and both together are worth, beside the baselines.
+
+For each model and network (Wang et al., ICML 2024, section 5):
+
+    experts           tpuv4-paper with the degrees of the paper's experts, everything else the best for these
+    placement only    tpuv4-paper with the best placement
+    hardware only     the best chip of the space for the experts' degrees
+    both              the best chip with the best placement, proven
+
+and what Spotlight, TPE and chance find in the same space. The network `paper` has the 4 GiB/s that the paper states.
+The authors' artifact divides cycles by 1.05e6, which gives milliseconds, and bytes by 4 GiB per second, and adds the
+two: its links are effectively 1,000 times faster. That reading is the network `paper-artifact`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phaze.errors import PlanError
+from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.executors import Workers
+from phaze.explore.experiment_rows import Baseline, Contender, ModelExperiment
+from phaze.explore.journal import Journal
+from phaze.explore.sampled_result import SampledRun
+from phaze.explore.sampled_search import SearchMethod, sample_designs
+from phaze.explore.search_question import REFERENCE, SearchOptions, SearchQuestion, ask_search
+from phaze.explore.search_state import EvaluatedDesign
+from phaze.hardware import AcceleratorArray, preset
+from phaze.installed import installed_plugins
+from phaze.planner.planning import evaluate
+
+__all__ = ["EXPERT_STRATEGIES", "ExperimentSettings", "run_experiment"]
+
+EXPERT_STRATEGIES: Mapping[str, Mapping[str, object]] = {
+    model: {"pp": pp, "dp": dp, "tp": tp, "schedule": "1f1b"}
+    for model, (pp, dp, tp) in {
+        "bert-large": (8, 128, 1),
+        "gpt2-xl": (32, 32, 1),
+        "opt-350m": (12, 85, 1),
+        "llama2-7b": (8, 128, 1),
+        "megatron-bert": (8, 128, 1),
+        "megatron-gpt2-xl": (8, 128, 1),
+        "megatron-gpt2-54": (8, 32, 4),
+        "megatron-gpt2-72": (8, 16, 8),
+        "gpt3-175b": (32, 8, 4),
+    }.items()
+}
+"""The experts' placements of the paper's nine models on 1,024 devices."""
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExperimentSettings:
+    """What all rows of a table share.
+
+    Attributes:
+        methods: baselines to run.
+        seeds: runs of each.
+        evaluations: designs of a run.
+        options: how the space is searched, as `phaze.search` takes it, but for network and strategy.
+    """
+
+    methods: tuple[SearchMethod, ...]
+    seeds: int
+    evaluations: int
+    options: SearchOptions
+
+
+def run_experiment(
+    model: object,
+    experts: Mapping[str, object],
+    network: str,
+    settings: ExperimentSettings,
+    *,
+    workers: Workers | None = None,
+    report: Callable[[str], object] = lambda doing: None,
+) -> ModelExperiment:
+    """All contenders of one model on one network; baselines run on `workers`, everything else in this process."""
+    options: SearchOptions = {**settings.options, "network": network}
+    report("tpuv4-paper, experts' placement")
+    experts_row = _experts(model, experts, options)
+    report("tpuv4-paper, our placement")
+    placement_only, _ = _searched(model, _on_reference(options))
+    report("our chip, experts' placement")
+    hardware_only, of_experts = _searched(model, {**options, "strategy": experts})
+    report("our chip, our placement")
+    both, best_first = _searched(model, options)
+    assert best_first is not None
+    baselines = []
+    for method in settings.methods:
+        report(f"{method}, {settings.seeds} seeds")
+        baselines.append(_baseline(best_first, of_experts, method, settings, workers or Workers()))
+    return ModelExperiment(
+        model=best_first.question.names[0],
+        network=network,
+        experts=experts_row,
+        placement_only=placement_only,
+        hardware_only=hardware_only,
+        both=both,
+        baselines=tuple(baselines),
+    )
+
+
+def _on_reference(options: SearchOptions) -> SearchOptions:
+    """The same question on the reference accelerator alone."""
+    chip = preset(REFERENCE).accelerator
+    return {**options, "space": AcceleratorArray.of([chip]), "hbm_gib": chip.hbm_bytes / _GIB}
+
+
+def _question(model: object, options: SearchOptions) -> SearchQuestion:
+    return ask_search(model, None, options, installed_plugins())
+
+
+def _experts(model: object, experts: Mapping[str, object], options: SearchOptions) -> Contender:
+    """The reference with the experts' degrees: priced even where it does not fit, and then marked."""
+    question = _question(model, _on_reference(options)).questions[0]
+    started_s = time.process_time()
+    plan = evaluate(
+        model,
+        strategy=dict(experts),
+        cluster=question.cluster,
+        global_batch_size=question.global_batch_size,
+        micro_batch_size=question.micro_batch_sizes,
+        target=None,
+        compares=False,
+    ).plan
+    return Contender(
+        chip=REFERENCE,
+        hbm_gib=question.cluster.accelerator.hbm_bytes / _GIB,
+        samples_per_s=question.global_batch_size / plan.step_time_s,
+        fits=plan.is_feasible,
+        plan=_plan_text({name: getattr(plan.strategy, name) for name in _SHOWN}),
+        bound=None,
+        processor_s=time.process_time() - started_s,
+    )
+
+
+def _searched(model: object, options: SearchOptions) -> tuple[Contender, BestFirstSearch | None]:
+    """The best chip for a question, with the bound of the proof; nothing where no chip of the space fits."""
+    started_s = time.process_time()
+    best_first = BestFirstSearch(question=_question(model, options), workers=Workers(), journal=Journal())
+    try:
+        state = best_first.run()
+    except PlanError:
+        spent_s = time.process_time() - started_s
+        return Contender(chip="none fits", hbm_gib=0.0, samples_per_s=0.0, fits=False, processor_s=spent_s), None
+    assert state.best is not None
+    return _contender(best_first, state.best, started_s), best_first
+
+
+def _contender(best_first: BestFirstSearch, best: EvaluatedDesign, started_s: float) -> Contender:
+    evaluation, question = best.evaluations[0], best_first.question
+    return Contender(
+        chip=question.points.names[best.point],
+        hbm_gib=question.hbm_bytes[-1] / _GIB,
+        samples_per_s=best.value,
+        fits=True,
+        plan=_plan_text(evaluation.strategy()),
+        bound=best_first.proven_bound(),
+        processor_s=time.process_time() - started_s,
+    )
+
+
+def _baseline(
+    best_first: BestFirstSearch,
+    of_experts: BestFirstSearch | None,
+    method: SearchMethod,
+    settings: ExperimentSettings,
+    workers: Workers,
+) -> Baseline:
+    """What a method finds with every seed, and what its chips reach with the experts' placement."""
+    best_first.workers = workers
+    runs = sample_designs(best_first, method, range(settings.seeds), settings.evaluations)
+    values = [run.value for run in runs]
+    with_experts = [_with_experts(run, of_experts) for run in runs] if method is SearchMethod.SPOTLIGHT_DELAY else []
+    lengths = {run.evaluations for run in runs}
+    return Baseline(
+        method=method.value,
+        seeds=len(runs),
+        median=statistics.median(values),
+        least=min(values),
+        most=max(values),
+        with_experts_median=statistics.median(with_experts) if with_experts else None,
+        evaluations=max(lengths),
+        processor_s=statistics.median(run.processor_s for run in runs),
+        chip=_most_common([run.design.name for run in runs if run.design is not None]),
+        convergence=tuple(statistics.median(run.history[index] for run in runs) for index in range(min(lengths))),
+    )
+
+
+def _with_experts(run: SampledRun, of_experts: BestFirstSearch | None) -> float:
+    """The value of a run's chip with the experts' placement; 0 where it does not fit."""
+    if run.design is None or of_experts is None:
+        return 0.0
+    return of_experts.tasks.value_of(of_experts.question.points.names.index(run.design.name))
+
+
+def _most_common(names: Sequence[str]) -> str:
+    return statistics.mode(names) if names else "none fits"
+
+
+_SHOWN = ("dp", "tp", "pp", "micro_batch_size", "zero", "schedule")
+
+
+def _plan_text(strategy: Mapping[str, object]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {strategy[name]}" for name in _SHOWN)

@@ -1,0 +1,48 @@
+"""The page of the paper's experiments: tables of text, made by whoever ran them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phaze.report.html_elements import element, joined, table
+from phaze.report.page import build_page, section
+
+__all__ = ["experiments_page"]
+
+_CONTENTS = {"ways": "Chip and placement", "methods": "Methods", "convergence": "Convergence"}
+
+
+def experiments_page(
+    ways: tuple[Sequence[str], Sequence[Sequence[str]]],
+    methods: tuple[Sequence[str], Sequence[Sequence[str]]],
+    convergence: tuple[Sequence[str], Sequence[Sequence[str]]],
+    notes: Sequence[str],
+) -> str:
+    """The whole page; each table is its headings and its rows."""
+    ways_text = (
+        "Times the throughput of tpuv4-paper with the experts' placement: the best placement on the same chip, the "
+        "best chip for the experts' placement, and both chosen together, which is proven up to the gap."
+    )
+    methods_text = (
+        "Parts of what the exact search found, over the same space with the same evaluator: the median and the spread "
+        "over seeds. spotlight-delay looks at the layers of one device only; its chip is then placed by us, and by the "
+        "experts."
+    )
+    body = joined(
+        (
+            element(
+                "header",
+                element("h1", "The paper's experiments"),
+                element("ul", *(element("li", note) for note in notes)),
+            ),
+            section("ways", "Chip and placement", element("p", ways_text), table(*ways, aria_label="Four ways")),
+            section("methods", "Methods", element("p", methods_text), table(*methods, aria_label="Methods")),
+            section(
+                "convergence",
+                "Convergence",
+                element("p", "The best so far after so many evaluations, as a part of the last: medians over seeds."),
+                table(*convergence, aria_label="Convergence"),
+            ),
+        )
+    )
+    return build_page("The paper's experiments", body, {}, contents=_CONTENTS, scripts=())

@@ -1,0 +1,85 @@
+"""The paper's experiments on a small model: four ways to a chip and a placement, and baselines beside them."""
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+from designs import SMALL, tiny_model
+
+import phaze
+from phaze.explore.experiment_rows import ModelExperiment, convergence_csv, experiments_csv, network_notes
+from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
+from phaze.explore.sampled_search import SAMPLED_METHODS
+from phaze.hardware import preset
+
+POINTS = phaze.space.grid(
+    tensor_cores=(1, 8), tensor_rows=(128,), tensor_cols=(64, 128), vector_cores=(1, 4), buffer_mib=(8,)
+)
+EXPERTS = {"dp": 2, "pp": 2, "tp": 1, "schedule": "1f1b"}
+
+
+@pytest.fixture(scope="module")
+def experiment() -> ModelExperiment:
+    options = {**SMALL, "space": POINTS, "gap": 0.0, "hbm_gib": (1,), "micro_batch_size": (2,)}
+    settings = ExperimentSettings(methods=SAMPLED_METHODS, seeds=2, evaluations=4, options=options)  # type: ignore[typeddict-item]
+    return run_experiment(tiny_model(), EXPERTS, "paper", settings)
+
+
+def test_choosing_more_never_gives_less(experiment: ModelExperiment) -> None:
+    experts, both = experiment.experts.samples_per_s, experiment.both.samples_per_s
+    assert experiment.placement_only.samples_per_s >= experts * (1 - 1e-9)
+    assert both >= experiment.hardware_only.samples_per_s * (1 - 1e-9)
+    assert experiment.hardware_only.plan.startswith("dp 2, tp 1, pp 2")
+
+
+def test_no_baseline_beats_the_exact_search(experiment: ModelExperiment) -> None:
+    assert [row.method for row in experiment.baselines] == list(SAMPLED_METHODS)
+    for row in experiment.baselines:
+        assert row.least <= row.median <= row.most <= experiment.both.samples_per_s * (1 + 1e-9)
+        assert (row.seeds, row.evaluations, len(row.convergence)) == (2, 4, 4)
+        assert (row.with_experts_median is None) == (row.method != "spotlight-delay")
+
+
+def test_hardware_only_is_what_a_search_with_the_same_strategy_finds(experiment: ModelExperiment) -> None:
+    result = phaze.search(
+        tiny_model(),
+        executor="serial",
+        **{**SMALL, "space": POINTS, "gap": 0.0, "hbm_gib": (1,), "micro_batch_size": (2,), "strategy": EXPERTS},
+    )
+    assert result.best.value == pytest.approx(experiment.hardware_only.samples_per_s, rel=1e-12)
+    assert result.certificate.scope.startswith("with dp 2, pp 2, tp 1")
+    strategy = result.best.models[0].strategy
+    assert (strategy["dp"], strategy["pp"], strategy["tp"], strategy["schedule"]) == (2, 2, 1, "1f1b")
+
+
+def test_tables_have_a_line_for_every_contender(experiment: ModelExperiment) -> None:
+    rows = list(csv.DictReader(io.StringIO(experiments_csv([experiment]))))
+    ways = ["experts", "placement-only", "hardware-only", "both"]
+    assert [row["who"] for row in rows] == [*ways, *SAMPLED_METHODS]
+    assert float(rows[0]["ratio_to_experts"]) == 1
+    assert len(convergence_csv([experiment]).splitlines()) == 1 + 4 * 4
+
+
+def test_a_ratio_that_is_mostly_the_network_reading_says_so(experiment: ModelExperiment) -> None:
+    def scaled(network: str, factor: float) -> ModelExperiment:
+        found = experiment.experts.samples_per_s * factor
+        return replace(experiment, network=network, both=replace(experiment.both, samples_per_s=found))
+
+    on_paper, as_run, near = scaled("paper", 18.8), scaled("paper-artifact", 4.0), scaled("paper-artifact", 12.0)
+    assert "18.80 on paper is 4.00 on paper-artifact; most of it is the network reading" in network_notes(
+        [on_paper, as_run]
+    )[1].removeprefix("tiny: ")
+    assert len(network_notes([on_paper, near])) == 1
+    assert "may be the network reading" in network_notes([on_paper])[1]
+
+
+def test_the_nine_models_have_experts_whose_degrees_fill_the_cluster_or_nearly() -> None:
+    assert len(EXPERT_STRATEGIES) == 9
+    for strategy in EXPERT_STRATEGIES.values():
+        devices = int(str(strategy["pp"])) * int(str(strategy["dp"])) * int(str(strategy["tp"]))
+        assert 1020 <= devices <= 1024
+
+
+def test_the_bandwidth_of_the_papers_chip_says_where_it_is_from() -> None:
+    assert "names no HBM bandwidth" in preset("tpuv4-paper").facts["hbm_bandwidth_bytes_per_s"].source
