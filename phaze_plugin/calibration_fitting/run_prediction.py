@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from phaze.calibration_fitting.measured_runs import Run
 from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
 from phaze.cost import Calibration, Stack
+from phaze.cost.product_kernels import ProductKernels, product_kernels_of
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
@@ -33,7 +34,7 @@ from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, pea
 from phaze.profile.layer_passes import placement_graph
 from phaze.profile.layer_profile import Bounded
 from phaze.profile.model_profiles import fastest_slicing, layer_keys, layer_variants, repeated_layers
-from phaze.question import Question, QuestionOptions, ask
+from phaze.question import Question, QuestionOptions, ask, settled_cluster
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class PreparedRun:
     program: Program
 
     def seconds(self, calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
-        """The step time under each calibration; their stacks are replaced by the run's own."""
+        """The step time under each calibration; their stacks and product kernels are replaced by the run's own."""
         times_by_calibration = [self._times(replace(calibration, stack=self.stack)) for calibration in calibrations]
         stacked = StageTimes(
             **{
@@ -153,7 +154,7 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
         "precision": run.precision,
         "sequence_length": run.sequence_length,
         "target": None,
-        "calibration": Calibration(name="preparing", stack=stack),
+        "calibration": Calibration(name="preparing", stack=stack, products=_products(run, plugins)),
         "attention": run.attention,
     }
     question = ask(run.model, None, options, plugins, {"tp": 1, **run.strategy})
@@ -161,6 +162,11 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
     stages = fixed.get("stages") or _even_stages(len(question.graph.layers), parallelism.stages)
     assert isinstance(stages, tuple)
     return _prepared(run, question, parallelism, stages, stack)
+
+
+def _products(run: Run, plugins: PluginManager) -> ProductKernels | None:
+    """The measured product kernels of the chip that a run was on."""
+    return product_kernels_of(settled_cluster(run.cluster, plugins).accelerator)
 
 
 def complete_strategy(fixed: Mapping[str, object], question: Question) -> Parallelism:

@@ -76,7 +76,9 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
     """The chip's own calibration, or round numbers where it has none."""
     from dataclasses import replace
 
-    from phaze.cost import EAGER_STACK, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
+    from phaze.cost import EAGER_STACK, IDEAL, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
+    from phaze.cost.calibration import TERMS
+    from phaze.cost.product_kernels import product_kernels_of
     from phaze.question import settled_cluster
 
     chips = [settled_cluster(run.cluster, plugins).accelerator for run in runs]
@@ -86,10 +88,17 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
             f"{other.name} ran on another chip than {runs[0].name}; a calibration belongs to one chip: write the runs "
             "of each into a file of its own."
         )
-    calibration = calibration_of(chips[0])
-    if calibration.is_ideal:
+    calibration = replace(calibration_of(chips[0]), products=product_kernels_of(chips[0]))
+    if all(getattr(calibration, term) == getattr(IDEAL, term) for term in TERMS):
         calibration = Calibration(
-            matrix=0.7, memory=0.7, link=0.7, network=0.7, overhead_s=1e-5, overlap=0.5, stack=LIBRARY_STACK
+            matrix=0.7,
+            memory=0.7,
+            link=0.7,
+            network=0.7,
+            overhead_s=1e-5,
+            overlap=0.5,
+            stack=LIBRARY_STACK,
+            products=calibration.products,
         )
     stacks = {"eager": EAGER_STACK, "library": LIBRARY_STACK, "perfect": PERFECT_STACK, None: calibration.stack}
     return replace(calibration, name=name, stack=stacks[stack])

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_option, plain_table, show
 
 if TYPE_CHECKING:
+    from phaze.cost import Calibration
     from phaze.hardware import Accelerator, Network, Preset
 
 __all__ = ["chips"]
@@ -100,9 +101,16 @@ def _row(chip: Accelerator, preset: Preset | None) -> tuple[str, ...]:
         f"{chip.hbm_bandwidth_bytes_per_s / 1e12:.4g}",
         f"{power.value:.0f}" if power else "",
         f"{area_mm2(chip):.1f}",
-        "ideal" if calibration_of(chip).is_ideal else "calibrated",
+        _prices(calibration_of(chip)),
         f"{len(preset.estimates)} of {len(preset.fields)}" if preset else "plugin",
     )
+
+
+def _prices(calibration: Calibration) -> str:
+    """What prices rest on, in a word."""
+    if calibration.is_ideal:
+        return "ideal"
+    return "products" if calibration.has_measured_products_only else "calibrated"
 
 
 def _teraflops(flops_per_s: float) -> str:

@@ -2,7 +2,8 @@
 
 A `Calibration` holds fitted numbers, of which a family of chips has at most six:
 
-    tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory
+    tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory; where a GPU's products
+                  were measured, theirs are product time / matrix                   (`phaze.cost.product_kernels`)
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
                   matrix products, the longer of tensor + memory time and vector time   (`phaze.cost.work_prices`)
     pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
@@ -31,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from phaze.cost.product_kernels import ProductKernels, product_kernels_of
 from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
 from phaze.file_reading import read_document
@@ -132,6 +134,7 @@ class Calibration:
 
     The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
     vector cores' rates and of HBM, link and network bandwidth; the overhead is launch and synchronisation of each op.
+    Where ``products`` says how a GPU's library runs matrix products, ``matrix`` is the share of that rate.
     """
 
     name: str = "ideal"
@@ -145,6 +148,7 @@ class Calibration:
     reserve: float = 0.0
     margin: float = 0.05
     stack: Stack = field(default=PERFECT_STACK)
+    products: ProductKernels | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -168,6 +172,11 @@ class Calibration:
         """Whether nothing was fitted."""
         return self == IDEAL
 
+    @property
+    def has_measured_products_only(self) -> bool:
+        """Whether nothing was fitted to measured steps, and matrix products were measured."""
+        return self.products is not None and all(getattr(self, term) == getattr(IDEAL, term) for term in TERMS)
+
     def together_s(self, first: float, second: float) -> float:
         """Seconds of passes and the collectives behind them: the longer, and what of the shorter is not hidden."""
         return max(first, second) + (1 - self.overlap) * min(first, second)
@@ -188,20 +197,23 @@ def calibration_of(accelerator: Accelerator) -> Calibration:
     It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration. A chip
     that has more or less memory is the same chip: its size is in no price.
     """
-    family = _family_of(accelerator.name)
-    if family is None or _changed_fields(accelerator):
+    family, products = _family_of(accelerator.name), product_kernels_of(accelerator)
+    if (family is None and products is None) or _changed_fields(accelerator):
         return IDEAL
-    return Calibration(name=family["name"], **family["terms"], stack=Stack(**family["stack"]))
+    if family is None:
+        return Calibration(name=f"{accelerator.name}, matrix products as measured, all else ideal", products=products)
+    return Calibration(name=family["name"], **family["terms"], stack=Stack(**family["stack"]), products=products)
 
 
 def why_ideal(accelerator: Accelerator) -> str | None:
     """What keeps a chip that has a fitted one's name from its calibration, in words; None where nothing does."""
-    family, changed = _family_of(accelerator.name), _changed_fields(accelerator)
-    if family is None or not changed:
+    changed = _changed_fields(accelerator)
+    shipped = calibration_of(preset(accelerator.name).accelerator) if changed else IDEAL
+    if shipped.is_ideal:
         return None
     return (
         f"{accelerator.name} has another {' and '.join(changed)} than the chip of that name, so that its calibration "
-        f"({family['name']}) is not used and prices are ideal; give a calibration to use one"
+        f"({shipped.name}) is not used and prices are ideal; give a calibration to use one"
     )
 
 
@@ -218,9 +230,9 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
-KIND, VERSION = "phaze calibration", 2
-"""What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Version
-2 carries a digest of its content."""
+KIND, VERSION = "phaze calibration", 3
+"""What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Since
+version 2 it carries a digest of its content; version 3 says how products are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,11 @@ class Work:
         return CoreKind.VECTOR if self.vector_operations else CoreKind.NONE
 
     @property
+    def is_plain_product(self) -> bool:
+        """Whether this is one product of operands and result off the chip, as a library's kernels make it."""
+        return len(self.products) == 1 == len(self.tilings) and isinstance(self.tilings[0], ProductTiling)
+
+    @property
     def macs(self) -> float:
         """Multiply-accumulates of all products."""
         return sum(product.macs for product in self.products)

@@ -14,6 +14,10 @@ owns.
 A stack that does not hide traffic behind matrix products adds it to their time. Batched products whose sides are not
 aligned as it needs run at the rate of float32 there (found on A100: heads of 108 elements cost a third of the step).
 
+Where a calibration has the chip's measured product kernels, they take the place of the tensor time, own traffic
+included (`phaze.cost.product_kernels`). They occupy the whole chip: on one core they take as many times longer as there
+are cores. Products inside of fused attention stay on the arrays, at the share of their rate that such kernels reach.
+
 Energy is that of the off-chip traffic, of the traffic between buffer and core (the same tilings, fitted into the core's
 private L2), and of what the arrays draw from L2: each operand element feeds a whole row or column at once.
 
@@ -23,7 +27,7 @@ more cores never cost time is one of spread prices, and of core prices at an equ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +37,7 @@ from phaze.cost.calibration import IDEAL, Calibration
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates
 from phaze.cost.off_chip_traffic import ProductTiling, product_traffic_bytes
 from phaze.cost.operator_work import Product, Work
+from phaze.cost.product_kernels import CANDIDATES, kernel_seconds
 from phaze.cost.systolic_cycles import ArrayGrid, array_grid, product_cycles
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.area_energy import EnergyModel, energy_model
@@ -187,7 +192,8 @@ class _ChipTerms:
     @property
     def largest(self) -> int:
         """Entries of the largest array that one work needs."""
-        return max(len(self.chips), len(self.spread_grid.flat_rows), _BLOCK_COUNTS * len(self.memory_sizes))
+        kernels = CANDIDATES * len(self.chips) if self.calibration.products else 0
+        return max(len(self.chips), len(self.spread_grid.flat_rows), _BLOCK_COUNTS * len(self.memory_sizes), kernels)
 
 
 def _chip_terms(chips: AcceleratorArray, calibration: Calibration, energy: EnergyModel) -> _ChipTerms:
@@ -223,8 +229,9 @@ def _price(works: Sequence[Work], terms: _ChipTerms, estimate: Estimate) -> None
     traffic = _traffic(works, terms.memory_sizes)
     estimate.core_bytes[:] = traffic[:, terms.share_index]
     estimate.spread_bytes[:] = traffic[:, terms.buffer_index]
-    _time(works, terms, False, estimate.core_bytes, estimate.core_s, estimate.core_binding)
-    _time(works, terms, True, estimate.spread_bytes, estimate.spread_s, estimate.spread_binding)
+    kernels = _kernel_times(works, terms)
+    _time(works, terms, False, kernels, estimate.core_bytes, estimate.core_s, estimate.core_binding)
+    _time(works, terms, True, kernels, estimate.spread_bytes, estimate.spread_s, estimate.spread_binding)
     on_chip_j = _on_chip_energy(works, terms, traffic)
     estimate.core_energy_j[:] = estimate.core_bytes * terms.energy.hbm_j_per_byte + on_chip_j
     estimate.spread_energy_j[:] = estimate.spread_bytes * terms.energy.hbm_j_per_byte + on_chip_j
@@ -252,25 +259,60 @@ def _column(values: Sequence[float]) -> _Floats:
     return np.array(values, dtype=np.float64)[:, None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _KernelTimes:
+    """The works of a block that run as a library's product kernels: their rows, and seconds [row, accelerator]."""
+
+    rows: list[int]
+    seconds: _Floats
+
+    def memory_s(self, works: Sequence[Work], moved_s: _Floats, bandwidth: _Floats) -> _Floats:
+        """Seconds of traffic besides that of product kernels, which is in their own: what streams through."""
+        if not self.rows:
+            return moved_s
+        besides = moved_s.copy()
+        besides[self.rows] = _column([works[row].streamed_bytes for row in self.rows]) / bandwidth
+        return besides
+
+
+def _kernel_times(works: Sequence[Work], terms: _ChipTerms) -> _KernelTimes:
+    """Which works of one kind run as product kernels, and how long; none where the chip's were not measured."""
+    kernels, chips = terms.calibration.products, terms.chips
+    rows = [row for row, work in enumerate(works) if work.is_plain_product] if kernels else []
+    seconds = np.zeros((len(rows), len(chips)))
+    products = [(place, works[row].products[0], works[row].tilings[0]) for place, row in enumerate(rows)]
+    by_type: dict[str, list[tuple[int, Product, float]]] = {}
+    for place, product, tiling in products:
+        dtype = _run_dtype(product, terms.calibration)
+        by_type.setdefault(dtype, []).append((place, product, tiling.compulsory_bytes))
+    for dtype, members in by_type.items():
+        assert kernels is not None
+        sizes = [_column([getattr(product, name) for _, product, _ in members]) for name in _SIZES]
+        moved = _column([size for _, _, size in members])
+        seconds[[place for place, _, _ in members]] = kernel_seconds(kernels, dtype, sizes, moved, chips)
+    return _KernelTimes(rows, seconds / terms.calibration.matrix)
+
+
 def _time(
     works: Sequence[Work],
     terms: _ChipTerms,
     is_spread: bool,
+    kernels: _KernelTimes,
     moved: _Floats,
     seconds: _Floats,
     binding: NDArray[np.uint8],
 ) -> None:
     """Write the seconds of works of one kind and what binds them into ``seconds`` and ``binding``."""
+    binding[:] = _CODE[Binding.COMPUTE]
     if works[0].products:
-        _tensor_time(works, terms, is_spread, seconds, binding)
-    else:
-        binding[:] = _CODE[Binding.COMPUTE]
+        _tensor_time(works, terms, is_spread, set(kernels.rows), seconds, binding)
+        seconds[kernels.rows] = kernels.seconds * (1 if is_spread else terms.chips.tensor_cores)
     memory_s = moved / terms.bandwidth
     np.copyto(binding, _CODE[Binding.MEMORY], where=memory_s > seconds)
     if terms.calibration.stack.hides_memory:
         np.maximum(seconds, memory_s, out=seconds)
     else:
-        seconds += memory_s
+        seconds += kernels.memory_s(works, memory_s, terms.bandwidth)
     if works[0].vector_operations:
         lanes = terms.chips.vector_lanes * (terms.chips.vector_cores if is_spread else 1)
         operations = _column([work.vector_operations for work in works])
@@ -282,31 +324,48 @@ def _time(
         seconds += terms.calibration.op_overhead_s
 
 
+_SIZES = ("batch", "m", "n", "k")
+
+
 def _tensor_time(
-    works: Sequence[Work], terms: _ChipTerms, is_spread: bool, seconds: _Floats, binding: NDArray[np.uint8]
+    works: Sequence[Work],
+    terms: _ChipTerms,
+    is_spread: bool,
+    elsewhere: Set[int],
+    seconds: _Floats,
+    binding: NDArray[np.uint8],
 ) -> None:
-    """Write the seconds of all products, and whether arrays mostly fill and drain, into ``seconds`` and ``binding``."""
+    """Write the seconds of all products, and whether arrays mostly fill and drain, into ``seconds`` and ``binding``.
+
+    Rows that are priced ``elsewhere`` are left as they are.
+    """
     grid, triples = (terms.spread_grid, terms.spread_index) if is_spread else (terms.core_grid, terms.core_index)
-    products = [(row, product) for row, work in enumerate(works) for product in work.products]
-    sizes = ([getattr(product, name) for _, product in products] for name in ("batch", "m", "n", "k"))
+    products = [(row, p) for row, work in enumerate(works) if row not in elsewhere for p in work.products]
+    if not products:
+        return
+    sizes = ([getattr(product, name) for _, product in products] for name in _SIZES)
     cycles = product_cycles(grid, *map(_column, sizes))
     # Cycles are added up by work and type first, since types run at different rates.
     groups: dict[tuple[int, str], int] = {}
     group = [groups.setdefault((row, _run_dtype(product, terms.calibration)), len(groups)) for row, product in products]
     total, without_fill = _added(cycles.total, group, len(groups)), _added(cycles.without_fill, group, len(groups))
     rows = [row for row, _ in groups]
-    all_total, all_without_fill = (_added(values, rows, len(works)) for values in (total, without_fill))
+    all_total, all_without_fill = (_summed(values, rows, len(works)) for values in (total, without_fill))
     is_mostly_fill = all_total > 2 * all_without_fill
-    binding[:] = np.where(is_mostly_fill, _CODE[Binding.FILL], _CODE[Binding.COMPUTE])[:, triples]
+    np.copyto(binding, _CODE[Binding.FILL], where=is_mostly_fill[:, triples])
+    share = terms.calibration.matrix * (terms.calibration.products.attention if terms.calibration.products else 1.0)
     for (row, dtype), group_cycles in zip(groups, total, strict=True):
         rate = terms.chips.clock_hz * terms.chips.rate(dtype)
-        seconds[row] += group_cycles[triples] / (rate * terms.calibration.matrix)
+        seconds[row] += group_cycles[triples] / (rate * share)
 
 
 def _added(values: _Floats, targets: Sequence[int], count: int) -> _Floats:
     """The rows of ``values`` added up where they have the same target."""
-    if count == len(values):
-        return values
+    return values if count == len(values) else _summed(values, targets, count)
+
+
+def _summed(values: _Floats, targets: Sequence[int], count: int) -> _Floats:
+    """The rows of ``values`` added up into their targets; rows that are no target are 0."""
     sums = np.zeros((count, values.shape[1]))
     np.add.at(sums, targets, values)
     return sums

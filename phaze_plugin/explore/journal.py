@@ -38,8 +38,8 @@ __all__ = ["FORMAT", "Journal", "JournalRecord", "is_journal", "read_header", "s
 
 FORMAT = "phaze-search-journal"
 
-VERSION = 3
-"""Version 3 has a digest in every line; version 2 keeps a plan's strategy as a `Parallelism`."""
+VERSION = 4
+"""Version 4 has calibrations that say how products are run; version 3 has a digest in every line."""
 
 _BEGINNING = f'{{"format": "{FORMAT}"'.encode()
 

@@ -259,13 +259,19 @@ def _model_questions(
         "gap": options.get("gap", DEFAULT_GAP),
     }
     asked = [
-        ask(model, example, shared, plugins) for model, example in zip(given, _inputs(inputs, len(given)), strict=True)
+        _of_designs(ask(model, example, shared, plugins))
+        for model, example in zip(given, _inputs(inputs, len(given)), strict=True)
     ]
     strategies = _strategies(options.get("strategy"), len(given))
     return tuple(
         question.with_strategy(strategy) if strategy else question
         for question, strategy in zip(asked, strategies, strict=True)
     )
+
+
+def _of_designs(question: Question) -> Question:
+    """The question without a GPU's product kernels: designs are arrays that no library was written for."""
+    return replace(question, calibration=replace(question.calibration, products=None))
 
 
 def question_from_header(

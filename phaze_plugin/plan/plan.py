@@ -61,9 +61,9 @@ FORMAT = "phaze-plan"
 _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
-VERSION = 4
-"""Version 4 carries a digest of its content, says how attention runs, and has cp, ep and shard of the strategies that
-were met; version 3 keeps what its pages draw."""
+VERSION = 5
+"""Version 5 says how a GPU's products are run; version 4 carries a digest of its content, says how attention runs, and
+has cp, ep and shard of the strategies that were met; version 3 keeps what its pages draw."""
 
 
 @dataclass(frozen=True, slots=True)

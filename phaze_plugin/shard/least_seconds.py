@@ -6,14 +6,15 @@ the forward ops of a layer, and likewise for its backward ops,
 
     seconds >= max( sum of macs / (tp x peak of all tensor cores),  sum of operand bytes / (tp x bandwidth) )
 
-over the matrix ops alone. Vector work and collectives count as nothing, and neither does the padding of shapes.
+over the matrix ops alone. Vector work and collectives count as nothing, and neither does the padding of shapes. Where a
+GPU's product kernels were measured, its peak and bandwidth are the largest shares of them that any product reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from phaze.cost import op_work
+from phaze.cost import Calibration, op_work
 from phaze.cost.operator_work import read_bytes
 from phaze.ir import Graph, Op
 from phaze.shard.resharding import Axis
@@ -47,6 +48,8 @@ def _is_named(op: Op, names: Collection[str]) -> bool:
 def _least_pass_s(graph: Graph, axis: Axis, ops: Iterable[Op]) -> float:
     """The bound of the module's docstring for the ops of one pass of one layer."""
     chip, calibration = axis.cluster.accelerator, axis.calibration
+    kernels = calibration.products
+    share = calibration.matrix * (max(kernels.arithmetic, kernels.attention) if kernels else 1.0)
     product_s = moved_bytes = 0.0
     for op in ops:
         if not op.kind.is_matrix:
@@ -54,6 +57,13 @@ def _least_pass_s(graph: Graph, axis: Axis, ops: Iterable[Op]) -> float:
         moved_bytes += sum(read_bytes(op, graph.tensors))
         for product in op_work(op, graph.tensors).products:
             peak = max(chip.peak_flops_per_s(product.dtype), chip.peak_flops_per_s(_SLOWED_TO))
-            product_s += 2 * product.macs / (peak * calibration.matrix)
-    memory_s = moved_bytes / (chip.hbm_bandwidth_bytes_per_s * calibration.memory)
+            product_s += 2 * product.macs / (peak * share)
+    memory_s = moved_bytes / (chip.hbm_bandwidth_bytes_per_s * _largest_memory_share(calibration))
     return max(product_s, memory_s) / axis.tp
+
+
+def _largest_memory_share(calibration: Calibration) -> float:
+    """The share of HBM's bandwidth at which no product moves its operands any quicker."""
+    if calibration.products is None:
+        return calibration.memory
+    return max(calibration.memory, calibration.products.memory * calibration.matrix)

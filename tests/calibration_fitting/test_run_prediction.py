@@ -7,6 +7,7 @@ from plans import small_cluster, small_graph
 import phaze
 from phaze.calibration_fitting import Run, prepare_run
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
+from phaze.cost.product_kernels import product_kernels_of
 from phaze.errors import QuestionError
 from phaze.hooks import PluginManager
 
@@ -53,6 +54,25 @@ def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) 
         ).plan
         assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
         assert prepared.needed_bytes == pytest.approx(max(stage.memory_bytes["total"] for stage in plan.stages))
+
+
+@pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK], ids=["library", "eager"])
+def test_a_prepared_run_on_a_gpu_has_its_product_kernels_as_evaluate_does(stack: Stack) -> None:
+    measured = replace(run("one stage, sharded"), cluster="a100-80gb:8")
+    prepared = prepare_run(measured, stack, PluginManager.load())
+    products = product_kernels_of(prepared.problem.cluster.accelerator)
+    calibration = Calibration(name="fitted", stack=stack, products=products, **FITTED)
+    plan = phaze.evaluate(
+        small_graph(),
+        strategy=strategy("one stage, sharded"),
+        cluster="a100-80gb:8",
+        global_batch_size=32,
+        calibration=calibration,
+        target=None,
+        compares=False,
+    ).plan
+    assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
+    assert products is not None
 
 
 def test_what_a_strategy_lacks_is_the_plainest_choice() -> None:

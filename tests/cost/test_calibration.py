@@ -22,22 +22,26 @@ from phaze.cost import (
     price_works,
 )
 from phaze.cost.calibration import TERMS, fitted_families, why_ideal
+from phaze.cost.product_kernels import measured_chips
 from phaze.errors import HardwareError
 from phaze.hardware import parse_cluster, preset, presets
 from phaze.ir import OpKind, Phase
 from phaze.profile.layer_jobs import price_pass
 from phaze.schedule import Resource
 
+MEASURED = set(measured_chips())
 FITTED = {chip for family in fitted_families().values() for chip in family["chips"]}
 
 
-def test_chips_that_were_fitted_say_so_and_all_others_are_ideal() -> None:
+def test_chips_that_were_fitted_or_measured_say_so_and_all_others_are_ideal() -> None:
     assert {"a100-40gb", "a100-80gb"} <= FITTED
-    assert not {"tpuv4-paper", "cpu"} & FITTED
+    assert not {"tpuv4-paper", "cpu"} & (FITTED | MEASURED)
     for chip in (entry.accelerator for entry in presets()):
         calibration = calibration_of(chip)
-        assert calibration.is_ideal == (chip.name not in FITTED)
+        assert calibration.is_ideal == (chip.name not in FITTED | MEASURED)
         assert ("fitted to published runs" in calibration.name) == (chip.name in FITTED)
+        assert ("all else ideal" in calibration.name) == (chip.name in MEASURED - FITTED)
+        assert (calibration.products is not None) == (chip.name in MEASURED)
     assert (IDEAL.name, IDEAL.matrix, IDEAL.overhead_s, IDEAL.overlap) == ("ideal", 1.0, 0.0, 1.0)
 
 
