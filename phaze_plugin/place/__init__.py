@@ -7,13 +7,15 @@ from phaze.place.paper.paper_problem import PaperInstance, paper_instance
 from phaze.place.paper.paper_program import PaperPlacement, PaperResult, place_as_paper, place_paper, reconstruct
 from phaze.place.search.best_placement import (
     Alternative,
+    BoundedStrategies,
     PlacementResult,
     PlacementStatus,
     bound_placement,
     find_placement,
     is_beaten,
 )
-from phaze.place.search.parallelism_search import FoundPlan, PlanKind, SearchEffort
+from phaze.place.search.found_plans import FoundPlan, PlanKind
+from phaze.place.search.parallelism_search import SearchEffort
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts, evaluate_placement
 from phaze.place.simulation.timeline import Event, EventKind, Timeline
@@ -31,6 +33,7 @@ __all__ = [
     "Alternative",
     "BoundaryTensor",
     "Bounded",
+    "BoundedStrategies",
     "DeviceMemory",
     "Event",
     "EventKind",

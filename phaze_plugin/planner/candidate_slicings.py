@@ -3,7 +3,7 @@
 A slicing of a microbatch size and a tp gets quick profiles first: list schedules with closed-form bounds
 (`ProfileOptions.is_quick`). On them stand
 
-- a bound (`CandidateSlicing.is_beaten_by`): placement's closed forms and stage filling on the profiles' lower bounds,
+- a bound (`CandidateSlicing.bounded_below`): placement's closed forms and stage filling on the profiles' lower bounds,
   with bubbles, collectives, the update and what memory forces to be recomputed, prove that no plan beats a time;
 - an estimate (`CandidateSlicing.estimate_s`), which proves nothing: it says what to look at first, so that a good time
   is known early and rules out most of the others.
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phaze.place import PlacementProblem, PreparedProblem
+from phaze.place import BoundedStrategies, PlacementProblem, PreparedProblem
 from phaze.place.model.network_prices import Network
-from phaze.place.search.parallelism_search import is_refuted
+from phaze.place.search.parallelism_search import refuted_below
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.search.step_estimates import estimated_step_s
 from phaze.profile.layer_passes import ProfileOptions
@@ -78,9 +78,10 @@ class CandidateSlicing:
         """Devices that experts are divided over."""
         return self.slices.ep
 
-    def is_beaten_by(self, step_time_s: float) -> bool:
-        """Whether provably no plan of this slicing takes less."""
-        return is_refuted(self.bounded, step_time_s, self.strategies)
+    def bounded_below(self, step_time_s: float) -> BoundedStrategies:
+        """All strategies, with the step time as bound where provably no plan of theirs takes less."""
+        strategies = refuted_below(self.bounded, self.strategies, step_time_s)
+        return BoundedStrategies(prepared=self.bounded, strategies=strategies, target_s=step_time_s)
 
     def scheduled(self, options: ProfileOptions) -> ModelProfiles:
         """The profiles with schedules to the gap of the options: these ones, if they happen to be within it."""

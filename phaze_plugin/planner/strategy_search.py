@@ -25,6 +25,7 @@ from phaze.ir import Graph, Phase
 from phaze.offered_choices import DEFAULT_EP, DEFAULT_MICRO_BATCH_SIZES, DEFAULT_TP, MOST_FIRST_CP
 from phaze.parallelism import Choices, Parallelism, PipelineSchedule
 from phaze.place import (
+    BoundedStrategies,
     Placement,
     PlacementProblem,
     PlacementResult,
@@ -73,11 +74,12 @@ _POLISH = SearchEffort(nodes=60, nodes_per_strategy=30, strategies=20)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """One microbatch size and tp that was placed: its slices, its placement problem and the result."""
+    """One microbatch size and tp that was placed: its slices, its problem, the result, and bounds from before."""
 
     slices: ModelProfiles
     problem: PlacementProblem
     result: PlacementResult
+    known: BoundedStrategies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +248,13 @@ class _Search:
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
         question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
-        ways = _ways(slicing.tp, slicing.cp, slicing.ep)
+        gap = 0.0 if _is_one_strategy(question) else question.gap / 2
+        ways, known = _ways(slicing.tp, slicing.cp, slicing.ep), None
         if best_s < math.inf:
             self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
-            target_s = best_s * (1 - question.gap / 2)
-            if slicing.is_beaten_by(target_s):
+            target_s = best_s * (1 - gap)
+            known = slicing.bounded_below(target_s)
+            if not len(known.promising):
                 self.pruned.append(Pruned(slicing, target_s))
                 return
         self.watch.report(f"microbatch {size}: scheduling layers sliced {ways}")
@@ -259,21 +263,22 @@ class _Search:
         if any(dominates(other, slices) for other in others):
             return
         self.watch.report(f"microbatch {size}: placing layers sliced {ways}")
-        problem = narrowed_problem(question, slices)
-        gap = 0.0 if _is_one_strategy(question) else question.gap / 2
-        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network)
-        self.candidates.append(Candidate(slices=slices, problem=problem, result=result))
+        is_same = slices is slicing.slices
+        problem = slicing.bounded.problem if is_same else narrowed_problem(question, slices)
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network, known=known)
+        self.candidates.append(Candidate(slices=slices, problem=problem, result=result, known=known))
         if result.best is not None:
             self.watch.best_step_time_s = result.best.time_s
 
     def polish(self) -> None:
-        """Look once more for what is better by less than the gap."""
+        """Look once more for what is better by less than the gap, among strategies that were not ruled out before."""
         for index, candidate in enumerate(self.candidates):
-            best_s = self.best_s
+            best_s, known = self.best_s, candidate.known
             if best_s == math.inf or candidate.result.bound_s >= best_s:
                 continue
             prepared = PreparedProblem.of(candidate.problem, network=self.network)
-            better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s).plans
+            strategies = None if known is None else known.promising
+            better = search_parallelisms(prepared, effort=_POLISH, cutoff_s=best_s, strategies=strategies).plans
             if better:
                 placement = assemble(prepared, better[0].parallelism, better[0].stages)
                 self._replace_best(index, placement)

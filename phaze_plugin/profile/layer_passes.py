@@ -73,6 +73,7 @@ class ProfileOptions:
         prices: prices of ops that plugins bring.
         cache: schedules that were found so far.
         tables: prices that were found so far.
+        profiles: profiles of layers that were made so far (`model_profiles.py`); they hold for one question.
         gradient_bytes: bytes per parameter in which the gradients of microbatches are summed.
         modes: recompute modes to profile; no recompute comes first.
         trims_recompute: whether full recompute leaves out what backward does not read.
@@ -87,11 +88,18 @@ class ProfileOptions:
     prices: Mapping[str, OpPricer] | None = None
     cache: ScheduleCache = field(default_factory=ScheduleCache)
     tables: PriceTables = field(default_factory=PriceTables)
+    profiles: dict[object, dict[RecomputeMode, tuple[LayerProfile, LayerReport]]] = field(default_factory=dict)
     gradient_bytes: float = 0.0
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     trims_recompute: bool = False
     solver: SolverChain | None = None
     is_quick: bool = False
+
+    @property
+    def what_profiles_depend_on(self) -> tuple[object, ...]:
+        """All options but the modes and what is kept from one layer to the next."""
+        scheduled = (self.gap, self.work, self.is_quick, None if self.solver is None else self.solver.name)
+        return (*scheduled, self.is_fused, id(self.prices), self.gradient_bytes, self.trims_recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

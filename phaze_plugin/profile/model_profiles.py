@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from phaze.cost import Calibration
 from phaze.errors import ShardError
 from phaze.hardware import Cluster
-from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
+from phaze.ir import SEARCHED_MODES, Graph, OpKind, RecomputeMode
 from phaze.parallelism import MIXED_SEQUENCES
 from phaze.profile.layer_passes import (
     LayerReport,
@@ -268,7 +268,7 @@ def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles
     repeated = repeated_layers(model)
     for key, layer in layer_variants(model).items():
         modes = options.modes if layer.problem.layer.key in repeated else (RecomputeMode.NONE,)
-        by_mode = profile_and_report(layer, modes, options)
+        by_mode = _known_profiles(layer, modes, options)
         for mode in options.modes:
             profile, report = by_mode.get(mode, by_mode[RecomputeMode.NONE])
             profiles[key, model.axis.tp, mode] = profile
@@ -281,6 +281,27 @@ def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles
         profiles=profiles,
         reports=reports,
     )
+
+
+def _known_profiles(
+    sharded: ShardedLayer, modes: tuple[RecomputeMode, ...], options: ProfileOptions
+) -> dict[RecomputeMode, tuple[LayerProfile, LayerReport]]:
+    """The profiles of a layer, made once for all slicings of a question that slice the layer alike.
+
+    A layer without collectives of its own is the same whatever ep divides the experts of other layers.
+    """
+    problem = sharded.problem
+    axis, layer = problem.axis, problem.layer
+    sends = any(op.kind is OpKind.COLLECTIVE for op in problem.ops)
+    key = (
+        (modes, *options.what_profiles_depend_on),
+        (axis.cluster, axis.calibration, axis.tp, axis.cp, axis.ep if sends else 1),
+        (layer.index, layer.key, tuple(sorted(problem.graph.layer_graph.tied_parameters))),
+        *(tuple(layouts.items()) for layouts in (sharded.splits, sharded.parameters, problem.layouts)),
+    )
+    if key not in options.profiles:
+        options.profiles[key] = profile_and_report(sharded, modes, options)
+    return options.profiles[key]
 
 
 def dominates(first: ModelProfiles, second: ModelProfiles) -> bool:

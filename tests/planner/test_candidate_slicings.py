@@ -1,7 +1,8 @@
 """What is pruned before it is scheduled has no better plan, and list schedules serve again where they suffice."""
 
+import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import strategies as st
 from placement_problems import examples
 from plans import FITTED_CHIP, IDEAL_CHIP, small_cluster, small_graph
 
+import phaze
 from phaze.hardware import Cluster, parse_cluster
 from phaze.installed import installed_plugins
 from phaze.ir import Graph
-from phaze.place import find_placement
+from phaze.place import Bounded, find_placement
 from phaze.place.model.network_prices import Network
 from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
 from phaze.planner.strategy_search import graph_at, narrowed_problem
 from phaze.profile.layer_passes import ProfileOptions
-from phaze.profile.model_profiles import profile_options, profiled_modes, slicings
+from phaze.profile.local_graphs import LocalGraphs
+from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slicings
 from phaze.question import Question, QuestionOptions, ask
 
 
@@ -60,8 +63,10 @@ def test_no_plan_takes_less_than_the_time_that_prunes_its_slicing(
         best = find_placement(narrowed_problem(question, slices), top=1).best
         if best is None:
             continue
-        assert not slicing.is_beaten_by(best.time_s * (1 + 1e-6))
-        assert slicing.is_beaten_by(best.time_s / 50), "a bound that is far away would hold and be of no use"
+        assert len(slicing.bounded_below(best.time_s * (1 + 1e-6)).promising)
+        assert not len(slicing.bounded_below(best.time_s / 50).promising), (
+            "a bound that is far away would hold and be of no use"
+        )
         if ample == 1.0:
             assert slicing.estimate_s < math.inf
 
@@ -89,3 +94,34 @@ def test_schedules_that_lists_prove_are_not_made_again() -> None:
     assert slicing.scheduled(replace(options, gap=0.0)) is not slicing.slices or all(
         report.gap == 0.0 for report in slicing.slices.reports.values()
     )
+
+
+def numbers(slices: ModelProfiles) -> dict[object, list[object]]:
+    """Every field of every profile, seconds as plain numbers."""
+
+    def plain(value: object) -> object:
+        return (value.value.tolist(), value.bound.tolist()) if isinstance(value, Bounded) else value
+
+    return {
+        key: [plain(getattr(profile, field.name)) for field in fields(profile)]
+        for key, profile in slices.profiles.items()
+    }
+
+
+def test_profiles_kept_from_other_slicings_are_those_that_would_be_made_anew() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": 64}
+    graph = phaze.import_graph({"model_type": "mixtral", **sizes, **experts}, sequence_length=32)
+    question = small_question(graph, parse_cluster("a100-80gb:8"))
+    shared = replace(profile_options(question, profiled_modes(question)), is_quick=True)
+    graphs, layers = LocalGraphs(question), 0
+    for size, tp, ep in itertools.product((1, 2), (1, 2), (1, 2, 4)):
+        for model in slicings(question, graphs.at(size, tp=tp, ep=ep), tp, ep=ep):
+            fresh = replace(shared, profiles={})
+            kept, anew = profile_model(model, shared), profile_model(model, fresh)
+            assert numbers(kept) == numbers(anew)
+            assert {key: report.gap for key, report in kept.reports.items()} == {
+                key: report.gap for key, report in anew.reports.items()
+            }
+            layers += len(fresh.profiles)
+    assert len(shared.profiles) < 0.8 * layers

@@ -27,6 +27,10 @@ longer than U; all other devices have such choices too, so that what they add to
 the longer chunks of all choices add up to the known number, so that each device has as many as the others leave to it.
 Where no choice is left to some device, no pipeline takes at most U. `DeviceChoices.bound_s` bisects for the largest U
 that is ruled out.
+
+A simulation only grows with the seconds of each stage. One in which every stage takes the least that some choice left
+to its device gives it (`DeviceChoices.least_times`) is therefore a bound, too, as far as U. It sees how devices wait
+for each other where they must recompute some chunks, which no path by itself does, and takes longer to compute.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ import numpy as np
 from phaze.parallelism import Parallelism
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
+from phaze.place.simulation.event_simulation import StageTimes
 from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
 __all__ = ["DeviceChoices", "build_device_choices", "on_pipelines"]
@@ -68,6 +73,8 @@ class DeviceChoices:
         longer: how many chunks of a choice are longer, per choice.
         merged_chunks: how many chunks of all devices may be longer or not, whatever is chosen.
         all_longer: how many chunks of the pipeline are longer.
+        options: what each stage may take and hold.
+        option: which option each chunk has in a choice, per (chunk, choice); -1 where all of them were merged.
     """
 
     on_path_s: FloatArray
@@ -78,6 +85,8 @@ class DeviceChoices:
     longer: IntArray
     merged_chunks: int
     all_longer: int
+    options: _Options
+    option: IntArray
 
     def bound_s(self, known_s: float, target_s: float) -> float:
         """A bound under every pipeline, from what is known already up to the target; infinite if nothing fits."""
@@ -102,6 +111,29 @@ class DeviceChoices:
     def is_refuted(self, target_s: float) -> bool:
         """Whether no pipeline takes less than the target."""
         return self._within(target_s) is None
+
+    def least_times(self, target_s: float) -> StageTimes | None:
+        """The least seconds of every stage in pipelines that may take at most the target; None if there is none."""
+        within = self._within(target_s)
+        if within is None:
+            return None
+        chunks, pp, count = len(self.option), len(self.fits), len(self.options.is_longer)
+        least = np.zeros((len(self.options.seconds), 1, pp, chunks))
+        for chunk, option in enumerate(within.option):
+            is_left = np.stack([within.fits[:, (option == index) | (option < 0)].any(axis=1) for index in range(count)])
+            seconds = self.options.seconds[:, chunk * pp : (chunk + 1) * pp]
+            least[:, 0, :, chunk] = np.where(is_left.T, seconds, np.inf).min(axis=2)
+        forward, backward, exposed, reduction, settle = least
+        nothing = np.zeros_like(forward)
+        return StageTimes(
+            forward_s=forward,
+            backward_s=backward,
+            weight_s=nothing,
+            exposed_s=exposed,
+            reduction_s=reduction,
+            tie_s=nothing,
+            finish_s=settle,
+        )
 
     def _within(self, target_s: float) -> DeviceChoices | None:
         """The choices of pipelines that may take at most the target, or None if there is no such pipeline."""
@@ -131,6 +163,7 @@ class DeviceChoices:
             end_s=self.end_s[..., kept],
             fits=is_allowed[:, kept],
             longer=self.longer[kept],
+            option=self.option[:, kept],
         )
 
     def _longest_s(self, is_allowed: BoolArray) -> FloatArray:
@@ -171,21 +204,24 @@ def build_device_choices(
     options = _least_options(candidates, is_longer, is_on_pipeline)
     weights = _path_weights(pp, chunks, micro_batches)
     sums, held, scratch = np.zeros((*weights.shape[:2], pp, 1)), np.zeros((pp, 1)), np.zeros((pp, 1))
-    longer, merged = np.zeros(1, dtype=np.int64), 0
+    longer, merged, option = np.zeros(1, dtype=np.int64), 0, np.zeros((0, 1), dtype=np.int64)
     for chunk in range(chunks):
         on_device = slice(chunk * pp, (chunk + 1) * pp)
         more = np.einsum("abq,qdo->abdo", weights[:, :, chunk], options.seconds[:, on_device])
         more_held = options.held_bytes[on_device] + flight[:, chunk, None] * options.stashed_bytes[on_device]
         more_scratch, more_longer = options.scratch_bytes[on_device], options.is_longer
+        more_option = np.arange(len(more_longer))
         if sums.shape[-1] * more.shape[-1] > _MOST_CHOICES:
             more, more_held, more_scratch = (
                 part.min(axis=-1, keepdims=True) for part in (more, more_held, more_scratch)
             )
             more_longer, merged = np.zeros(1, dtype=np.int64), merged + pp
+            more_option = np.full(1, -1)
         sums = (sums[..., :, None] + more[..., None, :]).reshape(*sums.shape[:-1], -1)
         held = (held[:, :, None] + more_held[:, None, :]).reshape(pp, -1)
         scratch = np.maximum(scratch[:, :, None], more_scratch[:, None, :]).reshape(pp, -1)
         longer = (longer[:, None] + more_longer).ravel()
+        option = np.concatenate([np.repeat(option, len(more_option), axis=1), [np.tile(more_option, option.shape[1])]])
     on_path_s, before_s, behind_s, end_s = sums
     choices = DeviceChoices(
         on_path_s=on_path_s,
@@ -196,6 +232,8 @@ def build_device_choices(
         longer=longer,
         merged_chunks=merged,
         all_longer=space.layers % parallelism.stages,
+        options=options,
+        option=option,
     )
     return choices._keeping(choices.fits)
 

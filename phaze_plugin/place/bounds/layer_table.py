@@ -189,6 +189,14 @@ class LayerTable:
             buffers += count * sharding.buffer_bytes
         return held, buffers
 
+    def held_by_model_bytes(self, strategies: ParallelismTable) -> FloatArray:
+        """What all devices of a pipeline hold together for the layers, per strategy."""
+        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
+        parameters, experts = (count.sum(axis=1)[tp_index] for count in (self.parameters, self.experts))
+        kinds = strategies.degrees.sharding(self.problem)
+        counts = zip(kinds, (parameters - experts, experts), strict=False)
+        return np.asarray(sum(count * sharding.held_bytes_per_parameter for sharding, count in counts))
+
     def _data_prices(self, strategies: ParallelismTable, experts: bool) -> FloatArray:
         """Of gather, scatter and reduction of each strategy: seconds per byte, and latencies.
 

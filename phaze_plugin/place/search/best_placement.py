@@ -16,22 +16,22 @@ from phaze.parallelism import Parallelism
 from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
+from phaze.place.search.found_plans import FoundPlan, PlanKind, best_by_kind
 from phaze.place.search.parallelism_search import (
-    FoundPlan,
-    PlanKind,
     SearchAnswer,
     SearchEffort,
-    best_by_kind,
     is_refuted,
     search_parallelisms,
     try_parallelism,
 )
+from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.placement import Placement, TimeParts, assemble
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
     "Alternative",
+    "BoundedStrategies",
     "PlacementResult",
     "PlacementStatus",
     "bound_placement",
@@ -60,6 +60,26 @@ class Alternative:
 
     placement: Placement
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundedStrategies:
+    """What is known of a problem's strategies before it is searched.
+
+    Attributes:
+        prepared: the problem with its profiles' lower bounds, or with lower ones for the same layers.
+        strategies: all strategies, with bounds that hold on these profiles.
+        target_s: bounds that are below are those of single strategies, which could not be ruled out.
+    """
+
+    prepared: PreparedProblem
+    strategies: ParallelismTable
+    target_s: float
+
+    @property
+    def promising(self) -> ParallelismTable:
+        """The strategies that may beat the target."""
+        return self.strategies.take(self.strategies.bound_s < self.target_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +134,7 @@ def find_placement(
     gap: float = 0.0,
     network: Network | None = None,
     likely: Parallelism | None = None,
+    known: BoundedStrategies | None = None,
 ) -> PlacementResult:
     """The fastest placement, the ``top`` strategies, and a bound.
 
@@ -128,25 +149,24 @@ def find_placement(
         network: prices that serve again, as `PreparedProblem.of` takes them.
         likely: a strategy that may well be the best one. If it is, up to the gap, the search is over at once, without
             alternatives; if not, it changes nothing.
+        known: bounds under the problem's strategies that were found before.
 
     Raises:
         ValueError: ``top`` is below 1, the cutoff is not above 0, or the gap is not from 0 to below 1.
         PlacementError: the layer graph branches too much.
     """
-    if top < 1:
-        raise ValueError(f"top is {top}; expected at least 1.")
-    if not cutoff_s > 0:
-        raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
-    if not 0 <= gap < 1:
-        raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
-    prepared = PreparedProblem.of(problem, network=network)
-    answer = None if likely is None else _answer_if_best(prepared, likely, effort, cutoff_s, gap)
-    answer = answer or _answer_if_cut_off(prepared, effort, cutoff_s, gap)
+    _check_arguments(top, cutoff_s, gap)
+    views = _Views.of(problem, network, known)
+    prepared = views.values
+    answer = None if likely is None else _answer_if_best(views, likely, effort, cutoff_s, gap)
+    answer = answer or _answer_if_cut_off(views, effort, cutoff_s, gap)
     if answer is not None:
         bound_s = answer.bound_s
     else:
-        answer = search_parallelisms(prepared, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap)
-        bound_s = _proven_bound_s(prepared, answer, effort, cutoff_s, gap)
+        answer = search_parallelisms(
+            prepared, top=top, effort=effort, cutoff_s=cutoff_s, gap=gap, strategies=views.strategies
+        )
+        bound_s = _proven_bound_s(views, answer, effort, cutoff_s, gap)
     placements = [assemble(prepared, plan.parallelism, plan.stages) for plan in answer.plans]
     best = placements[0] if placements else None
     is_explained = best is None and math.isinf(cutoff_s)
@@ -164,6 +184,15 @@ def find_placement(
     )
 
 
+def _check_arguments(top: int, cutoff_s: float, gap: float) -> None:
+    if top < 1:
+        raise ValueError(f"top is {top}; expected at least 1.")
+    if not cutoff_s > 0:
+        raise ValueError(f"cutoff_s is {cutoff_s}; expected seconds above 0.")
+    if not 0 <= gap < 1:
+        raise ValueError(f"gap is {gap}; expected a part from 0 to below 1.")
+
+
 def _status(best: Placement | None, bound_s: float, cutoff_s: float, *, is_searched: bool) -> PlacementStatus:
     """What is known: how well the best plan is proven, or whether everything below the cutoff was searched in vain."""
     if best is not None:
@@ -173,44 +202,85 @@ def _status(best: Placement | None, bound_s: float, cutoff_s: float, *, is_searc
     return PlacementStatus.INFEASIBLE if math.isinf(cutoff_s) else PlacementStatus.CUT_OFF
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Views:
+    """A problem with its profiles' values and, once it is asked for, with their lower bounds.
+
+    ``strategies`` are all of the problem's, with bounds that hold in both views, where they are known.
+    """
+
+    values: PreparedProblem
+    known: BoundedStrategies | None
+
+    @classmethod
+    def of(cls, problem: PlacementProblem, network: Network | None, known: BoundedStrategies | None) -> _Views:
+        if known is not None and known.prepared.problem is problem:
+            return cls(values=known.prepared.with_values(), known=known)
+        return cls(values=PreparedProblem.of(problem, network=network), known=known)
+
+    @property
+    def strategies(self) -> ParallelismTable | None:
+        return None if self.known is None else self.known.strategies
+
+    @cached_property
+    def has_loose_profiles(self) -> bool:
+        """Whether some second of some profile is not its own bound."""
+        names, problem = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s"), self.values.problem
+        return any(
+            getattr(profile, name).bound[problem.accelerator] < getattr(profile, name).value[problem.accelerator]
+            for profile in problem.profiles.values()
+            for name in names
+        )
+
+    @cached_property
+    def bounds(self) -> PreparedProblem:
+        """The problem with its profiles' lower bounds."""
+        if not self.has_loose_profiles:
+            return self.values
+        if self.known is not None and self.known.prepared.problem is self.values.problem:
+            return self.known.prepared
+        return self.values.with_bounds()
+
+    def proof(self, effort: SearchEffort | None, enough_s: float) -> SearchAnswer:
+        """The search on lower bounds, which proves that no plan takes less than something up to ``enough_s``."""
+        return search_parallelisms(
+            self.bounds, effort=effort, cutoff_s=enough_s, proves=True, strategies=self.strategies
+        )
+
+
 def _proven_bound_s(
-    prepared: PreparedProblem, answer: SearchAnswer, effort: SearchEffort | None, cutoff_s: float, gap: float
+    views: _Views, answer: SearchAnswer, effort: SearchEffort | None, cutoff_s: float, gap: float
 ) -> float:
     """What holds by the profiles' lower bounds: no plan takes less, even if every layer runs as fast as it may."""
-    if not _has_loose_profiles(prepared.problem) or not (answer.plans or cutoff_s < math.inf):
+    if not views.has_loose_profiles or not (answer.plans or cutoff_s < math.inf):
         return answer.bound_s
     enough_s = min([cutoff_s, *(plan.time_s for plan in answer.plans)]) * (1 - gap)
-    proof = search_parallelisms(prepared.with_bounds(), effort=effort, cutoff_s=enough_s, proves=True)
-    return min(answer.bound_s, proof.bound_s)
+    return min(answer.bound_s, views.proof(effort, enough_s).bound_s)
 
 
 def _answer_if_best(
-    prepared: PreparedProblem, parallelism: Parallelism, effort: SearchEffort | None, cutoff_s: float, gap: float
+    views: _Views, parallelism: Parallelism, effort: SearchEffort | None, cutoff_s: float, gap: float
 ) -> SearchAnswer | None:
     """The best plan of one strategy below the cutoff; None where another may be faster by more than the gap."""
-    plan = try_parallelism(prepared, parallelism, cutoff_s=cutoff_s, gap=gap)
+    plan = try_parallelism(views.values, parallelism, cutoff_s=cutoff_s, gap=gap)
     best_s = cutoff_s if plan is None else plan.time_s
     if math.isinf(best_s):
         return None
-    bounded = prepared.with_bounds() if _has_loose_profiles(prepared.problem) else prepared
-    proof = search_parallelisms(bounded, effort=effort, cutoff_s=best_s * (1 - gap), proves=True)
+    proof = views.proof(effort, best_s * (1 - gap))
     if proof.plans or proof.bound_s < best_s * (1 - gap):
         return None
     plans = () if plan is None else (plan,)
-    return replace(proof, plans=plans, best_by_kind=best_by_kind(plans, prepared.problem.choices.recompute))
+    return replace(proof, plans=plans, best_by_kind=best_by_kind(plans, views.values.problem.choices.recompute))
 
 
-def _answer_if_cut_off(
-    prepared: PreparedProblem, effort: SearchEffort | None, cutoff_s: float, gap: float
-) -> SearchAnswer | None:
+def _answer_if_cut_off(views: _Views, effort: SearchEffort | None, cutoff_s: float, gap: float) -> SearchAnswer | None:
     """That nothing is faster than the cutoff by more than the gap; None where that is not proven.
 
     A proof on the profiles' lower bounds makes a search on their values needless, and not the other way round.
     """
-    if not gap or math.isinf(cutoff_s) or not _has_loose_profiles(prepared.problem):
+    if not gap or math.isinf(cutoff_s) or not views.has_loose_profiles:
         return None
-    quick = replace(effort or SearchEffort(), **_QUICK_PROOF)
-    proof = search_parallelisms(prepared.with_bounds(), effort=quick, cutoff_s=cutoff_s * (1 - gap), proves=True)
+    proof = views.proof(replace(effort or SearchEffort(), **_QUICK_PROOF), cutoff_s * (1 - gap))
     if proof.plans or proof.bound_s < cutoff_s * (1 - gap):
         return None
     return replace(proof, best_by_kind={}, solved=())
@@ -239,16 +309,6 @@ def bound_placement(
     """
     prepared, quick = PreparedProblem.of(problem, use_bounds=True, network=network), SearchEffort(strategies=0, nodes=0)
     return search_parallelisms(prepared, effort=effort or quick, cutoff_s=cutoff_s, proves=True).bound_s
-
-
-def _has_loose_profiles(problem: PlacementProblem) -> bool:
-    """Whether some second of some profile is not its own bound."""
-    names = ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
-    return any(
-        getattr(profile, name).bound[problem.accelerator] < getattr(profile, name).value[problem.accelerator]
-        for profile in problem.profiles.values()
-        for name in names
-    )
 
 
 def _reason(best: Placement, slower: Placement) -> str:

@@ -18,29 +18,26 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import numpy as np
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
+from phaze.place.search.found_plans import FoundPlan, PlanKind, best_by_kind
 from phaze.place.search.interleaved_starts import interleaved_start
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages
-from phaze.profile.layer_profile import RecomputeMode
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
 __all__ = [
-    "FoundPlan",
-    "PlanKind",
     "SearchAnswer",
     "SearchEffort",
-    "best_by_kind",
     "is_refuted",
+    "refuted_below",
     "search_parallelisms",
     "try_parallelism",
 ]
@@ -87,31 +84,6 @@ class SearchEffort:
     nodes: int = 20_000
     nodes_per_strategy: int = 4_000
     strategies: int = 20_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPlan:
-    """A simulated pipeline: its strategy, and the (index in the stage space, mode) of each of its stages."""
-
-    time_s: float
-    parallelism: Parallelism
-    stages: tuple[tuple[int, int], ...]
-
-
-class PlanKind(StrEnum):
-    """Kinds of plans that people compare; a plan is of several kinds."""
-
-    NO_PIPELINE = "no pipeline"
-    PIPELINE = "a pipeline"
-    GPIPE = "schedule gpipe"
-    ONE_F_ONE_B = "schedule 1f1b"
-    INTERLEAVED = "schedule interleaved-1f1b"
-    ZERO_BUBBLE = "schedule zero-bubble"
-    NO_ZERO = "no ZeRO"
-    ZERO = "ZeRO"
-    ZERO_OVER_ALL = "ZeRO over all devices"
-    NO_RECOMPUTE = "no recompute"
-    FULL_RECOMPUTE = "full recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +168,10 @@ class _Progress:
         """Whether a bound is too near to the cutoff to go on from."""
         return bound_s >= self.cutoff_s * (1 - max(self.gap, EQUAL_SEARCH_TIMES))
 
+    def promising_s(self, enough_s: float) -> float:
+        """The bounds from which on nothing is looked at: what the cutoff and the gap reject, or what is enough."""
+        return min(self.cutoff_s * (1 - self.gap), enough_s) * (1 + EQUAL_SEARCH_TIMES)
+
     def solves_next(self, limit_s: float) -> bool:
         """Whether an open strategy is to be solved next: its bound is the lowest and promising."""
         if not self.open_strategies:
@@ -221,18 +197,19 @@ def search_parallelisms(
     cutoff_s: float = math.inf,
     gap: float = 0.0,
     proves: bool = False,
+    strategies: ParallelismTable | None = None,
 ) -> SearchAnswer:
     """The ``top`` fastest strategies, each with its fastest stages.
 
     Only plans faster than the cutoff are looked for. With a gap, the first is the fastest but for the gap, and the
     others are the best that the search came across. One that ``proves`` expects to find nothing below the cutoff, and
-    is quicker if so.
+    is quicker if so. ``strategies`` are all of the problem's, where bounds under them are known already.
 
     Schedules whose bounds are loose (GPipe, interleaved) come after all others and must beat what these found: more of
     them to choose from never give a slower plan, whatever the gap.
     """
     progress = _Progress(top=top, effort=effort or SearchEffort(), slowest_s=cutoff_s, gap=gap)
-    strategies = prepared.strategies()
+    strategies = prepared.strategies() if strategies is None else strategies
     is_loose = np.isin(strategies.schedule, _LOOSELY_BOUNDED)
     left_s, searched = math.inf, []
     for group in (strategies.take(~is_loose), strategies.take(is_loose)):
@@ -255,33 +232,6 @@ def search_parallelisms(
         bounded=strategies.take(np.argsort(strategies.bound_s, kind="stable")[: min(is_bounded.sum(), _MOST_BOUNDED)]),
         bounded_count=int(is_bounded.sum()),
     )
-
-
-def best_by_kind(plans: Iterable[FoundPlan], modes: Sequence[RecomputeMode]) -> dict[PlanKind, FoundPlan]:
-    """Of plans in order of their time, the first of each kind."""
-    best: dict[PlanKind, FoundPlan] = {}
-    for plan in plans:
-        for kind in _kinds(plan, modes):
-            best.setdefault(kind, plan)
-    return best
-
-
-def _kinds(plan: FoundPlan, modes: Sequence[RecomputeMode]) -> list[PlanKind]:
-    """What kinds a plan is of; ``modes`` are those that its stages index."""
-    schedule = plan.parallelism.schedule
-    kinds = [PlanKind.ZERO if plan.parallelism.zero else PlanKind.NO_ZERO]
-    if plan.parallelism.zero and plan.parallelism.shard_groups == 1:
-        kinds.append(PlanKind.ZERO_OVER_ALL)
-    if schedule is PipelineSchedule.NONE:
-        kinds.append(PlanKind.NO_PIPELINE)
-    else:
-        kinds += [PlanKind.PIPELINE, PlanKind(f"schedule {schedule}")]
-    used = {modes[mode] for _, mode in plan.stages}
-    if used == {RecomputeMode.NONE}:
-        kinds.append(PlanKind.NO_RECOMPUTE)
-    elif used == {RecomputeMode.FULL}:
-        kinds.append(PlanKind.FULL_RECOMPUTE)
-    return kinds
 
 
 def try_parallelism(
@@ -309,20 +259,33 @@ def try_parallelism(
     return FoundPlan(time_s=answer.time_s, parallelism=parallelism, stages=stages)
 
 
-def is_refuted(prepared: PreparedProblem, target_s: float, strategies: ParallelismTable | None = None) -> bool:
-    """Whether closed forms and stage filling prove that no plan takes less than the target.
+def is_refuted(prepared: PreparedProblem, target_s: float) -> bool:
+    """Whether closed forms and stage filling prove that no plan takes less than the target."""
+    return not (refuted_below(prepared, prepared.strategies(), target_s).bound_s < target_s).any()
 
-    ``strategies`` are all of the problem's, where they were listed before.
+
+def refuted_below(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> ParallelismTable:
+    """The strategies with the target as bound where closed forms and stage filling prove that they do not beat it.
+
+    Rows that stand for several strategies are split where they may beat it: what is below the target is one strategy.
     """
-    strategies = prepared.strategies() if strategies is None else strategies
-    below = strategies.take(strategies.bound_s < target_s)
+    strategies = strategies.take(np.arange(len(strategies)))
+    below = np.flatnonzero(strategies.bound_s < target_s)
     while len(below):
-        below = below.take(_closed_bounds(prepared, below) < target_s)
-        below = below.take(~prepared.layer_table.refuted(below, np.full(len(below), target_s)))
-        if not below.is_wide.all():
-            return False
-        below = _split(prepared, below)
-    return True
+        rows = strategies.take(below)
+        bounds = _closed_bounds(prepared, rows)
+        left = np.flatnonzero(bounds < target_s)
+        left_rows = rows.take(left)
+        bounds[left[prepared.layer_table.refuted(left_rows, np.full(len(left), min(target_s, _FOREVER_S)))]] = target_s
+        strategies.bound_s[below] = bounds
+        wide = below[(bounds < target_s) & rows.is_wide]
+        if not len(wide):
+            break
+        parts = _split(prepared, strategies.take(wide))
+        strategies.bound_s[wide] = math.inf
+        below = np.arange(len(strategies), len(strategies) + len(parts))
+        strategies = ParallelismTable.joined([strategies, parts])
+    return strategies
 
 
 def _split(prepared: PreparedProblem, rows: ParallelismTable) -> ParallelismTable:
@@ -344,10 +307,10 @@ def _search_group(
     if cutoff_s <= _NEAR_CUTOFF * least_s or progress.plans:
         targets = _TARGETS[-1:]
     for factor in targets:
-        target_s = min(factor * least_s, min(progress.cutoff_s, enough_s) * (1 + EQUAL_SEARCH_TIMES))
+        target_s = min(factor * least_s, progress.promising_s(enough_s))
         strategies = _search_below(prepared, strategies, target_s, progress)
         is_spent = progress.strategies >= progress.effort.strategies and float(strategies.bound_s.min()) < target_s
-        if min(progress.cutoff_s, enough_s) <= target_s or is_spent:
+        if progress.promising_s(enough_s) <= target_s or is_spent:
             break
     left_s = min([float(strategies.bound_s.min()), *(waiting.bound_s for waiting in progress.open_strategies)])
     progress.open_strategies.clear()
@@ -470,8 +433,10 @@ def _solve(
     known_pipelines: tuple[Pipeline, ...] = ()
     known_s = waiting.bound_s
     if isinstance(search.bounds, InterleavedBounds):
-        start = interleaved_start(search, search.bounds, reach_s, progress.gap, prepared.space.is_chain)
-        known_pipelines, known_s = start.pipelines, max(known_s, start.bound_s)
+        known_s = max(known_s, search.simulated_bound(reach_s))
+        if not progress.rejects(known_s):
+            start = interleaved_start(search, search.bounds, reach_s, progress.gap, prepared.space.is_chain)
+            known_pipelines, known_s = start.pipelines, max(known_s, start.bound_s)
         node_limit = node_limit if search.bounds.count_pipelines() <= _HOPELESS * node_limit else 0
     answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap, known_s)
     progress.nodes += answer.nodes

@@ -24,7 +24,7 @@ from phaze.place.model.stage_sums import StageSums, StageSumsByTp
 from phaze.place.search.candidate_stages import CandidateStages, build_candidates
 from phaze.place.search.parallelism_table import ParallelismTable, chunk_sizes, list_parallelisms
 from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
-from phaze.place.simulation.event_simulation import Program, compile_order, simulate
+from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import pipeline_order
 
 __all__ = ["PreparedProblem"]
@@ -86,12 +86,19 @@ class PreparedProblem:
 
     def with_bounds(self) -> PreparedProblem:
         """The same problem with the profiles' lower bounds for their values."""
+        return self._reading(use_bounds=True)
+
+    def with_values(self) -> PreparedProblem:
+        """The same problem with the profiles' values."""
+        return self._reading(use_bounds=False)
+
+    def _reading(self, *, use_bounds: bool) -> PreparedProblem:
         problem, space = self.problem, self.space
         return replace(
             self,
-            stage_sums=StageSumsByTp(problem, space, use_bounds=True),
-            end_sums=StageSumsByTp(problem, self.ends, use_bounds=True),
-            layer_table=build_layer_table(problem, space, self.network, self.update_s, use_bounds=True),
+            stage_sums=StageSumsByTp(problem, space, use_bounds=use_bounds),
+            end_sums=StageSumsByTp(problem, self.ends, use_bounds=use_bounds),
+            layer_table=build_layer_table(problem, space, self.network, self.update_s, use_bounds=use_bounds),
         )
 
     def with_problem(self, problem: PlacementProblem) -> PreparedProblem:
@@ -215,8 +222,11 @@ class PreparedProblem:
     ) -> StageSearch:
         """The search for the best stages among some candidates."""
 
+        def timed(times: StageTimes) -> FloatArray:
+            return simulate(self.program(parallelism), times).time_s
+
         def simulated(pipelines: IntArray) -> FloatArray:
-            return simulate(self.program(parallelism), candidates.times(pipelines, parallelism.pp)).time_s
+            return timed(candidates.times(pipelines, parallelism.pp))
 
         def estimated(pipelines: IntArray) -> FloatArray:
             program = self.program(parallelism, _ESTIMATED_GROUPS * parallelism.pp)
@@ -229,6 +239,7 @@ class PreparedProblem:
             candidates=candidates,
             bounds=self.bounds(candidates, parallelism, singles.least),
             simulated=simulated,
+            timed=timed,
             estimated=estimated,
             stages=parallelism.stages,
             last_state=self.space.states - 1,

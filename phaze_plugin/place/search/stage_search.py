@@ -21,7 +21,8 @@ from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.bounds.partial_pipeline_bounds import StageBounds
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.candidate_stages import CandidateStages
-from phaze.tolerances import EQUAL_SEARCH_TIMES
+from phaze.place.simulation.event_simulation import StageTimes
+from phaze.tolerances import BOUND_MARGIN, EQUAL_SEARCH_TIMES
 
 __all__ = ["Pipeline", "SingleDeviceStages", "StageSearch", "StageSearchAnswer", "best_stages"]
 
@@ -58,6 +59,7 @@ class StageSearch:
         stages: how many to choose.
         last_state: the state in which every layer is placed.
         singles: how many stages take a single device.
+        timed: seconds per batch of pipelines given as the times of their stages, where stages have times.
     """
 
     candidates: CandidateStages
@@ -67,6 +69,7 @@ class StageSearch:
     stages: int
     last_state: int
     singles: SingleDeviceStages = SingleDeviceStages()
+    timed: Callable[[StageTimes], FloatArray] | None = None
 
     def root_bound(self, known_s: float = 0.0, target_s: float = math.inf) -> float:
         """A bound under every pipeline, where it lies between what is known already and the target."""
@@ -79,6 +82,13 @@ class StageSearch:
         singles_needed = np.maximum(self.singles.least - candidates.is_single[options], 0)
         _, bounds = self.bounds.extend(self.bounds.root, 0, options, singles_needed)
         return float(bounds.min())
+
+    def simulated_bound(self, target_s: float) -> float:
+        """A bound up to the target under every interleaved pipeline: all stages at their least, simulated."""
+        assert isinstance(self.bounds, InterleavedBounds)
+        assert self.timed is not None
+        times = self.bounds.choices.least_times(target_s)
+        return target_s if times is None else min(target_s, float(self.timed(times)[0]) * (1 - BOUND_MARGIN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

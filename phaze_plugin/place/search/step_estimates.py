@@ -31,7 +31,7 @@ def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) ->
     tp_index = np.searchsorted(layers.tp_degrees, strategies.tp)
     again_s, stash_bytes = (table.sum(axis=2)[:, tp_index] for table in (layers.recompute_s, layers.stash_bytes))
     working_bytes = layers.peak_bytes.max(axis=2)[:, tp_index]
-    held_bytes = layers.held_and_buffered_bytes(strategies)[0].sum(axis=0)
+    held_bytes = layers.held_by_model_bytes(strategies)
     rounds = (strategies.micro_batches + strategies.pp - 1) / strategies.pp
     fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / strategies.pp + working_bytes
     least_again_s = np.where(fullest_bytes <= usable_bytes, rounds * again_s, np.inf).min(axis=0)

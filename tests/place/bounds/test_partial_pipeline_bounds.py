@@ -95,3 +95,5 @@ def test_bounds_of_a_strategy_never_exceed_the_time_of_a_pipeline_in_the_memory_
     search = tight.stage_search_below(parallelism, math.inf)
     assert search is not None
     assert search.root_bound() <= limit
+    if interleaved:
+        assert max(search.simulated_bound(target_s) for target_s in (1.001 * limit, 2 * limit, 1e9)) <= limit

@@ -13,6 +13,7 @@ from placement_problems import chain_problem, changed, examples, random_problem
 from phaze.parallelism import PipelineSchedule
 from phaze.place import (
     Bounded,
+    BoundedStrategies,
     LayerProfile,
     PlacementProblem,
     PlacementStatus,
@@ -22,7 +23,7 @@ from phaze.place import (
     find_placement,
     is_beaten,
 )
-from phaze.place.search.parallelism_search import search_parallelisms
+from phaze.place.search.parallelism_search import refuted_below, search_parallelisms
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -150,6 +151,26 @@ def test_what_is_beaten_has_no_plan_that_is_quicker(seed: int, part: float) -> N
     if best is not None:
         assert not (is_beaten(problem, part * best.time_s) and part * best.time_s > best.time_s * (1 + 1e-9))
         assert is_beaten(problem, 1e-9 * best.time_s)
+
+
+@examples(30)
+@given(seeds, st.sampled_from([0.0, 0.01, 0.1]), st.sampled_from([0.9, 1.05, 1.5]))
+def test_bounds_from_before_change_neither_the_answer_nor_what_is_proven(seed: int, gap: float, part: float) -> None:
+    problem = loosened(random_problem(seed, largest=5, most_devices=8), 0.95)
+    exact = find_placement(problem).best
+    if exact is None:
+        return
+    cutoff_s = part * exact.time_s
+    bounded = PreparedProblem.of(problem, use_bounds=True)
+    target_s = cutoff_s * (1 - gap)
+    strategies = refuted_below(bounded, bounded.strategies(), target_s)
+    known = BoundedStrategies(prepared=bounded, strategies=strategies, target_s=target_s)
+    result = find_placement(problem, cutoff_s=cutoff_s, gap=gap, known=known)
+    assert result.bound_s <= exact.time_s * (1 + 1e-9)
+    if result.best is None:
+        assert exact.time_s >= target_s * (1 - 1e-9)
+    else:
+        assert exact.time_s >= result.best.time_s * (1 - gap) * (1 - 1e-9)
 
 
 @examples(40)

@@ -14,7 +14,8 @@ from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.search.parallelism_search import PlanKind, SearchEffort, search_parallelisms
+from phaze.place.search.found_plans import PlanKind
+from phaze.place.search.parallelism_search import SearchEffort, refuted_below, search_parallelisms
 from phaze.place.search.parallelism_table import list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import best_stages
@@ -52,6 +53,21 @@ def test_the_program_finds_what_trying_everything_finds_over_hybrid_shards_split
     seed: int,
 ) -> None:
     compare_with_brute_force(problem_with_axes(seed))
+
+
+@examples(60)
+@given(seeds, st.sampled_from([0.7, 1.0, 1.3, 3.0]))
+def test_strategies_that_beat_a_target_are_never_refuted_below_it(seed: int, part: float) -> None:
+    prepared = PreparedProblem.of(problem_with_axes(seed))
+    expected = brute_force(prepared.problem)
+    target_s = part * min(expected.values(), default=1.0)
+    table = refuted_below(prepared, prepared.strategies(), target_s)
+    assert not (table.is_wide & (table.bound_s < target_s)).any()
+    rows = [table.parallelism(index, prepared.problem) for index in range(len(table))]
+    for parallelism, time_s in expected.items():
+        if time_s < target_s * (1 - 1e-9):
+            bounds = [bound_s for row, bound_s in zip(rows, table.bound_s, strict=True) if row == parallelism]
+            assert min(bounds, default=math.inf) <= time_s * (1 + 1e-9)
 
 
 @pytest.mark.exhaustive
