@@ -33,9 +33,10 @@ class Capabilities:
     `allows_sequence_parallel`: the devices of the tensor axis may split sequences between layers.
     `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
     (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
-    between the parts) are axes that it has. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and
-    pipelines only where it `allows_tensor_parallel_pipelines`: `with_tp` applies both. `product_dtypes` are the
-    quantized types, such as fp8, that it runs products in.
+    between the parts) are axes that it has; `key_exchanges` are the ways in which its attention can get the keys of
+    other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them. With tp above 1 it runs only the
+    `tensor_parallel_zero_stages`, and pipelines only where it `allows_tensor_parallel_pipelines`: `with_tp` applies
+    both. `product_dtypes` are the quantized types, such as fp8, that it runs products in.
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -57,6 +58,7 @@ class Capabilities:
     allows_context_parallel: bool = False
     allows_expert_parallel: bool = False
     allows_shard_groups: bool = False
+    key_exchanges: frozenset[str] = frozenset({"all_gather", "ring", "all_to_all"})
     tensor_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
     allows_tensor_parallel_pipelines: bool = True
     product_dtypes: frozenset[str] = frozenset()

@@ -52,7 +52,7 @@ class TorchTarget:
         """FSDP2 keeps shards beside gathered parameters: under ZeRO 1 and 2 these are the master copy, or too much.
 
         Zero-bubble schedules give wrong gradients with FSDP2 and are left out. torch's 1F1B refuses fewer microbatches
-        than stages.
+        than stages. Sequences of contexts gather keys, or exchange heads; no ring is run.
         """
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED}),
@@ -60,6 +60,9 @@ class TorchTarget:
             zero_stages=frozenset({0, 3}),
             master_zero_stages=frozenset({1, 2}),
             allows_shard_groups=True,
+            allows_context_parallel=True,
+            allows_expert_parallel=True,
+            key_exchanges=frozenset({"all_gather", "all_to_all"}),
             allows_uneven_stages=True,
             allows_uneven_sequences=True,
             allows_strided_parameters=True,

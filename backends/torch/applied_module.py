@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,14 @@ from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.arrange import arrange_module, schedule_gradient_sync
 from phaze.backends.torch.batch_statistics import settle_batch_norms
+from phaze.backends.torch.checkpoints import TrainingState, load_checkpoint, save_checkpoint, save_whole_model
+from phaze.backends.torch.contexts import Contexts
+from phaze.backends.torch.expert_devices import ExpertDevices, expert_modules, run_experts_on
 from phaze.backends.torch.fsdp_export import stored_cut
 from phaze.backends.torch.gradient_norm import clip_gradients
 from phaze.backends.torch.pipeline import ArrangeFunction, LossFunction, Pipeline, build_pipeline
 from phaze.backends.torch.rank_failures import told_to_all
+from phaze.backends.torch.split_attention import note_key_exchanges
 from phaze.backends.torch.split_collectives import Axis, shared_gradient_sums
 from phaze.backends.torch.split_parameters import Cut
 from phaze.backends.torch.split_tensor import to_whole
@@ -38,6 +44,9 @@ __all__ = ["AppliedModule", "apply_to_module", "loss_of_output"]
 
 MESH_AXES = ("pp", "replicate", "shard", "tp")
 """Pipeline stages, whole copies, shards of a copy (ZeRO), and tensor-parallel devices."""
+
+EXPERT_MESH_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+"""Stages, copies of a device's experts, shards of a copy, devices with different experts, tensor-parallel devices."""
 
 SGD_LEARNING_RATE = 1e-2
 """For the SGD of plans whose precision keeps no optimizer states, where no `optimizer=` is given. It is not tuned for
@@ -58,7 +67,7 @@ class AppliedModule:
         module: the model itself, arranged; None where it is cut into stages.
         stages: this process's stages, in order, with the model's own names; the module alone without a pipeline.
         schedule: a ready schedule of torch.distributed.pipelining; None without a pipeline.
-        mesh: axes pp, replicate, shard, tp.
+        mesh: axes pp, replicate, shard, tp; devices of a context are among those of replicate and shard.
         optimizer: the optimizer of this process's parameters.
     """
 
@@ -68,6 +77,9 @@ class AppliedModule:
     mesh: DeviceMesh
     optimizer: torch.optim.Optimizer
     _pipeline: Pipeline | None
+    _contexts: Contexts | None
+    _expert_mesh: DeviceMesh | None
+    _first_names: Mapping[str, str]
     _loss: LossFunction
     _micro_batch_size: int
     _share_size: int
@@ -75,9 +87,10 @@ class AppliedModule:
 
     def share(self, batch: Any) -> Any:
         """This process's part of a global batch: dimension 0 of every tensor, cut over the copies of the model."""
-        copies = self.mesh["replicate"].size() * self.mesh["shard"].size()
-        index = self.mesh.get_local_rank("replicate") * self.mesh["shard"].size() + self.mesh.get_local_rank("shard")
-        size = self._share_size
+        cp = self._contexts.size if self._contexts else 1  # devices of a context share their samples
+        copies = self.mesh["replicate"].size() * self.mesh["shard"].size() // cp
+        place = self.mesh.get_local_rank("replicate") * self.mesh["shard"].size() + self.mesh.get_local_rank("shard")
+        index, size = place // cp, self._share_size
 
         def cut(leaf: object) -> object:
             if not isinstance(leaf, torch.Tensor):
@@ -122,10 +135,35 @@ class AppliedModule:
         return clip_gradients(
             (parameter for stage in self.stages for parameter in stage.parameters()),
             self.mesh,
+            expert_mesh=self._expert_mesh,
             counted_elsewhere=elsewhere,
             max_norm=max_norm,
             norm_type=norm_type,
         )
+
+    @property
+    def _state(self) -> TrainingState:
+        return TrainingState(self.stages, self.optimizer, self._first_names)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a checkpoint of model and optimizer, each process its own parts; call it in every process.
+
+        The folder must be one that all processes reach. Any other plan of the model can `load` it.
+        """
+        with told_to_all():
+            save_checkpoint(self._state, folder)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Take model and optimizer from a checkpoint that `save` wrote under this plan or another one."""
+        with told_to_all():
+            load_checkpoint(self._state, folder)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the whole model as safetensors files with its config, as Hugging Face reads them; in every process."""
+        with told_to_all():
+            is_first = all(not self.mesh.get_local_rank(name) for name in ("replicate", "shard", "tp"))
+            save_whole_model(self._state, folder, pipeline=self.mesh["pp"].get_group(), writes=is_first)
+            dist.barrier()
 
     def _micro_batch_count(self, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
         sizes = {leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)}
@@ -165,16 +203,18 @@ def apply_to_module(
     stage_builders: Iterable[StageBuilder],
 ) -> AppliedModule:
     """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
-    if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
-    _check_model(plan, model)
+    model = _checked_model(plan, model)
     device_mesh = _mesh_of_plan(plan, mesh)
     share_size = plan.question.global_batch_size // plan.strategy.dp
     copies = [device_mesh[name].get_group() for name in ("replicate", "shard") if device_mesh[name].size() > 1]
     micro_batches = share_size // plan.strategy.micro_batch_size
     settle_batch_norms(model, batch_norm, copies=copies, micro_batches=micro_batches)
-    loss = _loss_function(loss_fn, model)
-    arrange = _arrange_function(plan, model, device_mesh)
+    contexts = _contexts_of_plan(plan, device_mesh)
+    loss = _loss_function(loss_fn, model, contexts)
+    note_key_exchanges(model, plan.layouts.key_exchanges)
+    expert_mesh = _expert_mesh_of_plan(plan, device_mesh)
+    first_names = _first_names(model)
+    arrange = _arrange_function(plan, model, device_mesh, expert_mesh)
     pipeline = None
     if plan.strategy.pp > 1:
         if inputs is None:
@@ -182,16 +222,19 @@ def apply_to_module(
                 "a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts."
             )
         pipeline = build_pipeline(
-            plan, model, device_mesh, inputs=inputs, loss=loss, arrange=arrange, stage_builders=stage_builders
+            plan,
+            model,
+            device_mesh,
+            inputs=inputs,
+            loss=loss,
+            arrange=arrange,
+            contexts=contexts,
+            stage_builders=stage_builders,
         )
         stages = pipeline.modules
     else:
-        arrange(
-            model,
-            dict.fromkeys(
-                block_paths([layer.path for layer in plan.stages[0].layers], model), plan.stages[0].recompute
-            ),
-        )
+        paths = block_paths([layer.path for layer in plan.stages[0].layers], model)
+        arrange(model, dict.fromkeys(paths, plan.stages[0].recompute))
         stages = (model,)
     return AppliedModule(
         module=None if pipeline else model,
@@ -200,6 +243,9 @@ def apply_to_module(
         mesh=device_mesh,
         optimizer=_make_optimizer(plan, stages, optimizer),
         _pipeline=pipeline,
+        _contexts=contexts,
+        _expert_mesh=expert_mesh,
+        _first_names=first_names,
         _loss=loss,
         _micro_batch_size=plan.strategy.micro_batch_size,
         _share_size=share_size,
@@ -207,10 +253,24 @@ def apply_to_module(
     )
 
 
-def _check_model(plan: Plan, model: torch.nn.Module) -> None:
-    """Raise PlanError saying what differs where the model is not the planned one, by its parameters and layers."""
+def _first_names(model: torch.nn.Module) -> dict[str, str]:
+    """The name under which the model lists a parameter first, by each of its names."""
+    by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: by_identity[id(parameter)] for name, parameter in named}
+
+
+def _checked_model(plan: Plan, model: object) -> torch.nn.Module:
+    """The model; raises PlanError saying what differs where it is not the planned one, by parameters and layers."""
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
     if any(isinstance(submodule, FSDPModule) for submodule in model.modules()):
         raise PlanError("the model is sharded already; apply a plan to the plain model, once.")
+    if plan.strategy.ep > 1 and not expert_modules(model):
+        raise PlanError(
+            f"{type(model).__name__} has no module of experts that ep {plan.strategy.ep} could divide: one that takes "
+            "tokens, chosen experts and weights, and whose parameters count experts first. Plan with ep=1."
+        )
     count = sum(parameter.numel() for parameter in model.parameters())
     differences = []
     if count != plan.model.parameter_count:
@@ -225,20 +285,25 @@ def _check_model(plan: Plan, model: torch.nn.Module) -> None:
     if differences:
         listed = "\n  ".join(differences[:SHOWN_DIFFERENCES])
         raise PlanError(f"the model is not the one that was planned ({plan.model.name}):\n  {listed}\nPlan this one.")
+    return model
 
 
-def _arrange_function(plan: Plan, model: torch.nn.Module, mesh: DeviceMesh) -> ArrangeFunction:
+def _arrange_function(
+    plan: Plan, model: torch.nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+) -> ArrangeFunction:
     """A function that arranges the model, or a stage of it, as the plan says."""
-    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     layouts = plan.layouts.parameters
-    cuts = {
-        name: Cut(*stored_cut(layouts[first_name[id(parameter)]]))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if layouts.get(first_name[id(parameter)])
-    }
+    cuts = {name: Cut(*stored_cut(layouts[first])) for name, first in _first_names(model).items() if layouts.get(first)}
     recipe = plan.question.precision
+    devices = ExpertDevices(None, 1, 0, plan.strategy.cp)
+    if expert_mesh is not None:
+        own = expert_mesh["ep"]
+        devices = ExpertDevices(own.get_group(), own.size(), own.get_local_rank(), plan.strategy.cp)
 
     def arrange(module: torch.nn.Module, blocks: Mapping[str, str]) -> Axis | None:
+        experts = expert_modules(module) if plan.strategy.cp > 1 or expert_mesh is not None else {}
+        for part in experts.values():
+            run_experts_on(part, devices)
         return arrange_module(
             module,
             mesh,
@@ -248,13 +313,17 @@ def _arrange_function(plan: Plan, model: torch.nn.Module, mesh: DeviceMesh) -> A
             zero=plan.strategy.zero,
             compute_dtype=getattr(torch, recipe.compute_dtype),
             reduction_dtype=getattr(torch, recipe.reduction_dtype),
+            splits_contexts=plan.strategy.cp > 1,
+            expert_meshes={} if expert_mesh is None else dict.fromkeys(experts, expert_mesh),
         )
 
     return arrange
 
 
-def _loss_function(loss_fn: Callable[..., torch.Tensor] | None, model: torch.nn.Module) -> LossFunction:
-    """A function that calls a module and returns the scalar loss.
+def _loss_function(
+    loss_fn: Callable[..., torch.Tensor] | None, model: torch.nn.Module, contexts: Contexts | None
+) -> LossFunction:
+    """A function that calls a module and returns the scalar loss; with contexts, on sequences that are split.
 
     The batch's `targets` go to whoever declares them: to the model, to `loss_fn`, or to both.
     """
@@ -262,6 +331,8 @@ def _loss_function(loss_fn: Callable[..., torch.Tensor] | None, model: torch.nn.
     loss_takes_targets = loss_fn is not None and (not model_takes_targets or _declares_targets(loss_fn))
 
     def loss(module: Callable[..., object], *args: object, **kwargs: object) -> torch.Tensor:
+        if contexts is not None:
+            args, kwargs = contexts.split_batch((args, kwargs))
         targets = kwargs.get("targets")
         if not model_takes_targets:
             kwargs.pop("targets", None)
@@ -319,25 +390,47 @@ def _make_optimizer(plan: Plan, stages: Sequence[torch.nn.Module], make: object)
 
 
 def _mesh_of_plan(plan: Plan, given: object) -> DeviceMesh:
-    """A mesh with axes pp, replicate, shard, tp over the ranks of the given one (axes pp, dp, tp), or over all.
+    """A mesh with axes pp, replicate, shard, tp over the ranks of the given one (axes pp, dp, cp, tp), or over all.
 
-    Data parallelism is `replicate` where every copy is whole, and `shard` where copies are sharded (ZeRO); hybrid
-    sharding has both. Raises PlanError where the mesh, or the launch, does not have the plan's sizes.
+    Data and context parallelism are `replicate` where every copy of parameters is whole, and `shard` where copies are
+    sharded (ZeRO); hybrid sharding has both. Raises PlanError where the mesh, or the launch, does not have the plan's
+    sizes.
     """
     strategy = plan.strategy
-    sizes = {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp}
+    sizes = {"pp": strategy.pp, "dp": strategy.dp, "cp": strategy.cp, "tp": strategy.tp}
     wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if not dist.is_initialized():
         raise PlanError("torch.distributed has no process group; call torch.distributed.init_process_group() first.")
     ranks = _ranks_of_launch(sizes, wanted) if given is None else _ranks_of_mesh(given, sizes, wanted)
     shards = strategy.shard_devices if strategy.zero else 1
-    shape = (strategy.pp, strategy.dp // shards, shards, strategy.tp)
+    shape = (strategy.pp, strategy.replicas // shards, shards, strategy.tp)
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     return DeviceMesh(device, ranks.reshape(shape), mesh_dim_names=MESH_AXES)
 
 
+def _contexts_of_plan(plan: Plan, mesh: DeviceMesh) -> Contexts | None:
+    """The devices with which this process splits sequences; None where they are whole."""
+    strategy = plan.strategy
+    if strategy.cp == 1:
+        return None
+    ranks = mesh.mesh.reshape(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
+    axes = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return Contexts(axes["cp"].get_group(), strategy.cp, axes.get_local_rank("cp"))
+
+
+def _expert_mesh_of_plan(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
+    """A mesh of the same ranks for experts: neighbours on axis ep hold different ones; None where ep is 1."""
+    strategy = plan.strategy
+    if strategy.ep == 1:
+        return None
+    copies = strategy.replicas // strategy.ep
+    shards = max(1, strategy.shard_devices // strategy.ep) if strategy.zero else 1
+    ranks = mesh.mesh.reshape(strategy.pp, copies // shards, shards, strategy.ep, strategy.tp)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=EXPERT_MESH_AXES)
+
+
 def _ranks_of_launch(sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
-    count = sizes["pp"] * sizes["dp"] * sizes["tp"]
+    count = math.prod(sizes.values())
     if dist.get_world_size() != count:
         raise PlanError(
             f"the plan takes {count} processes ({wanted}), and {dist.get_world_size()} were launched; launch {count}, "
@@ -347,7 +440,7 @@ def _ranks_of_launch(sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
 
 
 def _ranks_of_mesh(mesh: object, sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
-    """The ranks of a mesh in the order pp, dp, tp."""
+    """The ranks of a mesh in the order pp, dp, cp, tp."""
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh with axes {wanted}.")
     names = list(mesh.mesh_dim_names or ())

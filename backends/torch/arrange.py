@@ -44,30 +44,46 @@ def arrange_module(
     zero: int,
     compute_dtype: torch.dtype,
     reduction_dtype: torch.dtype,
+    splits_contexts: bool = False,
+    expert_meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> Axis | None:
     """Arrange a module in place, and return its tensor-parallel axis (None where tp is 1).
 
     The mesh has axes replicate, shard and tp. `cuts` are of parameters by name, and `blocks` are the recompute modes of
     the module's repeated layers by path; FSDP2 gathers each block by itself, unless it shares parameters with others.
+    With `splits_contexts` the module is called with sequences that are split. `expert_meshes` are of the modules whose
+    experts are divided, by path: axes expert_replicate, expert_shard, ep and tp.
     """
+    expert_meshes = expert_meshes or {}
     axis = None
     if mesh["tp"].size() > 1:
         tensor_mesh = mesh["tp"]
         axis = Axis(tensor_mesh.get_group(), tensor_mesh.size(), tensor_mesh.get_local_rank(), splits_sequences)
-        distribute_parameters(module, cuts, tensor_mesh, axis)
+    if axis is not None or expert_meshes:
+        distribute_parameters(module, cuts, mesh, axis, expert_meshes)
     for path, mode in blocks.items():
         checkpoint_block(module.get_submodule(path), mode)
-    copies = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduction_dtype)
-    for submodule in (*_blocks_of_their_own(module, blocks), module):
-        fully_shard(submodule, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
+    sharded = [(module.get_submodule(path), _copies(own, "expert_")) for path, own in expert_meshes.items()]
+    sharded += [(part, _copies(mesh)) for part in (*_blocks_of_their_own(module, blocks), module)]
+    for part, copies in sharded:
+        fully_shard(part, mesh=copies, mp_policy=policy, reshard_after_forward=zero == 3)
     accept_whole_states(module)
-    if axis is not None:
-        for path in blocks:
+    if axis is not None or splits_contexts:
+        for path in (*blocks, *expert_meshes):
             _let_split_tensors_through(module.get_submodule(path))
+    if splits_contexts:
+        _let_split_tensors_through(module)
+    if axis is not None or expert_meshes:
         _run_forward_inside(module, parameters_as_parts)
     _run_forward_inside(module, functools.partial(without_caches, module))
     return axis
+
+
+def _copies(mesh: DeviceMesh, prefix: str = "") -> DeviceMesh:
+    """The devices that hold copies of the same parameters, or shards of them."""
+    replicate, shard = f"{prefix}replicate", f"{prefix}shard"
+    return mesh[replicate, shard] if mesh[replicate].size() > 1 else mesh[shard]
 
 
 def _blocks_of_their_own(module: torch.nn.Module, paths: Iterable[str]) -> list[torch.nn.Module]:
@@ -172,7 +188,8 @@ def _call_with_attention_recomputed(forward: Callable[..., object], *args: objec
 class _OpenedTensor:
     """A split tensor taken apart, for FSDP2, which ties its hooks to the tensors that it finds inside dataclasses."""
 
-    local: torch.Tensor
+    kind: type[SplitTensor]
+    local: object
     axis: Axis
     shape: tuple[int, ...]
     dim: int
@@ -183,7 +200,8 @@ def _open_split_tensors(_: torch.nn.Module, args: tuple[object, ...], kwargs: di
     def opened(leaf: object) -> object:
         if not isinstance(leaf, SplitTensor):
             return leaf
-        return _OpenedTensor(leaf.local, leaf.axis, tuple(leaf.shape), leaf.split_dim, leaf.outer)
+        local, shape = opened(leaf.local), tuple(leaf.shape)
+        return _OpenedTensor(type(leaf), local, leaf.axis, shape, leaf.split_dim, leaf.outer)
 
     return tree_map(opened, (args, kwargs), is_leaf=is_split)
 
@@ -192,7 +210,9 @@ def _close_split_tensors(_: torch.nn.Module, args: tuple[object, ...], kwargs: d
     def closed(leaf: object) -> object:
         if not isinstance(leaf, _OpenedTensor):
             return leaf
-        return SplitTensor(leaf.local, leaf.axis, leaf.shape, leaf.dim, leaf.outer)
+        local = closed(leaf.local)
+        assert isinstance(local, torch.Tensor)
+        return leaf.kind(local, leaf.axis, leaf.shape, leaf.dim, leaf.outer)
 
     return tree_map(closed, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _OpenedTensor))
 

@@ -31,6 +31,7 @@ _EXPORTED_MODULES = (
     "arrange",
     "split_collectives",
     "split_tensor",
+    "split_attention",
     "split_rules",
     "split_products",
     "split_parameters",
@@ -70,8 +71,13 @@ class FsdpTarget:
 
 def _without_package(text: str) -> str:
     """A module's text that imports the files beside it instead of those of this package."""
-    rules = f"from {_PACKAGE} import split_products, split_rules\n"
-    return text.replace(rules, "import split_products\nimport split_rules\n").replace(f"{_PACKAGE}.", "")
+    lines = [
+        "".join(f"import {name}\n" for name in line.partition(" import ")[2].strip().split(", "))
+        if line.startswith(f"from {_PACKAGE} import ")
+        else line
+        for line in text.splitlines(keepends=True)
+    ]
+    return "".join(lines).replace(f"{_PACKAGE}.", "")
 
 
 def _plan_data(plan: Plan) -> dict[str, object]:

@@ -8,6 +8,7 @@ several stages hold has the same gradient on all of them and counts on the first
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable
 
@@ -22,14 +23,20 @@ __all__ = ["clip_gradients"]
 _SMALL = 1e-6
 """Added to the norm before it divides, as torch's own `clip_grad_norm_` does, so that no gradient divides by zero."""
 
-_POSSIBLE_AXES = ((), ("shard",), ("tp",), ("shard", "tp"))
-"""Every set of mesh axes that a parameter may be split over."""
+_AXES = ("shard", "expert_shard", "ep", "tp")
+_POSSIBLE_AXES = tuple(
+    axes
+    for axes in itertools.chain.from_iterable(itertools.combinations(_AXES, count) for count in range(len(_AXES)))
+    if not {"shard", "expert_shard"} <= set(axes) and not {"shard", "ep"} <= set(axes)
+)
+"""Every set of mesh axes that a parameter may be split over; experts have axes of their own."""
 
 
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter],
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None,
     counted_elsewhere: Collection[int],
     max_norm: float,
     norm_type: float,
@@ -55,12 +62,12 @@ def clip_gradients(
         axes = _split_axes(gradient)
         known = by_axes.get(axes)
         by_axes[axes] = size if known is None else _joined(known, size, is_largest)
-    total = torch.zeros((), device=device)
+    total, mesh_axes = torch.zeros((), device=device), mesh.mesh_dim_names or ()
     # Stages hold different parameters, so that their processes agree on an order of collectives by all possible axes.
     for axes in _POSSIBLE_AXES:
         size = by_axes.get(axes, torch.zeros((), device=device)).clone()
         for axis in axes:
-            _reduce(size, mesh, axis, is_largest)
+            _reduce(size, mesh if axis in mesh_axes else expert_mesh, axis, is_largest)
         total = _joined(total, size, is_largest)
     _reduce(total, mesh, "pp", is_largest)
     norm = total if is_largest else total ** (1.0 / norm_type)
@@ -76,14 +83,14 @@ def _split_axes(gradient: torch.Tensor) -> tuple[str, ...]:
         return ()
     names = gradient.device_mesh.mesh_dim_names or ()
     split = {name for name, placement in zip(names, gradient.placements, strict=True) if placement != Replicate()}
-    return tuple(name for name in ("shard", "tp") if name in split)
+    return tuple(name for name in _AXES if name in split)
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor, is_largest: bool) -> torch.Tensor:
     return torch.maximum(first, second) if is_largest else first + second
 
 
-def _reduce(value: torch.Tensor, mesh: DeviceMesh, axis: str, is_largest: bool) -> None:
-    if mesh[axis].size() > 1:
+def _reduce(value: torch.Tensor, mesh: DeviceMesh | None, axis: str, is_largest: bool) -> None:
+    if mesh is not None and mesh[axis].size() > 1:
         operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
         dist.all_reduce(value, op=operation, group=mesh[axis].get_group())

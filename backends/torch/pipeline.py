@@ -2,8 +2,7 @@
 
 `build_pipeline` cuts the model, arranges the stages of this process and hands them to a schedule of
 torch.distributed.pipelining. `Pipeline.backward` runs it, and sums the gradients of tied parameters (`SharedParameter`)
-over the stages that hold them. Under sequence parallelism only parts of sequences are sent from stage to stage
-(`_to_wire`, `_from_wire`).
+over the stages that hold them. What stages send each other is decided in `stage_wires`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.arrange import schedule_gradient_sync
-from phaze.backends.torch.split_collectives import Axis, scattered
-from phaze.backends.torch.split_tensor import SplitTensor, to_whole
-from phaze.backends.torch.stage_cuts import Boundary, DryRun, block_paths, dry_run
+from phaze.backends.torch.contexts import Contexts
+from phaze.backends.torch.split_collectives import Axis
+from phaze.backends.torch.stage_cuts import DryRun, block_paths, dry_run
 from phaze.backends.torch.stage_models import StageEnd, StageModel, build_stage
+from phaze.backends.torch.stage_wires import Wires
 from phaze.errors import PlanError
 from phaze.interfaces import StageBuilder
 from phaze.parallelism import PipelineSchedule
@@ -168,6 +168,7 @@ def build_pipeline(
     inputs: object,
     loss: LossFunction,
     arrange: ArrangeFunction,
+    contexts: Contexts | None,
     stage_builders: Iterable[StageBuilder],
 ) -> Pipeline:
     """Cut the model as the plan says and arrange the stages of this process."""
@@ -187,7 +188,7 @@ def build_pipeline(
         )
         # FSDP2 puts its own class before the module's: the model's forward is looked up before.
         forward = _stage_forward(stage_model, type(stage_model.module).forward, loss)
-        stage_model.axis = arrange(stage_model.module, modes)
+        stage_model.wires = Wires(contexts, arrange(stage_model.module, modes))
         stage_model.module.forward = types.MethodType(forward, stage_model.module)
         models.append(stage_model)
         stages.append(_torch_stage(stage_model, index, len(plan.stages), mesh, group))
@@ -249,15 +250,15 @@ def _torch_stage(
 ) -> _ZeroStage:
     """Stage `index` of `count` for torch's schedule, with the shapes of what it receives and sends."""
     is_cpu = mesh.device_type == "cpu"
-    axis, boundary_in, boundary_out = stage_model.axis, stage_model.boundary_in, stage_model.boundary_out
+    wires, boundary_in, boundary_out = stage_model.wires, stage_model.boundary_in, stage_model.boundary_out
     loss_shapes = (torch.empty(1, device="meta", requires_grad=True),)
     return _ZeroStage(
         stage_model.module,
         index,
         count,
         mesh.device_type if is_cpu else torch.device("cuda", torch.cuda.current_device()),
-        input_args=_wire_shapes(boundary_in, axis) if boundary_in is not None else (),
-        output_args=_wire_shapes(boundary_out, axis) if boundary_out is not None else loss_shapes,
+        input_args=wires.shapes(boundary_in) if boundary_in is not None else (),
+        output_args=wires.shapes(boundary_out) if boundary_out is not None else loss_shapes,
         group=group,
     )
 
@@ -284,48 +285,17 @@ def _stage_forward(
         stage_model.replaced.clear()
         boundary_in = stage_model.boundary_in
         arrived = [] if boundary_in is None else list(zip(received, boundary_in.tensors, strict=True))
-        stage_model.incoming[:] = [_from_wire(value, like, stage_model.axis) for value, like in arrived]
+        wires = stage_model.wires
+        stage_model.incoming[:] = [wires.receive(value, like) for value, like in arrived]
         try:
             value = loss(types.MethodType(model_forward, module), **batch)
         except StageEnd as end:
             assert stage_model.boundary_out is not None
             crossing = zip(end.values, stage_model.boundary_out.tensors, strict=True)
-            return tuple(_to_wire(value, stage_model.axis).to(like.dtype) for value, like in crossing)
+            return tuple(wires.send(value).to(like.dtype) for value, like in crossing)
         return value.reshape(1).clone()
 
     return forward
-
-
-def _is_sent_in_parts(value: torch.Tensor, axis: Axis | None) -> bool:
-    """Whether devices of the tensor-parallel axis each send their part of the sequence, dimension 1."""
-    return bool(axis and axis.splits_sequences and len(value.shape) >= 3 and value.shape[1] % axis.size == 0)
-
-
-def _to_wire(value: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """What this process sends of a tensor to the next stage."""
-    if axis is None or not _is_sent_in_parts(value, axis):
-        return to_whole(value).contiguous()
-    if isinstance(value, SplitTensor) and (value.split_dim, value.outer) == (1, 1):
-        return value.local.contiguous()
-    return scattered(to_whole(value), axis, 1)
-
-
-def _from_wire(value: torch.Tensor, like: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """A tensor that arrived as the model sees it; `like` has the shape of the whole."""
-    if axis is None or not _is_sent_in_parts(like, axis):
-        return value
-    return SplitTensor(value, axis, like.shape, 1)
-
-
-def _wire_shapes(boundary: Boundary, axis: Axis | None) -> tuple[torch.Tensor, ...]:
-    """Shapes and types of what is sent over a cut, as tensors without storage."""
-    sent = []
-    for tensor in boundary.tensors:
-        shape = list(tensor.shape)
-        if axis is not None and _is_sent_in_parts(tensor, axis):
-            shape[1] //= axis.size
-        sent.append(torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad))
-    return tuple(sent)
 
 
 # ---------------------------------------------------------------------------------------- parameters of several stages

@@ -1,6 +1,6 @@
-"""How matrix products, attention, embeddings and cross entropy run on split tensors, and where they sum over devices.
+"""How matrix products, embeddings and cross entropy run on split tensors, and where they sum over devices.
 
-Rules by function: `linear`, `addmm`, `matmul` and `baddbmm` (products), `attention`, `embedding` and `cross_entropy`.
+Rules by function: `linear`, `addmm`, `matmul` and `baddbmm` (products), `embedding` and `cross_entropy`.
 A sum over devices is taken where its partial results arise (`sum_over_devices`): it is whole on every device or, under
 sequence parallelism, scattered along dimension 1.
 
@@ -12,15 +12,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from phaze.backends.torch.split_collectives import (
-    Axis,
+from phaze.backends.torch.split_collectives import Axis, chunk_sizes
+from phaze.backends.torch.split_tensor import (
+    NoRule,
+    SplitTensor,
+    TorchFunction,
     all_reduced,
-    chunk_sizes,
     copied,
+    is_split,
     reduce_scattered,
-    scattered,
+    rule_for,
+    to_whole,
 )
-from phaze.backends.torch.split_tensor import NoRule, SplitTensor, TorchFunction, rule_for, to_whole
 
 __all__ = ["sum_over_devices"]
 
@@ -38,7 +41,7 @@ def sum_over_devices(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def _whole_operand(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The whole of an operand for a product that works on parts: its gradient is summed over devices."""
-    return value.whole(sums_gradient=True) if isinstance(value, SplitTensor) else copied(value, axis)
+    return value.whole(sums_gradient=True) if is_split(value) else copied(value, axis)
 
 
 @rule_for("linear")
@@ -49,7 +52,7 @@ def linear(
 
     A weight split along o gives a result split along o; one split along i gives partial results, which are summed.
     """
-    if not isinstance(weight, SplitTensor):
+    if not is_split(weight):
         return _linear_of_split_rows(func, x, weight, bias)
     axis = weight.axis
     if weight.split_dim == 0:
@@ -65,7 +68,7 @@ def _linear_of_split_rows(
     func: TorchFunction, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """A whole weight applied to rows that are split, such as those of a split sequence."""
-    if not isinstance(x, SplitTensor) or x.split_dim == len(x.shape) - 1:
+    if not is_split(x) or x.split_dim == len(x.shape) - 1:
         raise NoRule
     bias = None if bias is None else copied(to_whole(bias), x.axis)
     local = func(x.local, copied(weight, x.axis), bias)
@@ -92,16 +95,16 @@ def matmul(func: TorchFunction, left: torch.Tensor, right: torch.Tensor) -> torc
         return linear(F.linear, left, right.t())
     if len(left.shape) != len(right.shape) or len(left.shape) < 2:
         raise NoRule
-    leader = left if isinstance(left, SplitTensor) else right
+    leader = left if is_split(left) else right
     rank = len(left.shape)
     shape = (*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     if leader.split_dim < rank - 2:  # heads, or whatever the products are batched over
         local_left = leader.matching_part(left, leader.split_dim)
         return leader.with_part(torch.matmul(local_left, leader.matching_part(right, leader.split_dim)), shape)
     if leader is left and left.split_dim == rank - 2:
-        return left.with_part(torch.matmul(left.local, copied(to_whole(right), left.axis)), shape)
+        return left.with_part(torch.matmul(left.local, _whole_operand(right, left.axis)), shape)
     if leader is right and right.split_dim == rank - 1:
-        return right.with_part(torch.matmul(copied(to_whole(left), right.axis), right.local), shape)
+        return right.with_part(torch.matmul(_whole_operand(left, right.axis), right.local), shape)
     raise NoRule
 
 
@@ -120,43 +123,6 @@ def baddbmm(
     return product if beta == 0 else product + added * beta  # beta=0 ignores even NaN in `added`, as torch does
 
 
-@rule_for("scaled_dot_product_attention")
-def attention(
-    func: TorchFunction,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *args: object,
-    **kwargs: object,
-) -> torch.Tensor:
-    """Attention split over heads, which are dimension 1 of [batch, heads, positions, width]."""
-    operands = (query, key, value)
-    leader = next(operand for operand in (*operands, attn_mask) if isinstance(operand, SplitTensor))
-    if leader.split_dim != len(leader.shape) - 3 or leader.outer != 1:
-        raise NoRule
-    has_one_rank = len({len(operand.shape) for operand in operands}) == 1
-    if any(operand.shape[-3] % leader.axis.size for operand in operands) or not has_one_rank:
-        raise NoRule
-    local_operands = [_local_heads(operand, leader) for operand in operands]
-    if attn_mask is not None:
-        has_heads = len(attn_mask.shape) >= 3
-        attn_mask = _local_heads(attn_mask, leader) if has_heads else copied(attn_mask, leader.axis)
-    local = func(*local_operands, attn_mask, *args, **kwargs)
-    shape = (*query.shape[:-1], value.shape[-1])
-    return leader.with_part(local, shape, len(shape) - 3)
-
-
-def _local_heads(value: torch.Tensor, leader: SplitTensor) -> torch.Tensor:
-    """This device's heads of an operand; keys and values may have fewer heads than queries, a mask may have one."""
-    heads_dim = len(value.shape) - 3
-    if isinstance(value, SplitTensor):
-        if (value.split_dim, value.outer) == (heads_dim, 1):
-            return value.local
-        value = value.whole()
-    return copied(value, leader.axis) if value.shape[heads_dim] == 1 else scattered(value, leader.axis, heads_dim)
-
-
 @rule_for("embedding")
 def embedding(
     func: TorchFunction,
@@ -168,10 +134,17 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Rows of a table. Where rows are split, every device looks up those that it holds, and the results are summed."""
-    if not isinstance(weight, SplitTensor) or isinstance(ids, SplitTensor):
+    """Rows of a table. Where rows are split, every device looks up those that it holds, and the results are summed.
+
+    Split ids of a whole table give results that are split as the ids are.
+    """
+    if max_norm or scale_grad_by_freq or sparse or is_split(weight) == is_split(ids):
         raise NoRule
-    if (weight.split_dim == 0 and weight.outer > 1) or max_norm or scale_grad_by_freq or sparse:
+    if is_split(ids):
+        local = F.embedding(ids.local, copied(weight, ids.axis), padding_idx)
+        return ids.with_part(local, (*ids.shape, weight.shape[1]))
+    assert is_split(weight)
+    if weight.split_dim == 0 and weight.outer > 1:
         raise NoRule
     if weight.split_dim == 1:
         local = F.embedding(ids, weight.local, padding_idx)
@@ -204,14 +177,18 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The cross entropy of logits [rows, classes] that are split by class.
+    """The cross entropy of logits [rows, classes] that are split by class, or of any that are split by row.
 
-    Three numbers per row are reduced over devices: the largest logit, the sum of exponentials and the target's logit.
+    By class, three numbers per row are reduced over devices: the largest logit, the sum of exponentials and the
+    target's logit. By row, losses are summed over devices, and divided by how many rows of all devices count.
     """
-    is_known = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None
-    if not is_known or not isinstance(logits, SplitTensor) or len(logits.shape) != 2 or logits.split_dim != 1:
+    is_known = weight is None and size_average is None and reduce is None and is_split(logits)
+    if not is_known or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
         raise NoRule
-    if logits.outer != 1 or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
+    assert is_split(logits)
+    if logits.split_dim != 1:
+        return _cross_entropy_of_rows(logits, target, ignore_index, reduction, label_smoothing)
+    if len(logits.shape) != 2 or logits.outer != 1 or label_smoothing != 0.0:
         raise NoRule
     axis, local = logits.axis, logits.local.float()
     largest = local.detach().amax(-1)
@@ -225,3 +202,23 @@ def cross_entropy(
     if reduction == "mean":
         losses = losses.sum() / is_counted.sum()
     return (losses.sum() if reduction == "sum" else losses).to(logits.dtype)
+
+
+def _cross_entropy_of_rows(
+    logits: SplitTensor, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: float
+) -> torch.Tensor:
+    """The cross entropy of logits that are split along any dimension but that of classes, which is the second."""
+    dim = max(0, logits.split_dim - 1)  # targets have no classes
+    local_target = logits.matching_part(target, dim)
+    how = "none" if reduction == "none" else "sum"
+    local = F.cross_entropy(
+        logits.local, local_target, ignore_index=ignore_index, reduction=how, label_smoothing=label_smoothing
+    )
+    if reduction == "none":
+        return logits.with_part(local, target.shape, dim)
+    total = all_reduced(local, logits.axis)
+    if reduction == "sum":
+        return total
+    counted = (to_whole(local_target) != ignore_index).sum()
+    torch.distributed.all_reduce(counted, group=logits.axis.group)
+    return total / counted

@@ -24,8 +24,16 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from phaze.backends.torch.split_collectives import all_reduced, copied
-from phaze.backends.torch.split_tensor import NoRule, SplitTensor, TorchFunction, is_split, rule_for, to_whole
+from phaze.backends.torch.split_tensor import (
+    NoRule,
+    SplitTensor,
+    TorchFunction,
+    all_reduced,
+    copied,
+    is_split,
+    rule_for,
+    to_whole,
+)
 
 __all__ = ["reshaped"]
 
@@ -72,7 +80,7 @@ def _parts_beside(leader: SplitTensor, leaves: Iterable[object]) -> list[object]
 def _leader(tensors: Iterable[torch.Tensor], shape: Sequence[int]) -> SplitTensor:
     """The first split operand that is not stretched along its split dimension."""
     for tensor in tensors:
-        if isinstance(tensor, SplitTensor):
+        if is_split(tensor):
             dim = len(shape) - len(tensor.shape) + tensor.split_dim
             if shape[dim] == tensor.length:
                 return tensor
@@ -82,7 +90,7 @@ def _leader(tensors: Iterable[torch.Tensor], shape: Sequence[int]) -> SplitTenso
 @rule_for(*_IN_PLACE.split())
 def in_place(func: TorchFunction, target: torch.Tensor, *args: object, **kwargs: object) -> SplitTensor:
     """Change the part itself, so that views of it see the change."""
-    if not isinstance(target, SplitTensor):
+    if not is_split(target):
         raise NotImplementedError(
             f"{func.__name__} puts a tensor that is split over devices into a whole one; write it out of place."
         )
@@ -97,11 +105,11 @@ def converted(func: TorchFunction, value: torch.Tensor, *args: object, **kwargs:
     """Convert to another type; a tensor among the arguments is read for its type and device only."""
 
     def local_part(argument: Any) -> Any:
-        return argument.local if isinstance(argument, SplitTensor) else argument
+        return argument.local if is_split(argument) else argument
 
     local_kwargs = {name: local_part(argument) for name, argument in kwargs.items()}
     local = func(local_part(value), *map(local_part, args), **local_kwargs)
-    return value.with_part(local) if isinstance(value, SplitTensor) else local
+    return value.with_part(local) if is_split(value) else local
 
 
 @rule_for("register_hook")
@@ -150,6 +158,9 @@ def reshaped(value: SplitTensor, shape: Sequence[int]) -> SplitTensor:
 
 def _stays_split(value: SplitTensor, run: int, inner: int) -> bool:
     """Whether chunks of a run of the new dimension are those that devices hold; unequal chunks must stay the same."""
+    if value.axis.is_balanced:
+        length = value.length // value.outer
+        return run == length and inner == run * math.prod(value.shape[value.split_dim + 1 :])
     if value.is_even:
         return run % value.axis.size == 0
     return value.outer == 1 and run == value.length and inner == run * math.prod(value.shape[value.split_dim + 1 :])
@@ -175,7 +186,7 @@ def _complete_sizes(value: torch.Tensor, sizes: Sequence[object]) -> list[int]:
 def view(func: TorchFunction, value: torch.Tensor, *sizes: object, **kwargs: object) -> SplitTensor:
     """Another shape; `view(dtype)` is not known."""
     given = sizes or (kwargs.get("shape", kwargs.get("size")),)
-    if not isinstance(value, SplitTensor) or given[0] is None:
+    if not is_split(value) or given[0] is None:
         raise NoRule
     return reshaped(value, _complete_sizes(value, given))
 
@@ -260,7 +271,7 @@ def expand(func: TorchFunction, value: SplitTensor, *sizes: object) -> SplitTens
 @rule_for("__getitem__")
 def getitem(func: TorchFunction, value: torch.Tensor, index: object) -> SplitTensor:
     """Indexing by whole numbers, slices, None and the ellipsis, as long as the split dimension is taken whole."""
-    if not isinstance(value, SplitTensor):
+    if not is_split(value):
         raise NoRule
     items = _complete_index(value, index if isinstance(index, tuple) else (index,))
     local_items: list[int | slice | None] = []
@@ -345,7 +356,7 @@ def norm(
     func: TorchFunction, value: torch.Tensor, normalized_shape: Sequence[int], *args: object, **kwargs: object
 ) -> SplitTensor:
     """Norms over the last dimensions, none of them split; scale and shift are whole."""
-    if not isinstance(value, SplitTensor) or value.split_dim >= len(value.shape) - len(normalized_shape):
+    if not is_split(value) or value.split_dim >= len(value.shape) - len(normalized_shape):
         raise NoRule
     axis = value.axis
 
@@ -385,7 +396,7 @@ def cat(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> S
     """Tensors joined along a dimension that is whole."""
     # torch leaves out empty vectors, whatever the others' shapes are: caches of keys and values begin as such.
     tensors = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
-    leader = next((tensor for tensor in tensors if isinstance(tensor, SplitTensor)), None)
+    leader = next((tensor for tensor in tensors if is_split(tensor)), None)
     if leader is None or _positive(leader, dim) == leader.split_dim:
         raise NoRule
     local = func([leader.matching_part(tensor, leader.split_dim) for tensor in tensors], dim)
@@ -395,7 +406,7 @@ def cat(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> S
 @rule_for("stack")
 def stack(func: TorchFunction, tensors: Sequence[torch.Tensor], dim: int = 0) -> SplitTensor:
     """Tensors joined along a new dimension."""
-    leader = next(tensor for tensor in tensors if isinstance(tensor, SplitTensor))
+    leader = next(tensor for tensor in tensors if is_split(tensor))
     dim %= len(leader.shape) + 1
     local = func([leader.matching_part(tensor, leader.split_dim) for tensor in tensors], dim)
     shape = (*leader.shape[:dim], len(tensors), *leader.shape[dim:])

@@ -9,20 +9,42 @@ Rules work above autograd: gradients follow from the functions that they call. A
 through `__torch_function__` and would lose the gradient. The wrapper therefore requires a gradient where its part
 does, so that such a function is seen and refused.
 
+Two axes may split a tensor. A `ContextTensor` is split over contexts, and the part that it holds may be a SplitTensor
+of the tensor-parallel axis. Rules are the same for both and see one axis at a time (`is_split`): first that of
+contexts, for which tensors that are split over the other axis count as whole.
+
 This file needs torch alone: target 'fsdp' exports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils._pytree import tree_map
 
-from phaze.backends.torch.split_collectives import Axis, all_gathered, copied, scattered
+from phaze.backends.torch import split_collectives
+from phaze.backends.torch.split_collectives import Axis
 
-__all__ = ["RULES", "NoRule", "SplitTensor", "TorchFunction", "is_split", "rule_for", "to_whole"]
+__all__ = [
+    "RULES",
+    "ContextTensor",
+    "NoRule",
+    "SplitTensor",
+    "TorchFunction",
+    "all_reduced",
+    "copied",
+    "is_split",
+    "reduce_scattered",
+    "rule_for",
+    "rules_see",
+    "scattered",
+    "to_whole",
+]
 
 TorchFunction: TypeAlias = Callable[..., Any]
 """A function or method of torch. It returns whatever torch says: a tensor, several of them, or a number."""
@@ -98,7 +120,15 @@ class SplitTensor(torch.Tensor):
 
     def whole(self, *, sums_gradient: bool = False) -> torch.Tensor:
         """The whole tensor, gathered on every device."""
-        return all_gathered(self.local, self.axis, self.split_dim, self.outer, self.length, sums_gradient=sums_gradient)
+        gather = partial(
+            split_collectives.all_gathered,
+            axis=self.axis,
+            dim=self.split_dim,
+            outer=self.outer,
+            length=self.length,
+            sums_gradient=sums_gradient,
+        )
+        return _of_innermost(gather, self.local, self.split_dim)
 
     def with_part(
         self,
@@ -108,7 +138,7 @@ class SplitTensor(torch.Tensor):
         outer: int | None = None,
     ) -> SplitTensor:
         """Another split tensor on the same axis, whose shape and split are this one's unless they are given."""
-        return SplitTensor(
+        return type(self)(
             local,
             self.axis,
             self.shape if shape is None else shape,
@@ -121,7 +151,7 @@ class SplitTensor(torch.Tensor):
 
         An operand without that dimension (`dim` below 0), or with one element there, is needed whole.
         """
-        if isinstance(value, SplitTensor):
+        if is_split(value):
             if (value.split_dim, value.outer, value.length) == (dim, self.outer, self.length):
                 return value.local
             value = value.whole()
@@ -150,7 +180,13 @@ class SplitTensor(torch.Tensor):
         if name == "__get__" or name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if isinstance(kwargs.get("out"), SplitTensor) or (name == "__setitem__" and isinstance(args[0], SplitTensor)):
+        with rules_see(cls):
+            return cls._run(func, name, args, kwargs)
+
+    @classmethod
+    def _run(cls, func: TorchFunction, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function by its rule on parts, or on whole tensors."""
+        if is_split(kwargs.get("out")) or (name == "__setitem__" and is_split(args[0])):
             raise _in_place_error(name)
         rule = RULES.get(name)
         if rule is not None:
@@ -159,7 +195,7 @@ class SplitTensor(torch.Tensor):
             except NoRule:
                 pass  # the function runs on whole tensors, below
         is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-        if is_in_place and isinstance(args[0], SplitTensor):
+        if is_in_place and is_split(args[0]):
             raise _in_place_error(name)
         whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs), is_leaf=is_split)
         return func(*whole_args, **whole_kwargs)
@@ -176,6 +212,24 @@ class SplitTensor(torch.Tensor):
             f"{func} met a tensor that is split over devices below the level where it is known; call it through "
             "torch's own functions, or plan with strategy tp=1."
         )
+
+
+class ContextTensor(SplitTensor):
+    """A tensor that is split over contexts. What torch calls for it comes before what it calls for SplitTensors."""
+
+
+_SEEN_KIND: ContextVar[type[SplitTensor] | None] = ContextVar("seen_kind", default=None)
+"""The kind of split tensors that the rule at hand sees: those of one axis."""
+
+
+@contextmanager
+def rules_see(kind: type[SplitTensor]) -> Iterator[None]:
+    """While this is entered, only split tensors of this kind count as split."""
+    token = _SEEN_KIND.set(kind)
+    try:
+        yield
+    finally:
+        _SEEN_KIND.reset(token)
 
 
 def _is_made_by_autograd(value: object) -> bool:
@@ -200,14 +254,54 @@ def _in_place_error(name: str) -> NotImplementedError:
     )
 
 
-def is_split(value: object) -> bool:
-    """Whether a leaf of some arguments is a split tensor."""
-    return isinstance(value, SplitTensor)
+def is_split(value: object) -> TypeGuard[SplitTensor]:
+    """Whether a leaf of some arguments is split over the axis that a rule sees; outside of rules, over any axis."""
+    kind = _SEEN_KIND.get()
+    return isinstance(value, SplitTensor) and (kind is None or type(value) is kind)
 
 
 def to_whole(value: Any) -> Any:
-    """A split tensor gathered; anything else as it is."""
-    return value.whole() if isinstance(value, SplitTensor) else value
+    """A split tensor gathered, outside of rules over all axes; anything else as it is."""
+    while is_split(value):
+        value = value.whole()
+    return value
+
+
+# ------------------------------------------------------------------------- collectives on what another axis may split
+
+
+def _of_innermost(collective: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor, dim: int) -> torch.Tensor:
+    """A collective that changes at most the length of one dimension, on what this device holds of a tensor.
+
+    Where the other axis splits the same dimension, the tensor is gathered over that axis first.
+    """
+    if isinstance(value, SplitTensor) and value.split_dim == dim:
+        value = value.whole()
+    if not isinstance(value, SplitTensor):
+        return collective(value)
+    local = collective(value.local)
+    shape = [size if place == value.split_dim else local.shape[place] for place, size in enumerate(value.shape)]
+    return value.with_part(local, shape)
+
+
+def copied(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A whole tensor for an operator that works on parts; see `split_collectives.copied`."""
+    return _of_innermost(partial(split_collectives.copied, axis=axis), value, -1)
+
+
+def scattered(value: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:
+    """This device's part of a whole tensor."""
+    return _of_innermost(partial(split_collectives.scattered, axis=axis, dim=dim, outer=outer), value, dim)
+
+
+def all_reduced(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of what every device has."""
+    return _of_innermost(partial(split_collectives.all_reduced, axis=axis), value, -1)
+
+
+def reduce_scattered(value: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This device's part of the sum of what every device has."""
+    return _of_innermost(partial(split_collectives.reduce_scattered, axis=axis, dim=dim), value, dim)
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:

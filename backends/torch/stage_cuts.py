@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from phaze.backends.torch.arrange import without_caches
+from phaze.backends.torch.expert_devices import answer_with_shapes_only, expert_modules
 from phaze.backends.torch.split_tensor import TorchFunction
 from phaze.errors import PlanError
 
@@ -163,6 +164,8 @@ def dry_run(module: torch.nn.Module, paths: Sequence[str], batch: Mapping[str, o
     with mode:
         clone = clone_with_tensors(module, fake)
         inputs = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(batch))
+    for experts in expert_modules(clone).values():
+        answer_with_shapes_only(experts)  # torch's grouped products of fake tensors know bfloat16 alone
     run = DryRun()
     for name, submodule in clone.named_modules():
         submodule.register_forward_pre_hook(_note_call(name, paths, dtype, run), with_kwargs=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from phaze.backends.torch.split_collectives import Axis
 from phaze.backends.torch.split_tensor import is_split
 from phaze.backends.torch.stage_cuts import Boundary, DryRun, PreHook, clone_with_tensors, is_inside, tensors_in
+from phaze.backends.torch.stage_wires import Wires
 
 __all__ = ["StageEnd", "StageModel", "build_stage"]
 
@@ -92,7 +92,7 @@ class StageModel:
         incoming: tensors that arrived and were not put in their places yet.
         received: tensors that arrived, by the id of the absent module's tensor that each one replaces.
         replaced: those replaced tensors, kept so that no other tensor gets their ids.
-        axis: the tensor-parallel axis, where there is one.
+        wires: how tensors that cross its cuts are sent.
     """
 
     module: torch.nn.Module
@@ -101,7 +101,7 @@ class StageModel:
     incoming: list[torch.Tensor] = field(default_factory=list)
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     replaced: list[object] = field(default_factory=list)
-    axis: Axis | None = None
+    wires: Wires = field(default_factory=lambda: Wires(None, None))
 
 
 def build_stage(module: torch.nn.Module, paths: Sequence[str], run: DryRun, stage: int) -> StageModel:

@@ -62,8 +62,8 @@ _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
 VERSION = 5
-"""Version 5 says how a GPU's products are run; version 4 carries a digest of its content, says how attention runs, and
-has cp, ep and shard of the strategies that were met; version 3 keeps what its pages draw."""
+"""Version 5 says how a GPU's products are run and how attention exchanges keys between contexts; version 4 carries a
+digest of its content and says how attention runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +165,14 @@ class SplitDim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Splits by name; a tensor without splits is whole on every device of its stage."""
+    """Splits by name; a tensor without splits is whole on every device of its stage.
+
+    `key_exchanges`: how the keys of an attention meet all queries of a context, by its module (see `KeyExchange`).
+    """
 
     parameters: Mapping[str, tuple[SplitDim, ...]]
     boundaries: Mapping[str, tuple[SplitDim, ...]]
+    key_exchanges: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

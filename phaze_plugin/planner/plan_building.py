@@ -32,6 +32,7 @@ from phaze.planner.layer_times import LayerKinds, layer_kinds
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
 from phaze.planner.strategy_search import Answer, Candidate, least_time_s, step_flops
+from phaze.profile.local_graphs import key_exchanges
 from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
 from phaze.question import Question, content_hash
 from phaze.shard import Layout, ShardedModel
@@ -200,7 +201,7 @@ def _layouts(answer: Answer) -> Layouts:
     for boundary in slices.graph.layer_graph.boundaries:
         if boundary.producer in wide and (layout := _boundary_layout(slices, model, boundary)) is not None:
             boundaries[boundary.tensor] = _splits(layout)
-    return Layouts(parameters=parameters, boundaries=boundaries)
+    return Layouts(parameters=parameters, boundaries=boundaries, key_exchanges=key_exchanges(slices.graph))
 
 
 def _boundary_layout(slices: ModelProfiles, model: ShardedModel, boundary: Boundary) -> Layout | None:

@@ -28,7 +28,7 @@ from phaze.shard.context_slicing import KeyExchange, can_exchange_heads, key_att
 from phaze.shard.device_graph import device_graph
 from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE
 
-__all__ = ["LocalGraphs", "exchange_counts", "exchange_seconds"]
+__all__ = ["LocalGraphs", "exchange_counts", "exchange_seconds", "key_exchanges"]
 
 
 class LocalGraphs:
@@ -71,7 +71,9 @@ class LocalGraphs:
             for op in key_attentions(whole):
                 key = (op.rule, op.attributes)
                 if key not in by_rule:
-                    by_rule[key] = _cheapest(exchange_seconds(whole, op, axis))
+                    seconds = exchange_seconds(whole, op, axis)
+                    runs = self.question.capabilities.key_exchanges
+                    by_rule[key] = _cheapest({way: seconds[way] for way in seconds if way in runs})
                 chosen[op.id] = by_rule[key]
             self._exchanges[size, tp, cp] = chosen
         return self._exchanges[size, tp, cp]
@@ -81,6 +83,12 @@ def exchange_counts(graph: Graph) -> dict[str, int]:
     """How many attentions of a device's graph exchange their keys in each way."""
     ways = (op.attribute(EXCHANGE) for op in graph.ops_of(Phase.FORWARD) if op.kind is OpKind.ATTENTION)
     return dict(Counter(way for way in ways if isinstance(way, str)))
+
+
+def key_exchanges(graph: Graph) -> dict[str, str]:
+    """How the attentions of a device's graph exchange their keys, by the path of the module that each lies in."""
+    attentions = (op for op in graph.ops_of(Phase.FORWARD) if op.kind is OpKind.ATTENTION)
+    return {op.module: way for op in attentions if isinstance(way := op.attribute(EXCHANGE), str)}
 
 
 def _cheapest(seconds: Mapping[KeyExchange, float]) -> KeyExchange:

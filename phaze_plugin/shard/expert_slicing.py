@@ -48,7 +48,9 @@ def slice_experts(graph: Graph, ep: int, imbalance: float = 1.0) -> Graph:
         raise ShardError(f"expert_imbalance is {imbalance}; expected a number of at least 1.")
     if not counts:
         raise ShardError(
-            f"model {graph.name!r} has no experts that ep={ep} could divide: no op of it dispatches tokens; use ep=1."
+            f"model {graph.name!r} has no experts that ep={ep} could divide: no op of it dispatches tokens. Use ep=1; "
+            "a mixture that was captured from its code sorts tokens in ways that are not recognised: plan it from its "
+            "config (for Hugging Face models model.config.to_dict()), which names the same parameters."
         )
     for name, count in counts.items():
         if count % ep:

@@ -30,6 +30,8 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "headless pp2": {"pp": 2},
         "llama pp2 bf16": {"pp": 2},
         "gpt2 tp2 bf16": {"tp": 2},
+        "llama cp2": {"cp": 2, "recompute": "full"},
+        "t5 cp2": {"cp": 2},
     },
     4: {
         "gpt2 dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
@@ -41,6 +43,9 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "gpt2 dp4 hybrid zero1": {"dp": 4, "shard": 2, "zero": 1, "micro_batch_size": 1},
         "gpt2 dp4 hybrid zero2": {"dp": 4, "shard": 2, "zero": 2, "micro_batch_size": 1},
         "llama dp4 hybrid zero3": {"dp": 4, "shard": 2, "zero": 3, "micro_batch_size": 1},
+        "llama cp2 tp2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+        "gpt2 cp2 pp2": {"cp": 2, "pp": 2},
+        "gpt2 dp2 cp2 zero3": {"dp": 2, "cp": 2, "zero": 3},
         "odd tp4": {"tp": 4, "recompute": "full"},
         "t5 dp2 tp2": {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "t5 pp2 tp2": {"pp": 2, "tp": 2},
@@ -75,7 +80,13 @@ def full_cases(world: int) -> dict[str, Strategy]:
         cases["gpt2 pp2 tp2 selective"] = {"pp": 2, "tp": 2, "recompute": "selective"}
         cases["gpt2 interleaved"] = {"pp": 2, "dp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 0}
         cases["llama tp4"] = {"tp": 4}
+        cases["llama cp4"] = {"cp": 4, "zero": 3}
+        cases["bert cp2 tp2"] = {"cp": 2, "tp": 2}
+        cases["t5 cp2 pp2"] = {"cp": 2, "pp": 2, "recompute": "full"}
         cases["hand-written pp4"] = {"pp": 4}
+    if world == 8:
+        cases["llama cp2 pp2 tp2"] = {"cp": 2, "pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}
+        cases["gpt2 dp2 cp2 tp2 hybrid"] = {"dp": 2, "cp": 2, "tp": 2, "zero": 3, "shard": 2}
     return cases
 
 

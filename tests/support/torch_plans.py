@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch_training import batch_of, build_model, given_loss, inputs_of
+from torch_training import LENGTH, batch_of, build_model, given_loss, inputs_of
 
 import phaze
 from phaze.hardware import Cluster, parse_cluster, precision_recipe
@@ -20,6 +20,13 @@ def imported(kind: str) -> Graph:
     return phaze.import_graph(build_model(kind), inputs_of(kind, batch), **given)
 
 
+@functools.cache
+def described(kind: str) -> Graph:
+    """The graph that a model's config describes: it knows experts, which a captured one does not."""
+    document = {**build_model(kind).config.to_dict(), "model_type": build_model(kind).config.model_type}
+    return phaze.import_graph(document, sequence_length=LENGTH)
+
+
 def planned(
     kind: str,
     world: int,
@@ -33,8 +40,8 @@ def planned(
 
 def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
     """A strategy with the plainest value for what it leaves open, so that nothing has to be searched."""
-    tp, pp = (int(str(strategy.get(name, 1))) for name in ("tp", "pp"))
-    dp = world // (tp * pp)
+    cp, tp, pp = (int(str(strategy.get(name, 1))) for name in ("cp", "tp", "pp"))
+    dp = world // (cp * tp * pp)
     plain: dict[str, object] = {"dp": dp, "tp": tp, "pp": pp, "zero": 0, "recompute": "none"}
     plain["micro_batch_size"] = 2 if dp > 1 or pp > 1 else 4  # at least two microbatches of eight samples
     if tp > 1:
@@ -53,7 +60,7 @@ def _planned(
     if strategy.get("zero") in (1, 2) and not recipe.master_bytes:
         recipe = replace(recipe, name=f"{precision}-adam-master", master_bytes=4)
     return phaze.evaluate(
-        imported(kind),
+        described(kind) if strategy.get("ep", 1) != 1 else imported(kind),
         cluster=f"cpu:{world}",
         global_batch_size=8,
         precision=recipe,

@@ -257,8 +257,8 @@ def _mamba() -> torch.nn.Module:
     return transformers.MambaForCausalLM(config)
 
 
-def _mixtral() -> torch.nn.Module:
-    layer = {**_SMALL, "num_hidden_layers": 1}
+def _mixtral(adds_router_loss: bool = False) -> torch.nn.Module:
+    layer = {**_SMALL, "num_hidden_layers": 1, "output_router_logits": adds_router_loss, "router_aux_loss_coef": 0.5}
     config = transformers.MixtralConfig(**layer, num_local_experts=4, num_experts_per_tok=2)
     return transformers.MixtralForCausalLM(config)
 
@@ -294,6 +294,7 @@ _BUILDERS = {
     "gemma3": _gemma3,
     "mamba": _mamba,
     "mixtral": _mixtral,
+    "mixtral-balanced": partial(_mixtral, adds_router_loss=True),
     "qwen2-moe": _qwen2_moe,
     "deepseek-v3": _deepseek_v3,
     "gpt-oss": _gpt_oss,

@@ -1,0 +1,257 @@
+"""Checkpoints of arranged models: saved in parts by all processes, resumed under any plan, or written whole.
+
+A checkpoint is a folder of torch.distributed.checkpoint. Its tensors are those of the whole model under the model's own
+names, in the model's own order, each process having written its parts, so that another plan and another number of
+processes read what they need of it (`save_checkpoint`, `load_checkpoint`):
+
+    model.NAME                parameters and persistent buffers
+    optimizer.NAME.KEY        what the optimizer knows of a parameter, such as Adam's two moments and its step
+    groups                    the optimizer's parameter groups without their parameters (learning rates and the like)
+
+`save_whole_model` writes the safetensors files that Hugging Face reads; no process holds more than one stage's part of
+them, one file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from phaze.backends.torch.split_parameters import distributed_as, to_device_order, to_model_order
+from phaze.errors import PlanError
+
+__all__ = ["TrainingState", "load_checkpoint", "save_checkpoint", "save_whole_model"]
+
+_GROUPS = "groups"
+LARGEST_FILE_BYTES = 4 * 2**30
+"""Files of a whole model are no larger, unless one tensor is: more would be held in memory at once, fewer make many
+files."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What a process has of a training run: its stages and its optimizer.
+
+    `first_names` are the names under which the whole model lists parameters first, by all names that it has for them: a
+    stage may know a tied parameter by another name.
+    """
+
+    stages: Sequence[torch.nn.Module]
+    optimizer: torch.optim.Optimizer
+    first_names: Mapping[str, str]
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+        """Every parameter of every stage, with its name there."""
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                yield stage, name, parameter
+
+    def whole_name(self, name: str) -> str:
+        """The name of a parameter or buffer in the whole model."""
+        return self.first_names.get(name, name)
+
+
+def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+    """Write a checkpoint; all processes call this, with one folder that they all reach."""
+    tensors: dict[str, Any] = {}
+    for stage in state.stages:
+        tensors |= {_model_path(state, name): value.detach() for name, value in _model_state(stage).items()}
+    for stage, name, parameter in state.parameters():
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[_optimizer_path(state, name, key)] = _in_model_order(stage, name, value)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(state)]
+    tensors[_GROUPS] = json.dumps(groups, default=str)
+    dcp.save(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
+
+
+def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+    """Read a checkpoint into a model and its optimizer, however they and the checkpoint's own were arranged.
+
+    Raises PlanError where the folder is no checkpoint, or not of this model.
+    """
+    known = _metadata(folder).state_dict_metadata
+    tensors: dict[str, Any] = {}
+    for stage in state.stages:
+        tensors |= {_model_path(state, name): torch.empty_like(value) for name, value in _model_state(stage).items()}
+    places = list(_optimizer_places(state, known))
+    for _, name, key, parameter in places:
+        path = _optimizer_path(state, name, key)
+        like = parameter.detach() if known[path].size == parameter.shape else torch.empty(known[path].size)
+        tensors[path] = torch.zeros_like(like, dtype=known[path].properties.dtype)
+    missing = sorted(name for name in tensors if name not in known)
+    if missing:
+        raise PlanError(
+            f"checkpoint {os.fspath(folder)!r} has no {missing[0]!r} ({len(missing)} names are missing): it is of "
+            "another model. Expected one that `run.save` wrote for this one."
+        )
+    tensors[_GROUPS] = ""
+    dcp.load(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
+    for stage in state.stages:  # other names of tied parameters are not in it
+        stage.load_state_dict({name: tensors[_model_path(state, name)] for name in _model_state(stage)}, strict=False)
+    for stage, name, key, parameter in places:
+        value = _in_device_order(stage, name, tensors[_optimizer_path(state, name, key)])
+        state.optimizer.state[parameter][key] = value
+    _set_groups(state, json.loads(tensors[_GROUPS]))
+
+
+def _model_path(state: TrainingState, name: str) -> str:
+    return f"model.{state.whole_name(name)}"
+
+
+def _optimizer_path(state: TrainingState, name: str, key: str) -> str:
+    return f"optimizer.{state.whole_name(name)}.{key}"
+
+
+def _model_state(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, each once, in the model's own order."""
+    first_names = {name for name, _ in stage.named_parameters()} | {name for name, _ in stage.named_buffers()}
+    return {name: value for name, value in stage.state_dict().items() if name in first_names}
+
+
+def _metadata(folder: str | os.PathLike[str]) -> Metadata:
+    try:
+        return dcp.FileSystemReader(folder).read_metadata()
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{os.fspath(folder)!r} is no checkpoint that can be read ({error}); expected a folder that `run.save` "
+            "wrote and that every process reaches."
+        ) from error
+
+
+def _optimizer_places(
+    state: TrainingState, known: Mapping[str, Any]
+) -> Iterator[tuple[torch.nn.Module, str, str, torch.nn.Parameter]]:
+    """What a checkpoint has of the optimizer for this process: stage, name, key and parameter of each tensor."""
+    keys: dict[str, list[str]] = {}
+    for path in known:
+        kind, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind == "optimizer":
+            keys.setdefault(name, []).append(key)
+    for stage, name, parameter in state.parameters():
+        if parameter.requires_grad:
+            for key in keys.get(state.whole_name(name), ()):
+                yield stage, name, key, parameter
+
+
+def _groups(state: TrainingState) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = state.optimizer.param_groups
+    return groups
+
+
+def _set_groups(state: TrainingState, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take learning rates and the like of a checkpoint, where its optimizer had as many groups as this one."""
+    if len(saved) != len(_groups(state)):
+        raise PlanError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, and this one has {len(_groups(state))}; "
+            "make the optimizer with the same groups."
+        )
+    for group, values in zip(_groups(state), saved, strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+# ------------------------------------------------------------------------------------- the order of fused projections
+
+
+def _order(stage: torch.nn.Module, name: str) -> Any:
+    """The cut and the number of devices of a parameter that is stored in the order of devices; None for others."""
+    path, _, key = name.rpartition(".")
+    return getattr(stage.get_submodule(path), "_phaze_strided", {}).get(key)
+
+
+def _in_model_order(stage: torch.nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    order = _order(stage, name)
+    if order is None or not isinstance(value, DTensor):
+        return value
+    return distributed_as(to_model_order(value.full_tensor(), *order), value)
+
+
+def _in_device_order(stage: torch.nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    order = _order(stage, name)
+    if order is None or not isinstance(value, DTensor):
+        return value
+    return distributed_as(to_device_order(value.full_tensor(), *order), value)
+
+
+# --------------------------------------------------------------------------------------------------- whole models
+
+
+def save_whole_model(
+    state: TrainingState, folder: str | os.PathLike[str], *, pipeline: dist.ProcessGroup, writes: bool
+) -> None:
+    """Write safetensors files of the whole model, and its config where it has one; all processes call this.
+
+    `pipeline` are the processes of all stages, and `writes` says whether this process writes those of its stages.
+    """
+    from safetensors.torch import save_file
+
+    target, place = Path(folder), dist.get_rank(pipeline)
+    target.mkdir(parents=True, exist_ok=True)
+    files: dict[str, list[str]] = {}
+    for tensors in _files_of(_whole_tensors(state, pipeline)):
+        file = f"model-stage{place}-{len(files)}.safetensors"
+        files[file] = list(tensors)
+        if writes:
+            save_file(tensors, target / file, metadata={"format": "pt"})
+    _write_index(state.stages, target, files, pipeline, writes=writes)
+
+
+def _whole_tensors(state: TrainingState, pipeline: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this process's place in the pipeline writes, gathered one by one; tied ones once."""
+    gathered: list[Any] = [None] * dist.get_world_size(pipeline)
+    names = [state.whole_name(name) for stage in state.stages for name in _model_state(stage)]
+    dist.all_gather_object(gathered, names, group=pipeline)
+    done = {name for of_place in gathered[: dist.get_rank(pipeline)] for name in of_place}
+    for stage in state.stages:
+        for name, value in _model_state(stage).items():
+            if state.whole_name(name) not in done:
+                done.add(state.whole_name(name))
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                yield state.whole_name(name), whole.detach().cpu().contiguous().clone()
+
+
+def _files_of(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors by the file that they are written to."""
+    waiting: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if waiting and size + tensor_bytes > LARGEST_FILE_BYTES:
+            yield waiting
+            waiting, size = {}, 0
+        waiting[name] = tensor
+        size += tensor_bytes
+    if waiting:
+        yield waiting
+
+
+def _write_index(
+    stages: Sequence[torch.nn.Module],
+    target: Path,
+    files: Mapping[str, Sequence[str]],
+    pipeline: dist.ProcessGroup,
+    *,
+    writes: bool,
+) -> None:
+    """Write which file has which tensor, and the model's config."""
+    gathered: list[Any] = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(gathered, dict(files), group=pipeline)
+    if not writes or dist.get_rank(pipeline):
+        return
+    index = {name: file for of_place in gathered for file, names in of_place.items() for name in names}
+    document = json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+    (target / "model.safetensors.index.json").write_text(document + "\n")
+    config = getattr(stages[0], "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        config.save_pretrained(target)

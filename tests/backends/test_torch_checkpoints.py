@@ -1,0 +1,89 @@
+"""Training saved under one plan and resumed under another goes on as one process does; whole models are read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from repository import ROOT
+from torch_plans import planned
+from torch_training import batch_of, build_model, loss_of
+
+SCRIPT = ROOT / "tests" / "support" / "torch_checkpoint_ranks.py"
+KIND, FIRST, LATER = "gpt2", (1, 2), (3, 4)
+RATE = 1e-2
+
+
+def of_one_process(kind: str) -> tuple[list[float], torch.nn.Module]:
+    """The losses of all steps, and the model that has trained the first ones."""
+    model = build_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses, saved = [], {}
+    for seed in FIRST + LATER:
+        optimizer.zero_grad()
+        loss = loss_of(kind, model, batch_of(kind, seed=seed))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if seed == FIRST[-1]:
+            saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    return losses, model
+
+
+def stage(folder: Path, kind: str, world: int, strategy: dict[str, object], **what: Any) -> dict[str, Any]:
+    """One part of a training history."""
+    path = folder / f"{len(list(folder.glob('*.plan')))}.plan"
+    planned(kind, world, strategy).save(path)
+    settled = {"resumes": "", "saves": "", "writes": "", "seeds": (), "learning_rate": RATE} | what
+    return {"kind": kind, "plan": str(path), "world": world, **settled}
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Two steps on dp2 x tp2, saved; then the next two on a pipeline and on one process; last a whole model."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved, whole = str(folder / "saved"), str(folder / "whole")
+    forgotten = {"learning_rate": 0.5}  # the checkpoint knows better
+    cases = [
+        stage(folder, KIND, 4, {"dp": 2, "tp": 2, "zero": 3}, seeds=FIRST, saves=saved),
+        stage(folder, KIND, 2, {"pp": 2}, resumes=saved, seeds=LATER, **forgotten),
+        stage(folder, KIND, 1, {}, resumes=saved, seeds=LATER, **forgotten),
+        stage(folder, KIND, 2, {"pp": 2}, resumes=saved, writes=whole),
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [json.loads((folder / f"losses{index}.json").read_text()) for index in range(len(cases))]
+
+
+def test_training_resumed_on_other_plans_goes_on_as_one_process_does(
+    history: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    expected, _ = of_one_process(KIND)
+    first, on_pipeline, alone, _ = history[1]
+    assert first["losses"] == pytest.approx(expected[:2], rel=1e-5)
+    assert on_pipeline["losses"] == pytest.approx(expected[2:], rel=1e-5)
+    assert alone["losses"] == pytest.approx(expected[2:], rel=1e-5)
+    assert on_pipeline["rates"] == alone["rates"] == [RATE]
+
+
+def test_a_whole_model_is_read_by_hugging_face(history: tuple[Path, list[dict[str, Any]]]) -> None:
+    read = transformers.AutoModelForCausalLM.from_pretrained(history[0] / "whole")
+    _, expected = of_one_process(KIND)
+    names = dict(read.named_parameters())
+    assert names.keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(names[name], parameter, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,61 @@
+"""Run as a program: ranks that train, save and resume under another plan, and write whole models.
+
+`python torch_checkpoint_ranks.py FOLDER` reads FOLDER/cases.json, a list of stages of one history: each has a plan, the
+size of its world, whether it resumes, and how many steps it trains. Losses are appended to FOLDER/losses.json.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch_training import batch_of, build_model, inputs_of
+
+import phaze
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for index, case in enumerate(json.loads((folder / "cases.json").read_text())):
+        processes.start_processes(serve, args=(folder, index, case), nprocs=case["world"], start_method="fork")
+
+
+def serve(rank: int, folder: Path, index: int, case: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting{index}",
+        rank=rank,
+        world_size=case["world"],
+        timeout=timedelta(seconds=300),
+    )
+    kind, plan = case["kind"], phaze.load_plan(case["plan"])
+    batch = batch_of(kind)
+    run = plan.apply(
+        build_model(kind),
+        inputs=inputs_of(kind, batch),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=case["learning_rate"]),
+    )
+    if case["resumes"]:
+        run.load(case["resumes"])
+    losses = [float(run.step(**run.share(batch_of(kind, seed=seed)))) for seed in case["seeds"]]
+    if case["saves"]:
+        run.save(case["saves"])
+    if case["writes"]:
+        run.save_pretrained(case["writes"])
+    if rank == 0:
+        rates = [group["lr"] for group in run.optimizer.param_groups]
+        (folder / f"losses{index}.json").write_text(json.dumps({"losses": losses, "rates": rates}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
