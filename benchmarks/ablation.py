@@ -17,18 +17,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from fit_published import FAMILIES, distinct, mape, run_of
-from published_rows import DATASETS, Row, read_rows
+from published import DATASETS, Row, read_rows
+from scoring import Scorer, distinct, mean_size, shipped_calibration
 
-from phaze.calibration_fitting import PreparedRun, prepare_run
-from phaze.calibration_fitting.pass_decomposition import PassParts
-from phaze.cost import PERFECT_STACK, Calibration, calibration_of
+from phaze.calibration_fitting import PreparedRun
+from phaze.calibration_fitting.pass_decomposition import LinkParts, PassParts
+from phaze.cost import PERFECT_STACK, Calibration
 from phaze.cost.systolic_cycles import Cycles, product_cycles
-from phaze.hardware import find_accelerator
-from phaze.hooks import PluginManager
 from phaze.place.simulation.event_simulation import StageTimes
 
-NO_LINKS = {"latency_s": 0.0, "inner_s": 0.0, "outer_s": 0.0}
+NO_LINKS = LinkParts(latency_s=0.0, inner_s=0.0, outer_s=0.0)
 STACK_FACTS = (
     "fusion",
     "hides_memory",
@@ -37,6 +35,7 @@ STACK_FACTS = (
     "alignment_bytes",
     "launches_ahead",
     "fuses_update",
+    "hides_reductions",
 )
 
 
@@ -49,17 +48,17 @@ class Case:
     calibration: Calibration
 
 
-def cases_of(rows: Sequence[Row], plugins: PluginManager, fact: str | None = None) -> list[Case]:
+def cases_of(rows: Sequence[Row], scorer: Scorer, fact: str | None = None) -> list[Case]:
     """Every row that has a time; with a ``fact`` its stack is as perfect in that as can be."""
-    found = []
-    for family in FAMILIES.values():
-        shipped = calibration_of(find_accelerator(family.chips[-1]))
-        stack = shipped.stack if fact is None else replace(shipped.stack, **{fact: getattr(PERFECT_STACK, fact)})
-        for row in distinct(rows):
-            if row.dataset in family.datasets:
-                own = row if fact is None else replace(row, stack={k: v for k, v in row.stack.items() if k != fact})
-                found.append(Case(row, prepare_run(run_of(own, stack), stack, plugins), shipped))
-    return found
+    cases = []
+    for row in distinct(rows):
+        shipped = shipped_calibration(row)
+        if fact is not None:
+            row = replace(row, stack={**row.stack, fact: getattr(PERFECT_STACK, fact)})
+        run = scorer.prepare(row, shipped.stack)
+        if isinstance(run, PreparedRun):
+            cases.append(Case(row, run, shipped))
+    return cases
 
 
 def without_parts(case: Case, change: Callable[[PassParts], PassParts], summed: float = 1.0) -> PreparedRun:
@@ -69,7 +68,7 @@ def without_parts(case: Case, change: Callable[[PassParts], PassParts], summed: 
             layer,
             forward=change(layer.forward),
             backward=change(layer.backward),
-            again=change(layer.again),
+            recompute=change(layer.recompute),
             accumulated_bytes=layer.accumulated_bytes * summed,
         )
         for key, layer in case.run.layers.items()
@@ -85,7 +84,7 @@ def without_memory(case: Case) -> float:
 
 def without_collectives(case: Case) -> float:
     """Links that take no time."""
-    run = without_parts(case, lambda part: replace(part, **NO_LINKS))  # type: ignore[arg-type]
+    run = without_parts(case, lambda part: replace(part, moved=NO_LINKS, rings=()))
     cluster = run.problem.cluster
     quick = tuple(
         replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * 1e6, latency_s=0.0)
@@ -131,7 +130,7 @@ def line(label: str, names: Sequence[str], cases: Sequence[Case], seconds: Calla
     for case in cases:
         assert case.row.seconds is not None
         errors[case.row.dataset].append(seconds(case) / case.row.seconds - 1)
-    cells = [f"{mape(errors[name]):>8.2%} {np.mean(errors[name]):+8.2%}" for name in names]
+    cells = [f"{mean_size(errors[name]):>8.2%} {np.mean(errors[name]):+8.2%}" for name in names]
     return f"{label:26}" + "".join(f"{cell:>20}" for cell in cells)
 
 
@@ -148,17 +147,16 @@ def main() -> None:
     parser.add_argument("--dataset", action="append", choices=DATASETS)
     parser.add_argument("--facts", action="store_true", help="also facts about the stack")
     arguments = parser.parse_args()
-    plugins = PluginManager.load()
     rows = read_rows(arguments.data, arguments.dataset)
-    cases = cases_of(rows, plugins)
+    cases = cases_of(rows, Scorer())
     names = [name for name in DATASETS if any(case.row.dataset == name for case in cases)]
     print(f"{'off: MAPE and bias':26}" + "".join(f"{name:>20}" for name in names))
     for label, seconds in TERMS.items():
         print(line(label, names, cases, seconds), flush=True)
     with patch("phaze.cost.work_prices.product_cycles", without_fill):
-        print(line("fill", names, cases_of(rows, plugins), with_terms()), flush=True)
+        print(line("fill", names, cases_of(rows, Scorer()), with_terms()), flush=True)
     for fact in STACK_FACTS if arguments.facts else ():
-        print(line(f"perfect in {fact}", names, cases_of(rows, plugins, fact), with_terms()), flush=True)
+        print(line(f"perfect in {fact}", names, cases_of(rows, Scorer(), fact), with_terms()), flush=True)
 
 
 if __name__ == "__main__":

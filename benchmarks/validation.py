@@ -1,278 +1,164 @@
-"""Predicted against measured training runs.
+"""The leaderboard: predicted against measured training runs, one line for each part of each published dataset.
 
-    python benchmarks/validation.py --data DIR [--dataset NAME] [--ideal] [--rows]
+    python benchmarks/validation.py --data DIR [--dataset NAME] [--rows] [--reasons] [--ideal]
 
-Every row of the published tables (formats as `published_rows.py` reads them) is built from its numbers and priced with
-`phaze.evaluate` under exactly its strategy. Printed per dataset: how many rows are scored and why others are not, mean
-and largest error and bias of the step time; beside it the best single constant (TFLOP/s per chip), each row predicted
-from the others. Then rankings (groups of rows that differ in strategy only), memory and out-of-memory rows.
-`ablation.py` does the same with one term of the model off in turn.
+Every row of the published tables (`published/` says what each table leaves out) is built from its numbers and
+predicted under exactly its strategy with the calibration that is shipped for its chip. Printed per part of a dataset:
+rows scored of rows, mean size of errors (MAPE), bias and 95th percentile; the MAPE when the calibration was fitted
+without the group of rows that differ from a row only in strategy (`fit_published.py` stored it); the best single
+constant (TFLOP/s per chip), each row from the others; pairs of strategies in the measured order within groups of at
+least three, and the mean regret of taking the predicted best; memory; and what the dataset's own authors reach with
+their tool.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from published_rows import DATASETS, Row, read_rows
+from published import DATASETS, Row, read_rows
+from scoring import Scored, Scorer, constant_errors, distinct, family_of, mean_size, rankings, shipped_calibration
 
-import phaze
-from phaze.cost import IDEAL, Calibration
-from phaze.cost.calibration import calibration_of as preset_calibration
+from phaze.cost import IDEAL
 from phaze.cost.calibration import fitted_families
-from phaze.errors import PhazeError
-from phaze.hardware import find_accelerator
-from phaze.plan.plan import Plan
 
-FAMILY_OF = {"sc21": "a100-80gb", "korthikanti": "a100-80gb", "bigscience": "a100-80gb"}
-FAMILY_OF |= {"torchtitan": "h100", "maxtext": "tpuv4", "maxtext-v5e": "tpuv4", "maxtext-v5p": "tpuv4"}
-FAMILY_OF |= {"internevo": "a100-80gb"}
+AUTHORS = {"vtrain single": 0.0837, "vtrain multi": 0.1473}
+"""Mean errors that the authors of a dataset published for their own tool on all of their rows (vTrain, README)."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """A row and what was predicted for it."""
-
-    row: Row
-    plan: Plan
-
-    @property
-    def error(self) -> float:
-        """Of the step time."""
-        assert self.row.seconds is not None
-        return self.plan.step_time_s / self.row.seconds - 1
-
-    @property
-    def flops(self) -> float:
-        """Matrix flops of one step and chip, recompute not counted."""
-        devices = self.row.strategy["dp"] * self.row.strategy["tp"] * self.row.strategy["pp"]
-        return self.plan.model.matmul_flops_per_sample * self.row.global_batch_size / devices
-
-    @property
-    def memory_bytes(self) -> float:
-        """Of the fullest device."""
-        return max(stage.memory_bytes["total"] for stage in self.plan.stages)
-
-    @property
-    def fit(self) -> str:
-        """The worst stage's."""
-        return max((stage.fit for stage in self.plan.stages), key=("fits", "marginal", "over").index)
+_HEADER = (
+    f"{'dataset':34}{'chip':>10}{'scored':>11}{'MAPE':>8}{'bias':>8}{'95th':>8}{'left out':>9}{'constant':>9}"
+    f"{'pairs':>12}{'regret':>8}{'memory':>12}{'authors':>9}"
+)
 
 
-def calibration_for(row: Row, is_ideal: bool = False) -> Calibration:
-    """The calibration of the row's family of chips, on the row's own stack."""
-    if is_ideal:
-        return IDEAL
-    found = preset_calibration(find_accelerator(FAMILY_OF[row.dataset]))
-    return replace(found, stack=replace(found.stack, **row.stack))
+def part_of(row: Row) -> str:
+    """What a row is listed under."""
+    return f"{row.dataset} {row.split}".strip()
 
 
-def price(row: Row, calibration: Calibration) -> Plan:
-    """The row's strategy, priced."""
-    strategy = {key: value for key, value in row.strategy.items() if value is not None}
-    if "stages" not in strategy and strategy["pp"] == 1:
-        graph = phaze.import_graph(row.model, sequence_length=row.sequence_length)
-        strategy["stages"] = (len(graph.layers),)
-    return phaze.evaluate(
-        row.model,
-        strategy=strategy,
-        cluster=row.cluster,
-        global_batch_size=row.global_batch_size,
-        precision=row.recipe or "bf16",
-        sequence_length=row.sequence_length,
-        attention=row.attention,
-        target=None,
-        compares=False,
-        calibration=calibration,
-    ).plan
-
-
-def score(rows: Sequence[Row], is_ideal: bool = False) -> tuple[list[Scored], list[Row]]:
-    """All rows that can be, equal questions priced once; and all rows, with a reason where they could not be."""
-    known: dict[tuple[object, ...], Plan | str] = {}
-    found, told = [], []
+def score_all(rows: Sequence[Row], scorer: Scorer, is_ideal: bool) -> tuple[list[Scored], list[tuple[Row, str]]]:
+    """Every row predicted, or with the reason why it is not; rows of equal questions are predicted once."""
+    scored: list[Scored] = []
+    reasons: list[tuple[Row, str]] = []
     for row in rows:
-        answer: Plan | str = row.reason or ""
-        if row.reason is None:
-            if (key := row.question) not in known:
-                try:
-                    known[key] = price(row, calibration_for(row, is_ideal))
-                except PhazeError as error:
-                    known[key] = f"refused: {error}"
-            answer = known[key]
-        told.append(replace(row, reason=answer) if isinstance(answer, str) else row)
-        if not isinstance(answer, str):
-            found.append(Scored(row=row, plan=answer))
-    return found, told
+        answer = scorer.score(row, IDEAL if is_ideal else shipped_calibration(row))
+        if isinstance(answer, str):
+            reasons.append((row, answer))
+        else:
+            scored.append(answer)
+    return scored, reasons
 
 
-def timed(scored: Iterable[Scored]) -> list[Scored]:
-    """Rows with a measured time; a row that repeats another in everything, time included, counts once."""
-    found: dict[tuple[object, ...], Scored] = {}
+def percent(value: float | None, width: int, sign: str = "") -> str:
+    """A share in percent, or a dash."""
+    return f"{'-' if value is None else format(value, sign + '.1%'):>{width}}"
+
+
+def left_out_error(part: str, chip: str) -> float | None:
+    """The stored error of a part with groups left out."""
+    family = family_of(chip)
+    if family is None:
+        return None
+    stored = fitted_families()[family]["errors"].get(part)
+    return None if stored is None else stored.get("group_left_out")
+
+
+def memory_text(scored: Sequence[Scored]) -> str:
+    """Rows with measured memory and their mean error."""
+    known = {(one.row.question, one.row.memory_bytes): one for one in scored if one.row.memory_bytes}
+    errors = [one.memory_bytes / float(one.row.memory_bytes or 1) - 1 for one in known.values()]
+    return f"{len(errors)}: {mean_size(errors):.1%}" if errors else "-"
+
+
+def line_of(part: str, rows: Sequence[Row], scored: Sequence[Scored]) -> str:
+    """One line of the leaderboard."""
+    kept = {id(row) for row in distinct([one.row for one in scored])}
+    timed = [one for one in scored if id(one.row) in kept]
+    chips = sorted({row.chip for row in rows if row.chip})
+    chip = chips[0] if len(chips) == 1 else f"{len(chips)} chips" if chips else "-"
+    head = f"{part:34}{chip:>10}{f'{len(timed)} of {len(rows)}':>11}"
+    if not timed:
+        return head + f"{'':>65}{memory_text(scored):>12}"
+    errors = [one.error for one in timed]
+    sizes = sorted(abs(error) for error in errors)
+    groups = rankings(timed)
+    pairs, agreed = sum(group.pairs for group in groups), sum(group.agreed for group in groups)
+    regret = statistics.mean(group.regret for group in groups) if groups else None
+    return (
+        head
+        + percent(mean_size(errors), 8)
+        + percent(statistics.mean(errors), 8, "+")
+        + percent(sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], 8)
+        + percent(left_out_error(part, chips[0]), 9)
+        + percent(mean_size(constant_errors(timed)), 9)
+        + f"{f'{agreed} of {pairs}' if pairs else '-':>12}"
+        + percent(regret, 8)
+        + f"{memory_text(scored):>12}"
+        + percent(AUTHORS.get(part), 9)
+    )
+
+
+def print_rows(part: str, scored: Sequence[Scored]) -> None:
+    """Every row of a part."""
+    print(f"\n{part}")
     for one in scored:
-        if one.row.seconds is not None:
-            found.setdefault((*one.row.question, one.row.seconds), one)
-    return list(found.values())
+        text = f"  {one.row.name:78}"
+        if one.row.seconds:
+            text += f" measured {one.row.seconds:9.3f} s predicted {one.predicted_s:9.3f} s {one.error:+7.1%}"
+        if one.row.memory_bytes or one.row.is_out_of_memory:
+            measured = "out" if one.row.is_out_of_memory else f"{float(one.row.memory_bytes or 0) / 2**30:.1f}"
+            text += f" memory {measured} GiB predicted {one.memory_bytes / 2**30:.1f} GiB {one.fit}"
+        print(text)
 
 
-def print_times(name: str, rows: Sequence[Row], scored: Sequence[Scored], shows_rows: bool) -> None:
-    """Errors of the step time."""
-    own = timed(one for one in scored if one.row.dataset == name)
-    total = [row for row in rows if row.dataset == name]
-    if not total:
-        return
-    print(f"\n{name}: scored {len(own)} of {len(total)} rows")
-    repeated = sum(one.row.dataset == name and one.row.seconds is not None for one in scored) - len(own)
-    if repeated:
-        print(f"  {repeated} rows repeat another one, time included: counted once")
-    untimed = [one.row.name for one in scored if one.row.dataset == name and one.row.seconds is None]
-    if untimed:
-        print(f"  {len(untimed)} rows ran out of memory and have no time: {', '.join(untimed)}")
-    for reason in sorted({row.reason for row in total if row.reason}):
-        names = [row.name for row in total if row.reason == reason]
-        print(f"  {len(names)} rows, {reason}: {', '.join(names)}")
-    if shows_rows:
-        for one in own:
-            print(
-                f"  {one.row.name:58} measured {one.row.seconds:8.3f} s  predicted {one.plan.step_time_s:8.3f} s "
-                f"{one.error:+7.1%}"
-            )
-    if own:
-        errors = [one.error for one in own]
-        print(f"  step time: {summary(errors)}")
-        best = best_rate(rates(own)) / 1e12
-        print(f"  best constant {best:.1f} TFLOP/s per chip, each row from the others: {summary(constant_errors(own))}")
-    fitted = [family["errors"][name] for family in fitted_families().values() if name in family["errors"]]
-    for known in fitted:
-        print(f"  when fitted: {dict(known)}")
-
-
-def summary(errors: Sequence[float]) -> str:
-    """Mean, maximum, bias."""
-    sizes = [abs(error) for error in errors]
-    return f"MAPE {statistics.mean(sizes):.2%}, largest {max(sizes):.1%}, bias {statistics.mean(errors):+.2%}"
-
-
-def rates(scored: Sequence[Scored]) -> list[float]:
-    """Flops per second and chip of each row."""
-    return [one.flops / float(one.row.seconds or 1) for one in scored]
-
-
-def best_rate(measured: Sequence[float]) -> float:
-    """The single rate with the least mean error over all rows that were measured at these."""
-    return min(measured, key=lambda rate: sum(abs(one / rate - 1) for one in measured))
-
-
-def constant_errors(scored: Sequence[Scored]) -> list[float]:
-    """With a single rate per chip, the best of the other rows."""
-    measured = rates(scored)
-    return [
-        one / best_rate(measured[:index] + measured[index + 1 :] or measured) - 1 for index, one in enumerate(measured)
-    ]
-
-
-def print_gains(scored: Sequence[Scored]) -> None:
-    """What selective recompute with sequence parallelism brings over full recompute."""
-    pairs: dict[str, dict[str, Scored]] = defaultdict(dict)
-    for one in timed(scored):
-        if one.row.dataset == "korthikanti":
-            model, _, recompute = one.row.name.rpartition(" ")
-            pairs[model][recompute] = one
-    for model, kinds in pairs.items():
-        if len(kinds) == 2:
-            full, selective = kinds["full"], kinds["selective"]
-            measured = float(full.row.seconds or 0) / float(selective.row.seconds or 1) - 1
-            predicted = full.plan.step_time_s / selective.plan.step_time_s - 1
-            print(
-                f"  {model}: selective recompute + sequence parallelism gains {measured:.1%}, predicted {predicted:.1%}"
-            )
-
-
-def print_rankings(scored: Sequence[Scored]) -> None:
-    """Groups of rows that differ in strategy only."""
-    groups: dict[tuple[object, ...], dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
-    for one in timed(scored):
-        if one.row.group is not None:
-            keys = ("dp", "tp", "pp", "micro_batch_size", "zero", "chunks")
-            groups[one.row.group][str([one.row.strategy[key] for key in keys])].append(one)
-    agreed = pairs = 0
-    regrets, lines = [], []
-    for group, strategies in groups.items():
-        if len(strategies) < 3:
-            continue
-        points = [
-            (
-                statistics.mean(float(one.row.seconds or 0) for one in same),
-                statistics.mean(one.plan.step_time_s for one in same),
-            )
-            for same in strategies.values()
-        ]
-        regret = min(points, key=lambda point: point[1])[0] / min(point[0] for point in points) - 1
-        regrets.append(regret)
-        for first, second in combinations(points, 2):
-            pairs += first[0] != second[0]
-            agreed += (first[0] - second[0]) * (first[1] - second[1]) > 0
-        lines.append(f"  {group}: {len(points)} strategies, Spearman {spearman(points):+.2f}, regret {regret:.1%}")
-    if pairs:
-        print("\nrankings (hidden, layers, heads, GPUs, batch)")
-        print("\n".join(lines))
-        print(f"  pairs in the measured order: {agreed} of {pairs} ({agreed / pairs:.0%}); ", end="")
-        print(f"mean regret {statistics.mean(regrets):.1%}")
-
-
-def spearman(points: Sequence[tuple[float, float]]) -> float:
-    """Correlation of ranks; equal values share theirs."""
-    ranks = []
-    for side in (0, 1):
-        values = [point[side] for point in points]
-        ranks.append([sum(other < one for other in values) + (values.count(one) - 1) / 2 for one in values])
-    return statistics.correlation(*ranks) if all(len(set(rank)) > 1 for rank in ranks) else 0.0
-
-
-def print_memory(scored: Sequence[Scored], shows_rows: bool) -> None:
-    """Predicted against measured memory, and rows that ran out of it."""
-    for name in DATASETS:
-        own = [one for one in scored if one.row.dataset == name and one.row.memory_bytes]
-        own = list({(one.row.question, one.row.memory_bytes): one for one in own}.values())
-        if own:
-            errors = [one.memory_bytes / float(one.row.memory_bytes or 1) - 1 for one in own]
-            print(f"\nmemory, {name}: {len(own)} rows, {summary(errors)}")
-            if shows_rows:
-                for one, error in zip(own, errors, strict=True):
-                    gib = (one.memory_bytes / 2**30, float(one.row.memory_bytes or 0) / 2**30)
-                    sizes = f"measured {gib[1]:6.1f} predicted {gib[0]:6.1f} GiB {error:+7.1%} {one.fit}"
-                    print(f"  {one.row.name:58} {sizes}")
-        out = [one for one in scored if one.row.dataset == name and one.row.is_out_of_memory]
-        if out:
-            called = sum(one.fit != "fits" for one in out)
-            print(f"  out of memory: {called} of {len(out)} called over or marginal")
-        fitting = [one for one in scored if one.row.dataset == name and one.row.seconds is not None]
-        wrong = [one.row.name for one in fitting if one.fit == "over"]
-        if fitting:
-            print(f"  {name}: rows that ran and are called over: {len(wrong)} of {len(fitting)} {wrong}")
+def print_summary(scored: Sequence[Scored]) -> None:
+    """Rankings and memory over all datasets."""
+    groups = rankings([one for one in scored if one.row.seconds])
+    if groups:
+        pairs, agreed = sum(group.pairs for group in groups), sum(group.agreed for group in groups)
+        regret = statistics.mean(group.regret for group in groups)
+        print(f"\nrankings: {len(groups)} groups, {agreed} of {pairs} pairs in order ({agreed / pairs:.1%}), ", end="")
+        print(f"mean regret {regret:.1%}")
+    out = [one for one in scored if one.row.is_out_of_memory]
+    called = sum(one.fit != "fits" for one in out)
+    print(f"out of memory: {called} of {len(out)} rows called over or marginal")
+    ran = [one for one in scored if one.row.seconds]
+    over = [f"{part_of(one.row)} {one.row.name}" for one in ran if one.fit == "over"]
+    print(f"called over although they ran: {len(over)} of {len(ran)}")
+    for name in over:
+        print(f"  {name}")
 
 
 def main() -> None:
-    """Read, price, print."""
+    """Read, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the published tables")
     parser.add_argument("--dataset", action="append", choices=DATASETS)
     parser.add_argument("--ideal", action="store_true", help="without calibrations")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--reasons", action="store_true", help="name every row that is not scored")
     arguments = parser.parse_args()
     rows = read_rows(arguments.data, arguments.dataset)
-    scored, rows = score(rows, is_ideal=arguments.ideal)
-    for name in DATASETS:
-        print_times(name, rows, scored, arguments.rows)
-        if name == "korthikanti":
-            print_gains(scored)
-    print_rankings(scored)
-    print_memory(scored, arguments.rows)
+    scored, reasons = score_all(rows, Scorer(), arguments.ideal)
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(part_of(row), []).append(row)
+    print(_HEADER)
+    for part, own in parts.items():
+        print(line_of(part, own, [one for one in scored if part_of(one.row) == part]), flush=True)
+    print_summary(scored)
+    if arguments.rows:
+        for part in parts:
+            print_rows(part, [one for one in scored if part_of(one.row) == part])
+    print("\nnot scored, and why")
+    for (dataset, reason), count in Counter((row.dataset, reason) for row, reason in reasons).items():
+        names = [row.name for row, why in reasons if (row.dataset, why) == (dataset, reason)]
+        print(f"  {dataset}: {count} rows, {reason}" + (f": {'; '.join(names)}" if arguments.reasons else ""))
+    print(f"\n{len(scored)} of {len(rows)} rows in {time.process_time():.0f} s of processor time")
 
 
 if __name__ == "__main__":

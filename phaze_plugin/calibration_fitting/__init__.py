@@ -3,10 +3,11 @@
 from phaze.calibration_fitting.least_squares import Fit, fit_terms, separable_terms
 from phaze.calibration_fitting.measured_runs import Run, read_steps
 from phaze.calibration_fitting.profiler_trace import StepTrace, TraceFit, fit_trace, read_trace
-from phaze.calibration_fitting.run_prediction import PreparedRun, prepare_run
+from phaze.calibration_fitting.run_prediction import PreparedLayers, PreparedRun, prepare_run
 
 __all__ = [
     "Fit",
+    "PreparedLayers",
     "PreparedRun",
     "Run",
     "StepTrace",

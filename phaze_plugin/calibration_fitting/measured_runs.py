@@ -59,6 +59,8 @@ class Run:
         stack: where it differs from that of the other runs.
         attention: how it ran, "fused" or "unfused"; None for what the chip's software does.
         weight: how much the run counts in a fit.
+        blocks: how many equal blocks the model has in a row, where ``model`` shows four of them only: whoever prepares
+            runs of many depths imports and slices one.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Run:
     stack: Stack | None = None
     attention: str | None = None
     weight: float = 1.0
+    blocks: int | None = None
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Run]:

@@ -5,6 +5,8 @@ and memory seconds of an op, and a collective's latency A, inner seconds B and o
 
     op          max(T/matrix + M/memory, V/vector) + overhead     (max(T/matrix, M/memory, ..) where memory is hidden)
     collective  A + B/link + C/network + overhead
+    attention   of W seconds in n blocks, whose keys go around in a ring of R seconds: max(W, W/n + R); a product in n
+                pieces beside its collectives likewise
 
 T and M are those of `phaze.cost.work_prices`: T is that of product kernels where they were measured, traffic included.
 Where the host launches ahead, overhead is no part of an op. A pass takes at least overhead * (ops and collectives).
@@ -18,14 +20,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.cost import Calibration, Stack, Work, fuse_epilogues, group_work, price_works
+from phaze.cost import Calibration, OpGroup, Stack, Work, fuse_epilogues, group_work, price_works
 from phaze.cost.product_kernels import ProductKernels
 from phaze.hardware import Accelerator
 from phaze.ir import Graph, Op, OpKind
+from phaze.profile.layer_jobs import group_edges, pieces_of_products
 from phaze.shard import Axis
+from phaze.shard.mesh_axes import WAYS, is_ring
 
 __all__ = [
+    "LinkParts",
     "PassParts",
+    "RingParts",
     "pass_parts",
     "work_parts",
 ]
@@ -33,16 +39,37 @@ __all__ = [
 _Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkParts:
+    """Seconds of some collectives together: latency, and on inner and outer links at full bandwidth."""
+
+    latency_s: float
+    inner_s: float
+    outer_s: float
+
+    def seconds(self, calibration: Calibration) -> float:
+        """All of them under a calibration, without launches."""
+        return self.latency_s + self.inner_s / calibration.link + self.outer_s / calibration.network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingParts:
+    """Collectives beside op number `op` of a pass, an attention or a product: behind all of its `blocks` but one."""
+
+    op: int
+    blocks: int
+    links: LinkParts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassParts:
-    """Ideal seconds per op (tensor, vector, memory), and of all collectives together (latency, inner, outer)."""
+    """Ideal seconds per op (tensor, vector, memory), of rings, and of all other collectives together."""
 
     tensor_s: _Floats
     vector_s: _Floats
     memory_s: _Floats
-    latency_s: float
-    inner_s: float
-    outer_s: float
+    moved: LinkParts
+    rings: tuple[RingParts, ...]
     links: int
     hides_memory: bool
 
@@ -50,10 +77,14 @@ class PassParts:
         """The pass under a calibration of the same stack."""
         tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
         run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
-        ops = np.maximum(run, self.vector_s / calibration.vector).sum()
-        moved = self.latency_s + self.inner_s / calibration.link + self.outer_s / calibration.network
+        ops = np.maximum(run, self.vector_s / calibration.vector)
+        for ring in self.rings:
+            blocks_s = ops[ring.op] + (ring.blocks - 1) * calibration.op_overhead_s
+            waits_s = ring.links.seconds(calibration) - (1 - 1 / ring.blocks) * blocks_s
+            ops[ring.op] = blocks_s + max(0.0, waits_s)
         launched = len(run) + self.links
-        return float(max(ops + moved + launched * calibration.op_overhead_s, launched * calibration.overhead_s))
+        spent = ops.sum() + self.moved.seconds(calibration) + launched * calibration.op_overhead_s
+        return float(max(spent, launched * calibration.overhead_s))
 
 
 def work_parts(
@@ -83,25 +114,55 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
     """The parts of ``ops``, a pass of a sliced layer."""
     groups = fuse_epilogues(local, ops, stack.fusion)
     links = [group.head for group in groups if group.head.kind is OpKind.COLLECTIVE]
-    computing = (group for group in groups if group.head.kind is not OpKind.COLLECTIVE)
-    works = [work for group in computing if (work := group_work(group, local.tensors)).compulsory_bytes]
+    computing = [group for group in groups if group.head.kind is not OpKind.COLLECTIVE]
+    priced = [(group, work) for group in computing if (work := group_work(group, local.tensors)).compulsory_bytes]
+    works = [work for _, work in priced]
     chip, products = axis.cluster.accelerator, axis.calibration.products
     tensor, vector, memory = work_parts(works, chip, stack, products) if works else (np.zeros(0),) * 3
-    # Halving an efficiency doubles the seconds on its links, so that the differences are what those links take.
-    whole, inner, outer = (
-        sum(_link_s(axis, local, op, link, network) for op in links)
-        for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
-    )
+    rings = _rings(local, [group for group, _ in priced], [op for op in links if is_ring(op)], axis)
+    beside = {op.id for op in links if is_ring(op)}
+    if stack.pipelines_products and axis.tp > 1:
+        index_of = {group.head.id: index for index, (group, _) in enumerate(priced)}
+        for product, pieces in pieces_of_products(groups, group_edges(groups)).items():
+            heads = [groups[piece].head for piece in pieces]
+            beside.update(op.id for op in heads)
+            index = index_of[groups[product].head.id]
+            rings.append(RingParts(op=index, blocks=axis.tp, links=_link_parts(axis, local, heads)))
     return PassParts(
         tensor_s=tensor,
         vector_s=vector,
         memory_s=memory,
-        latency_s=max(0.0, 3 * whole - inner - outer),
-        inner_s=inner - whole,
-        outer_s=outer - whole,
+        moved=_link_parts(axis, local, [op for op in links if op.id not in beside]),
+        rings=tuple(rings),
         links=len(links),
         hides_memory=stack.hides_memory,
     )
+
+
+def _rings(local: Graph, groups: Sequence[OpGroup], links: Sequence[Op], axis: Axis) -> list[RingParts]:
+    """The ring of each attention: exchanges of keys that it reads and of gradients that it makes."""
+    rings = []
+    for index, group in enumerate(groups):
+        if group.head.kind is not OpKind.ATTENTION:
+            continue
+        touched = {*group.head.inputs, *group.head.outputs}
+        beside = [op for op in links if touched.intersection((*op.inputs, *op.outputs))]
+        if beside:
+            blocks = max(op.rule.size(WAYS) for op in beside)
+            rings.append(RingParts(op=index, blocks=blocks, links=_link_parts(axis, local, beside)))
+    return rings
+
+
+def _link_parts(axis: Axis, local: Graph, links: Sequence[Op]) -> LinkParts:
+    """The parts of some collectives.
+
+    Halving an efficiency doubles the seconds on its links, so that the differences are what those links take.
+    """
+    whole, inner, outer = (
+        sum(_link_s(axis, local, op, link, network) for op in links)
+        for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
+    )
+    return LinkParts(latency_s=max(0.0, 3 * whole - inner - outer), inner_s=inner - whole, outer_s=outer - whole)
 
 
 def _link_s(axis: Axis, local: Graph, op: Op, link: float, network: float) -> float:

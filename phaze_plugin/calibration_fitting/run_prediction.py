@@ -7,7 +7,7 @@ tables of `phaze.place`; so a prepared run agrees with `phaze.evaluate` wherever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +20,8 @@ from phaze.cost.product_kernels import ProductKernels, product_kernels_of
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.parallelism import Choices, Parallelism, PipelineSchedule, read_strategy
-from phaze.place import LayerProfile, PlacementProblem
+from phaze.parallelism import ALL_DEVICES, Choices, Parallelism, PipelineSchedule, read_strategy
+from phaze.place import Flow, LayerProfile, PlacementGraph, PlacementLayer, PlacementProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import StageSpace
@@ -29,11 +29,11 @@ from phaze.place.model.stage_sums import build_stage_sums
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement import stage_times
-from phaze.planner.strategy_search import graph_at
-from phaze.profile.layer_memory import layer_outputs, layer_parameter_bytes, peak_working_bytes
+from phaze.profile.layer_memory import expert_parameters, layer_outputs, layer_parameter_bytes, peak_working_bytes
 from phaze.profile.layer_passes import placement_graph
 from phaze.profile.layer_profile import Bounded
-from phaze.profile.model_profiles import fastest_slicing, layer_keys, layer_variants, repeated_layers
+from phaze.profile.local_graphs import LocalGraphs
+from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slicings
 from phaze.question import Question, QuestionOptions, ask, settled_cluster
 from phaze.shard import ShardedLayer, ShardedModel, slice_layer
 
@@ -41,10 +41,17 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
 __all__ = [
+    "SHOWN_BLOCKS",
+    "PreparedLayers",
     "PreparedRun",
     "complete_strategy",
+    "deepened",
     "prepare_run",
 ]
+
+SHOWN_BLOCKS = 4
+"""Blocks in the model of a run that says how many it has: a first and a last one and two between them, which are equal
+to all others between them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +73,40 @@ class _Layer:
             backward_input_s=Bounded.exact(self.backward.seconds(calibration) + summed_s),
             recompute_s=Bounded.exact(self.recompute.seconds(calibration)),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _SlicedModel:
+    """A model sliced for one device: its layers as placement sees them, and the distinct ones by key."""
+
+    placement: PlacementGraph
+    layers: Mapping[str, _Layer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLayers:
+    """Models sliced so far, so that runs which share a model, a slicing and a chip take the work of one.
+
+    Runs share where their model is the same object; whoever prepares many runs imports each model once.
+    """
+
+    sliced: dict[object, _SlicedModel] = field(default_factory=dict)
+    models: dict[int, object] = field(default_factory=dict)
+
+    def of(
+        self, run: Run, question: Question, parallelism: Parallelism, mode: RecomputeMode, stack: Stack
+    ) -> _SlicedModel:
+        """The run's model, sliced."""
+        cluster, devices = question.cluster, parallelism.tp * parallelism.cp * parallelism.ep
+        self.models[id(run.model)] = run.model  # An object that is kept alive shares its number with no other one.
+        key = (
+            *(id(run.model), run.sequence_length, question.attention, question.recipe, stack, mode),
+            *(parallelism.micro_batch_size, parallelism.tp, parallelism.cp, parallelism.ep),
+            *(question.choices.sequence_parallel, cluster.accelerator, cluster.levels if devices > 1 else ()),
+        )
+        if key not in self.sliced:
+            self.sliced[key] = _sliced(question, parallelism, mode, stack)
+        return self.sliced[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,8 +185,11 @@ class PreparedRun:
         )
 
 
-def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
-    """Slice a run's strategy; raises what `phaze.evaluate` raises for a model, cluster or strategy that cannot be."""
+def prepare_run(run: Run, stack: Stack, plugins: PluginManager, known: PreparedLayers | None = None) -> PreparedRun:
+    """Slice a run's strategy; raises what `phaze.evaluate` raises for a model, cluster or strategy that cannot be.
+
+    `known` keeps what serves other runs again.
+    """
     stack = run.stack or stack
     fixed = read_strategy(run.strategy)
     options: QuestionOptions = {
@@ -158,10 +202,11 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager) -> PreparedRun:
         "attention": run.attention,
     }
     question = ask(run.model, None, options, plugins, {"tp": 1, **run.strategy})
-    parallelism = complete_strategy(fixed, question)
-    stages = fixed.get("stages") or _even_stages(len(question.graph.layers), parallelism.stages)
+    layers = len(question.graph.layers) + (0 if run.blocks is None else run.blocks - SHOWN_BLOCKS)
+    parallelism = complete_strategy(fixed, question, layers)
+    stages = fixed.get("stages") or _even_stages(layers, parallelism.stages)
     assert isinstance(stages, tuple)
-    return _prepared(run, question, parallelism, stages, stack)
+    return _prepared(run, question, parallelism, stages, stack, known or PreparedLayers())
 
 
 def _products(run: Run, plugins: PluginManager) -> ProductKernels | None:
@@ -169,25 +214,33 @@ def _products(run: Run, plugins: PluginManager) -> ProductKernels | None:
     return product_kernels_of(settled_cluster(run.cluster, plugins).accelerator)
 
 
-def complete_strategy(fixed: Mapping[str, object], question: Question) -> Parallelism:
-    """A strategy with nothing left open: what it lacks is the plainest choice."""
-    tp, pp, chunks = (int(str(fixed.get(name, 1))) for name in ("tp", "pp", "chunks"))
-    dp = int(str(fixed.get("dp") or max(1, question.cluster.device_count // (tp * pp))))
+def complete_strategy(fixed: Mapping[str, object], question: Question, layers: int | None = None) -> Parallelism:
+    """A strategy with nothing left open: what it lacks is the plainest choice.
+
+    The model has so many layers, or those of the question's graph.
+    """
+    tp, pp, chunks, cp, ep = (int(str(fixed.get(name, 1))) for name in ("tp", "pp", "chunks", "cp", "ep"))
+    dp = int(str(fixed.get("dp") or max(1, question.cluster.device_count // (tp * cp * pp))))
+    shard = fixed.get("shard", ALL_DEVICES)
+    assert isinstance(shard, int | str)
     plainest = PipelineSchedule.ONE_F_ONE_B if chunks == 1 else PipelineSchedule.INTERLEAVED
     modes = fixed.get("recompute", (RecomputeMode.NONE,))
     assert isinstance(modes, tuple)
     if len(set(modes)) > 1:
         raise QuestionError("recompute differs between stages; measured runs need one mode for all of them.")
-    layers = len(question.graph.layers)
+    layers = len(question.graph.layers) if layers is None else layers
     if pp * chunks > layers:
         raise QuestionError(f"{pp * chunks} stages for {layers} layers; expected at most one stage a layer.")
     return Parallelism(
         dp=dp,
+        shard=shard,
+        cp=cp,
+        ep=ep,
         tp=tp,
         pp=pp,
         chunks=chunks,
         schedule=PipelineSchedule(str(fixed.get("schedule", PipelineSchedule.NONE if pp == 1 else plainest))),
-        zero=0 if dp == 1 else int(str(fixed.get("zero", 0))),
+        zero=0 if dp * cp == 1 else int(str(fixed.get("zero", 0))),
         micro_batch_size=question.micro_batch_sizes[0],
         recompute=modes[:1],
     )
@@ -199,23 +252,28 @@ def _even_stages(layers: int, count: int) -> tuple[int, ...]:
 
 
 def _prepared(
-    run: Run, question: Question, parallelism: Parallelism, stages: tuple[int, ...], stack: Stack
+    run: Run,
+    question: Question,
+    parallelism: Parallelism,
+    stages: tuple[int, ...],
+    stack: Stack,
+    known: PreparedLayers,
 ) -> PreparedRun:
     mode, tp = parallelism.recompute[0], parallelism.tp
-    graph = graph_at(question, parallelism.micro_batch_size)
-    model = fastest_slicing(question, graph, tp)
-    layers = _layers(model, mode, stack, question.recipe.gradient_bytes)
-    profiles = {(key, tp, mode): layer.profile for key, layer in layers.items()}
+    sliced = known.of(run, question, parallelism, mode, stack)
+    placement = sliced.placement if run.blocks is None else deepened(sliced.placement, run.blocks)
     problem = PlacementProblem(
-        graph=placement_graph(graph, layer_keys(model)),
-        profiles=profiles,
+        graph=placement,
+        profiles={(key, tp, mode): layer.profile for key, layer in sliced.layers.items()},
         cluster=question.cluster,
         micro_batches=question.global_batch_size // parallelism.micro_batch_size,
+        cp=parallelism.cp,
+        ep=parallelism.ep,
         recipe=question.recipe,
         choices=Choices(recompute=(mode,)),
     )
-    if sum(stages) != len(graph.layers):
-        raise QuestionError(f"strategy has stages of {sum(stages)} layers; the model has {len(graph.layers)}.")
+    if sum(stages) != len(placement.layers):
+        raise QuestionError(f"strategy has stages of {sum(stages)} layers; the model has {len(placement.layers)}.")
     schedule = parallelism.schedule
     rounds = parallelism.micro_batches_per_pipeline(problem.micro_batches)
     return PreparedRun(
@@ -224,9 +282,59 @@ def _prepared(
         problem=problem,
         space=_space_of(stages),
         parallelism=parallelism,
-        layers=layers,
+        layers=sliced.layers,
         mode=mode,
         program=compile_order(pipeline_order(schedule, parallelism.pp, rounds, parallelism.chunks)),
+    )
+
+
+def deepened(graph: PlacementGraph, blocks: int) -> PlacementGraph:
+    """The layers of a model with so many equal blocks in a row, from one that shows `SHOWN_BLOCKS` of them.
+
+    The third block is repeated: the first and the last one may be sliced otherwise than those between them. Tensors
+    that it makes go to the next one only, and what it reads of earlier layers its copies read, too.
+    """
+    is_block = [index for index, is_body in enumerate(graph.body) if is_body]
+    more = blocks - SHOWN_BLOCKS
+    if len(is_block) != SHOWN_BLOCKS or is_block != list(range(is_block[0], is_block[0] + SHOWN_BLOCKS)) or more < 0:
+        raise QuestionError(
+            f"the model shows {len(is_block)} equal blocks and is said to have {blocks}; "
+            f"expected {SHOWN_BLOCKS} in a row."
+        )
+    repeated = is_block[-2]
+    copies = range(repeated + 1, repeated + more + 1)
+
+    def moved(index: int) -> int:
+        return index + more if index > repeated else index
+
+    flows = []
+    for flow in graph.flows:
+        consumers = [moved(index) for index in flow.consumers]
+        if flow.producer == repeated:
+            flows += [Flow(index - 1, (index,), flow.output) for index in copies]
+            flows.append(Flow(repeated + more, tuple(consumers), flow.output))
+        else:
+            among = [*copies] if repeated in flow.consumers and repeated + 1 in flow.consumers else []
+            flows.append(Flow(moved(flow.producer), tuple(sorted([*consumers, *among])), flow.output))
+    kept = graph.layers
+    layers = (*kept[: repeated + 1], *[kept[repeated]] * more, *kept[repeated + 1 :])
+    return PlacementGraph(
+        layers=tuple(
+            PlacementLayer(f"{index}:{layer.name.partition(':')[2]}", layer.key) for index, layer in enumerate(layers)
+        ),
+        flows=tuple(flows),
+        ties={name: tuple(moved(index) for index in members) for name, members in graph.ties.items()},
+    )
+
+
+def _sliced(question: Question, parallelism: Parallelism, mode: RecomputeMode, stack: Stack) -> _SlicedModel:
+    """The model on one device of tp, cp and ep, in the slicing whose layers take least time one after the other."""
+    tp, cp, ep = parallelism.tp, parallelism.cp, parallelism.ep
+    graph = LocalGraphs(question).at(parallelism.micro_batch_size, tp=tp, cp=cp, ep=ep)
+    model = min(slicings(question, graph, tp, cp=cp, ep=ep), key=lambda sharded: sharded.seconds)
+    return _SlicedModel(
+        placement=placement_graph(graph, layer_keys(model)),
+        layers=_layers(model, mode, stack, question.recipe.gradient_bytes),
     )
 
 
@@ -264,6 +372,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             outputs=layer_outputs(sharded),
             is_tensor_parallel=axis.tp > 1,
             tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+            expert_parameters=expert_parameters(local),
         ),
     )
 

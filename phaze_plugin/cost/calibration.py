@@ -10,7 +10,8 @@ A `Calibration` holds fitted numbers, of which a family of chips has at most six
                   the device, overhead is no part of an op                              (`phaze.profile.layer_jobs`)
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead; the efficiency is `link` on a cluster's
                   innermost links and `network` on all others                     (`phaze.cost.collective_prices`)
-    overlap     = of the part of a data-parallel collective that later passes could hide, the share that they do hide
+    overlap     = of the part of a data-parallel collective that later passes could hide, the share that they do hide;
+                  nothing where the stack hides none of them
     reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
     margin      = the part of a device's memory that must stay free, or a stage is called marginal: how far measured
                   runs went beyond their prediction
@@ -82,6 +83,9 @@ class Stack:
         fusion: which ops run as one.
         hides_memory: whether the traffic of matrix products runs behind their arithmetic, as that of vector work does.
         hides_links: whether collectives of tensor parallelism run behind independent ops of the layer.
+        hides_reductions: whether collectives of data parallelism run beside passes; else they wait for all of them.
+        pipelines_products: whether gathers before a product and scatters behind one run in pieces beside it, as many as
+            devices share it (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism).
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
         recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
         alignment_bytes: batched products with a side of no multiple of this run at the rate of float32.
@@ -94,6 +98,8 @@ class Stack:
     fusion: Fusion = Fusion.EPILOGUES
     hides_memory: bool = True
     hides_links: bool = True
+    hides_reductions: bool = True
+    pipelines_products: bool = False
     accumulates_in_products: bool = True
     recomputes_ends: bool = True
     alignment_bytes: int = 1
@@ -177,9 +183,14 @@ class Calibration:
         """Whether nothing was fitted to measured steps, and matrix products were measured."""
         return self.products is not None and all(getattr(self, term) == getattr(IDEAL, term) for term in TERMS)
 
+    @property
+    def hidden_share(self) -> float:
+        """Of what passes could hide of data-parallel collectives, the share that they do hide."""
+        return self.overlap if self.stack.hides_reductions else 0.0
+
     def together_s(self, first: float, second: float) -> float:
         """Seconds of passes and the collectives behind them: the longer, and what of the shorter is not hidden."""
-        return max(first, second) + (1 - self.overlap) * min(first, second)
+        return max(first, second) + (1 - self.hidden_share) * min(first, second)
 
 
 IDEAL = Calibration()

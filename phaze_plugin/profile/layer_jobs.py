@@ -3,7 +3,8 @@
 Each group of ops (one op, or a matrix op with its fused epilogue) becomes one job. The job's resource and its two
 latencies come from the cost model. Views hold nothing and take no time. Collectives hold the link; on a software stack
 that hides none of them they hold all cores instead (`_on_one_core`). Exchanges of a ring are part of the attention that
-works on what they bring (`_behind_rings`). A group precedes another if it makes a tensor that the other reads
+works on what they bring (`_behind_rings`), and so are gathers and scatters of the product beside them on a stack that
+runs them in pieces (`pieces_of_products`). A group precedes another if it makes a tensor that the other reads
 (`group_edges`). No pass takes less than its off-chip traffic over the bandwidth, where the traffic of each group is
 counted as if it had the whole buffer, nor less than the host needs to launch all groups (`_launch_floor_s`).
 """
@@ -23,13 +24,13 @@ from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind
 from phaze.schedule.makespan_bounds import lower_bounds
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
-from phaze.shard.mesh_axes import WAYS, is_ring
+from phaze.shard.mesh_axes import TENSOR_AXIS, WAYS, axis_of, is_ring
 
 if TYPE_CHECKING:
     from phaze.cost import OpGroup, PriceTable
     from phaze.interfaces import OpPricer
 
-__all__ = ["PricedPass", "price_pass"]
+__all__ = ["PricedPass", "group_edges", "pieces_of_products", "price_pass"]
 
 FloatArray = NDArray[np.float64]
 
@@ -96,10 +97,13 @@ def price_pass(
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
     table: PriceTable | None = None,
+    tp: int = 1,
     intra_op_exclusive: bool = True,
     compatibility: Compatibility = Compatibility.PHAZE,
 ) -> PricedPass:
     """Price `ops` (of one phase) on all accelerators; `link_s` gives the seconds of a collective.
+
+    `tp` devices share the products, which matters to a stack that runs collectives in pieces beside them.
 
     `table` holds prices of the only accelerator that were found so far, where there are any.
     Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
@@ -112,7 +116,7 @@ def price_pass(
         for index, group in enumerate(groups)
         if _is_link(group.head)
     }
-    rings = _rings(groups, edges, links)
+    rings = _rings(groups, edges, links) | _pieces(groups, edges, links, calibration, tp)
     links |= dict.fromkeys((index for ring in rings.values() for index in ring.links), 0.0)
     local = [group for group in groups if not _is_link(group.head)]
     estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
@@ -175,6 +179,39 @@ def _rings(groups: Sequence[OpGroup], edges: Sequence[tuple[int, int]], links: M
         )
         for attention, members in beside.items()
     }
+
+
+def _pieces(
+    groups: Sequence[OpGroup],
+    edges: Sequence[tuple[int, int]],
+    links: Mapping[int, float],
+    calibration: Calibration,
+    tp: int,
+) -> dict[int, _Ring]:
+    """The collectives that run in pieces beside each product, on a stack that does so."""
+    if not calibration.stack.pipelines_products or tp == 1:
+        return {}
+    return {
+        product: _Ring(tuple(beside), sum(links[index] for index in beside), tp)
+        for product, beside in pieces_of_products(groups, edges).items()
+    }
+
+
+def pieces_of_products(groups: Sequence[OpGroup], edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Gathers and scatters of the tensor axis by the product that they run in pieces beside.
+
+    A gather runs beside the first product that reads what it brings, a scatter beside the one that makes what it sends.
+    """
+    pieces: dict[int, list[int]] = {}
+    taken: set[int] = set()
+    for before, after in edges:
+        for link, product, function in ((before, after, "all_gather"), (after, before, "reduce_scatter")):
+            head = groups[link].head
+            is_piece = _is_link(head) and head.function == function and axis_of(head) == TENSOR_AXIS
+            if is_piece and link not in taken and groups[product].head.kind is OpKind.CONTRACTION:
+                taken.add(link)
+                pieces.setdefault(product, []).append(link)
+    return pieces
 
 
 def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], overhead_s: float) -> Estimate:

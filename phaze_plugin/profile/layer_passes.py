@@ -275,6 +275,7 @@ def priced_pass(
         calibration=axis.calibration,
         prices=options.prices,
         table=options.tables.on(axis.cluster.accelerator, axis.calibration) if accelerators is None else None,
+        tp=axis.tp,
         compatibility=compatibility,
     )
 

@@ -268,7 +268,7 @@ class PlainCosts:
             result.reduction_s += takes_s
             network_free_s = max(network_free_s, ready_s) + takes_s
         exposed_s = network_free_s - ready_s if self.problem.overlaps_reduction else result.reduction_s
-        overlap = self.problem.calibration.overlap
+        overlap = self.problem.calibration.hidden_share
         result.exposed_s = overlap * exposed_s + (1 - overlap) * result.reduction_s
         tied = [tie.held for tie in self._ties(list(profiles))]
         for parameters in [spread / self.parallelism.pp] if spread else tied:

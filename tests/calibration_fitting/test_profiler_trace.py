@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phaze.calibration_fitting import StepTrace, fit_trace, read_trace
-from phaze.calibration_fitting.pass_decomposition import PassParts
+from phaze.calibration_fitting.pass_decomposition import LinkParts, PassParts
 from phaze.cost import EAGER_STACK, Calibration
 from phaze.errors import FormatError
 
@@ -15,9 +15,8 @@ PASS = PassParts(
     tensor_s=np.array([0.3, 0.0, 0.1]),
     vector_s=np.array([0.0, 0.01, 0.0]),
     memory_s=np.array([0.05, 0.2, 0.05]),
-    latency_s=0.0,
-    inner_s=0.0,
-    outer_s=0.0,
+    moved=LinkParts(latency_s=0.0, inner_s=0.0, outer_s=0.0),
+    rings=(),
     links=0,
     hides_memory=False,
 )

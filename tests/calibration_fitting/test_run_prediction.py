@@ -2,21 +2,36 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from graphs import TINY_CONFIGS
 from plans import small_cluster, small_graph
 
 import phaze
-from phaze.calibration_fitting import Run, prepare_run
+from phaze.calibration_fitting import PreparedLayers, Run, prepare_run
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
 from phaze.cost.product_kernels import product_kernels_of
 from phaze.errors import QuestionError
+from phaze.frontends.transformer_config import graph_from_config
 from phaze.hooks import PluginManager
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "one stage, sharded": {"dp": 8, "tp": 1, "pp": 1, "schedule": "none", "zero": 3, "recompute": "none"},
+    "split sequences": {
+        "dp": 2,
+        "tp": 4,
+        "pp": 1,
+        "schedule": "none",
+        "zero": 1,
+        "recompute": "none",
+        "sequence_parallel": True,
+    },
     "three ways": {"dp": 2, "tp": 2, "pp": 2, "schedule": "1f1b", "zero": 1, "recompute": "full"},
+    "groups of four": {"dp": 8, "tp": 1, "pp": 1, "schedule": "none", "zero": 3, "shard": 4, "recompute": "none"},
+    "contexts": {"dp": 2, "cp": 2, "tp": 2, "pp": 1, "schedule": "none", "zero": 1, "recompute": "none"},
 }
 FITTED = {"matrix": 0.6, "memory": 0.7, "link": 0.5, "network": 0.4, "overhead_s": 4e-6, "overlap": 0.3}
 BLOCKING = replace(LIBRARY_STACK, launches_ahead=False)
+PIPELINING = replace(LIBRARY_STACK, pipelines_products=True, hides_reductions=False)
+STACKS = {"library": LIBRARY_STACK, "eager": EAGER_STACK, "blocking": BLOCKING, "pipelining": PIPELINING}
 
 
 def strategy(name: str) -> dict[str, Any]:
@@ -37,7 +52,7 @@ def run(name: str, **changes: Any) -> Run:
     )
 
 
-@pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK, BLOCKING], ids=["library", "eager", "blocking"])
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) -> None:
     prepared = prepare_run(run(name), stack, PluginManager.load())
@@ -73,6 +88,63 @@ def test_a_prepared_run_on_a_gpu_has_its_product_kernels_as_evaluate_does(stack:
     ).plan
     assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
     assert products is not None
+
+
+def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
+    config = {**TINY_CONFIGS["mixtral"], "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    model = graph_from_config(config, name="mixture", sequence_length=256)
+    asked = {"dp": 8, "ep": 4, "tp": 1, "pp": 1, "zero": 1, "micro_batch_size": 2, "schedule": "none", "chunks": 1}
+    asked |= {"recompute": "none", "stages": (len(model.layers),)}
+    calibration = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED)
+    mixture = Run(
+        name="mixture", model=model, cluster=small_cluster(), global_batch_size=32, strategy=asked, seconds=1.0
+    )
+    prepared = prepare_run(mixture, LIBRARY_STACK, PluginManager.load())
+    plan = phaze.evaluate(
+        model,
+        strategy=asked,
+        cluster=small_cluster(),
+        global_batch_size=32,
+        calibration=calibration,
+        target=None,
+        compares=False,
+    ).plan
+    assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
+
+
+def test_runs_that_share_a_slicing_share_its_layers_and_are_predicted_as_alone() -> None:
+    model, plugins, known = small_graph(), PluginManager.load(), PreparedLayers()
+    calibration = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED)
+    for batch in (32, 64):
+        for name in STRATEGIES:
+            shared = replace(run(name), model=model, global_batch_size=batch)
+            together = prepare_run(shared, LIBRARY_STACK, plugins, known).seconds([calibration])
+            alone = prepare_run(shared, LIBRARY_STACK, plugins).seconds([calibration])
+            assert together == alone
+    # Sharding over all devices or over groups of four is the same slicing.
+    assert len(known.sliced) == len(STRATEGIES) - 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_that_shows_four_of_its_blocks_takes_as_long_as_the_whole_one(name: str) -> None:
+    calibration, plugins = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED), PluginManager.load()
+    asked = {**strategy(name), "stages": (11,) if STRATEGIES[name]["pp"] == 1 else (6, 5)}
+    whole = replace(run(name), model=small_graph(num_layers=9), strategy=asked)
+    shown = replace(whole, model=small_graph(), blocks=9)
+    expected, found = (prepare_run(asked_run, LIBRARY_STACK, plugins) for asked_run in (whole, shown))
+    assert found.seconds([calibration])[0] == pytest.approx(expected.seconds([calibration])[0], rel=1e-12)
+    assert found.needed_bytes == pytest.approx(expected.needed_bytes, rel=1e-12)
+    assert found.problem.graph.flows == expected.problem.graph.flows
+    assert found.problem.graph.ties == expected.problem.graph.ties
+
+
+def test_blocks_of_several_kinds_cannot_be_shown_in_part() -> None:
+    with pytest.raises(QuestionError, match="expected 4 in a row"):
+        prepare_run(
+            replace(run("one stage, sharded", stages=None), model=small_graph(num_layers=5), blocks=9),
+            LIBRARY_STACK,
+            PluginManager.load(),
+        )
 
 
 def test_what_a_strategy_lacks_is_the_plainest_choice() -> None:

@@ -143,7 +143,7 @@ class ClosedFormBounds:
 
     def _overlapped(self, layers_s: float, collectives_s: FloatArray) -> FloatArray:
         """A pass of all layers and the collectives behind it: the longer, and what of the shorter is not hidden."""
-        hidden = self.problem.calibration.overlap * np.minimum(layers_s, collectives_s)
+        hidden = self.problem.calibration.hidden_share * np.minimum(layers_s, collectives_s)
         return np.asarray(layers_s + collectives_s - hidden)
 
     @staticmethod

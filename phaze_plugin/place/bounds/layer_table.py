@@ -279,7 +279,7 @@ class LayerTable:
         forward, to_inputs, to_weights = (table[tp_index].T for table in (self.forward_s, self.input_s, self.weight_s))
         data = self._data_terms(strategies)
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
-        overlap = self.problem.calibration.overlap
+        overlap = self.problem.calibration.hidden_share
         run = _overlapped_over_model(forward, data.gathered_s, overlap)
         back = _overlapped_over_model(
             np.where(is_split, to_inputs, to_inputs + to_weights),

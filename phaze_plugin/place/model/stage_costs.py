@@ -101,7 +101,7 @@ def build_stage_costs(
     ``update_s`` are the seconds of updating one parameter. ``mixes_tp`` says whether stages without a sliced layer take
     a single device.
     """
-    stages, overlap = parallelism.pp, problem.calibration.overlap
+    stages, overlap = parallelism.pp, problem.calibration.hidden_share
     splits_backward = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
     stage_sharded_s = _stage_sharded_s(problem, sums, network, parallelism)
     whole_parameters = sums.all_stage_sharded_parameters if stages > 1 else 0.0
@@ -204,7 +204,7 @@ def _reduction_s(
     if not any(axis.is_reduced for axis in axes):
         return exposed, whole
     overlap_s = sums.layer_weight_s if splits_backward else sums.layer_backward_s
-    part = problem.calibration.overlap
+    part = problem.calibration.hidden_share
     for single in (False, True):
         chosen = (axes[0].devices < sums.tp) == single
         if not chosen.any():

@@ -1,0 +1,78 @@
+"""The readers of published tables in `benchmarks/published`, on tables that are written here."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
+VTRAIN = "set,gpu,gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,recompute,gradient_bucket,step_ms\n"
+BRIDGE = "task,model,system,gpus,precision,gbs,mbs,seq,fsdp,tp,pp,cp,vp,ep,tokens_per_s_per_gpu\n"
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location(
+        "published", FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["published"] = module
+    spec.loader.exec_module(module)
+    yield module
+    for name in [name for name in sys.modules if name.partition(".")[0] == "published"]:
+        del sys.modules[name]
+
+
+def test_every_table_has_one_reader_and_every_line_becomes_a_row_or_a_reason(
+    published: ModuleType, tmp_path: Path
+) -> None:
+    for file, (dataset, reader) in published.READERS.items():
+        (tmp_path / file).write_text("model,hw,note\nsomething,unheard of,\n", encoding="utf-8")
+        rows = list(reader(tmp_path / file))
+        assert {row.dataset for row in rows} == {dataset}
+        assert all(row.reason for row in rows)
+
+
+def test_a_vtrain_line_is_a_question_with_its_vocabulary_padded_for_tp(published: ModuleType, tmp_path: Path) -> None:
+    line = "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,2,full,False,219.5\n"
+    (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line, encoding="utf-8")
+    (row,) = published.read_rows(tmp_path)
+    assert row.reason is None
+    assert row.seconds == pytest.approx(0.2195)
+    assert row.model["vocab_size"] == 50432
+    assert row.strategy["stages"] == (13, 13)
+    assert row.stack == {"hides_reductions": False}
+
+
+def test_degrees_that_are_not_the_devices_are_a_reason(published: ModuleType, tmp_path: Path) -> None:
+    line = "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,4,full,False,219.5\n"
+    (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line, encoding="utf-8")
+    (row,) = published.read_rows(tmp_path)
+    assert row.reason == "dp 2 x cp 1 x tp 2 x pp 4 are not 8 devices"
+
+
+def test_seconds_of_a_bridge_line_follow_from_its_tokens_per_second(published: ModuleType, tmp_path: Path) -> None:
+    dense = "Pre-Training,LLAMA3_70B,DGX-GB200,64,NVFP4,256,1,8192,0,2,4,1,5,n/a,4096\n"
+    tuned = "LoRA Performance,LLAMA3_70B,DGX-GB200,8,FP8,32,1,4096,0,1,2,1,20,n/a,6206\n"
+    (tmp_path / "megatron_bridge.csv").write_text(BRIDGE + dense + tuned, encoding="utf-8")
+    first, second = published.read_rows(tmp_path)
+    assert first.seconds == pytest.approx(256 * 8192 / (4096 * 64))
+    assert (first.chip, first.recipe) == ("gb200", "nvfp4-adam-bf16-gradients")
+    assert first.strategy["dp"] == 8
+    assert sum(first.strategy["stages"]) == 82
+    assert second.reason == "frozen parameters (LoRA) are not priced"
+
+
+def test_rows_that_differ_in_strategy_only_share_a_group(published: ModuleType, tmp_path: Path) -> None:
+    lines = [
+        f"single,A100-80GB,8,{batch},4,1024,16,24,1024,{tp},{8 // tp},1,full,False,219.5\n"
+        for batch, tp in ((32, 1), (32, 2), (64, 2))
+    ]
+    (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + "".join(lines), encoding="utf-8")
+    first, second, third = published.read_rows(tmp_path)
+    assert first.group_key == second.group_key != third.group_key
