@@ -97,7 +97,8 @@ def _run_verify(arguments: Namespace, console: Console) -> int:
     verdict = f"{arguments.plan}: {len(findings) - len(wrong)} of {len(findings)} checks hold"
     rows = [(finding.what, finding.claimed, finding.found) for finding in wrong]
     tables = [plain_table(["does not hold", "it says", "found"], rows)] if rows else []
-    show(console, arguments, document, *tables, verdict)
+    told = [f"{finding.what}: {finding.found}" for finding in findings if finding.says_how and finding.holds]
+    show(console, arguments, document, *tables, verdict, *told)
     return ExitCode.ERROR if wrong else ExitCode.FINE
 
 

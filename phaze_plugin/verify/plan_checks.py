@@ -4,13 +4,16 @@
 2. Its strategy is added up and simulated a second time by the plain code of `plain_placement`, from slices whose
    schedules pass the schedule verifier: seconds and memory of every stage, whether they fit, the step and its parts
    (`_step_findings`, `_memory_findings`).
-3. The question is asked again (`_asked_again_findings`). Every value of the answer, the bound included, must be what
+3. No strategy that the question offers takes less than the bound, or where nothing fits, none fits: shown by the plain
+   code of `bound_checks` and `plain_bound`, without the planner (`_bound_finding`). Where models are too large for
+   plain code to decide every strategy, the finding says for how many the next check stands alone.
+4. The question is asked again (`_asked_again_findings`). Every value of the answer, the bound included, must be what
    the plan says. A plan that was interrupted claims only what follows from its question and its strategy, and all of
    that is derived again.
 
 No field of the plan leaves a check out: whatever a plan says of itself, all of it is compared with what is derived.
 
-Prices of single ops and collectives, and the choice of slices, are shared with planning.
+Prices of single ops and collectives, the choice of slices and the bounds of single layers are shared with planning.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
+from phaze.verify.bound_checks import BoundProof, derive_bound
 from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.saved_plan import differences, question_for
@@ -50,12 +54,16 @@ _RUN = ("run",)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked: what the plan says, what was derived, and whether they agree."""
+    """One thing that was checked: what the plan says, what was derived, and whether they agree.
+
+    With `says_how`, what was found says how far something was shown, which is worth reading where it holds, too.
+    """
 
     what: str
     claimed: str
     found: str
     holds: bool
+    says_how: bool = False
 
 
 def check_plan(
@@ -76,10 +84,17 @@ def check_plan(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derivation:
-    """What follows from a plan's question, strategy and stages: the strategy's price, and the plan asked for again."""
+    """What follows from a plan's question, strategy, stages and bound.
+
+    Attributes:
+        answer: the strategy's price.
+        again: the plan asked for again.
+        bound: what plain code shows of the bound that the plan claims.
+    """
 
     answer: Answer
     again: Plan
+    bound: BoundProof
 
 
 def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
@@ -90,15 +105,32 @@ def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
     watch.report("pricing the strategy a second time")
     answer = price_fixed_stages(question.with_strategy(strategy_with_stages(plan)), watch)
     asked = question.with_strategy(plan.question.strategy)
+    bound = derive_bound(asked, plan.bound_s if plan.is_feasible else math.inf, watch)
     if plan.status is not PlanStatus.INTERRUPTED:
-        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained))
+        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained), bound)
     again = build_plan(asked, replace(answer, question=asked, is_interrupted=True))
-    return Derivation(answer, replace(again, binds=explanation.binding(again), is_explained=bool(asked.strategy)))
+    again = replace(again, binds=explanation.binding(again), is_explained=bool(asked.strategy))
+    return Derivation(answer, again, bound)
 
 
 def compare_plan(plan: Plan, derivation: Derivation) -> list[Finding]:
     """Every value of a plan against what was derived, by the plain code and by asking again."""
-    return [*_plain_findings(plan, derivation.answer), *_asked_again_findings(plan, derivation.again)]
+    return [
+        *_plain_findings(plan, derivation.answer),
+        _bound_finding(plan, derivation.bound),
+        *_asked_again_findings(plan, derivation.again),
+    ]
+
+
+def _bound_finding(plan: Plan, bound: BoundProof) -> Finding:
+    """What plain code shows of the bound, over everything that was offered."""
+    if not plan.is_feasible:
+        return Finding(
+            "nothing fits, shown plainly", plan.status.value, str(bound), bound.faster is None, says_how=True
+        )
+    is_within = plan.bound_s <= bound.time_s * (1 + EQUAL_CLAIMS)
+    holds = bound.faster is None and is_within
+    return Finding("no strategy beats the bound, shown plainly", f"{plan.bound_s}", str(bound), holds, says_how=True)
 
 
 def _integrity_findings(plan: Plan) -> Iterator[Finding]:

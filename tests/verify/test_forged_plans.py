@@ -1,8 +1,8 @@
 """Every single value of a plan that is changed is noticed: damage by the digest, forgery by load or verify.
 
-Five kinds of plans are tried: a pipeline, experts, a search's own plan, one that does not fit, and one that was
-interrupted. What a forger changes is the value and the digest. Wall-clock facts of the run are no claim about the plan:
-their damage is noticed, their forgery is not.
+Six kinds of plans are tried: a pipeline, split contexts, divided experts, a search's own plan, one that does not fit,
+and one that was interrupted. What a forger changes is the value and the digest. Wall-clock facts of the run are no claim
+about the plan: their damage is noticed, their forgery is not.
 """
 
 import json
@@ -31,8 +31,8 @@ SMALL_QUESTION: dict[str, Any] = {**QUESTION, "micro_batch_size": (1,)}
 
 
 @cache
-def experts() -> Graph:
-    return graph_from_config(TINY_CONFIGS["mixtral"], name="experts", sequence_length=8)
+def tiny(family: str) -> Graph:
+    return graph_from_config(TINY_CONFIGS[family], name=family, sequence_length=8)
 
 
 class Interrupting:
@@ -46,14 +46,18 @@ class Interrupting:
 @cache
 def made(kind: str) -> tuple[Plan, Graph]:
     """A plan of some kind, and its model."""
+    asked: dict[str, Any]
     match kind:
         case "pipeline":
-            asked: dict[str, object] = {"dp": 4, "pp": 2, "schedule": "1f1b"}
+            strategy = {"dp": 4, "pp": 2, "schedule": "1f1b"}
             options = {**SMALL_QUESTION, "cluster": small_cluster()}
-            return phaze.evaluate(small_graph(), strategy=asked, compares=False, **options).plan, small_graph()
+            return phaze.evaluate(small_graph(), strategy=strategy, compares=False, **options).plan, small_graph()
+        case "context":
+            asked = {"global_batch_size": 2, "micro_batch_size": 1, "tp": 1, "cp": 2}
+            return phaze.optimize(tiny("llama"), cluster=small_cluster(devices=2), **asked), tiny("llama")
         case "experts":
-            cluster = small_cluster(devices=4)
-            return phaze.optimize(experts(), cluster=cluster, global_batch_size=4, micro_batch_size=1, tp=1), experts()
+            asked = {"global_batch_size": 2, "micro_batch_size": 1, "tp": 1, "ep": 2}
+            return phaze.optimize(tiny("mixtral"), cluster=small_cluster(devices=2), **asked), tiny("mixtral")
         case "search":
             result = phaze.search(tiny_model(), space=some_points(2), executor="serial", **SMALL)
             return next(iter(result.plans.values())), tiny_model()
@@ -66,7 +70,7 @@ def made(kind: str) -> tuple[Plan, Graph]:
     raise AssertionError(kind)
 
 
-KINDS = ("pipeline", "experts", "search", "does not fit", "interrupted")
+KINDS = ("pipeline", "context", "experts", "search", "does not fit", "interrupted")
 STATUS = {"does not fit": PlanStatus.DOES_NOT_FIT, "interrupted": PlanStatus.INTERRUPTED}
 
 DERIVED_FROM = ("question", "strategy", "hardware", "stages", "status", "is_explained", "model", "hashes")
@@ -135,6 +139,7 @@ def unnoticed(kind: str, paths: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def test_a_good_plan_of_every_kind_holds(kind: str) -> None:
     plan, model = made(kind)
     assert STATUS.get(kind, plan.status) is plan.status
+    assert (plan.strategy.cp, plan.strategy.ep) == {"context": (2, 1), "experts": (1, 2)}.get(kind, (1, 1))
     assert [finding for finding in check_plan(plan, model) if not finding.holds] == []
     assert plan_from_document(json.loads(plan.to_json())) == plan
 

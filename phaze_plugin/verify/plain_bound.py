@@ -1,0 +1,379 @@
+"""Whether no strategy of a placement problem beats a time, shown a second time, for verification, by plain arithmetic.
+
+Nothing of `phaze.place` is asked: strategies are listed by `plain_strategies.py`, stages are added up by
+`plain_placement.py` on the lower bounds of their layers, and pipelines are simulated by `plain_pipeline.py`. Let m be
+the microbatches of a pipeline, S its stages, and f, b, w a stage's seconds of forward, backward and (in zero-bubble
+schedules) weight passes. Each strategy must pass one of these:
+
+1. *By sums* (`_LayerSums.bound_s`). With F, B, W summed over all layers in their quickest mode, some device is busy for
+   m (F+B+W) / pp. The largest over stages of a path through the pipeline is at least the mean of such paths:
+   GPipe F+B + (m-1)(F+B)/S; 1F1B and zero-bubble F+B + ((m-1) B + max(m-S, 0) F)/S.
+2. *By stages* (`_StageProof.is_filled`). Stages are placed from the front in every way, each at its own price. A stage
+   whose memory does not fit, or whose own paths (`_StageProof.stage_bound_s`) already take the time, is not placed.
+   If the last layer is never reached, no stages of this strategy beat the time.
+3. *By trying* (`_StageProof.fastest_s`). Every row of stages and recompute modes that is left is simulated.
+
+What takes more than the effort allowed is left open, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.place import PlacementProblem
+from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_placement import PlainCosts
+from phaze.verify.plain_strategies import (
+    are_offered_stages,
+    device_bytes,
+    is_offered_device_count,
+    plain_downsets,
+    plain_strategies,
+)
+
+__all__ = ["PlainEffort", "PlainProof", "prove_plainly"]
+
+_MOST_DOWNSETS = 300
+"""Sets of placed layers beyond which nothing is filled or tried: stages grow with their square."""
+
+
+_EACH = 4_000
+"""Steps for which the stages of one strategy are tried: six layers are tried through, and a strategy of many layers
+does not take the effort of all others."""
+
+
+@dataclass(slots=True)
+class PlainEffort:
+    """How many steps are left before strategies are left open: a stage added up, or eight passes simulated.
+
+    By default verification takes a few seconds for it, on models whose planning takes one.
+    """
+
+    left: int = 50_000
+
+    def spend(self, steps: int = 1) -> None:
+        """Raise `_EffortSpentError` where nothing is left."""
+        self.left -= steps
+        if self.left < 0:
+            raise _EffortSpentError
+
+    def at_most(self, steps: int) -> PlainEffort:
+        """A part of what is left, taken from it."""
+        part = PlainEffort(min(steps, max(self.left, 0)))
+        self.left -= part.left
+        return part
+
+    def give_back(self, part: PlainEffort) -> None:
+        """Add what is left of a part."""
+        self.left += max(part.left, 0)
+
+
+class _EffortSpentError(Exception):
+    """The effort is spent; what is not shown yet is left open."""
+
+
+@dataclass(slots=True)
+class PlainProof:
+    """How many strategies cannot take less than a time, by what shows it, and how many are left open.
+
+    `faster` is a strategy that does take less, with its seconds: the time is no bound.
+    """
+
+    by_sums: int = 0
+    by_stages: int = 0
+    by_trying: int = 0
+    left_open: int = 0
+    faster: tuple[Parallelism, float] | None = None
+
+    @property
+    def strategies(self) -> int:
+        """All strategies that were looked at."""
+        return self.by_sums + self.by_stages + self.by_trying + self.left_open
+
+    def add(self, other: PlainProof) -> None:
+        """Add what was shown for another problem."""
+        self.by_sums += other.by_sums
+        self.by_stages += other.by_stages
+        self.by_trying += other.by_trying
+        self.left_open += other.left_open
+        self.faster = self.faster or other.faster
+
+
+def prove_plainly(problem: PlacementProblem, time_s: float, effort: PlainEffort) -> PlainProof:
+    """Show for every strategy that it does not take less than a time; with an infinite time, that nothing fits."""
+    proof, downsets = PlainProof(), plain_downsets(problem, _MOST_DOWNSETS)
+    enough_s = time_s * (1 - EQUAL_RESULTS)
+    sums: dict[int, _LayerSums] = {}
+    for strategy in plain_strategies(problem):
+        layer_sums = sums.get(strategy.tp)
+        if layer_sums is None:
+            layer_sums = sums[strategy.tp] = _LayerSums.of(problem, strategy.tp)
+        if layer_sums.bound_s(strategy, strategy.micro_batches_per_pipeline(problem.micro_batches)) >= enough_s:
+            proof.by_sums += 1
+            continue
+        if not downsets:
+            proof.left_open += 1
+            continue
+        shown = _StageProof.of(problem, strategy, enough_s, effort, layer_sums, downsets)
+        shown.add_to(proof)
+        if proof.faster is not None:
+            return proof
+    return proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerSums:
+    """The least seconds of every layer's passes in any recompute mode, by layer.
+
+    `backward_s` is the part that makes gradients of inputs, `weight_s` the one of weights.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, problem: PlacementProblem, tp: int) -> _LayerSums:
+        """The sums at one tp."""
+
+        def least(name: str) -> tuple[float, ...]:
+            return tuple(
+                min(
+                    float(getattr(problem.profile(layer, tp, mode), name).bound[problem.accelerator])
+                    for mode in problem.choices.recompute
+                )
+                for layer in range(len(problem.graph.layers))
+            )
+
+        return cls(
+            forward_s=least("forward_s"), backward_s=least("backward_input_s"), weight_s=least("backward_weight_s")
+        )
+
+    def before(self, layers: frozenset[int], *, splits_backward: bool) -> tuple[float, float, float]:
+        """Seconds of forward, backward and weight passes of some layers; weights count as backward unless split."""
+        forward_s, backward_s, weight_s = (
+            math.fsum(seconds[layer] for layer in layers)
+            for seconds in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        return (forward_s, backward_s, weight_s) if splits_backward else (forward_s, backward_s + weight_s, 0.0)
+
+    def bound_s(self, strategy: Parallelism, micro_batches: int) -> float:
+        """Seconds that no stages of a strategy beat, by sums over all layers."""
+        splits = strategy.schedule is PipelineSchedule.ZERO_BUBBLE
+        forward_s, backward_s, weight_s = self.before(frozenset(range(len(self.forward_s))), splits_backward=splits)
+        pp, m = strategy.pp, micro_batches
+        busy_s = m * (forward_s + backward_s + weight_s) / pp
+        through_s = forward_s + backward_s
+        if strategy.chunks == 1 and strategy.schedule is PipelineSchedule.GPIPE:
+            through_s += (m - 1) * (forward_s + backward_s) / pp
+        elif strategy.chunks == 1:
+            through_s += ((m - 1) * backward_s + max(m - pp, 0) * forward_s) / pp
+        return max(busy_s, through_s)
+
+
+@cache
+def _in_flight(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The microbatches that each chunk of each device holds at most."""
+    return tuple(
+        tuple(plain_in_flight(schedule, pp, micro_batches, chunks, device, chunk) for chunk in range(chunks))
+        for device in range(pp)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _StageProof:
+    """Stages of one strategy, none of which may take a time.
+
+    Attributes:
+        enough_s: the time that is to be shown.
+        downsets: the sets of layers that may be placed before a cut, smaller ones first.
+        placed_s: the least seconds of the passes of each of them.
+        stages: what was added up so far, by the sets before and after it: one for every recompute mode.
+    """
+
+    problem: PlacementProblem
+    strategy: Parallelism
+    costs: PlainCosts
+    schedule: str
+    micro_batches: int
+    enough_s: float
+    effort: PlainEffort
+    downsets: Sequence[frozenset[int]]
+    placed_s: Sequence[tuple[float, float, float]]
+    stages: dict[tuple[int, int], list[PlainStage]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: PlacementProblem,
+        strategy: Parallelism,
+        enough_s: float,
+        effort: PlainEffort,
+        sums: _LayerSums,
+        downsets: Sequence[frozenset[int]],
+    ) -> _StageProof:
+        """The proof for one strategy, of which nothing is shown yet."""
+        allows_mixed_tp = problem.capabilities.allows_mixed_tp and strategy.chunks == 1
+        is_single = strategy.schedule is PipelineSchedule.NONE
+        splits = strategy.schedule is PipelineSchedule.ZERO_BUBBLE
+        return cls(
+            problem=problem,
+            strategy=strategy,
+            costs=PlainCosts(problem, strategy, allows_mixed_tp, uses_bounds=True),
+            schedule=PipelineSchedule.ONE_F_ONE_B.value if is_single else strategy.schedule.value,
+            micro_batches=strategy.micro_batches_per_pipeline(problem.micro_batches),
+            enough_s=enough_s,
+            effort=effort,
+            downsets=downsets,
+            placed_s=[sums.before(layers, splits_backward=splits) for layers in downsets],
+        )
+
+    def add_to(self, proof: PlainProof) -> None:
+        """Count how the strategy is decided."""
+        whole = self.effort
+        try:
+            if not self.is_filled():
+                proof.by_stages += 1
+                return
+            self.effort = whole.at_most(_EACH)
+            fastest_s = self.fastest_s()
+        except _EffortSpentError:
+            proof.left_open += 1
+            return
+        finally:
+            if self.effort is not whole:
+                whole.give_back(self.effort)
+        if fastest_s is None:
+            proof.by_trying += 1
+        else:
+            proof.faster = (self.strategy, fastest_s)
+
+    @property
+    def _depth(self) -> int:
+        return self.strategy.pp * self.strategy.chunks
+
+    def is_filled(self) -> bool:
+        """Whether stages can be placed up to the last layer, each of which may be part of a quicker pipeline."""
+        reached = {0}
+        for position in range(self._depth):
+            reached = {after for before in reached for after in self._next(position, before)}
+            if not reached:
+                return False
+        return len(self.downsets) - 1 in reached
+
+    def _next(self, position: int, before: int) -> Iterator[int]:
+        """The sets of layers that may be placed after one more stage."""
+        for after in range(before + 1, len(self.downsets)):
+            if any(True for _ in self._options(position, before, after)):
+                yield after
+
+    def _options(self, position: int, before: int, after: int) -> Iterator[PlainStage]:
+        """The stages between two sets of layers that fit and may be quick enough, one for every recompute mode."""
+        left, is_last = self._depth - 1 - position, after == len(self.downsets) - 1
+        layers = self.downsets[after] - self.downsets[before]
+        is_inside = self.downsets[before] < self.downsets[after]
+        if not is_inside or is_last != (left == 0) or len(self.downsets[-1]) - len(self.downsets[after]) < left:
+            return
+        if not self._may_be_offered(layers) or self._least_s(before, after) >= self.enough_s:
+            return
+        for stage in self._added_up(before, after):
+            if self._fits([stage], position) and self._stage_bound_s(position, before, after, stage) < self.enough_s:
+                yield stage
+
+    def _may_be_offered(self, layers: frozenset[int]) -> bool:
+        """Whether one stage alone does not contradict what is asked of all of them."""
+        count, depth, body = len(self.downsets[-1]), self._depth, self.problem.graph.body
+        if self.strategy.chunks > 1 and not count // depth <= len(layers) <= -(-count // depth):
+            return False
+        evens = self.problem.capabilities.allows_uneven_stages
+        return evens or sum(body[layer] for layer in layers) * depth == sum(body)
+
+    def _least_s(self, before: int, after: int) -> float:
+        """Seconds that no stage between two sets beats: its layers alone, after the first microbatch came there."""
+        stage_s = sum(self.placed_s[after]) - sum(self.placed_s[before])
+        return (self.placed_s[before][0] + self.micro_batches * stage_s) * (1 - EQUAL_RESULTS)
+
+    def _added_up(self, before: int, after: int) -> list[PlainStage]:
+        if (before, after) not in self.stages:
+            placed, layers = set(self.downsets[before]), set(self.downsets[after] - self.downsets[before])
+            modes = self.problem.choices.recompute
+            self.effort.spend(len(modes))
+            self.stages[before, after] = [self.costs.stage(placed, layers, mode) for mode in modes]
+        return self.stages[before, after]
+
+    def _fits(self, chunks: Sequence[PlainStage], position: int) -> bool:
+        """Whether the first chunks of a device, or one that is given alone, fit its memory."""
+        pp = self.strategy.pp
+        in_flight = _in_flight(self.schedule, pp, self.micro_batches, self.strategy.chunks)[position % pp]
+        counts = in_flight[: len(chunks)] if len(chunks) > 1 else (in_flight[position // pp],)
+        return device_bytes(chunks, counts) <= self.problem.usable_bytes * (1 + MEMORY_MARGIN)
+
+    def _stage_bound_s(self, position: int, before: int, after: int, stage: PlainStage) -> float:
+        """Seconds of the longest path through one stage, with the least that all other layers take.
+
+        The first microbatch comes to the stage after the stages before it. Then either the stage runs all of its
+        passes, after which its device reduces and updates; or it waits for the first backward pass, which comes when
+        the first microbatch (in GPipe, the last one) went through all later stages, and then runs what is left.
+        """
+        forward_s, backward_s, _ = self.placed_s[before]
+        whole, passed = self.placed_s[-1], self.placed_s[after]
+        m, after_s = self.micro_batches, stage.exposed_s + stage.tie_s + stage.finish_s
+        both_s = stage.forward_s + stage.backward_s
+        ends_s = [
+            forward_s + m * (both_s + stage.weight_s) + after_s,
+            forward_s + m * both_s + backward_s,
+        ]
+        if self.strategy.chunks == 1:
+            later_s = whole[0] - passed[0] + whole[1] - passed[1]
+            ahead = self.strategy.pp - 1 - position
+            left = m - 1 if self.schedule == PipelineSchedule.GPIPE else max(m - 1 - ahead, 0)
+            returned_s = forward_s + later_s + (1 + left) * stage.forward_s + m * stage.backward_s
+            ends_s += [returned_s + backward_s, returned_s + m * stage.weight_s + after_s]
+        return max(ends_s) * (1 - EQUAL_RESULTS)
+
+    def fastest_s(self) -> float | None:
+        """The seconds of some stages that take less than the time; None where all were tried and none does.
+
+        Raises `_EffortSpentError` where there are too many.
+        """
+        for stages, cuts in self._rows(0, [0], []):
+            layers = [self.downsets[end] - self.downsets[start] for start, end in pairwise(cuts)]
+            if not are_offered_stages(self.problem, self.strategy.chunks, layers):
+                continue
+            if not is_offered_device_count(self.problem, self.strategy, stages):
+                continue
+            if math.isinf(self.enough_s):
+                return self.enough_s
+            self.effort.spend(1 + len(stages) * self.micro_batches // 8)
+            seconds = plain_simulation(self.schedule, self.strategy.pp, self.micro_batches, stages)
+            if seconds < self.enough_s:
+                return seconds
+        return None
+
+    def _rows(
+        self, position: int, cuts: list[int], stages: list[PlainStage]
+    ) -> Iterator[tuple[list[PlainStage], list[int]]]:
+        """Every row of stages behind some first ones, with the sets of layers between them."""
+        if position == self._depth:
+            yield stages, cuts
+            return
+        for after in range(cuts[-1] + 1, len(self.downsets)):
+            for stage in self._options(position, cuts[-1], after):
+                self.effort.spend()
+                row = [*stages, stage]
+                chunks = row[position % self.strategy.pp :: self.strategy.pp]
+                if self._fits(chunks, position) and self._is_quick(row):
+                    yield from self._rows(position + 1, [*cuts, after], row)
+
+    def _is_quick(self, row: Sequence[PlainStage]) -> bool:
+        """Whether the first stages of a pipeline leave a chance: no device is busy for the whole time."""
+        pp, last = self.strategy.pp, len(row) - 1
+        forward_s = sum(stage.forward_s for stage in row[: last % pp])
+        busy_s = sum(stage.forward_s + stage.backward_s + stage.weight_s for stage in row[last % pp :: pp])
+        return (forward_s + self.micro_batches * busy_s) * (1 - EQUAL_RESULTS) < self.enough_s
