@@ -1,20 +1,19 @@
 """The JSON Schemas of our own documents, made from the dataclasses that read them: one truth, published as files.
 
-A document is checked by `phaze.json_records` and the room that reads it. A schema says the same to other programs:
-`phaze schema plan` prints it.
+Whoever reads a document checks it against its schema first (`phaze.schema_checks`), and `phaze schema plan` prints the
+same schema for other programs.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Union, get_args, get_origin
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from phaze.json_records import record_hints
-
-__all__ = ["document_schema", "schema_of"]
+__all__ = ["DRAFT", "document_schema", "is_saved", "record_hints", "record_schema", "schema_of"]
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 """The version of JSON Schema that the schemas are written in."""
@@ -43,6 +42,25 @@ def document_schema(title: str, kind: type, envelope: Mapping[str, object]) -> d
         "additionalProperties": False,
         "$defs": dict(sorted(definitions.items())),
     }
+
+
+@cache
+def record_schema(kind: type) -> dict[str, object]:
+    """The schema of a dataclass that stands alone."""
+    definitions: dict[str, dict[str, object]] = {}
+    return {**_record(kind, definitions), "$defs": definitions}
+
+
+@cache
+def record_hints(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that are saved, with their types."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if is_saved(field)}
+
+
+def is_saved(field: Field[Any]) -> bool:
+    """Whether a field belongs to the document; one with ``metadata={"is_saved": False}`` lives in memory only."""
+    return bool(field.metadata.get("is_saved", True))
 
 
 def schema_of(hint: Any, definitions: dict[str, dict[str, object]]) -> dict[str, object]:

@@ -29,8 +29,10 @@ from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, AcceleratorA
 from phaze.hardware.area_energy import area_mm2, areas_mm2, energy_model
 from phaze.hardware.chip_presets import preset
 from phaze.hardware.field_checks import positive_integer
+from phaze.json_schemas import DRAFT
+from phaze.schema_checks import SchemaCheck
 
-__all__ = ["PAPER_HBM_BYTES", "grid", "load", "paper", "powers_w"]
+__all__ = ["PAPER_HBM_BYTES", "SPACE_SCHEMA", "grid", "load", "paper", "powers_w"]
 
 FORMAT = "phaze-space"
 VERSION = 1
@@ -223,6 +225,35 @@ _GRID_FIELDS = ("tensor_cores", "tensor_rows", "tensor_cols", "vector_cores", "v
 _NUMBER_FIELDS = ("clock_hz", "hbm_bandwidth_bytes_per_s", "min_area_mm2", "max_area_mm2", "max_power_w")
 
 
+_COUNT = {"type": "integer", "minimum": 1}
+
+
+def _range_schema(step: str) -> dict[str, object]:
+    properties = {"from": _COUNT, "to": _COUNT, step: _COUNT}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_COUNTS = {"anyOf": [_COUNT, {"type": "array", "items": _COUNT}, _range_schema("times"), _range_schema("plus")]}
+_POSITIVE_OR_NONE = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
+
+SPACE_SCHEMA: Mapping[str, object] = {
+    "$schema": DRAFT,
+    "title": "a space",
+    "type": "object",
+    "properties": {
+        "format": {"const": FORMAT},
+        "version": {"const": VERSION},
+        **dict.fromkeys(_GRID_FIELDS, _COUNTS),
+        **dict.fromkeys(_NUMBER_FIELDS, _POSITIVE_OR_NONE),
+    },
+    "required": ["format", "version", *(name for name in _GRID_FIELDS if name != "vector_lanes")],
+    "additionalProperties": False,
+}
+"""What the file of a space is made of."""
+
+_check_space = SchemaCheck(SPACE_SCHEMA)
+
+
 def load(path: str | os.PathLike[str]) -> AcceleratorArray:
     """The space that a JSON file describes.
 
@@ -246,37 +277,26 @@ def from_description(document: object, where: str = "the space") -> AcceleratorA
             if name in ("hbm_bytes", "hbm_gib"):
                 hint = " A search crosses a space with memories of its own: pass hbm_gib, or --hbm."
             raise FormatError(f"{where} has an unknown field {name!r}.{hint} Known: {', '.join(known[2:])}.")
-    for name in _GRID_FIELDS:
-        if name not in document and name != "vector_lanes":
-            raise FormatError(f"{where} lacks {name!r}; expected numbers, or a range.")
-    arguments: dict[str, object] = {
-        name: _listed(where, name, document[name]) for name in _GRID_FIELDS if name in document
-    }
-    for name in _NUMBER_FIELDS:
-        value = document.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise FormatError(f"{where}.{name} is {shown(value)}; expected a positive number.")
-        arguments[name] = value
-    return grid(**arguments)  # type: ignore[arg-type]  # every argument is checked there
+    _check_space(document, where)
+    arguments = {name: _listed(f"{where}.{name}", document[name]) for name in _GRID_FIELDS if name in document}
+    numbers = {name: document.get(name) for name in _NUMBER_FIELDS}
+    return grid(**arguments, **numbers)  # type: ignore[arg-type]  # every argument is checked there
 
 
-def _listed(where: str, name: str, value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(islice(_range(f"{where}.{name}", value), MOST_POINTS + 1))
-    return list(value) if isinstance(value, list) else [value]
+def _listed(where: str, value: int | list[int] | Mapping[str, int]) -> list[int]:
+    """The numbers of a field that is one, a list of them, or a range."""
+    if isinstance(value, Mapping):
+        return list(islice(_range(where, value), MOST_POINTS + 1))
+    return value if isinstance(value, list) else [value]
 
 
-def _range(where: str, value: Mapping[str, object]) -> Iterator[int]:
-    step = "times" if "times" in value else "plus"
-    numbers = [value.get(name) for name in ("from", "to", step)]
-    if set(value) != {"from", "to", step} or not all(type(number) is int and number > 0 for number in numbers):
-        raise FormatError(f"{where} is {json.dumps(value)}; expected whole numbers from, to, and times or plus.")
-    number, last, by = (int(str(given)) for given in numbers)
-    if number > last or (step == "times" and by < 2):
+def _range(where: str, value: Mapping[str, int]) -> Iterator[int]:
+    number, last, factor = value["from"], value["to"], value.get("times")
+    if number > last or factor == 1:
         raise FormatError(f"{where} is {json.dumps(value)}; expected from <= to, and times of at least 2.")
     while number <= last:
         yield number
-        number = number * by if step == "times" else number + by
+        number = number + value["plus"] if factor is None else number * factor
 
 
 def to_description(points: AcceleratorArray) -> dict[str, object]:

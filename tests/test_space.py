@@ -89,7 +89,7 @@ def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], to
         ({"format": "other"}, "is not a space"),
         ({"version": 2}, "is not a space"),
         ({"tensor_rows": {"from": 4, "to": 2, "times": 2}}, "from <= to"),
-        ({"tensor_rows": {"from": 4, "step": 2}}, "expected whole numbers from, to"),
+        ({"tensor_rows": {"from": 4, "step": 2}}, "tensor_rows has an unknown field 'step'"),
         ({"tensor_rows": {"from": 1, "to": 10**12, "plus": 1}}, "points .* at most 500,000"),
         ({"max_area_mm2": "big"}, "max_area_mm2 is 'big'"),
     ],

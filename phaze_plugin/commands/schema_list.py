@@ -1,4 +1,4 @@
-"""`phaze schema`: the JSON Schema of a kind of document that Phaze writes, made from what reads it."""
+"""`phaze schema`: the JSON Schema of a kind of document that Phaze writes, by which it is checked when it is read."""
 
 from __future__ import annotations
 
@@ -39,8 +39,47 @@ def _calibration() -> dict[str, Any]:
     return document_schema("a calibration", CalibrationFile, {"kind": KIND, "version": VERSION, "digest": str})
 
 
-SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {"plan": _plan, "search": _search, "calibration": _calibration}
-"""How the schema of each kind of document is made."""
+def _graph() -> Mapping[str, Any]:
+    from phaze.ir.graph_json import GRAPH_SCHEMA
+
+    return GRAPH_SCHEMA
+
+
+def _accelerator() -> Mapping[str, Any]:
+    from phaze.hardware.hardware_files import FILE_SCHEMAS
+
+    return FILE_SCHEMAS["accelerator"]
+
+
+def _cluster() -> Mapping[str, Any]:
+    from phaze.hardware.hardware_files import FILE_SCHEMAS
+
+    return FILE_SCHEMAS["cluster"]
+
+
+def _space() -> Mapping[str, Any]:
+    from phaze.space import SPACE_SCHEMA
+
+    return SPACE_SCHEMA
+
+
+def _journal() -> Mapping[str, Any]:
+    from phaze.explore.journal import LINE_SCHEMA
+
+    return LINE_SCHEMA
+
+
+SCHEMAS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "accelerator": _accelerator,
+    "calibration": _calibration,
+    "cluster": _cluster,
+    "graph": _graph,
+    "journal": _journal,
+    "plan": _plan,
+    "search": _search,
+    "space": _space,
+}
+"""How the schema of each kind of document is made; of a journal, it is that of a line."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -57,7 +96,7 @@ def run(arguments: Namespace, console: Console) -> int:
 print_schema = Command(
     name="schema",
     group=CommandGroup.INSTALLATION,
-    summary="print the JSON Schema of plans, searches or calibrations",
+    summary="print the JSON Schema of a kind of document, by which it is checked when it is read",
     configure=configure,
     run=run,
 )

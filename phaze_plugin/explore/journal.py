@@ -28,13 +28,15 @@ from phaze.digests import DIGEST, digest_of
 from phaze.errors import FormatError, JournalWarning, shown
 from phaze.file_reading import parse_json, read_bytes
 from phaze.file_writing import sync_folder
+from phaze.json_schemas import DRAFT
+from phaze.schema_checks import SchemaCheck
 
 try:
     import fcntl
 except ImportError:  # pragma: no cover  # systems without it have no locks of this kind
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FORMAT", "Journal", "JournalRecord", "is_journal", "read_header", "seconds_or_none"]
+__all__ = ["FORMAT", "LINE_SCHEMA", "Journal", "JournalRecord", "is_journal", "read_header", "seconds_or_none"]
 
 FORMAT = "phaze-search-journal"
 
@@ -54,6 +56,38 @@ _HEAD_CHARACTERS = 200
 
 _SHOWN_CHARACTERS = 40
 """How much of a value a message about another question shows."""
+
+
+_TEXT: Mapping[str, object] = {"type": "string"}
+
+
+def _line_schema(properties: Mapping[str, object]) -> dict[str, object]:
+    needed = {**properties, DIGEST: _TEXT}
+    return {"type": "object", "properties": needed, "required": list(needed), "additionalProperties": False}
+
+
+_FIRST_LINE = _line_schema(
+    {
+        "format": {"const": FORMAT},
+        "version": {"const": VERSION},
+        "phaze": _TEXT,
+        "models": {"type": "object", "additionalProperties": _TEXT},
+        "space": {"type": "object"},
+        "prices": {"type": "array", "items": _TEXT},
+        "question": {"type": "object"},
+    }
+)
+_FURTHER_LINE = _line_schema(
+    {"task": _TEXT, "cutoff_s": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "result": {"type": "object"}}
+)
+LINE_SCHEMA: Mapping[str, object] = {
+    "$schema": DRAFT,
+    "title": "a line of a search's journal",
+    "anyOf": [_FIRST_LINE, _FURTHER_LINE],
+}
+"""What a line is made of: the first one, or one behind it. Each result is that of its task's own class."""
+
+_check_first_line, _check_further_line = SchemaCheck(_FIRST_LINE), SchemaCheck(_FURTHER_LINE)
 
 
 class JournalRecord(TypedDict):
@@ -316,14 +350,8 @@ def _document(where: str, text: bytes, before: str) -> dict[str, object]:
 
 def _record(where: str, document: Mapping[str, object]) -> JournalRecord:
     """The task of a line; raises FormatError."""
-    record = {name: value for name, value in document.items() if name != DIGEST}
-    task, cutoff_s, result = (record.get(name) for name in JournalRecord.__annotations__)
-    is_cutoff = cutoff_s is None or (isinstance(cutoff_s, int | float) and not isinstance(cutoff_s, bool))
-    if record.keys() != JournalRecord.__annotations__.keys() or not isinstance(task, str) or not is_cutoff:
-        raise FormatError(f"{where}: no task with its cutoff and result; the journal is damaged.")
-    if not isinstance(result, dict):
-        raise FormatError(f"{where}: a task without a result; the journal is damaged.")
-    return cast("JournalRecord", record)
+    _check_further_line(document, where)
+    return cast("JournalRecord", {name: value for name, value in document.items() if name != DIGEST})
 
 
 def _header(path: Path, document: Mapping[str, object]) -> dict[str, object]:
@@ -331,6 +359,7 @@ def _header(path: Path, document: Mapping[str, object]) -> dict[str, object]:
         raise FormatError(
             f"{path} has version {shown(document.get('version'))} of the journal's format; this Phaze reads {VERSION}."
         )
+    _check_first_line(document, f"{path}, line 1")
     return {name: value for name, value in document.items() if name not in ("format", "version", DIGEST)}
 
 

@@ -281,7 +281,8 @@ def question_from_header(
 
     Raises FormatError if the line is damaged, and QuestionError where it is about more models, or fewer.
     """
-    names, options, space = (_header_part(header, key) for key in ("models", "question", "space"))
+    # The journal checked that these are objects when it was read.
+    names, options, space = (cast("Mapping[str, object]", header[key]) for key in ("models", "question", "space"))
     count = len(models) if isinstance(models, list | tuple) else 1
     if count != len(names):
         raise QuestionError(
@@ -298,13 +299,6 @@ def question_from_header(
         return ask_search(models, inputs, cast(SearchOptions, asked), plugins)
     except (KeyError, TypeError) as error:
         raise FormatError(f"the journal's first line lacks a part of its question: {error}.") from error
-
-
-def _header_part(header: Mapping[str, object], key: str) -> Mapping[str, object]:
-    part = header.get(key)
-    if not isinstance(part, Mapping):
-        raise FormatError(f"the journal's first line lacks a part of its question: {key!r}.")
-    return part
 
 
 def _memory_sizes(hbm_gib: object) -> tuple[int, ...]:

@@ -10,22 +10,25 @@ A level may also have "links": "ring" or "line" for a dimension of a torus; a sw
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phaze.errors import FormatError, HardwareError, shown
 from phaze.file_reading import read_document
 from phaze.file_writing import write_whole
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.chip_presets import known_accelerator
-from phaze.hardware.cluster import Cluster, InterconnectLevel
+from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
+from phaze.json_schemas import DRAFT
+from phaze.schema_checks import SchemaCheck
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
 
 __all__ = [
+    "FILE_SCHEMAS",
     "accelerator_from_json",
     "accelerator_to_json",
     "cluster_from_json",
@@ -41,6 +44,38 @@ _VERSION = 1
 _Value = TypeVar("_Value")
 
 
+def _fields(kind: type, **others: object) -> dict[str, object]:
+    """The schema of a dataclass whose fields are numbers, but for some others; those with a default may be left out."""
+    properties = {field.name: others.get(field.name, {"type": "number"}) for field in fields(kind)}
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_ACCELERATOR = _fields(Accelerator, name={"type": "string"}, rates=_fields(MatrixRates))
+_LEVEL = _fields(InterconnectLevel, links={"enum": [links.value for links in Links]})
+_CLUSTER = _fields(
+    Cluster,
+    accelerator={"anyOf": [_ACCELERATOR, {"type": "string"}]},
+    levels={"type": "array", "items": _LEVEL},
+)
+
+
+def _file_schema(kind: str, body: Mapping[str, object]) -> dict[str, object]:
+    properties = {"version": {"const": _VERSION}, "kind": {"const": kind}, kind: body}
+    about = {"$schema": DRAFT, "title": f"a saved {kind}", "type": "object"}
+    return {**about, "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+FILE_SCHEMAS: Mapping[str, Mapping[str, object]] = {
+    "accelerator": _file_schema("accelerator", _ACCELERATOR),
+    "cluster": _file_schema("cluster", _CLUSTER),
+}
+"""What the files are made of. Whether numbers can be those of a chip or a network, their classes check."""
+
+_check_accelerator, _check_cluster = SchemaCheck(_ACCELERATOR), SchemaCheck(_CLUSTER)
+_check_file = {kind: SchemaCheck(schema) for kind, schema in FILE_SCHEMAS.items()}
+
+
 def accelerator_to_json(accelerator: Accelerator) -> dict[str, object]:
     """The accelerator's fields as JSON values."""
     return asdict(accelerator)
@@ -51,9 +86,13 @@ def accelerator_from_json(document: object) -> Accelerator:
 
     Fields that are missing, unknown or of the wrong type are a `FormatError`, values that cannot be a `HardwareError`.
     """
-    body = dict(_json_object("accelerator", document))
-    rates = _construct("rates", MatrixRates, _json_object("rates", body.pop("rates", {})))
-    return _construct("accelerator", Accelerator, body | {"rates": rates})
+    _check_accelerator(document, "accelerator")
+    return _accelerator(cast("dict[str, Any]", document))
+
+
+def _accelerator(body: Mapping[str, Any]) -> Accelerator:
+    rates = _construct("rates", MatrixRates, body.get("rates", {}))
+    return _construct("accelerator", Accelerator, {**body, "rates": rates})
 
 
 def cluster_to_json(cluster: Cluster) -> dict[str, object]:
@@ -71,14 +110,12 @@ def cluster_from_json(document: object, plugins: PluginManager | None = None) ->
 
     It raises as `accelerator_from_json` does, and `UnknownNameError` for a name that nobody knows.
     """
-    body = dict(_json_object("cluster", document))
-    chip = body.pop("accelerator", None)
-    accelerator = known_accelerator(chip, plugins) if isinstance(chip, str) else accelerator_from_json(chip)
-    levels = body.pop("levels", [])
-    if not isinstance(levels, list):
-        raise FormatError(f"cluster: levels is {type(levels).__name__}; expected a list, innermost first.")
-    links = tuple(_construct("level", InterconnectLevel, _json_object("level", level)) for level in levels)
-    return _construct("cluster", Cluster, body | {"accelerator": accelerator, "levels": links})
+    _check_cluster(document, "cluster")
+    body = cast("dict[str, Any]", document)
+    chip = body["accelerator"]
+    accelerator = known_accelerator(chip, plugins) if isinstance(chip, str) else _accelerator(chip)
+    levels = tuple(_construct("level", InterconnectLevel, level) for level in body.get("levels", []))
+    return _construct("cluster", Cluster, {**body, "accelerator": accelerator, "levels": levels})
 
 
 def save_accelerator(accelerator: Accelerator, path: str | Path) -> None:
@@ -106,28 +143,19 @@ def _write(path: str | Path, kind: str, body: dict[str, object]) -> None:
 
 
 def _load(path: str | Path, kind: str) -> object:
-    envelope = _json_object(str(path), read_document(path, f"the file of a saved {kind}"))
-    if envelope.get("kind") != kind:
-        raise FormatError(f"{path}: kind is {shown(envelope.get('kind'))}; expected {kind!r}.")
+    envelope = read_document(path, f"the file of a saved {kind}")
+    if not isinstance(envelope, dict) or envelope.get("kind") != kind:
+        found = shown(envelope.get("kind")) if isinstance(envelope, dict) else "not there"
+        raise FormatError(f"{path}: kind is {found}; expected {kind!r}.")
     if envelope.get("version") != _VERSION:
         found = shown(envelope.get("version"))
         raise FormatError(f"{path}: version is {found}; this Phaze reads version {_VERSION}.")
-    return envelope.get(kind)
+    _check_file[kind](envelope, str(path))
+    return envelope[kind]
 
 
-def _json_object(owner: str, document: object) -> dict[str, object]:
-    if not isinstance(document, dict):
-        raise FormatError(f"{owner}: expected a JSON object, found {type(document).__name__}.")
-    return document
-
-
-def _construct(owner: str, kind: Callable[..., _Value], body: dict[str, object]) -> _Value:
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(set(body) - known):
-        raise FormatError(f"{owner}: unknown field {unknown[0]!r}; known fields are {', '.join(sorted(known))}.")
+def _construct(owner: str, kind: Callable[..., _Value], body: Mapping[str, object]) -> _Value:
     try:
         return kind(**body)
-    except TypeError as error:
-        raise FormatError(f"{owner}: {error}.") from error
     except HardwareError as error:
         raise HardwareError(f"{owner}: {error}") from error

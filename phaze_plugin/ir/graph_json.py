@@ -1,7 +1,7 @@
 """Graphs as JSON: exact round trips, a schema version, and errors that name the field.
 
-Rules stand once each as text, ops refer to them by position. Nothing is pickled and nothing is guessed: an unknown
-version or a field of the wrong type is refused.
+Rules stand once each as text, ops refer to them by position. Nothing is pickled and nothing is guessed: a document of
+an unknown version, or one that is not what `GRAPH_SCHEMA` says, is refused before anything of it is used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from enum import StrEnum
-from typing import TypeVar, cast
+from functools import cache
+from typing import Any
 
 from phaze.errors import FormatError, GraphError, PhazeError, shown
 from phaze.file_reading import parse_json, read_text
@@ -21,37 +21,97 @@ from phaze.ir.graph import Graph
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
 from phaze.ir.tensor import DType, Role, Tensor
+from phaze.json_schemas import DRAFT
+from phaze.schema_checks import SchemaCheck
 
-__all__ = ["FORMAT", "VERSION", "graph_content_json", "graph_from_json", "graph_to_json", "read_graph", "save_graph"]
+__all__ = [
+    "FORMAT",
+    "GRAPH_SCHEMA",
+    "VERSION",
+    "graph_content_json",
+    "graph_from_json",
+    "graph_to_json",
+    "read_graph",
+    "save_graph",
+]
 
 FORMAT = "phaze-graph"
 VERSION = 1
 """The schema of the document; a graph of another version is refused. Optional fields do not change it."""
 
-_Kind = TypeVar("_Kind")
-_Enum = TypeVar("_Enum", bound=StrEnum)
-
 _OPTIONAL = ("module", "gradient_of", "origin")
 _OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as")
-_GRAPH_FIELDS = frozenset(
-    (
-        "format",
-        "version",
-        "name",
-        "micro_batch_size",
-        "notes",
-        "tensors",
-        "rules",
-        "ops",
-        "outputs",
-        "gradients",
-        *_OPTIONAL_FACTS,
-    )
+
+_TEXT: Mapping[str, object] = {"type": "string"}
+_TEXTS: Mapping[str, object] = {"type": "array", "items": _TEXT}
+_WHOLE: Mapping[str, object] = {"type": "integer"}
+_NO_NUMBER_OF_JSON = ["inf", "-inf", "nan"]
+
+
+def _record(needed: Mapping[str, object], optional: Mapping[str, object]) -> dict[str, object]:
+    """The schema of an object with some fields, and no others."""
+    fields = {"properties": {**needed, **optional}, "required": list(needed)}
+    return {"type": "object", **fields, "additionalProperties": False}
+
+
+_TENSOR = _record(
+    {"id": _TEXT, "shape": {"type": "array", "items": _WHOLE}, "dtype": {"enum": [kind.value for kind in DType]}},
+    {"role": {"enum": [role.value for role in Role]}},
 )
-_TENSOR_FIELDS = frozenset(("id", "shape", "dtype", "role"))
-_OP_FIELDS = frozenset(
-    ("id", "kind", "function", "rule", "inputs", "outputs", "phase", "attributes", "collective_bytes", *_OPTIONAL)
+_ATTRIBUTE = {
+    "anyOf": [
+        {"type": "number"},
+        {"type": "string"},
+        {"type": "boolean"},
+        {"type": "array", "items": {"anyOf": [_WHOLE, {"type": "boolean"}]}},
+        _record({"float": {"enum": _NO_NUMBER_OF_JSON}}, {}),
+    ]
+}
+_OP = _record(
+    {
+        "id": _TEXT,
+        "kind": {"enum": [kind.value for kind in OpKind]},
+        "function": _TEXT,
+        "rule": _WHOLE,
+        "inputs": _TEXTS,
+        "outputs": _TEXTS,
+        "phase": {"enum": [phase.value for phase in Phase]},
+    },
+    {
+        "attributes": {"type": "object", "additionalProperties": _ATTRIBUTE},
+        "collective_bytes": _WHOLE,
+        **dict.fromkeys(_OPTIONAL, _TEXT),
+    },
 )
+GRAPH_SCHEMA: Mapping[str, object] = {
+    "$schema": DRAFT,
+    "title": "a graph",
+    **_record(
+        {
+            "format": {"const": FORMAT},
+            "version": {"const": VERSION},
+            "name": _TEXT,
+            "micro_batch_size": _WHOLE,
+            "notes": _TEXTS,
+            "tensors": {"type": "array", "items": _TENSOR},
+            "rules": _TEXTS,
+            "ops": {"type": "array", "items": _OP},
+            "outputs": _TEXTS,
+            "gradients": {"type": "array", "items": {**_TEXTS, "minItems": 2, "maxItems": 2}},
+        },
+        {
+            "is_backward_derived": {"type": "boolean"},
+            "why_backward_kept": _TEXT,
+            "runs_as": {"type": "object", "additionalProperties": _WHOLE},
+        },
+    ),
+}
+"""What a saved graph is made of. That ids, shapes and rules agree with each other is checked by the graph itself."""
+
+
+@cache
+def _graph_check() -> SchemaCheck:
+    return SchemaCheck(GRAPH_SCHEMA)
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -106,39 +166,30 @@ def graph_from_json(text: str) -> Graph:
             f"saved graph of schema version {shown(document.get('version'))}; this Phaze reads version {VERSION}. "
             "Save it again with a matching Phaze."
         )
+    _graph_check()(document, "the graph")
     return _graph_from_document(document)
 
 
-def _degrees(document: Mapping[str, object]) -> dict[str, int]:
-    """The strategy that a captured program runs."""
-    given: dict[str, object] = _field(document, "runs_as", dict, "", default={})
-    for name, degree in given.items():
-        if isinstance(degree, bool) or not isinstance(degree, int):
-            raise FormatError(f"runs_as.{name} is {shown(degree)}; expected a whole number.")
-    return {name: degree for name, degree in given.items() if isinstance(degree, int)}
-
-
-def _graph_from_document(document: Mapping[str, object]) -> Graph:
-    """The graph of a document whose format and version are right."""
-    _refuse_unknown(document, _GRAPH_FIELDS, "")
-    rules = [_parse_rule(text, index) for index, text in enumerate(_strings(document, "rules"))]
+def _graph_from_document(document: Mapping[str, Any]) -> Graph:
+    """The graph of a document that is what the schema says."""
+    rules = [_parse_rule(text, index) for index, text in enumerate(document["rules"])]
     tensors: dict[str, Tensor] = {}
-    for index, entry in enumerate(_list(document, "tensors")):
-        tensor = _tensor_from_json(entry, f"tensors[{index}]")
+    for entry in document["tensors"]:
+        tensor = _tensor_from_json(entry)
         if tensor.id in tensors:
             raise GraphError(f"two tensors have the id {tensor.id!r}; ids must be unique.")
         tensors[tensor.id] = tensor
     return Graph(
-        name=_string(document, "name"),
+        name=document["name"],
         tensors=tensors,
-        ops=tuple(_op_from_json(entry, rules, f"ops[{i}]") for i, entry in enumerate(_list(document, "ops"))),
-        outputs=tuple(_strings(document, "outputs")),
-        gradients=tuple(_pair(pair, f"gradients[{i}]") for i, pair in enumerate(_list(document, "gradients"))),
-        micro_batch_size=_field(document, "micro_batch_size", int, ""),
-        is_backward_derived=_field(document, "is_backward_derived", bool, "", default=False),
-        why_backward_kept=_string(document, "why_backward_kept") if "why_backward_kept" in document else "",
-        runs_as=_degrees(document),
-        notes=tuple(_strings(document, "notes")),
+        ops=tuple(_op_from_json(entry, rules, f"ops[{i}]") for i, entry in enumerate(document["ops"])),
+        outputs=tuple(document["outputs"]),
+        gradients=tuple((first, second) for first, second in document["gradients"]),
+        micro_batch_size=document["micro_batch_size"],
+        is_backward_derived=document.get("is_backward_derived", False),
+        why_backward_kept=document.get("why_backward_kept", ""),
+        runs_as=document.get("runs_as", {}),
+        notes=tuple(document["notes"]),
     )
 
 
@@ -147,13 +198,9 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, object]:
     return entry if tensor.role is None else entry | {"role": tensor.role.value}
 
 
-def _tensor_from_json(entry: object, where: str) -> Tensor:
-    fields = _object(entry, where)
-    _refuse_unknown(fields, _TENSOR_FIELDS, where)
-    # Sizes that are no integers are refused, with the tensor named, when the graph is checked.
-    shape = cast("tuple[int, ...]", tuple(_list(fields, "shape", where)))
-    role = _enum(Role, fields["role"], f"{where}.role") if "role" in fields else None
-    return Tensor(_string(fields, "id", where), shape, _enum(DType, fields.get("dtype"), f"{where}.dtype"), role)
+def _tensor_from_json(entry: Mapping[str, Any]) -> Tensor:
+    role = Role(entry["role"]) if "role" in entry else None
+    return Tensor(entry["id"], tuple(entry["shape"]), DType(entry["dtype"]), role)
 
 
 def _op_to_json(op: Op, rule: int) -> dict[str, object]:
@@ -178,35 +225,28 @@ def _attribute_to_json(value: Attribute) -> object:
     return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _op_from_json(entry: object, rules: list[Rule], where: str) -> Op:
-    fields = _object(entry, where)
-    _refuse_unknown(fields, _OP_FIELDS, where)
-    index = _field(fields, "rule", int, where)
-    if not 0 <= index < len(rules):
-        raise FormatError(f"{where}.rule is {index}, but there are {len(rules)} rules.")
-    attributes = _object(fields.get("attributes", {}), f"{where}.attributes")
+def _op_from_json(entry: Mapping[str, Any], rules: list[Rule], where: str) -> Op:
+    if not 0 <= entry["rule"] < len(rules):
+        raise FormatError(f"{where}.rule is {entry['rule']}, but there are {len(rules)} rules.")
     return Op(
-        id=_string(fields, "id", where),
-        kind=_enum(OpKind, fields.get("kind"), f"{where}.kind"),
-        function=_string(fields, "function", where),
-        rule=rules[index],
-        inputs=tuple(_strings(fields, "inputs", where)),
-        outputs=tuple(_strings(fields, "outputs", where)),
-        phase=_enum(Phase, fields.get("phase"), f"{where}.phase"),
-        attributes=tuple((name, _attribute(value, f"{where}.attributes.{name}")) for name, value in attributes.items()),
-        collective_bytes=_field(fields, "collective_bytes", int, where, default=0),
-        **{name: _string(fields, name, where) for name in _OPTIONAL if name in fields},
+        id=entry["id"],
+        kind=OpKind(entry["kind"]),
+        function=entry["function"],
+        rule=rules[entry["rule"]],
+        inputs=tuple(entry["inputs"]),
+        outputs=tuple(entry["outputs"]),
+        phase=Phase(entry["phase"]),
+        attributes=tuple((name, _attribute(value)) for name, value in entry.get("attributes", {}).items()),
+        collective_bytes=entry.get("collective_bytes", 0),
+        **{name: entry[name] for name in _OPTIONAL if name in entry},
     )
 
 
-def _attribute(value: object, where: str) -> Attribute:
-    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+def _attribute(value: Any) -> Attribute:
+    """The value of an attribute: lists as tuples, infinities and NaN from the object that stands for them."""
+    if isinstance(value, list):
         return tuple(value)
-    if isinstance(value, dict) and value.get("float") in ("inf", "-inf", "nan"):
-        return float(value["float"])
-    if isinstance(value, int | float | str):
-        return value
-    raise FormatError(f"{where} is {shown(value)}; expected a number, text or a list of integers.")
+    return float(value["float"]) if isinstance(value, dict) else value
 
 
 def _parse_rule(text: str, index: int) -> Rule:
@@ -214,70 +254,3 @@ def _parse_rule(text: str, index: int) -> Rule:
         return Rule.parse(text)
     except GraphError as error:
         raise GraphError(f"rules[{index}]: {error}") from error
-
-
-def _object(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise FormatError(f"{where} is {shown(value)}; expected an object.")
-    return value
-
-
-def _refuse_unknown(fields: Mapping[str, object], known: frozenset[str], where: str) -> None:
-    unknown = sorted(name for name in fields if name not in known)
-    if unknown:
-        raise FormatError(
-            f"{_path(where, unknown[0])} is not a field of a saved graph; known are {', '.join(sorted(known))}."
-        )
-
-
-def _field(fields: Mapping[str, object], name: str, kind: type[_Kind], where: str, *, default: object = None) -> _Kind:
-    value = fields.get(name, default)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(f"{_path(where, name)} is {shown(value)}; expected {_KIND_NAMES[kind]}.")
-    return value
-
-
-def _string(fields: Mapping[str, object], name: str, where: str = "") -> str:
-    return _readable(str(_field(fields, name, str, where)), _path(where, name))
-
-
-def _readable(text: str, where: str) -> str:
-    """The text, which must be possible to print: JSON allows halves of characters."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise FormatError(f"{where} is {shown(text)}, which holds half a character; expected proper text.")
-    return text
-
-
-def _list(fields: Mapping[str, object], name: str, where: str = "") -> list[object]:
-    return list(_field(fields, name, list, where))
-
-
-def _strings(fields: Mapping[str, object], name: str, where: str = "") -> list[str]:
-    texts = []
-    for index, value in enumerate(_list(fields, name, where)):
-        if not isinstance(value, str):
-            raise FormatError(f"{_path(where, name)}[{index}] is {shown(value)}; expected text.")
-        texts.append(_readable(value, f"{_path(where, name)}[{index}]"))
-    return texts
-
-
-def _pair(value: object, where: str) -> tuple[str, str]:
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value):
-        return value[0], value[1]
-    raise FormatError(f"{where} is {shown(value)}; expected a pair of ids.")
-
-
-def _enum(kind: type[_Enum], value: object, where: str) -> _Enum:
-    for member in kind:
-        if member == value:
-            return member
-    allowed = ", ".join(member.value for member in kind)
-    raise FormatError(f"{where} is {shown(value)}; expected one of {allowed}.")
-
-
-def _path(where: str, name: str) -> str:
-    """Where a field stands in the document, for messages."""
-    return f"{where}.{name}" if where else name
-
-
-_KIND_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", str: "text", list: "a list"}

@@ -19,7 +19,7 @@ from phaze.errors import FormatError, JournalWarning, PlanError
 from phaze.explore.journal import Journal, is_journal
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "executor": "serial", "gap": 0.0}
-HEADER = {"phaze": "0", "models": {"a": "1"}, "question": {"gap": 0.01}}
+HEADER = {"phaze": "0", "models": {"a": "1"}, "space": {"name": "paper"}, "prices": [], "question": {"gap": 0.01}}
 
 
 def filled(path: Path) -> Path:

@@ -73,7 +73,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs(tmp_path: Path) -
         ({"status": "fine"}, "plan.status is 'fine'; expected one of optimal"),
         ({"strategy": {"dp": 1}}, "plan.strategy lacks 'shard'"),
         ({"colour": 1}, "unknown field 'colour'"),
-        ({"stages": {}}, "plan.stages is {}; expected list"),
+        ({"stages": {}}, "plan.stages is {}; expected a list"),
     ],
 )
 def test_a_damaged_plan_is_refused_by_field(change: dict[str, object], message: str) -> None:

@@ -1,8 +1,8 @@
 """Every single value of a plan that is changed is noticed: damage by the digest, forgery by load or verify.
 
 Six kinds of plans are tried: a pipeline, split contexts, divided experts, a search's own plan, one that does not fit,
-and one that was interrupted. What a forger changes is the value and the digest. Wall-clock facts of the run are no claim
-about the plan: their damage is noticed, their forgery is not.
+and one that was interrupted. What a forger changes is the value and the digest. Wall-clock facts of the run are no
+claim about the plan: their damage is noticed, their forgery is not.
 """
 
 import json
