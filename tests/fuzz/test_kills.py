@@ -1,19 +1,31 @@
-"""Searches, plans, exports and pages that are killed at random moments end with the same answers when asked again."""
+"""Searches, plans, exports and pages that are killed at random moments end with the same answers when asked again.
+
+One of the plans is that of a launch, which keeps it for the next start; what is kept is used, or made anew.
+"""
 
 import json
+import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from designs import tiny_model
+from full_disks import full_disk
 from killed_runs import killed, leftovers
-from plans import small_cluster, small_graph
+from launches import OneProcess
+from plans import QUESTION, small_cluster, small_graph
 from readable_files import plan_text
 
 from phaze.cli import main
 from phaze.hardware import save_cluster
+from phaze.hooks import PluginManager
+from phaze.planner.launch import plan_together
+from phaze.planner.planning import plan_for
+from phaze.planner.progress import Watch
+from phaze.question import ask
 
 SPACE = {
     "format": "phaze-space",
@@ -64,6 +76,22 @@ def commands(inputs: Path, outputs: Path) -> dict[str, list[str]]:
     }
 
 
+def planned_in_a_launch(outputs: Path) -> None:
+    """Plan as rank 0 of a launch, which keeps its plans in a folder, and save the plan."""
+    os.environ["XDG_CACHE_HOME"] = str(outputs)  # of this process, which is a copy or cleans up behind itself
+    options: Any = {"cluster": small_cluster(), **QUESTION}
+    question = ask(small_graph(), None, options, PluginManager.load())
+    plan = plan_together(OneProcess(), lambda: question, lambda asked: plan_for(asked, Watch()))
+    plan.save(outputs / "plan.json")
+
+
+def work_of(kind: str, inputs: Path, outputs: Path) -> Callable[[], object]:
+    """What one kind of run does."""
+    if kind == "launch":
+        return lambda: planned_in_a_launch(outputs)
+    return lambda: main(commands(inputs, outputs)[kind])
+
+
 def document_of(path: Path) -> Any:
     """What a file says, apart from the seconds that it took."""
     if path.suffix != ".json":
@@ -78,30 +106,68 @@ def _timeless(value: Any) -> Any:
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("kind", ["optimize", "search", "export", "report"])
-def test_a_killed_command_leaves_nothing_half_written_and_ends_as_if_it_had_not_been(
-    kind: str, kills: int, folder: Path, tmp_path: Path
+KINDS = ("optimize", "launch", "search", "export", "report")
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_leaves_nothing_half_written_and_ends_as_if_it_had_not_been(
+    kind: str, kills: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     whole, again = tmp_path / "whole", tmp_path / "again"
     for place in (whole, again):
         place.mkdir()
     started_s = time.monotonic()
-    assert main(commands(folder, whole)[kind]) == 0
-    # Starting Python and importing takes about a second more than the command takes here.
-    longest_s = time.monotonic() - started_s + 1.5
+    work_of(kind, folder, whole)()
+    longest_s = 1.2 * (time.monotonic() - started_s)
     expected = {path.name for path in whole.iterdir()}
     chance = random.Random(kind)
     for _ in range(kills):
-        killed(commands(folder, again)[kind], chance, longest_s)
+        killed(work_of(kind, folder, again), chance, longest_s)
         assert leftovers(again, expected) == []
-        for path in (path for path in again.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        for path in written(again):
             if path.name != "journal":
                 assert document_of(path) == document_of(whole / path.relative_to(again))
-    assert main(commands(folder, again)[kind]) == 0
-    for path in (path for path in whole.rglob("*") if path.is_file()):
+        if chance.random() < 0.5:  # a run that ended before it was killed leaves the next one too little to do
+            for path in written(again):
+                path.unlink()
+    work_of(kind, folder, again)()
+    assert {path.relative_to(again) for path in written(again)} == {path.relative_to(whole) for path in written(whole)}
+    for path in written(whole):
         found = document_of(again / path.relative_to(whole))
         if path.name == "journal":
             assert sorted(found.splitlines()) == sorted(document_of(path).splitlines())
         else:
             assert found == document_of(path), path.name
+
+
+def written(folder: Path) -> list[Path]:
+    """The files under a folder, but for the hidden, unfinished ones that a kill may leave."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_full_disk_at_a_write_of_a_search_is_told_and_the_search_goes_on_behind_it(
+    every: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk has room for one more line each time, and then for the answer's file, too."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for place in (whole, again):
+        place.mkdir()
+    assert main(commands(folder, whole)["search"]) == 0
+    journal = (whole / "journal").read_bytes()
+    ends = [index for index, byte in enumerate(journal) if byte == ord("\n")]
+    for end in ends[::every]:
+        with full_disk(end):  # the line's last byte has no room
+            assert main(commands(folder, again)["search"]) == 1
+        assert "goes on from them" in capsys.readouterr().err
+        assert (again / "journal").read_bytes() == journal[: max((each + 1 for each in ends if each < end), default=0)]
+        assert leftovers(again, {"journal"}) == []
+    assert main(commands(folder, again)["search"]) == 0
+    assert document_of(again / "search.json") == document_of(whole / "search.json")
+    before = (again / "search.json").read_bytes()
+    with full_disk(len(before) // 2):
+        assert main(commands(folder, again)["search"]) == 1
+    assert "What was there before is unchanged" in capsys.readouterr().err
+    assert (again / "search.json").read_bytes() == before

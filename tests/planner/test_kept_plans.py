@@ -1,13 +1,14 @@
 """A plan that was kept for the next start is used only for the very question, and only as long as it holds."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forgeries import forged
+from launches import OneProcess
 from plans import QUESTION, small_cluster, small_graph
 
 from phaze.cost import Estimate
@@ -19,25 +20,6 @@ from phaze.planner.launch import cache_path, plan_together
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
 from phaze.question import Question, ask
-
-
-@dataclass(frozen=True, slots=True)
-class OneProcess:
-    """A launch of a single process."""
-
-    name: str = "one"
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-    def gather(self, text: str) -> Sequence[str]:
-        return [text]
-
-    def visible_devices(self) -> tuple[str, int] | None:
-        return None
 
 
 @pytest.fixture

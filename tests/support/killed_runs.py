@@ -1,24 +1,35 @@
-"""Commands that are killed at random moments, and what they leave behind."""
+"""Work in a process of its own that is killed at a random moment, and what it leaves behind."""
 
+import os
 import random
-import subprocess
-import sys
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["killed", "leftovers"]
 
 
-def killed(arguments: Sequence[str], chance: random.Random, longest_s: float) -> bool:
-    """Start a command of phaze and kill it at a random moment; whether it was still running then."""
-    program = [sys.executable, "-m", "phaze", *arguments]
-    process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def killed(work: Callable[[], object], chance: random.Random, longest_s: float) -> bool:
+    """Do work in a copy of this process, and kill -9 that at a random moment; whether it was still at work then.
+
+    The copy has everything imported already, so that every moment is one of the work itself.
+    """
+    process = os.fork()
+    if process == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(null, stream)
+        try:
+            work()
+        finally:
+            os._exit(0)
     time.sleep(chance.uniform(0.0, longest_s))
-    was_running = process.poll() is None
-    process.kill()
-    process.wait()
-    return was_running
+    was_at_work = os.waitpid(process, os.WNOHANG) == (0, 0)
+    if was_at_work:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return was_at_work
 
 
 def leftovers(folder: Path, expected: set[str]) -> list[str]:
