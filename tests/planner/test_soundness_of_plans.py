@@ -3,14 +3,10 @@
 Every strategy of the grid is priced by `phaze.evaluate`, as a user would who does not believe the plan.
 """
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -162,26 +158,3 @@ def test_no_strategy_of_500_grids_refutes_a_plan(first: int) -> None:
     answers = [tried(100 + seed, 10) for seed in range(first, first + IN_A_PART)]
     assert [wrong for answer in answers for wrong in answer.wrong] == []
     assert sum(answer.priced for answer in answers) > 2 * IN_A_PART
-
-
-PROGRAM = """
-import sys
-sys.path[:0] = sys.argv[1:]
-import json
-from plans import QUESTION, small_cluster, small_graph
-import phaze
-plan = json.loads(phaze.optimize(small_graph(), cluster=small_cluster(), **QUESTION).to_json())
-sys.stdout.write(plan["digest"])
-"""
-
-
-@pytest.mark.parametrize("seeds", [("1", "2"), pytest.param(tuple("345678"), marks=pytest.mark.exhaustive)])
-def test_plans_are_equal_whatever_seeds_hashes_have_and_however_many_threads_run(seeds: tuple[str, ...]) -> None:
-    support = Path(__file__).parents[1]
-    digests = set()
-    for seed in seeds:
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed, "OPENBLAS_NUM_THREADS": seed}
-        program = [sys.executable, "-c", PROGRAM, str(support / "support"), str(support)]
-        digests.add(subprocess.run(program, capture_output=True, text=True, env=environment, check=True).stdout)
-    assert len(digests) == 1
-    assert all(len(digest) == 64 for digest in digests)
