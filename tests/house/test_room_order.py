@@ -19,8 +19,9 @@ ORDER = (
     "limits",
     "file_reading",
     "file_writing",
-    "json_records",
+    "schema_checks",
     "json_schemas",
+    "json_records",
     "digests",
     # what is planned, how it may be divided, on what, at what price
     "ir",
