@@ -52,6 +52,7 @@ from phaze.offered_choices import (
 )
 from phaze.parallelism import Choices, PipelineSchedule, read_strategy
 from phaze.shard import LayoutConstraint
+from phaze.shard.expert_slicing import expert_counts
 from phaze.shard.layout import check_constraints
 from phaze.solvers import SolverChain, choose_solver
 from phaze.target_choice import ChosenTarget
@@ -75,6 +76,10 @@ SAMPLES_PER_DEVICE = 8
 """The global batch per device that is assumed when none is given: enough microbatches to fill a short pipeline."""
 
 
+MOST_IMBALANCE = 1000
+"""The largest expert_imbalance: models have fewer experts, and no expert takes more than all tokens."""
+
+
 class QuestionOptions(TypedDict, total=False):
     """The keyword arguments that `phaze.optimize` and `phaze.evaluate` share.
 
@@ -89,6 +94,7 @@ class QuestionOptions(TypedDict, total=False):
         tp: tensor-parallel degrees to try, one or several.
         cp: devices to split each sequence over, one or several values to try.
         ep: devices to divide experts over, one or several values to try.
+        expert_imbalance: how many times its equal share of tokens an expert is assumed to take; 1 by default.
         sequence_length: tokens in a sequence, instead of the model's own length.
         loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
         targets: examples of what `loss_fn` compares with.
@@ -110,6 +116,7 @@ class QuestionOptions(TypedDict, total=False):
     tp: int | Sequence[int] | None
     cp: int | Sequence[int] | None
     ep: int | Sequence[int] | None
+    expert_imbalance: float
     sequence_length: int | None
     loss_fn: Callable[..., object] | None
     targets: object
@@ -139,6 +146,7 @@ class Question:
         constraints: layouts that tensors must have.
         calibration: how far the chip stays behind its ideal.
         attention: how attention runs, which the graph shows already.
+        expert_imbalance: how many times its equal share of tokens each expert is priced with.
         prices: prices of ops that plugins bring.
         gap: how far from the proven optimum the answer may stay.
         solver: the solver that was asked for, with the ones behind it; None for the automatic choice.
@@ -155,6 +163,7 @@ class Question:
     choices: Choices
     calibration: Calibration
     attention: AttentionMode
+    expert_imbalance: float = 1.0
     strategy: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     constraints: tuple[LayoutConstraint, ...] = ()
@@ -295,6 +304,9 @@ def ask(
         notes.append(_assumed_batch_note(cluster))
     batch_size = positive("global_batch_size", batch_size)
     check_limit("batch", batch_size, "global_batch_size")
+    imbalance = _expert_imbalance(options.get("expert_imbalance", 1.0), graph)
+    if imbalance != 1:
+        notes.append(f"it is assumed that every expert takes {imbalance:g} times its equal share of tokens")
     calibration = options.get("calibration")
     if calibration is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)
@@ -315,6 +327,7 @@ def ask(
         constraints=_constraints(options.get("constraints"), graph),
         calibration=_calibration(calibration, cluster),
         attention=attention,
+        expert_imbalance=imbalance,
         prices=plugin_prices(plugins),
         gap=float(options.get("gap", 0.01)),
         solver=_solver(options.get("solver"), plugins),
@@ -322,6 +335,19 @@ def ask(
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
+
+
+def _expert_imbalance(given: object, graph: Graph) -> float:
+    """How many times its equal share of tokens an expert is priced with."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 1 <= given <= MOST_IMBALANCE:
+        raise QuestionError(
+            f"expert_imbalance is {shown(given)}; expected a number from 1 (equal shares) to {MOST_IMBALANCE}."
+        )
+    if given != 1 and not expert_counts(graph):
+        raise QuestionError(
+            f"expert_imbalance is {given:g}, but model {graph.name!r} sends no tokens to experts; leave it out."
+        )
+    return float(given)
 
 
 def default_notes(cluster: Cluster) -> frozenset[str]:

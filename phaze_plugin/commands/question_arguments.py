@@ -80,6 +80,13 @@ def add_question_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
     )
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="assume that experts take X times their equal share of tokens (default 1)",
+    )
     add_attention_option(parser)
     parser.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
     parser.add_argument(
@@ -115,6 +122,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "sequence_length": arguments.sequence_length,
         "calibration": arguments.calibration,
         "attention": arguments.attention,
+        "expert_imbalance": arguments.expert_imbalance,
         "target": None if arguments.target == "none" else arguments.target,
         "gap": arguments.gap,
         "solver": arguments.solver,

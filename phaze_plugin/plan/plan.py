@@ -62,8 +62,8 @@ _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
 VERSION = 5
-"""Version 5 says how a GPU's products are run and how attention exchanges keys between contexts; version 4 carries a
-digest of its content and says how attention runs."""
+"""Version 5 says how a GPU's products are run, how attention exchanges keys between contexts and which imbalance of
+experts was assumed; version 4 carries a digest of its content and says how attention runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,7 @@ class QuestionFacts:
     precision: PrecisionRecipe
     calibration: Calibration
     attention: AttentionMode
+    expert_imbalance: float
     target: str | None
     gap: float
     solver: str | None

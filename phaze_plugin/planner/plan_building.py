@@ -110,6 +110,7 @@ def question_facts(question: Question) -> QuestionFacts:
         precision=question.recipe,
         calibration=question.calibration,
         attention=question.attention,
+        expert_imbalance=question.expert_imbalance,
         target=question.target.name,
         gap=question.gap,
         solver=None if question.solver is None else question.solver.solvers[0].name,

@@ -37,10 +37,9 @@ class LocalGraphs:
     `graph` is the model as it is planned, where that is not the question's own.
     """
 
-    def __init__(self, question: Question, graph: Graph | None = None, *, expert_imbalance: float = 1.0) -> None:
+    def __init__(self, question: Question, graph: Graph | None = None) -> None:
         self.question = question
         self.graph = question.graph if graph is None else graph
-        self.expert_imbalance = expert_imbalance
         self._sliced: dict[object, Graph] = {}
         self._at_size: dict[object, Graph] = {}
         self._exchanges: dict[object, Mapping[str, KeyExchange]] = {}
@@ -54,8 +53,9 @@ class LocalGraphs:
         key = (cp, ep, tuple(exchanges.items()))
         if (key, size) not in self._at_size:
             if key not in self._sliced:
+                imbalance = self.question.expert_imbalance
                 self._sliced[key] = device_graph(
-                    self.graph, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=self.expert_imbalance
+                    self.graph, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance
                 )
             sized = self._sliced[key].with_micro_batch(size)
             self._at_size[key, size] = cast_graph(sized, self.question.recipe)

@@ -101,6 +101,7 @@ def question_for(
         "constraints": facts.constraints,
         "calibration": facts.calibration,
         "attention": facts.attention,
+        "expert_imbalance": facts.expert_imbalance,
         "gap": facts.gap,
         "solver": facts.solver,
     }

@@ -117,3 +117,36 @@ def test_a_model_without_sequences_says_so() -> None:
     graph = phaze.import_graph("vit-base")
     with pytest.raises(PhazeError, match="has no sequence that cp=2 could split"):
         phaze.evaluate(graph, cluster=cluster(4), strategy={"cp": 2, "tp": 1}, compares=False, **QUESTION)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_an_imbalance_of_experts_is_priced_kept_told_and_verified(ep: int) -> None:
+    graph, strategy = model("mixtral"), {"dp": 2, "ep": ep, "tp": 1, "pp": 1, "zero": 0, "micro_batch_size": 1}
+    even, uneven = (
+        phaze.evaluate(
+            graph, cluster=cluster(2), strategy=strategy, compares=False, expert_imbalance=imbalance, **QUESTION
+        ).plan
+        for imbalance in (1, 1.5)
+    )
+    assert uneven.step_time_s > even.step_time_s
+    assert uneven.stages[0].memory_bytes["activations"] > even.stages[0].memory_bytes["activations"]
+    assert uneven.stages[0].memory_bytes["parameters"] == even.stages[0].memory_bytes["parameters"]
+    assert (even.question.expert_imbalance, uneven.question.expert_imbalance) == (1.0, 1.5)
+    told = "it is assumed that every expert takes 1.5 times its equal share of tokens"
+    assert told in uneven.explain()
+    assert told not in even.explain()
+    assert_verified(uneven, graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "imbalance", "message"),
+    [
+        ("mixtral", 0.5, "expert_imbalance is 0.5; expected a number from 1"),
+        ("mixtral", float("nan"), "expert_imbalance is nan"),
+        ("mixtral", "much", "expert_imbalance is 'much'"),
+        ("llama", 2, "expert_imbalance is 2, but model .* sends no tokens to experts"),
+    ],
+)
+def test_an_imbalance_that_cannot_be_is_refused(name: str, imbalance: Any, message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        phaze.optimize(model(name), cluster=cluster(2), expert_imbalance=imbalance, **QUESTION)
