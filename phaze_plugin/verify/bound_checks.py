@@ -80,8 +80,12 @@ def _proof_of(question: Question, slices: ModelProfiles, time_s: float, effort: 
     quick = prove_plainly(narrowed_problem(question, slices), time_s, effort)
     if quick.faster is None and not quick.left_open:
         return quick
+    if effort.left <= 0 and quick.faster is None:
+        return quick
     scheduled = profile_model(slices.sharded, profile_options(question, profiled_modes(question)))
-    return prove_plainly(narrowed_problem(question, scheduled), time_s, effort)
+    exact = prove_plainly(narrowed_problem(question, scheduled), time_s, effort)
+    is_better = quick.faster is not None or exact.faster is not None or exact.left_open < quick.left_open
+    return exact if is_better else quick
 
 
 def _sliced(question: Question, watch: Watch) -> Iterator[ModelProfiles]:

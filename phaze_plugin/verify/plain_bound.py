@@ -7,7 +7,8 @@ schedules) weight passes. Each strategy must pass one of these:
 
 1. *By sums* (`_LayerSums.bound_s`). With F, B, W summed over all layers in their quickest mode, some device is busy for
    m (F+B+W) / pp. The largest over stages of a path through the pipeline is at least the mean of such paths:
-   GPipe F+B + (m-1)(F+B)/S; 1F1B and zero-bubble F+B + ((m-1) B + max(m-S, 0) F)/S.
+   GPipe F+B + (m-1)(F+B)/S; 1F1B and zero-bubble F+B + ((m-1) B + max(m-S, 0) F)/S. Chunks of interleaved pipelines
+   have n or n+1 layers, so that each begins at one of few layers: `_LayerSums.chunk_bound_s` takes the least of these.
 2. *By stages* (`_StageProof.is_filled`). Stages are placed from the front in every way, each at its own price. A stage
    whose memory does not fit, or whose own paths (`_StageProof.stage_bound_s`) already take the time, is not placed.
    If the last layer is never reached, no stages of this strategy beat the time.
@@ -22,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PlacementProblem
@@ -114,7 +115,11 @@ def prove_plainly(problem: PlacementProblem, time_s: float, effort: PlainEffort)
         layer_sums = sums.get(strategy.tp)
         if layer_sums is None:
             layer_sums = sums[strategy.tp] = _LayerSums.of(problem, strategy.tp)
-        if layer_sums.bound_s(strategy, strategy.micro_batches_per_pipeline(problem.micro_batches)) >= enough_s:
+        micro_batches = strategy.micro_batches_per_pipeline(problem.micro_batches)
+        bound_s = layer_sums.bound_s(strategy, micro_batches)
+        if strategy.chunks > 1 and len(downsets) == len(problem.graph.layers) + 1:  # a chain: stages are intervals
+            bound_s = max(bound_s, layer_sums.chunk_bound_s(strategy, micro_batches))
+        if bound_s >= enough_s:
             proof.by_sums += 1
             continue
         if not downsets:
@@ -175,6 +180,32 @@ class _LayerSums:
         elif strategy.chunks == 1:
             through_s += ((m - 1) * backward_s + max(m - pp, 0) * forward_s) / pp
         return max(busy_s, through_s)
+
+    def chunk_bound_s(self, strategy: Parallelism, micro_batches: int) -> float:
+        """Seconds that no chunks of a chain of layers beat, each of which has n or n+1 layers.
+
+        Of d stages, x have one layer more: before stage k there are k n + a layers, with a from max(0, x - d + k) to
+        min(k, x). A device begins with the first microbatch behind the stages before its first chunk, runs all its
+        chunks for all microbatches, and the last microbatch goes back through the stages before.
+        """
+        depth = strategy.pp * strategy.chunks
+        each, more = divmod(len(self.forward_s), depth)
+        through_s = [sum(seconds) for seconds in zip(self.forward_s, self.backward_s, self.weight_s, strict=True)]
+        before_s = [0.0, *accumulate(through_s)]
+
+        def begins(stage: int) -> range:
+            return range(stage * each + max(0, more - depth + stage), stage * each + min(stage, more) + 1)
+
+        def least_s(stage: int) -> float:
+            ends = begins(stage + 1)
+            lengths = [(begin, begin + size) for begin in begins(stage) for size in (each, each + 1)]
+            return min(before_s[end] - before_s[begin] for begin, end in lengths if end in ends)
+
+        ends_s = []
+        for device in range(strategy.pp):
+            busy_s = sum(least_s(stage) for stage in range(device, depth, strategy.pp))
+            ends_s.append(before_s[begins(device)[0]] + micro_batches * busy_s)
+        return max(ends_s) * (1 - EQUAL_RESULTS)
 
 
 @cache
