@@ -1,118 +1,215 @@
-"""Priced collectives against measured ones inside a node.
+"""Measured collectives inside of nodes and racks of GPUs, priced, and the fit of the protocols that are shipped.
 
-    python benchmarks/collectives.py --data DIR [--calibrated] [--rows]
-
-DIR has ``aiconfigurator_nccl.csv`` (ai-dynamo/aiconfigurator, Apache-2.0): seconds of NCCL's collectives over 2, 4 and
-8 GPUs of one node or rack, by the number of elements of the whole tensor. Nothing is fitted here: prices are those of
-the chip's own links (`phaze cluster CHIP:N`), ideal unless ``--calibrated``. Printed are, for each system and
-collective, the median relative error of the price (signed, and without sign) for tensors from 16 MiB on and for smaller
-ones, and the share of the priced rate that the largest tensors reach.
+Read by ``benchmarks/kernels.py``. The table ``aiconfigurator_nccl.csv`` (ai-dynamo/aiconfigurator, Apache-2.0) has
+seconds of NCCL's collectives over 2, 4 and 8 GPUs, by the number of elements of the whole tensor, of several versions
+of NCCL. For each system and collective: rows from 1 MiB on, mean error, bias and 95th percentile of the price, and the
+mean error of the ideal links and of all rows. Left out of the fit are every fifth size in turn, with all rows of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from phaze.cost import IDEAL, calibration_of, price_collective
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from phaze.cost import IDEAL, Calibration, Collective, price_collective
+from phaze.cost.link_protocols import LinkProtocol, LinkProtocols
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hooks import PluginManager
 
-CHIPS = {
-    "a100_sxm": "a100-80gb",
-    "h100_sxm": "h100",
-    "h200_sxm": "h200",
-    "b200_sxm": "b200",
-    "b300_sxm": "b300",
-    "gb200": "gb200",
-    "gb300": "gb300",
-    "l40s": "l40s",
+Floats = NDArray[np.float64]
+TABLE = "aiconfigurator_nccl.csv"
+SYSTEMS = {
+    "a100_sxm": ("a100-80gb", "a100-40gb"),
+    "h100_sxm": ("h100",),
+    "h200_sxm": ("h200",),
+    "b200_sxm": ("b200",),
+    "b300_sxm": ("b300",),
+    "gb200": ("gb200",),
+    "gb300": ("gb300",),
 }
-"""Systems of the table that a chip is known for; others are left out."""
+"""Systems with NVLink, and the chips that they are. Others (PCIe cards) are not fitted: what they reach depends on the
+host."""
 COLLECTIVES = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
+    "all_reduce": Collective.ALL_REDUCE,
+    "all_gather": Collective.ALL_GATHER,
+    "reduce_scatter": Collective.REDUCE_SCATTER,
+    "alltoall": Collective.ALL_TO_ALL,
 }
 ELEMENT_BYTES = {"half": 2, "int8": 1}
-LARGE_BYTES = 16 * 2**20
-"""From here on bandwidth decides; below, launches and synchronisation, which prices of links do not have."""
+LARGE_BYTES = 2**20
+FOLDS = 5
+RARE_ERROR = 0.05
+PROTOCOLS = 3
+STARTS = (
+    (8e-6, 1e-6, 0.15, 1.5e-5, 2e-6, 0.4, 4e-5, 3e-6, 0.85, 0.9),
+    (8e-6, 1e-6, 0.3, 2.5e-5, 2e-6, 0.65, 1e-4, 3e-6, 0.9, 0.9),
+)
+"""Starts of start_s, step_s and share of each protocol, and of what all-to-alls reach."""
+LEAST_SECONDS, LEAST_SHARE = 1e-9, 1e-3
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured collective beside its price."""
+@dataclass(frozen=True, eq=False)
+class Collectives:
+    """Measured collectives of one system: kind, devices, bytes and seconds of each row."""
 
     system: str
-    collective: str
-    gpus: int
-    tensor_bytes: int
-    measured_s: float
-    priced_s: float
+    kinds: NDArray[np.str_]
+    devices: NDArray[np.int64]
+    sizes: Floats
+    seconds: Floats
+    clusters: Mapping[int, Cluster]
 
     @property
-    def error(self) -> float:
-        """Of the price, as a part of the measured time; negative where it is too fast."""
-        return self.priced_s / self.measured_s - 1
+    def chips(self) -> tuple[str, ...]:
+        return SYSTEMS[self.system]
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        return next(iter(self.clusters.values())).levels[0].bandwidth_bytes_per_s
+
+    @property
+    def is_large(self) -> NDArray[np.bool_]:
+        return self.sizes >= LARGE_BYTES
+
+    @property
+    def folds(self) -> NDArray[np.int64]:
+        """Which fifth a row belongs to: rows of one size stay together."""
+        return np.unique(self.sizes, return_inverse=True)[1].ravel() % FOLDS
+
+    def priced(self, calibration: Calibration) -> Floats:
+        """Seconds that the price of a collective says."""
+        priced = np.zeros(len(self.sizes))
+        for kind in np.unique(self.kinds):
+            for count, cluster in self.clusters.items():
+                rows = (self.kinds == kind) & (self.devices == count)
+                if rows.any():
+                    estimate = price_collective(str(kind), self.sizes[rows], cluster, count, calibration=calibration)
+                    priced[rows] = estimate.seconds
+        return priced
+
+    def part(self, chosen: NDArray[np.bool_]) -> Collectives:
+        names = ("kinds", "devices", "sizes", "seconds")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
-def rows(path: Path, calibrated: bool) -> Iterator[Row]:
-    """Every row of a known system with its price."""
-    plugins, clusters = PluginManager.load(), dict[tuple[str, int], Cluster]()
+def read_collectives(path: Path) -> list[Collectives]:
+    """The table by system; those that are not fitted are named and left out."""
+    plugins, groups = PluginManager.load(), defaultdict[str, list[tuple[str, int, float, float]]](list)
     with path.open(newline="", encoding="utf-8") as file:
-        for entry in csv.DictReader(file):
-            if entry["system"] not in CHIPS:
-                continue
-            chip, gpus = CHIPS[entry["system"]], int(entry["gpus"])
-            size = int(entry["message_size"]) * ELEMENT_BYTES[entry["dtype"]]
-            if (chip, gpus) not in clusters:
-                clusters[chip, gpus] = parse_cluster(f"{chip}:{gpus}", plugins)
-            cluster, collective = clusters[chip, gpus], COLLECTIVES[entry["op"]]
-            calibration = calibration_of(cluster.accelerator) if calibrated else IDEAL
-            priced = price_collective(collective, size, cluster, gpus, calibration=calibration)
-            yield Row(entry["system"], collective, gpus, size, float(entry["latency_ms"]) / 1e3, float(priced.seconds))
+        for row in csv.DictReader(file):
+            size = float(row["message_size"]) * ELEMENT_BYTES[row["dtype"]]
+            entry = (str(COLLECTIVES[row["op"]]), int(row["gpus"]), size, float(row["latency_ms"]) / 1e3)
+            groups[row["system"]].append(entry)
+    found = []
+    for system, rows in groups.items():
+        if system not in SYSTEMS:
+            print(f"{system}: {len(rows)} rows not scored: cards on PCIe, whose rate is the host's")
+            continue
+        kinds, devices, sizes, seconds = (np.array(column) for column in zip(*rows, strict=True))
+        clusters = {
+            count: parse_cluster(f"{SYSTEMS[system][0]}:{count}", plugins) for count in np.unique(devices).tolist()
+        }
+        found.append(Collectives(system, kinds, devices, sizes, seconds, clusters))
+    return found
 
 
-def show(name: str, found: list[Row]) -> None:
-    """One line: medians of the errors of large and of small tensors, and the bandwidth share of the largest."""
-    parts = []
-    for what, group in (
-        ("from 16 MiB", [row for row in found if row.tensor_bytes >= LARGE_BYTES]),
-        ("below", [row for row in found if row.tensor_bytes < LARGE_BYTES]),
-    ):
-        if group:
-            signed = statistics.median(row.error for row in group)
-            size = statistics.median(abs(row.error) for row in group)
-            parts.append(f"{what} {len(group):4d} rows {signed:+7.1%} ({size:.1%})")
-    largest = max(row.tensor_bytes for row in found)
-    share = statistics.median(row.priced_s / row.measured_s for row in found if row.tensor_bytes == largest)
-    print(f"{name:26s} {'; '.join(parts)}; {share:.0%} of the priced rate at {largest / 2**20:.0f} MiB")
+def protocols_at(point: Floats, bandwidth_bytes_per_s: float) -> LinkProtocols:
+    """The protocols at a point of logarithms."""
+    numbers = [float(f"{value:.4g}") for value in np.exp(point)]
+    protocols = [
+        LinkProtocol(start_s=start, step_s=step, share=share)
+        for start, step, share in (numbers[3 * place : 3 * place + 3] for place in range(PROTOCOLS))
+    ]
+    return LinkProtocols(bandwidth_bytes_per_s=bandwidth_bytes_per_s, protocols=tuple(protocols), exchanged=numbers[-1])
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with aiconfigurator_nccl.csv")
-    parser.add_argument("--calibrated", action="store_true", help="with the chips' calibrations, where they have one")
-    parser.add_argument("--rows", action="store_true", help="print every row of 8 GPUs")
-    arguments = parser.parse_args()
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows(arguments.data / "aiconfigurator_nccl.csv", arguments.calibrated):
-        groups[row.system, row.collective].append(row)
-        if arguments.rows and row.gpus == 8:
-            print(f"{row.system} {row.collective} {row.tensor_bytes} {row.measured_s:.3e} {row.priced_s:.3e}")
-    for (system, collective), found in groups.items():
-        show(f"{system} {collective}", found)
-    node = [row for (system, name), found in groups.items() if name == "all_reduce" for row in found if row.gpus == 8]
-    for system in dict.fromkeys(row.system for row in node):
-        show(f"{system} all_reduce on 8", [row for row in node if row.system == system])
+def fit_protocols(rows: Collectives) -> LinkProtocols:
+    """The best of the fits from all starts."""
+    measured, kinds = np.log(rows.seconds), rows.kinds
+    steps = np.where(kinds == Collective.ALL_TO_ALL, 1, rows.devices - 1) * np.where(
+        kinds == Collective.ALL_REDUCE, 2, 1
+    )
+    ideal_s = rows.priced(Calibration(name="no latency")) - _latencies(rows)
+    is_exchange = kinds == Collective.ALL_TO_ALL
+
+    def residuals(point: Floats) -> Floats:
+        numbers = np.exp(point)
+        sent_s = ideal_s / np.where(is_exchange, numbers[-1], 1.0)
+        lines = [
+            start + steps * step + sent_s / share
+            for start, step, share in (numbers[3 * place : 3 * place + 3] for place in range(PROTOCOLS))
+        ]
+        return np.log(np.minimum.reduce(lines)) - measured
+
+    least = np.log([LEAST_SECONDS, LEAST_SECONDS, LEAST_SHARE] * PROTOCOLS + [LEAST_SHARE])
+    fits = [
+        least_squares(residuals, np.log(start), bounds=(least, 1e-12), loss="soft_l1", f_scale=RARE_ERROR, x_scale=0.1)
+        for start in STARTS
+    ]
+    return protocols_at(np.minimum(min(fits, key=lambda fit: fit.cost).x, 0.0), rows.bandwidth_bytes_per_s)
 
 
-if __name__ == "__main__":
-    main()
+def _latencies(rows: Collectives) -> Floats:
+    """What the ideal price has for messages of no size."""
+    return replace(rows, sizes=np.zeros_like(rows.sizes)).priced(IDEAL)
+
+
+def errors_of(rows: Collectives, links: LinkProtocols | None) -> Floats:
+    """Of every price, as a part of the measured time."""
+    calibration = IDEAL if links is None else Calibration(name="protocols", links=links)
+    return rows.priced(calibration) / rows.seconds - 1
+
+
+def left_out_error(rows: Collectives) -> float:
+    """The mean error from 1 MiB on when every fifth size is left out of the fit in turn."""
+    errors: list[float] = []
+    for fold in range(FOLDS):
+        is_out = rows.folds == fold
+        out = rows.part(is_out & rows.is_large)
+        errors += list(np.abs(errors_of(out, fit_protocols(rows.part(~is_out)))))
+    return float(np.mean(errors))
+
+
+def show_collectives(rows: Collectives, links: LinkProtocols, out: float) -> None:
+    """A line for the system, and one for each collective."""
+    errors, ideal = errors_of(rows, links), errors_of(rows, None)
+    size = np.abs(errors)
+    print(
+        f"{rows.chips[0]:10s} collectives {rows.is_large.sum():5d} rows from 1 MiB: {_told(errors[rows.is_large])}, "
+        f"left out {out:5.1%}; ideal links {np.abs(ideal[rows.is_large]).mean():5.1%}; all {len(size)} rows "
+        f"{size.mean():5.1%}"
+    )
+    for kind in np.unique(rows.kinds):
+        chosen = rows.is_large & (rows.kinds == kind)
+        print(
+            f"    {kind:16s} {chosen.sum():5d} rows: {_told(errors[chosen])}; ideal {np.abs(ideal[chosen]).mean():5.1%}"
+        )
+
+
+def _told(errors: Floats) -> str:
+    size = np.abs(errors)
+    return f"mean error {size.mean():5.1%}, bias {errors.mean():+6.1%}, 95th percentile {np.percentile(size, 95):5.1%}"
+
+
+def fitted_collectives(tables: Sequence[Collectives]) -> dict[str, dict[str, object]]:
+    """Every system with its protocols as they are shipped, printed on the way."""
+    entries: dict[str, dict[str, object]] = {}
+    for rows in tables:
+        links, out = fit_protocols(rows), left_out_error(rows)
+        show_collectives(rows, links, out)
+        large = errors_of(rows, links)[rows.is_large]
+        told = {"mean_error": float(np.abs(large).mean()), "bias": float(large.mean()), "left_out": out}
+        entries[rows.chips[0]] = {
+            "chips": list(rows.chips),
+            **asdict(links),
+            "rows": len(large),
+            **{name: round(value, 4) for name, value in told.items()},
+        }
+    return entries

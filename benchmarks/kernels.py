@@ -1,17 +1,19 @@
-"""Measured matrix products of GPUs against priced ones, and the fit of the numbers that are shipped.
+"""Measured matrix products and collectives of GPUs against priced ones, and the fit of the numbers that are shipped.
 
     python benchmarks/kernels.py --data DIR [--write] [--buckets]
 
-DIR has ``aiconfigurator_gemm_m1024up.csv`` (ai-dynamo/aiconfigurator, Apache-2.0): milliseconds of products with m rows
-of activations, n columns and k contracted elements, results in two bytes. Measurements of fp8 begin with activations of
-two bytes and include their cast (m k elements read in two bytes and written in one, at a share of the bandwidth that is
-fitted and told as "cast"), which is no part of a product's price.
+DIR has ``aiconfigurator_nccl.csv``, of which ``collectives.py`` says more, and ``aiconfigurator_gemm_m1024up.csv``
+(both ai-dynamo/aiconfigurator, Apache-2.0): milliseconds of products with m rows of activations, n columns and k
+contracted elements, results in two bytes. Measurements of fp8 begin with activations of two bytes and include their
+cast (m k elements read in two bytes and written in one, at a share of the bandwidth that is fitted and told as "cast"),
+which is no part of a product's price.
 
 For each chip and type: rows, the mean error of what is shipped, its bias and 95th percentile, the mean error with every
 fifth of the pairs (n, k) left out of the fit in turn, and beside it that of the best single efficiency (flops over a
-share of the peak, or bytes over bandwidth, whichever is longer; with the same cast and the mean error made least).
+share of the peak, or bytes over bandwidth, whichever is longer; with the same cast and the mean error made least). For
+each system and collective the same from 1 MiB on, and the error of ideal links.
 
-``--write`` fits every chip and type to all its rows and writes ``hardware/data/kernels.json``.
+``--write`` fits everything to all its rows and writes ``hardware/data/kernels.json``.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+from collectives import TABLE as COLLECTIVES_TABLE
+from collectives import fitted_collectives, read_collectives, show_collectives
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from phaze.cost.link_protocols import link_protocols_of
 from phaze.cost.product_kernels import ProductKernel, ProductKernels, kernel_seconds, product_kernels_of
 from phaze.hardware import AcceleratorArray, preset
 from phaze.hardware.packaged_data import packaged_table
@@ -243,23 +247,27 @@ def fitted(tables: Sequence[Products], *, buckets: bool) -> dict[str, dict[str, 
 def main() -> None:
     """Print, and write where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help=f"folder with {TABLE}")
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {TABLE} and {COLLECTIVES_TABLE}")
     parser.add_argument("--write", action="store_true", help="fit and write what is shipped")
     parser.add_argument("--buckets", action="store_true", help="errors by the duration of products, too")
     arguments = parser.parse_args()
-    tables = read_products(arguments.data / TABLE)
+    tables, collectives = read_products(arguments.data / TABLE), read_collectives(arguments.data / COLLECTIVES_TABLE)
     if arguments.write:
         record = {
             "version": 1,
-            "origin": "ai-dynamo/aiconfigurator (Apache-2.0): measured matrix products with m of at least 1,024",
+            "origin": "ai-dynamo/aiconfigurator (Apache-2.0): measured matrix products with m of at least "
+            "1,024; NCCL's collectives on 2, 4 and 8 GPUs",
             "products": fitted(tables, buckets=arguments.buckets),
+            "collectives": fitted_collectives(collectives),
         }
         TARGET.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     for products in tables:
         show(products, *shipped(products), buckets=arguments.buckets)
-    worst = statistics.mean(shipped(products)[2] for products in tables)
-    print(f"mean of the errors left out: {worst:.1%}")
+    for rows in collectives:
+        links = link_protocols_of(preset(rows.chips[0]).accelerator)
+        assert links is not None
+        show_collectives(rows, links, packaged_table("kernels")["collectives"][rows.chips[0]]["left_out"])
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 _Floats = NDArray[np.float64]
+_LESS = 1 - 2**-10
+"""So little less that a collective on measured links keeps its protocol; the parts hold near such efficiencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +158,16 @@ def _rings(local: Graph, groups: Sequence[OpGroup], links: Sequence[Op], axis: A
 def _link_parts(axis: Axis, local: Graph, links: Sequence[Op]) -> LinkParts:
     """The parts of some collectives.
 
-    Halving an efficiency doubles the seconds on its links, so that the differences are what those links take.
+    Seconds on links are inverse to their efficiency, so that a little less of it shows what those links take.
     """
     whole, inner, outer = (
         sum(_link_s(axis, local, op, link, network) for op in links)
-        for link, network in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))
+        for link, network in ((1.0, 1.0), (_LESS, 1.0), (1.0, _LESS))
     )
-    return LinkParts(latency_s=max(0.0, 3 * whole - inner - outer), inner_s=inner - whole, outer_s=outer - whole)
+    inner_s, outer_s = ((less - whole) / (1 / _LESS - 1) for less in (inner, outer))
+    return LinkParts(latency_s=max(0.0, whole - inner_s - outer_s), inner_s=inner_s, outer_s=outer_s)
 
 
 def _link_s(axis: Axis, local: Graph, op: Op, link: float, network: float) -> float:
-    return replace(axis, calibration=Calibration(name="parts", link=link, network=network)).link_s(local, op)
+    parts = Calibration(name="parts", link=link, network=network, links=axis.calibration.links)
+    return replace(axis, calibration=parts).link_s(local, op)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from phaze.calibration_fitting.measured_runs import Run
 from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
 from phaze.cost import Calibration, Stack
-from phaze.cost.product_kernels import ProductKernels, product_kernels_of
+from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
+from phaze.cost.product_kernels import product_kernels_of
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
 from phaze.ir.layers import single_layer
@@ -115,6 +116,7 @@ class PreparedRun:
 
     run: Run
     stack: Stack
+    links: LinkProtocols | None
     problem: PlacementProblem
     space: StageSpace
     parallelism: Parallelism
@@ -123,8 +125,9 @@ class PreparedRun:
     program: Program
 
     def seconds(self, calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
-        """The step time under each calibration; their stacks and product kernels are replaced by the run's own."""
-        times_by_calibration = [self._times(replace(calibration, stack=self.stack)) for calibration in calibrations]
+        """The step time under each calibration; their stacks and measured kernels are replaced by the run's own."""
+        own = [replace(calibration, stack=self.stack, links=self.links) for calibration in calibrations]
+        times_by_calibration = [self._times(calibration) for calibration in own]
         stacked = StageTimes(
             **{
                 name: np.concatenate([getattr(times, name) for times in times_by_calibration])
@@ -198,7 +201,7 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager, known: PreparedL
         "precision": run.precision,
         "sequence_length": run.sequence_length,
         "target": None,
-        "calibration": Calibration(name="preparing", stack=stack, products=_products(run, plugins)),
+        "calibration": replace(_measured(run, plugins), stack=stack),
         "attention": run.attention,
     }
     question = ask(run.model, None, options, plugins, {"tp": 1, **run.strategy})
@@ -209,9 +212,10 @@ def prepare_run(run: Run, stack: Stack, plugins: PluginManager, known: PreparedL
     return _prepared(run, question, parallelism, stages, stack, known or PreparedLayers())
 
 
-def _products(run: Run, plugins: PluginManager) -> ProductKernels | None:
-    """The measured product kernels of the chip that a run was on."""
-    return product_kernels_of(settled_cluster(run.cluster, plugins).accelerator)
+def _measured(run: Run, plugins: PluginManager) -> Calibration:
+    """The measured kernels of the chip that a run was on, all else ideal."""
+    chip = settled_cluster(run.cluster, plugins).accelerator
+    return Calibration(name="preparing", products=product_kernels_of(chip), links=link_protocols_of(chip))
 
 
 def complete_strategy(fixed: Mapping[str, object], question: Question, layers: int | None = None) -> Parallelism:
@@ -279,6 +283,7 @@ def _prepared(
     return PreparedRun(
         run=run,
         stack=stack,
+        links=question.calibration.links,
         problem=problem,
         space=_space_of(stages),
         parallelism=parallelism,

@@ -78,6 +78,7 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
 
     from phaze.cost import EAGER_STACK, IDEAL, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
     from phaze.cost.calibration import TERMS
+    from phaze.cost.link_protocols import link_protocols_of
     from phaze.cost.product_kernels import product_kernels_of
     from phaze.question import settled_cluster
 
@@ -88,7 +89,8 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
             f"{other.name} ran on another chip than {runs[0].name}; a calibration belongs to one chip: write the runs "
             "of each into a file of its own."
         )
-    calibration = replace(calibration_of(chips[0]), products=product_kernels_of(chips[0]))
+    products, links = product_kernels_of(chips[0]), link_protocols_of(chips[0])
+    calibration = replace(calibration_of(chips[0]), products=products, links=links)
     if all(getattr(calibration, term) == getattr(IDEAL, term) for term in TERMS):
         calibration = Calibration(
             matrix=0.7,
@@ -98,7 +100,8 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
             overhead_s=1e-5,
             overlap=0.5,
             stack=LIBRARY_STACK,
-            products=calibration.products,
+            products=products,
+            links=links,
         )
     stacks = {"eager": EAGER_STACK, "library": LIBRARY_STACK, "perfect": PERFECT_STACK, None: calibration.stack}
     return replace(calibration, name=name, stack=stacks[stack])

@@ -110,7 +110,7 @@ def _prices(calibration: Calibration) -> str:
     """What prices rest on, in a word."""
     if calibration.is_ideal:
         return "ideal"
-    return "products" if calibration.has_measured_products_only else "calibrated"
+    return "kernels" if calibration.has_measured_kernels_only else "calibrated"
 
 
 def _teraflops(flops_per_s: float) -> str:

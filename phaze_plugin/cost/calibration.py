@@ -9,7 +9,8 @@ A `Calibration` holds fitted numbers, of which a family of chips has at most six
     pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
                   the device, overhead is no part of an op                              (`phaze.profile.layer_jobs`)
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead; the efficiency is `link` on a cluster's
-                  innermost links and `network` on all others                     (`phaze.cost.collective_prices`)
+                  innermost links and `network` on all others                     (`phaze.cost.collective_prices`);
+                  on measured links of protocols                                      (`phaze.cost.link_protocols`)
     overlap     = of the part of a data-parallel collective that later passes could hide, the share that they do hide;
                   nothing where the stack hides none of them
     reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
@@ -30,9 +31,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
+from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
 from phaze.cost.product_kernels import ProductKernels, product_kernels_of
 from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
@@ -141,6 +143,7 @@ class Calibration:
     The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
     vector cores' rates and of HBM, link and network bandwidth; the overhead is launch and synchronisation of each op.
     Where ``products`` says how a GPU's library runs matrix products, ``matrix`` is the share of that rate.
+    Where ``links`` has the protocols of a GPU's own links, ``link`` is the share of theirs.
     """
 
     name: str = "ideal"
@@ -155,6 +158,7 @@ class Calibration:
     margin: float = 0.05
     stack: Stack = field(default=PERFECT_STACK)
     products: ProductKernels | None = None
+    links: LinkProtocols | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -179,9 +183,15 @@ class Calibration:
         return self == IDEAL
 
     @property
-    def has_measured_products_only(self) -> bool:
-        """Whether nothing was fitted to measured steps, and matrix products were measured."""
-        return self.products is not None and all(getattr(self, term) == getattr(IDEAL, term) for term in TERMS)
+    def has_measured_kernels_only(self) -> bool:
+        """Whether nothing was fitted to measured steps, and matrix products or collectives were measured."""
+        is_measured = self.products is not None or self.links is not None
+        return is_measured and all(getattr(self, term) == getattr(IDEAL, term) for term in TERMS)
+
+    @property
+    def between_nodes(self) -> Calibration:
+        """The calibration whose innermost links are like those between nodes."""
+        return replace(self, link=self.network, links=None)
 
     @property
     def hidden_share(self) -> float:
@@ -208,12 +218,15 @@ def calibration_of(accelerator: Accelerator) -> Calibration:
     It takes the whole accelerator, because another chip under a preset's name has nothing of its calibration. A chip
     that has more or less memory is the same chip: its size is in no price.
     """
-    family, products = _family_of(accelerator.name), product_kernels_of(accelerator)
-    if (family is None and products is None) or _changed_fields(accelerator):
+    family, products, links = _family_of(accelerator), product_kernels_of(accelerator), link_protocols_of(accelerator)
+    measured = [name for name, kernels in (("matrix products", products), ("collectives", links)) if kernels]
+    if (family is None and not measured) or _changed_fields(accelerator):
         return IDEAL
     if family is None:
-        return Calibration(name=f"{accelerator.name}, matrix products as measured, all else ideal", products=products)
-    return Calibration(name=family["name"], **family["terms"], stack=Stack(**family["stack"]), products=products)
+        name = f"{accelerator.name}, {' and '.join(measured)} as measured, all else ideal"
+        return Calibration(name=name, products=products, links=links)
+    stack = Stack(**family["stack"])
+    return Calibration(name=family["name"], **family["terms"], stack=stack, products=products, links=links)
 
 
 def why_ideal(accelerator: Accelerator) -> str | None:
@@ -228,8 +241,8 @@ def why_ideal(accelerator: Accelerator) -> str | None:
     )
 
 
-def _family_of(name: str) -> Table | None:
-    return next((family for family in fitted_families().values() if name in family["chips"]), None)
+def _family_of(accelerator: Accelerator) -> Table | None:
+    return next((family for family in fitted_families().values() if accelerator.name in family["chips"]), None)
 
 
 def _changed_fields(accelerator: Accelerator) -> list[str]:
@@ -243,7 +256,7 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
 
 KIND, VERSION = "phaze calibration", 3
 """What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Since
-version 2 it carries a digest of its content; version 3 says how products are run."""
+version 2 it carries a digest of its content; version 3 says how products and collectives are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,11 @@ An axis over m dimensions runs them at the same time: the tensor is cut into m p
 dimensions in order j, j+1, ..; a step takes as long as its slowest dimension (`_transfer_s_per_byte`). On m equal
 dimensions of n this is (1 - 1/n^m) S / (m r), as in "How to Scale Your Model" (jax-ml.github.io/scaling-book). Where
 dimensions differ so much that one after the other is faster, that is taken.
+
+On a GPU's own links, where a calibration has the library's protocols for them, latency and rate are those of a
+protocol, and the price is the least over protocols: increasing and concave in size (`phaze.cost.link_protocols`).
+Parameters and gradients of whole layers are priced as ``is_bulk``: by the protocol of large tensors at any size, so
+that prices of placements are straight lines.
 """
 
 from __future__ import annotations
@@ -38,11 +43,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
+from phaze.cost.link_protocols import LinkProtocol
 from phaze.errors import CostError, shown
 from phaze.hardware import Cluster, InterconnectLevel, Links
 from phaze.hardware.area_energy import EnergyModel, energy_model
@@ -51,6 +58,8 @@ from phaze.hardware.cluster import AxisSpan
 __all__ = [
     "Collective",
     "CollectiveEstimate",
+    "Line",
+    "collective_lines",
     "price_collective",
 ]
 
@@ -85,11 +94,12 @@ def price_collective(
     *,
     calibration: Calibration = IDEAL,
     energy: EnergyModel | None = None,
+    is_bulk: bool = False,
 ) -> CollectiveEstimate:
     """Price a collective on tensors of ``tensor_bytes`` over one mesh axis of ``cluster``.
 
-    An unknown collective, and a size that is negative or no finite number, is a `CostError`; an axis that does not fit
-    the cluster a `HardwareError`.
+    ``is_bulk`` takes the protocol of large tensors whatever the size is. An unknown collective, and a size that is
+    negative or no finite number, is a `CostError`; an axis that does not fit the cluster a `HardwareError`.
     """
     if not isinstance(collective, str) or collective not in set(Collective):
         raise CostError(f"unknown collective {shown(collective)}; known are {', '.join(Collective)}.")
@@ -99,13 +109,42 @@ def price_collective(
         sizes = np.array(np.nan)
     if not (np.isfinite(sizes) & (sizes >= 0)).all():
         raise CostError(f"{collective} of {shown(tensor_bytes)} bytes; expected finite sizes of at least 0.")
-    spans = cluster.axis_spans(axis_size, axis_stride)
-    cost = _PRICES[Collective(collective)]([_Hop.of(span, calibration) for span in spans])
-    sent = sizes * cost.sent_share
+    costs = _costs(Collective(collective), cluster, axis_size, axis_stride, calibration, is_bulk)
+    seconds = np.minimum.reduce([cost.latency_s + sizes * cost.s_per_byte for cost in costs])
+    sent = sizes * costs[0].sent_share
     per_byte = (energy or energy_model()).link_j_per_byte
-    return CollectiveEstimate(
-        seconds=cost.latency_s + sizes * cost.s_per_byte, sent_bytes=sent, energy_j=sent * per_byte
-    )
+    return CollectiveEstimate(seconds=seconds, sent_bytes=sent, energy_j=sent * per_byte)
+
+
+class Line(NamedTuple):
+    """Seconds as a straight line in the bytes of a tensor."""
+
+    latency_s: float
+    s_per_byte: float
+
+
+def collective_lines(
+    collective: Collective, cluster: Cluster, axis_size: int, axis_stride: int = 1, *, calibration: Calibration = IDEAL
+) -> tuple[Line, ...]:
+    """The straight lines whose least is the price of a collective, one for each protocol."""
+    costs = _costs(collective, cluster, axis_size, axis_stride, calibration, is_bulk=False)
+    return tuple(Line(cost.latency_s, cost.s_per_byte) for cost in costs)
+
+
+def _costs(
+    collective: Collective, cluster: Cluster, axis_size: int, axis_stride: int, calibration: Calibration, is_bulk: bool
+) -> list[_Cost]:
+    """The price of a collective under every protocol; under one that is none where no links were measured."""
+    spans, links = cluster.axis_spans(axis_size, axis_stride), calibration.links
+    protocols: Sequence[LinkProtocol | None] = (None,)
+    if links is not None and any(span.is_inner and links.hold_for(span.level) for span in spans):
+        protocols = (links.bulk,) if is_bulk else links.protocols
+    return [_priced(collective, [_Hop.of(span, calibration, protocol) for span in spans]) for protocol in protocols]
+
+
+def _priced(collective: Collective, hops: Sequence[_Hop]) -> _Cost:
+    """The price on hops under their protocol, which starts once."""
+    return _PRICES[collective](hops) + _Cost(latency_s=sum(hop.start_s for hop in hops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +167,22 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """One level of an axis: its members and their links, with the share of the bandwidth that is reached."""
+    """One level of an axis: its members and their links, with the share of the bandwidth that is reached.
+
+    Measured links have a protocol; of its rate all-to-alls reach the share ``exchanged``.
+    """
 
     level: InterconnectLevel
     efficiency: float
+    protocol: LinkProtocol | None = None
+    exchanged: float = 1.0
 
     @classmethod
-    def of(cls, span: AxisSpan, calibration: Calibration) -> _Hop:
-        return cls(span.level, calibration.link if span.is_inner else calibration.network)
+    def of(cls, span: AxisSpan, calibration: Calibration, protocol: LinkProtocol | None) -> _Hop:
+        links = calibration.links
+        if protocol is None or links is None or not (span.is_inner and links.hold_for(span.level)):
+            return cls(span.level, calibration.link if span.is_inner else calibration.network)
+        return cls(span.level, calibration.link * protocol.share, protocol, links.exchanged)
 
     @property
     def size(self) -> int:
@@ -152,8 +199,25 @@ class _Hop:
     @property
     def latency_s(self) -> float:
         """Of all messages in sequence: around a ring they go both ways."""
+        if self.protocol is not None:
+            return (self.size - 1) * self.protocol.step_s
         messages = self.size // 2 if self.level.links is Links.RING else self.size - 1
         return messages * self.level.latency_s
+
+    @property
+    def start_s(self) -> float:
+        """Before the first message."""
+        return self.protocol.start_s if self.protocol is not None else 0.0
+
+    @property
+    def message_s(self) -> float:
+        """Of one message."""
+        return self.protocol.step_s if self.protocol is not None else self.level.latency_s
+
+    @property
+    def exchange_latency_s(self) -> float:
+        """Of all messages of an all-to-all, whose pairs talk at once where a protocol is known."""
+        return self.message_s if self.protocol is not None else self.latency_s
 
     @property
     def gathered_share(self) -> float:
@@ -164,6 +228,11 @@ class _Hop:
     def exchanged_share(self) -> float:
         """What a device sends in an all-to-all; in a row it also passes on what others sent."""
         return (self.size**2 // 4) / self.size if self.is_row else (self.size - 1) / self.size
+
+    @property
+    def exchange_time_share(self) -> float:
+        """The same in time at the rate of other collectives, which all-to-alls may not reach."""
+        return self.exchanged_share / self.exchanged
 
 
 _Share = Callable[[_Hop], float]
@@ -201,8 +270,8 @@ def _exchange(hops: Sequence[_Hop]) -> _Cost:
     total = _Cost()
     for group in _groups(hops):
         total += _Cost(
-            sum(hop.latency_s for hop in group),
-            _transfer_s_per_byte(group, lambda hop: hop.exchanged_share, shrinks=False),
+            sum(hop.exchange_latency_s for hop in group),
+            _transfer_s_per_byte(group, lambda hop: hop.exchange_time_share, shrinks=False),
             sum(hop.exchanged_share for hop in group),
         )
     return total
@@ -234,8 +303,8 @@ def _send(hops: Sequence[_Hop]) -> _Cost:
     """Point to point: one message on the outermost level."""
     if not hops:
         return _Cost()
-    level, efficiency = hops[-1].level, hops[-1].efficiency
-    return _Cost(level.latency_s, 1 / (level.bandwidth_bytes_per_s * efficiency), 1.0)
+    farthest = hops[-1]
+    return _Cost(farthest.message_s, 1 / (farthest.level.bandwidth_bytes_per_s * farthest.efficiency), 1.0)
 
 
 _PRICES = {

@@ -270,8 +270,8 @@ def _model_questions(
 
 
 def _of_designs(question: Question) -> Question:
-    """The question without a GPU's product kernels: designs are arrays that no library was written for."""
-    return replace(question, calibration=replace(question.calibration, products=None))
+    """The question without a GPU's kernels: designs are arrays and links that no library was written for."""
+    return replace(question, calibration=replace(question.calibration, products=None, links=None))
 
 
 def question_from_header(

@@ -80,8 +80,8 @@ def uncertainty_text(plan: Plan) -> str:
     calibration = plan.question.calibration
     if calibration.is_ideal:
         return "Prices are ideal: nothing was fitted to measurements, and real steps take longer."
-    if calibration.has_measured_products_only:
-        return "Matrix products are priced as measured, all else is ideal: real steps take longer."
+    if calibration.has_measured_kernels_only:
+        return f"Prices: {calibration.name}; real steps take longer."
     family = next((family for family in fitted_families().values() if family["name"] == calibration.name), None)
     if family is None:
         return f"Prices: {calibration.name}; how far they are off was not measured."

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost import IDEAL, Calibration, Collective, price_collective
+from phaze.cost.collective_prices import Line, collective_lines
 from phaze.hardware import Cluster
 from phaze.ir import Graph, Op
 from phaze.shard.layout import Layout
@@ -27,17 +28,20 @@ __all__ = ["IMPOSSIBLE", "Axis", "collective_of", "is_possible"]
 IMPOSSIBLE = float("inf")
 """The seconds of a move that no collective makes."""
 
-PROBED_BYTES = 2**40
-"""The size at which a collective's slope is measured: so large that rounding of its latency does not show in it."""
+_PROBED_BYTES = 2**40
+"""The size at which a collective's energy is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CollectiveCost:
-    """A collective's time and energy as straight lines in its bytes; without bytes there is no energy."""
+    """A collective's time, the least of some straight lines in its bytes, and its energy; no bytes have no energy."""
 
-    latency_s: float
-    s_per_byte: float
+    lines: tuple[Line, ...]
     j_per_byte: float
+
+    def seconds(self, size: float) -> float:
+        """The time of a size."""
+        return min(line.latency_s + line.s_per_byte * size for line in self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +69,12 @@ class Axis:
     def _probed(self, size: int, stride: int) -> dict[Collective, _CollectiveCost]:
         """The cost of every collective on so many devices at a stride; one device talks to nobody."""
         if size == 1:
-            return dict.fromkeys(Collective, _CollectiveCost(0.0, 0.0, 0.0))
+            return dict.fromkeys(Collective, _CollectiveCost((Line(0.0, 0.0),), 0.0))
         costs = {}
         for collective in Collective:
-            sizes = np.array([0.0, float(PROBED_BYTES)])
-            price = price_collective(collective, sizes, self.cluster, size, stride, calibration=self.calibration)
-            latency_s, probed_s = price.seconds.tolist()
-            costs[collective] = _CollectiveCost(
-                latency_s, (probed_s - latency_s) / PROBED_BYTES, float(price.energy_j[1]) / PROBED_BYTES
-            )
+            price = price_collective(collective, float(_PROBED_BYTES), self.cluster, size, stride)
+            lines = collective_lines(collective, self.cluster, size, stride, calibration=self.calibration)
+            costs[collective] = _CollectiveCost(lines, float(price.energy_j) / _PROBED_BYTES)
         return costs
 
     def devices_of(self, axis: str) -> int:
@@ -82,14 +83,16 @@ class Axis:
 
     def seconds(self, collective: Collective, tensor_bytes: float, axis: str = TENSOR_AXIS) -> float:
         """The time of a collective on a tensor of so many bytes in all; an all-to-all moves only a device's share."""
-        cost = self._costs[axis][collective]
-        return cost.latency_s + cost.s_per_byte * self._priced_bytes(collective, tensor_bytes, axis)
+        return self._costs[axis][collective].seconds(self._priced_bytes(collective, tensor_bytes, axis))
 
     def seconds_of_many(self, collective: Collective, tensor_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """The times of a collective on tensors of so many bytes each; equal to `seconds` on each of them."""
         cost = self._costs[TENSOR_AXIS][collective]
         priced = tensor_bytes / self.tp if collective is Collective.ALL_TO_ALL else tensor_bytes
-        return cost.latency_s + cost.s_per_byte * priced
+        times: NDArray[np.float64] = np.minimum.reduce(
+            [line.latency_s + line.s_per_byte * priced for line in cost.lines]
+        )
+        return times
 
     def link_s(self, graph: Graph, op: Op) -> float:
         """The time of a collective op of a sliced graph, on the mesh axis that it names.

@@ -177,9 +177,10 @@ class PlainCosts:
     def _seconds(
         self, collective: Collective, size: float, part: Cluster, members: int, stride: int = 1, is_inner: bool = True
     ) -> float:
-        calibration = self.problem.calibration
-        calibration = calibration if is_inner else replace(calibration, link=calibration.network)
-        price = price_collective(collective, size, part, members, stride, calibration=calibration, energy=self.energy)
+        calibration = self.problem.calibration if is_inner else self.problem.calibration.between_nodes
+        price = price_collective(
+            collective, size, part, members, stride, calibration=calibration, energy=self.energy, is_bulk=True
+        )
         return float(price.seconds)
 
     def _used_cluster(self) -> Cluster:

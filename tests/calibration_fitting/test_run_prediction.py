@@ -8,6 +8,7 @@ from plans import small_cluster, small_graph
 import phaze
 from phaze.calibration_fitting import PreparedLayers, Run, prepare_run
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
+from phaze.cost.link_protocols import link_protocols_of
 from phaze.cost.product_kernels import product_kernels_of
 from phaze.errors import QuestionError
 from phaze.frontends.transformer_config import graph_from_config
@@ -72,11 +73,12 @@ def test_a_prepared_run_takes_as_long_as_evaluate_says(name: str, stack: Stack) 
 
 
 @pytest.mark.parametrize("stack", [LIBRARY_STACK, EAGER_STACK], ids=["library", "eager"])
-def test_a_prepared_run_on_a_gpu_has_its_product_kernels_as_evaluate_does(stack: Stack) -> None:
+def test_a_prepared_run_on_a_gpu_has_its_measured_kernels_as_evaluate_does(stack: Stack) -> None:
     measured = replace(run("one stage, sharded"), cluster="a100-80gb:8")
     prepared = prepare_run(measured, stack, PluginManager.load())
-    products = product_kernels_of(prepared.problem.cluster.accelerator)
-    calibration = Calibration(name="fitted", stack=stack, products=products, **FITTED)
+    chip = prepared.problem.cluster.accelerator
+    products, links = product_kernels_of(chip), link_protocols_of(chip)
+    calibration = Calibration(name="fitted", stack=stack, products=products, links=links, **FITTED)
     plan = phaze.evaluate(
         small_graph(),
         strategy=strategy("one stage, sharded"),
@@ -87,7 +89,7 @@ def test_a_prepared_run_on_a_gpu_has_its_product_kernels_as_evaluate_does(stack:
         compares=False,
     ).plan
     assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
-    assert products is not None
+    assert None not in (products, links)
 
 
 def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:

@@ -22,6 +22,7 @@ from phaze.cost import (
     price_works,
 )
 from phaze.cost.calibration import TERMS, fitted_families, why_ideal
+from phaze.cost.link_protocols import linked_chips
 from phaze.cost.product_kernels import measured_chips
 from phaze.errors import HardwareError
 from phaze.hardware import parse_cluster, preset, presets
@@ -29,7 +30,7 @@ from phaze.ir import OpKind, Phase
 from phaze.profile.layer_jobs import price_pass
 from phaze.schedule import Resource
 
-MEASURED = set(measured_chips())
+MEASURED = {*measured_chips(), *linked_chips()}
 FITTED = {chip for family in fitted_families().values() for chip in family["chips"]}
 
 
@@ -41,7 +42,8 @@ def test_chips_that_were_fitted_or_measured_say_so_and_all_others_are_ideal() ->
         assert calibration.is_ideal == (chip.name not in FITTED | MEASURED)
         assert ("fitted to published runs" in calibration.name) == (chip.name in FITTED)
         assert ("all else ideal" in calibration.name) == (chip.name in MEASURED - FITTED)
-        assert (calibration.products is not None) == (chip.name in MEASURED)
+        assert (calibration.products is not None) == (chip.name in measured_chips())
+        assert (calibration.links is not None) == (chip.name in linked_chips())
     assert (IDEAL.name, IDEAL.matrix, IDEAL.overhead_s, IDEAL.overlap) == ("ideal", 1.0, 0.0, 1.0)
 
 

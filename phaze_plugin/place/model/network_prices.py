@@ -22,8 +22,7 @@ from phaze.place.model.stage_space import FloatArray, IntArray
 __all__ = ["DataPrices", "Network", "Price"]
 
 _PROBE_BYTES = float(1 << 30)
-"""The size at which a collective is priced for its seconds per byte; prices are linear, so that any large size will do.
-"""
+"""The size at which a collective is priced for its seconds per byte; bulk prices are linear, so that any will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,7 @@ class Network:
     def least_s_per_byte(self) -> float:
         """Seconds per byte on the fastest links: of a torus, on all of its dimensions together."""
         cluster = self.cluster
-        rates = [
-            level.rate_bytes_per_s * (self.calibration.link if is_inner else self.calibration.network)
-            for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True)
-        ]
+        rates = self._rates()
         torus = sum(rate for rate, level in zip(rates, cluster.levels, strict=True) if level.links.is_row)
         return 1.0 / max(*rates, torus) if rates else 0.0
 
@@ -96,12 +92,20 @@ class Network:
         cluster = self.cluster
         if not cluster.levels or any(level.links.is_row for level in cluster.levels):
             return np.zeros(len(used))
-        each = [
-            1.0 / (level.rate_bytes_per_s * (self.calibration.link if is_inner else self.calibration.network))
-            for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True)
-        ]
+        each = [1.0 / rate for rate in self._rates()]
         least_from = np.minimum.accumulate(each[::-1])[::-1]
         return np.asarray(least_from[np.minimum(self.depths(used), len(each) - 1)])
+
+    def _rates(self) -> list[float]:
+        """Bytes a second that links of each level reach: of measured ones, under the protocol of large tensors."""
+        cluster, links = self.cluster, self.calibration.links
+        rates = []
+        for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True):
+            share = self.calibration.link if is_inner else self.calibration.network
+            if is_inner and links is not None and links.hold_for(level):
+                share *= links.bulk.share
+            rates.append(level.rate_bytes_per_s * share)
+        return rates
 
     def depths(self, used: IntArray) -> IntArray:
         """`depth` of each number of devices."""
@@ -123,8 +127,9 @@ class Network:
         key = (collective, size, stride, self.depth(used))
         if key not in self.known:
             part = self._part(used)
+            sizes, calibration = [0.0, _PROBE_BYTES], self.calibration
             latency, probe = price_collective(
-                collective, [0.0, _PROBE_BYTES], part, size, stride, calibration=self.calibration, energy=self.energy
+                collective, sizes, part, size, stride, calibration=calibration, energy=self.energy, is_bulk=True
             ).seconds.tolist()
             self.known[key] = Price(latency, (probe - latency) / _PROBE_BYTES)
         return self.known[key]
@@ -160,7 +165,7 @@ class Network:
         level = InterconnectLevel(members, farthest.level.bandwidth_bytes_per_s, farthest.level.latency_s)
         link = (collective, level, farthest.is_inner)
         if link not in self.links:
-            share = self.calibration if farthest.is_inner else replace(self.calibration, link=self.calibration.network)
+            share = self.calibration if farthest.is_inner else self.calibration.between_nodes
             alone = Network(Cluster(self.cluster.accelerator, members, (level,)), share, self.energy)
             self.links[link] = alone.collective(collective, members, 1, members)
         self.known[key] = self.links[link]
