@@ -1,9 +1,10 @@
 """What a target can run: the part of the plan space in which a search for that target stays.
 
 A placement is executable on a target if all of these hold: its pipeline schedule, ZeRO stage and recompute modes are
-listed, the first two no excluded pair, and each freedom that it takes (stages of unequal layers, values of tp that
-differ between stages, idle devices, a microbatch count that dp does not divide, a sequence that tp does not divide and
-that is split all the same, parameters split along a factor that is not the major one of its dimension) is allowed.
+listed, the first two no excluded pair, no two of its axes exclude each other, and each freedom that it takes (stages of
+unequal layers, values of tp that differ between stages, idle devices, a microbatch count that dp does not divide, a
+sequence that tp does not divide and that is split all the same, parameters split along a factor that is not the major
+one of its dimension) is allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass, replace
 from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
 
-__all__ = ["Capabilities"]
+__all__ = ["AXES", "Capabilities"]
+
+AXES = ("tp", "cp", "ep", "pp", "shard")
+"""The axes that `excluded_axes` names; "shard" is ZeRO over groups of devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +38,15 @@ class Capabilities:
     `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
     (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
     between the parts) are axes that it has; `key_exchanges` are the ways in which its attention can get the keys of
-    other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them. With tp above 1 it runs only the
-    `tensor_parallel_zero_stages`, and pipelines only where it `allows_tensor_parallel_pipelines`: `with_tp` applies
-    both. `product_dtypes` are the quantized types, such as fp8, that it runs products in.
+    other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them. `excluded_axes` are pairs of "tp",
+    "cp", "ep", "pp" and "shard" (such groups) that it does not run together. With tp above 1 it runs only the
+    `tensor_parallel_zero_stages`, and likewise for cp and ep: `at_degrees` applies all of these. Only the
+    `shard_group_zero_stages` are divided into groups. Where
+    it `shards_whole_contexts`, a group has all cp devices of its sequences, and where it `keeps_experts_in_shards`, ep
+    divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences are
+    split between all layers. `product_dtypes` are the quantized types, such as fp8, that it runs products in, and
+    `compute_dtypes` the types that it computes in; None stands for all. `needs_whole_nodes`: it uses all devices of
+    every node (or slice).
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -59,9 +69,17 @@ class Capabilities:
     allows_expert_parallel: bool = False
     allows_shard_groups: bool = False
     key_exchanges: frozenset[str] = frozenset({"all_gather", "ring", "all_to_all"})
+    excluded_axes: frozenset[tuple[str, str]] = frozenset()
     tensor_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
-    allows_tensor_parallel_pipelines: bool = True
+    context_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
+    expert_parallel_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
+    shard_group_zero_stages: frozenset[int] = frozenset(ZERO_STAGES)
+    shards_whole_contexts: bool = True
+    keeps_experts_in_shards: bool = True
+    experts_need_split_sequences: bool = False
     product_dtypes: frozenset[str] = frozenset()
+    compute_dtypes: frozenset[str] | None = None
+    needs_whole_nodes: bool = False
     can_cut_stages: bool = False
     spreads_ends: bool = False
     trims_recompute: bool = False
@@ -73,6 +91,10 @@ class Capabilities:
             object.__setattr__(self, name, frozenset(getattr(self, name)))
         pairs = frozenset((PipelineSchedule(schedule), zero) for schedule, zero in self.excluded_pairs)
         object.__setattr__(self, "excluded_pairs", pairs)
+        object.__setattr__(self, "excluded_axes", frozenset((first, second) for first, second in self.excluded_axes))
+        for pair in self.excluded_axes:
+            if not set(pair) <= set(AXES) or set(pair) <= {"pp", "shard"}:
+                raise ValueError(f"excluded_axes has {pair}; expected one of tp, cp, ep, and one of {', '.join(AXES)}")
         known = {stage for _, stage in pairs} | self.zero_stages | self.master_zero_stages
         unknown = sorted(known - set(ZERO_STAGES))
         if unknown:
@@ -106,6 +128,8 @@ class Capabilities:
             allows_context_parallel=True,
             allows_expert_parallel=True,
             allows_shard_groups=True,
+            shards_whole_contexts=False,
+            keeps_experts_in_shards=False,
             can_cut_stages=True,
         )
 
@@ -114,13 +138,34 @@ class Capabilities:
         also = self.master_zero_stages if master_bytes else frozenset()
         return replace(self, zero_stages=self.zero_stages | also, master_zero_stages=frozenset())
 
-    def with_tp(self, tp: int) -> Capabilities:
-        """What it runs at this tp."""
-        if tp == 1:
-            return self
-        schedules = self.schedules if self.allows_tensor_parallel_pipelines else frozenset()
-        zero_stages = self.zero_stages & self.tensor_parallel_zero_stages
-        return replace(self, schedules=schedules, zero_stages=zero_stages)
+    def at_degrees(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Capabilities:
+        """What it runs at these degrees: fewer ZeRO stages, no pipelines or no groups, where it combines less."""
+        degrees = {"tp": tp, "cp": cp, "ep": ep}
+        stages = {
+            "tp": self.tensor_parallel_zero_stages,
+            "cp": self.context_parallel_zero_stages,
+            "ep": self.expert_parallel_zero_stages,
+        }
+        used = {axis for axis, degree in degrees.items() if degree > 1}
+        without = {other for pair in self.excluded_axes for axis, other in (pair, pair[::-1]) if axis in used}
+        return replace(
+            self,
+            zero_stages=self.zero_stages.intersection(*(stages[axis] for axis in used)),
+            schedules=frozenset() if "pp" in without else self.schedules,
+            allows_shard_groups=self.allows_shard_groups and "shard" not in without,
+        )
+
+    def excluded_together(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> tuple[str, str] | None:
+        """Two of these axes that are used and that it does not run together; None where there are none."""
+        degrees = {"tp": tp, "cp": cp, "ep": ep}
+        pairs = sorted(pair for pair in self.excluded_axes if all(degrees.get(axis, 1) > 1 for axis in pair))
+        return pairs[0] if pairs else None
+
+    def runs_groups(self, size: int, *, zero: int, cp: int, ep: int) -> bool:
+        """Whether it divides states of a ZeRO stage over groups of so many of the dp x cp devices."""
+        is_run = self.allows_shard_groups and zero in self.shard_group_zero_stages
+        is_run &= size % cp == 0 or not self.shards_whole_contexts
+        return is_run and (size % ep == 0 or not self.keeps_experts_in_shards)
 
     def supports(self, schedule: PipelineSchedule, zero: int) -> bool:
         """Whether a pipeline of several stages may use this schedule together with this ZeRO stage."""

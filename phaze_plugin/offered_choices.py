@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster
-from phaze.ir import Graph
+from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
 from phaze.ir.sequence_factors import token_lengths
 from phaze.shard.expert_slicing import expert_counts
 from phaze.target_choice import ChosenTarget
@@ -21,6 +21,7 @@ __all__ = [
     "marks_batch",
     "offered_cp",
     "offered_ep",
+    "offered_recompute",
     "offered_sizes",
     "offered_tp",
     "positive",
@@ -128,6 +129,12 @@ def offered_ep(degrees: object, cluster: Cluster, graph: Graph, target: ChosenTa
     if not experts or not target.capabilities.allows_expert_parallel:
         return (1,)
     return tuple(ep for ep in DEFAULT_EP if experts % ep == 0 and ep <= cluster.device_count)
+
+
+def offered_recompute(target: ChosenTarget) -> tuple[RecomputeMode, ...]:
+    """The recompute modes to try: the usual ones, or all that the target runs where it does not run the usual ones."""
+    runs = target.capabilities.recompute_modes
+    return SEARCHED_MODES if runs.issuperset(SEARCHED_MODES) else tuple(mode for mode in RecomputeMode if mode in runs)
 
 
 def _within_cluster(name: str, degrees: object, cluster: Cluster) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ from phaze.offered_choices import (
     marks_batch,
     offered_cp,
     offered_ep,
+    offered_recompute,
     offered_sizes,
     offered_tp,
     positive,
@@ -297,6 +298,7 @@ def ask(
     if options.get("sequence_length") is not None:
         positive("sequence_length", options.get("sequence_length"))
     graph, target = import_asked(model, inputs, options, attention, plugins, trains=recipe.trains)
+    _check_target(target, recipe, cluster)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
     if batch_size is None:
@@ -315,6 +317,7 @@ def ask(
         cp=offered_cp(options.get("cp"), cluster, graph, target),
         ep=offered_ep(options.get("ep"), cluster, graph, target),
         micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes),
+        recompute=offered_recompute(target),
     )
     question = Question(
         graph=graph,
@@ -410,6 +413,22 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
     if precision not in PRECISIONS:
         raise UnknownNameError("precision", precision, (*PRECISIONS, *precision_recipe_names()))
     return recipe_of(precision, optimizer)
+
+
+def _check_target(target: ChosenTarget, recipe: PrecisionRecipe, cluster: Cluster) -> None:
+    """Raise QuestionError where the target runs nothing in this precision or on these devices."""
+    runs = target.capabilities
+    if runs.compute_dtypes is not None and recipe.compute_dtype not in runs.compute_dtypes:
+        known = ", ".join(sorted(runs.compute_dtypes))
+        raise QuestionError(
+            f"target {target.name} computes in {known}; the precision {recipe.name} computes in "
+            f"{recipe.compute_dtype}. Choose another precision, or target=None to price it alone."
+        )
+    if runs.needs_whole_nodes and not cluster.has_whole_nodes:
+        raise QuestionError(
+            f"target {target.name} uses all devices of every node (or slice); the cluster has {cluster.device_count} "
+            f"devices on nodes of {cluster.node_devices}. Plan for whole nodes, or with target=None."
+        )
 
 
 def _precision_notes(recipe: PrecisionRecipe, cluster: Cluster, target: ChosenTarget) -> Iterator[str]:

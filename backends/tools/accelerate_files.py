@@ -54,6 +54,10 @@ class AccelerateTarget(ToolTarget):
         return Capabilities(
             zero_stages=frozenset({0, 2, 3}),
             tensor_parallel_zero_stages=frozenset({2, 3}),
+            context_parallel_zero_stages=frozenset({2, 3}),
+            # ParallelismConfig refuses groups of a single copy beside cp, which hybrid groups with cp may be.
+            excluded_axes=frozenset({("cp", "shard")}),
+            compute_dtypes=frozenset(_PRECISIONS),
             recompute_modes=frozenset({"none", "full"}),
             allows_strided_parameters=True,
             allows_sequence_parallel=False,

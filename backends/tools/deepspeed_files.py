@@ -53,7 +53,8 @@ class DeepSpeedTarget(ToolTarget):
             zero_stages=frozenset({0, 1, 2, 3}),
             excluded_pairs=frozenset({(_PIPELINE, 2), (_PIPELINE, 3)}),
             tensor_parallel_zero_stages=frozenset({0, 1, 2}),
-            allows_tensor_parallel_pipelines=False,
+            excluded_axes=frozenset({("tp", "pp"), ("cp", "tp"), ("cp", "pp")}),
+            compute_dtypes=frozenset(_PRECISIONS),
             recompute_modes=frozenset({"none", "full"}),
             allows_strided_parameters=True,
             allows_sequence_parallel=False,
@@ -85,7 +86,7 @@ class DeepSpeedTarget(ToolTarget):
         settings |= {"tensor_parallel.autotp_size": strategy.tp} if strategy.tp > 1 else {}
         settings |= {"sequence_parallel_size": strategy.cp} if strategy.cp > 1 else {}
         if strategy.pp > 1:
-            settings |= {"pipeline.stages": strategy.pp, "pipeline.partition": "uniform"}
+            settings["pipeline.stages"] = strategy.pp
         is_full = strongest_recompute(plan) == "full"
         if strategy.pp > 1:
             settings["pipeline.activation_checkpoint_interval"] = 1 if is_full else 0
@@ -113,7 +114,7 @@ class DeepSpeedTarget(ToolTarget):
         if plan.strategy.pp > 1:
             sentences.append(
                 f"A pipeline needs your model as a PipelineModule(num_stages={plan.strategy.pp}, "
-                'partition_method="uniform").'
+                'partition_method="type:Block"), Block being the class of your blocks: stages have equally many.'
             )
         return [*sentences, *super().left_out(plan)]
 

@@ -78,6 +78,7 @@ class LightningTarget(ToolTarget):
         return Capabilities(
             zero_stages=frozenset({0, 2, 3}),
             tensor_parallel_zero_stages=frozenset({2, 3}),
+            compute_dtypes=frozenset(_PRECISIONS),
             recompute_modes=frozenset({"none", "full"}),
             allows_strided_parameters=True,
         )

@@ -85,6 +85,13 @@ class MaxTextTarget(ToolTarget):
         return Capabilities(
             schedules=frozenset({PipelineSchedule.GPIPE}),
             zero_stages=frozenset({0, 1, 3}),
+            context_parallel_zero_stages=frozenset({3}),
+            expert_parallel_zero_stages=frozenset({3}),
+            shard_group_zero_stages=frozenset({3}),
+            # Its axis of experts is a part of the copies: experts divided over contexts have no word there.
+            excluded_axes=frozenset({("cp", "ep")}),
+            compute_dtypes=frozenset({"bfloat16"}),
+            needs_whole_nodes=True,
             recompute_modes=frozenset(_REMAT_POLICIES),
             allows_strided_parameters=True,
             allows_context_parallel=True,

@@ -42,6 +42,10 @@ CAPABILITIES = Capabilities(
     allows_context_parallel=True,
     allows_expert_parallel=True,
     allows_shard_groups=True,
+    # Its FSDP makes no groups of experts where states are divided over a part of the devices.
+    excluded_axes=frozenset({("ep", "shard")}),
+    experts_need_split_sequences=True,
+    compute_dtypes=frozenset(PRECISIONS),
     product_dtypes=frozenset({"fp8"}),
     can_cut_stages=True,
 )

@@ -221,10 +221,8 @@ def passed_over(settings: Settings, known: Sequence[str] | set[str]) -> tuple[st
 
 def nodes(plan: Plan) -> tuple[int, int]:
     """How many nodes there are (or tori, or slices), and how many devices each has."""
-    cluster = plan.cluster
-    sizes = [level.size for level, is_inner in zip(cluster.levels, cluster.inner_levels, strict=True) if is_inner]
-    each = min(cluster.device_count, math.prod(sizes))
-    return math.ceil(cluster.device_count / each), each
+    each = plan.cluster.node_devices
+    return math.ceil(plan.cluster.device_count / each), each
 
 
 def torchrun(plan: Plan) -> str:

@@ -46,6 +46,7 @@ class TorchrunTarget(ToolTarget):
             allows_mixed_tp=False,
             allows_idle_devices=False,
             allows_uneven_micro_batches=False,
+            shards_whole_contexts=True,
         )
 
     def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:

@@ -147,6 +147,17 @@ class Cluster:
         """For each level, whether it joins the devices of a node or a torus: the innermost one, and all rows."""
         return tuple(index == 0 or level.links.is_row for index, level in enumerate(self.levels))
 
+    @property
+    def node_devices(self) -> int:
+        """The devices of one node, torus or slice; all of them where there is no more than a part of one."""
+        sizes = [level.size for level, is_inner in zip(self.levels, self.inner_levels, strict=True) if is_inner]
+        return min(self.device_count, math.prod(sizes))
+
+    @property
+    def has_whole_nodes(self) -> bool:
+        """Whether the devices fill their nodes (or tori, or slices)."""
+        return self.device_count % self.node_devices == 0
+
 
 def _part_of_level(level: InterconnectLevel, size: int, hop: int) -> InterconnectLevel:
     """The links that ``size`` members have, of a level of which they are every ``hop``-th one."""

@@ -72,11 +72,18 @@ def export_plan(plan: Plan, plugins: PluginManager, name: str, model: object) ->
 def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     """What a plan has that a target does not run, in words; empty where the target runs all of it."""
     chosen, recipe = plan.strategy, plan.question.precision
-    capabilities = capabilities.with_tp(chosen.tp)
     reasons = []
+    pair = capabilities.excluded_together(tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
+    if pair is not None:
+        reasons.append(" beside ".join(f"{axis} {getattr(chosen, axis)}" for axis in pair))
+    capabilities = capabilities.at_degrees(tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
     if chosen.zero not in capabilities.with_master(recipe.master_bytes).zero_stages:
         needs = f" in {recipe.name}, which has no master copy" if chosen.zero in capabilities.master_zero_stages else ""
-        reasons.append(f"ZeRO stage {chosen.zero}{needs}")
+        beside = [f"{axis} {getattr(chosen, axis)}" for axis in ("tp", "cp", "ep") if getattr(chosen, axis) > 1]
+        told = f" at {', '.join(beside)}" if beside and not needs else ""
+        reasons.append(f"ZeRO stage {chosen.zero}{needs}{told}")
+    if capabilities.compute_dtypes is not None and recipe.compute_dtype not in capabilities.compute_dtypes:
+        reasons.append(f"computation in {recipe.compute_dtype} ({recipe.name})")
     if recipe.quantizes_products and recipe.product_dtype not in capabilities.product_dtypes:
         reasons.append(f"products in {recipe.product_dtype} ({recipe.name})")
     reasons += axes_not_run(chosen, capabilities)
@@ -97,6 +104,8 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
         reasons.append("stages of different tp")
     if chosen.tp > 1 and chosen.sequence_parallel and not capabilities.allows_sequence_parallel:
         reasons.append("sequences split over the tp devices")
+    elif chosen.tp > 1 and chosen.ep > 1 and _leaves_sequences(chosen, capabilities):
+        reasons.append(f"tp {chosen.tp} beside ep {chosen.ep} without sequences split between layers")
     elif chosen.sequence_parallel == MIXED_SEQUENCES and not capabilities.allows_mixed_sequences:
         reasons.append("sequences that are split in some layers only")
     used = {device for stage in plan.stages for device in stage.devices}
@@ -104,6 +113,8 @@ def obstacles(plan: Plan, capabilities: Capabilities) -> list[str]:
     may_idle = capabilities.allows_idle_devices or is_asked
     if len(used) < plan.cluster.device_count and not may_idle:
         reasons.append(f"{plan.cluster.device_count - len(used)} idle devices")
+    if capabilities.needs_whole_nodes and not plan.cluster.has_whole_nodes:
+        reasons.append(f"{plan.cluster.device_count} devices, which are no whole number of nodes (or slices)")
     uneven = plan.question.global_batch_size % (chosen.dp * chosen.micro_batch_size) > 0
     if uneven and not capabilities.allows_uneven_micro_batches:
         reasons.append("a batch that dp x micro_batch_size does not divide")
@@ -122,9 +133,18 @@ def axes_not_run(chosen: Parallelism, capabilities: Capabilities) -> list[str]:
         reasons.append(f"context parallelism (cp {chosen.cp})")
     if chosen.ep > 1 and not capabilities.allows_expert_parallel:
         reasons.append(f"expert parallelism (ep {chosen.ep})")
-    if chosen.zero and chosen.shard_devices < chosen.dp * chosen.cp and not capabilities.allows_shard_groups:
-        reasons.append(f"ZeRO over {chosen.shard_devices} of {chosen.dp * chosen.cp} devices")
+    size, replicas = chosen.shard_devices, chosen.replicas
+    has_groups = chosen.zero > 0 and size < replicas
+    if has_groups and not capabilities.runs_groups(size, zero=chosen.zero, cp=chosen.cp, ep=chosen.ep):
+        others = f" (ZeRO stage {chosen.zero}, cp {chosen.cp}, ep {chosen.ep})"
+        told = others if capabilities.allows_shard_groups else ""
+        reasons.append(f"ZeRO over {size} of {replicas} devices{told}")
     return reasons
+
+
+def _leaves_sequences(chosen: Parallelism, capabilities: Capabilities) -> bool:
+    """Whether sequences are whole somewhere, and the target wants them split."""
+    return capabilities.experts_need_split_sequences and chosen.sequence_parallel is not True
 
 
 def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:

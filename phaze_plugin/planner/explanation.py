@@ -171,11 +171,12 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     mode, name = RecomputeMode.FULL, "full recompute"
     if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
         mode, name = RecomputeMode.NONE, "no recompute"
-    yield _Kind(
-        name,
-        lambda plan: set(plan.recompute) == {mode.value},
-        lambda problem: problem.choosing(recompute=(mode,)),
-    )
+    yield _Kind(name, lambda plan: set(plan.recompute) == {mode.value}, _with_recompute(mode))
+
+
+def _with_recompute(mode: RecomputeMode) -> Callable[[PlacementProblem], PlacementProblem | None]:
+    """One mode in all stages, where the target runs it."""
+    return lambda problem: problem.choosing(recompute=(mode,)) if mode in problem.capabilities.recompute_modes else None
 
 
 def _is_scheduled(schedule: PipelineSchedule) -> Callable[[Parallelism], bool]:

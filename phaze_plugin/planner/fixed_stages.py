@@ -219,7 +219,7 @@ def _filled(
 def _shards(question: Question, problem: PlacementProblem, tp: int, dp: int, zero: int) -> list[int | str]:
     """Groups that ZeRO may shard over, as a search would offer them for one tp and dp."""
     replicas = dp * problem.cp
-    sizes = listed_shards(problem.choosing(shard=question.choices.shard), tp, dp, 2, replicas) if zero else []
+    sizes = listed_shards(problem.choosing(shard=question.choices.shard), tp, dp, 2, replicas, zero) if zero else []
     return [size if size < replicas else ALL_DEVICES for size in sizes] or ([ALL_DEVICES] if not zero else [])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Unpack
 
+from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
 from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
@@ -259,15 +260,20 @@ def _check_devices(question: Question) -> None:
 
 def _check_target(question: Question) -> None:
     """Raise QuestionError where what is fixed is nothing that the target runs."""
-    runs, fixed, wrong = question.capabilities, question.fixed, []
+    fixed, wrong = question.fixed, []
+    degrees = {name: int(str(fixed[name])) for name in ("tp", "cp", "ep") if name in fixed}
+    if pair := question.capabilities.excluded_together(**degrees):
+        wrong.append(" beside ".join(f"{axis} {fixed[axis]}" for axis in pair))
+    runs = question.capabilities.at_degrees(**degrees)
     zero, schedule, pp = fixed.get("zero"), fixed.get("schedule"), int(str(fixed.get("pp", 1)))
     if zero is not None and fixed.get("dp") != 1 and zero not in runs.zero_stages:
         known = ", ".join(map(str, sorted(runs.zero_stages)))
-        wrong.append(f"zero {zero} (it runs {known} in {question.recipe.name})")
+        beside = "".join(f", {axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        wrong.append(f"zero {zero} (it runs {known} in {question.recipe.name}{beside})")
     if schedule not in (None, PipelineSchedule.NONE, *runs.schedules) or (pp > 1 and not runs.schedules):
         known = ", ".join(sorted(runs.schedules)) or "one stage only"
         wrong.append(f"a pipeline with schedule {schedule or 'of any kind'} (it runs {known})")
-    wrong += _axes_not_run(question)
+    wrong += _axes_not_run(question, runs)
     modes = question.choices.recompute if "recompute" in fixed else ()
     unknown = sorted(set(modes) - runs.recompute_modes)
     if unknown:
@@ -280,17 +286,22 @@ def _check_target(question: Question) -> None:
         )
 
 
-def _axes_not_run(question: Question) -> list[str]:
+def _axes_not_run(question: Question, runs: Capabilities) -> list[str]:
     """The axes beside dp, tp and pp that are fixed and that the target does not run, in words."""
-    runs, fixed = question.capabilities, question.fixed
+    fixed = question.fixed
     wrong = []
     for name, is_run in (("cp", runs.allows_context_parallel), ("ep", runs.allows_expert_parallel)):
         if fixed.get(name, 1) != 1 and not is_run:
             wrong.append(f"{name} {fixed[name]} (it runs {name} 1)")
     replicas = fixed.get("dp", 0), fixed.get("cp", 1)
     all_devices = (ALL_DEVICES, math.prod(int(str(degree)) for degree in replicas))
-    if fixed.get("shard", ALL_DEVICES) not in all_devices and not runs.allows_shard_groups:
-        wrong.append(f"shard {fixed['shard']} (it shards over all of dp x cp)")
+    shard = fixed.get("shard", ALL_DEVICES)
+    if isinstance(shard, int) and shard not in all_devices:
+        zero, cp, ep = (int(str(fixed.get(name, default))) for name, default in (("zero", 3), ("cp", 1), ("ep", 1)))
+        if not runs.allows_shard_groups:
+            wrong.append(f"shard {shard} (it shards over all of dp x cp)")
+        elif not runs.runs_groups(shard, zero=zero, cp=cp, ep=ep):
+            wrong.append(f"shard {shard} with zero {zero}, cp {cp} and ep {ep}")
     return wrong
 
 

@@ -411,11 +411,16 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
         cp=slices.cp,
         ep=slices.ep,
         recipe=question.recipe,
-        capabilities=question.capabilities.with_tp(slices.tp),
-        choices=Choices(recompute=slices.modes),
+        capabilities=question.capabilities.at_degrees(tp=slices.tp, cp=slices.cp, ep=slices.ep),
+        choices=Choices(recompute=tuple(mode for mode in slices.modes if mode in _runnable_modes(question))),
         memory_margin=question.calibration.margin,
         calibration=question.calibration,
     )
+
+
+def _runnable_modes(question: Question) -> set[str]:
+    """The recompute modes that the target runs, and those that are asked for."""
+    return {*question.capabilities.recompute_modes, *question.choices.recompute}
 
 
 def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProblem:
@@ -423,7 +428,7 @@ def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProb
 
     A strategy that fixes tp fixes it for every stage, and one that fixes dp, cp, tp or pp may leave devices idle.
     """
-    fixed, capabilities = question.fixed, question.capabilities.with_tp(slices.tp)
+    fixed, capabilities = question.fixed, question.capabilities.at_degrees(tp=slices.tp, cp=slices.cp, ep=slices.ep)
     if "tp" in fixed:
         capabilities = replace(capabilities, allows_mixed_tp=False)
     if fixed.keys() & {"dp", "cp", "tp", "pp"}:

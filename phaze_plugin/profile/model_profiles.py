@@ -40,6 +40,7 @@ from phaze.shard import (
     shard_variants,
     unsharded,
 )
+from phaze.shard.expert_slicing import expert_counts
 from phaze.solvers import AUTOMATIC_SOLVERS
 from phaze.tolerances import EQUAL_RESULTS
 
@@ -143,6 +144,7 @@ def slicings(
     that is another one. A question that says which it wants selects from these; a "mixed" one gets the fastest of them.
     `tables` keep what serves other microbatch sizes again. Raises ShardError where there is no slicing.
     """
+    _check_axes(question, tp, cp, ep)
     axis = Axis(question.cluster, tp, question.calibration, cp, ep)
     if tp == 1:
         return (_whole_model(graph, axis),)
@@ -162,14 +164,43 @@ def _sequence_kinds(question: Question, graph: Graph, tp: int) -> list[SequenceP
     if asked is not None and asked != MIXED_SEQUENCES:
         if asked:
             _check_sequences(question, graph, tp)
+        elif _must_split_sequences(question):
+            raise ShardError(_whole_sequences_text(question, tp))
         return [_SEQUENCE_KINDS[asked]]
-    kinds = [SequenceParallel.OFF]
+    kinds = [] if _must_split_sequences(question) else [SequenceParallel.OFF]
     if question.capabilities.allows_sequence_parallel and _is_even(question, graph, tp):
         if max(sequence_lengths(graph), default=0) >= tp:
             kinds.insert(0, SequenceParallel.ON)
         if question.capabilities.allows_mixed_sequences:
             kinds.append(SequenceParallel.FREE)
+    if not kinds:
+        raise ShardError(_whole_sequences_text(question, tp))
     return kinds
+
+
+def _check_axes(question: Question, tp: int, cp: int, ep: int) -> None:
+    """Raise ShardError for axes that the target does not have, or does not run together."""
+    runs = question.capabilities
+    for axis, degree, is_run in (("cp", cp, runs.allows_context_parallel), ("ep", ep, runs.allows_expert_parallel)):
+        if degree > 1 and not is_run:
+            raise ShardError(f"target {question.target} does not run {axis} {degree}.")
+    pair = runs.excluded_together(tp=tp, cp=cp, ep=ep)
+    if pair is not None:
+        degrees = {"tp": tp, "cp": cp, "ep": ep}
+        told = " beside ".join(f"{axis} {degrees[axis]}" for axis in pair)
+        raise ShardError(f"target {question.target} does not run {told}.")
+
+
+def _must_split_sequences(question: Question) -> bool:
+    """Whether the target runs this model at tp above 1 only with sequences split between layers."""
+    return question.capabilities.experts_need_split_sequences and bool(expert_counts(question.graph))
+
+
+def _whole_sequences_text(question: Question, tp: int) -> str:
+    return (
+        f"target {question.target} runs models with experts at tp {tp} only with sequences split between layers; use "
+        "tp 1, or sequence_parallel=True on lengths that tp divides."
+    )
 
 
 def _shard_options(question: Question) -> ShardOptions:

@@ -15,7 +15,7 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.installed import installed_plugins
 from phaze.interfaces import FileTarget
 from phaze.ir import RecomputeMode
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
 from phaze.plan.plan import Plan, StageLayer
 
 TOOLS: dict[str, ToolTarget] = {
@@ -99,23 +99,26 @@ def cases_for(draw: st.DrawFn, tool: ToolTarget) -> Case:
     degrees = st.sampled_from([1, 2, 3, 4, 8])
     cp = draw(st.sampled_from([1, 1, 2, 4])) if runs.allows_context_parallel else 1
     dp, tp, pp = draw(degrees), draw(degrees), draw(degrees)
-    if tool.name == "deepspeed" and cp > 1:
-        tp = pp = 1
-    if tp > 1 and 0 not in runs.with_tp(tp).zero_stages:
+    experts = draw(st.sampled_from([1, 1, 2, 4])) if runs.allows_expert_parallel else 1
+    if runs.excluded_together(tp=tp, ep=experts):
+        tp = 1
+    if runs.excluded_together(cp=cp, ep=experts):
+        experts = 1
+    if runs.excluded_together(cp=cp, tp=tp):
+        tp = 1
+    needs_split = runs.experts_need_split_sequences and experts > 1
+    runs = runs.at_degrees(tp=tp, cp=cp, ep=experts)
+    dp = dp * experts
+    if 0 not in runs.zero_stages:
         dp = max(2, dp)
-    runs = runs.with_tp(tp)
     pp = pp if runs.schedules else 1
     schedule = draw(st.sampled_from(sorted(runs.schedules))) if pp > 1 else PipelineSchedule.NONE
     chunks = draw(st.sampled_from([2, 3])) if schedule is PipelineSchedule.INTERLEAVED else 1
     zeros = [zero for zero in sorted(runs.zero_stages) if pp == 1 or runs.supports(schedule, zero)]
-    if cp > 1:  # most tools shard over cp whatever they are asked
-        zeros = [zero for zero in zeros if zero >= _LEAST_ZERO_WITH_CP.get(tool.name, 0)]
     zero = draw(st.sampled_from(zeros)) if dp * cp > 1 else 0
     parts = [part for part in range(2, dp + 1) if dp % part == 0]
-    is_hybrid = runs.allows_shard_groups and zero not in _WHOLE_ZERO.get(tool.name, (0,))
-    shards = draw(st.sampled_from(parts)) if is_hybrid and parts and draw(st.booleans()) else dp
-    has_experts = runs.allows_expert_parallel and zero > 1 and (tool.name != "torchtitan" or tp == 1)
-    ep = draw(st.sampled_from([1, shards])) if has_experts and (tool.name != "maxtext" or zero == 3) else 1
+    parts = [part for part in parts if zero and runs.runs_groups(part * cp, zero=zero, cp=cp, ep=experts)]
+    shards = draw(st.sampled_from(parts)) if parts and draw(st.booleans()) else dp
     counts = [draw(st.integers(1, 4)) if runs.allows_uneven_stages else 2 for _ in range(pp * chunks)]
     counts[0] += 1
     counts[-1] += 1
@@ -125,9 +128,9 @@ def cases_for(draw: st.DrawFn, tool: ToolTarget) -> Case:
         shard="all" if shards == dp else shards * cp,
         zero=zero,
         cp=cp,
-        ep=ep,
+        ep=experts,
         tp=tp,
-        sequence_parallel=tp > 1 and tool.name not in ("accelerate", "deepspeed") and draw(st.booleans()),
+        sequence_parallel=tp > 1 and runs.allows_sequence_parallel and (needs_split or draw(st.booleans())),
         pp=pp,
         schedule=schedule,
         chunks=chunks,
@@ -137,9 +140,36 @@ def cases_for(draw: st.DrawFn, tool: ToolTarget) -> Case:
     return Case(strategy, tuple(counts), draw(st.integers(1, 3)) * pp * chunks)
 
 
-_LEAST_ZERO_WITH_CP = {"accelerate": 2, "maxtext": 3, "torchtitan": 2}
-_WHOLE_ZERO = {"maxtext": (0, 1)}
-"""ZeRO stages that a tool does not divide into groups; all have stage 0 among them."""
+@st.composite
+def any_cases(draw: st.DrawFn) -> Case:
+    """Strategies of all kinds, whatever a tool runs of them."""
+    degrees = st.sampled_from([1, 1, 2, 4])
+    dp, cp, tp, pp = (draw(degrees) for _ in range(4))
+    zero = draw(st.integers(0, 3)) if dp * cp > 1 else 0
+    sizes = [size for size in (2, 4, 8, 16) if dp * cp % size == 0]
+    ep = draw(st.sampled_from([1, *sizes]))
+    groups = [size for size in sizes if size < dp * cp and (size % ep == 0 or ep % size == 0)]
+    shard = draw(st.sampled_from(["all", *groups])) if zero else "all"
+    schedule = draw(st.sampled_from(PIPELINE_SCHEDULES)) if pp > 1 else PipelineSchedule.NONE
+    chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
+    counts = [draw(st.integers(1, 2)) for _ in range(pp * chunks)]
+    counts[0] += 1
+    counts[-1] += 1
+    strategy = Parallelism(
+        dp=dp,
+        shard=shard,
+        zero=zero,
+        cp=cp,
+        ep=ep,
+        tp=tp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        pp=pp,
+        schedule=schedule,
+        chunks=chunks,
+        micro_batch_size=draw(st.sampled_from([1, 2])),
+        recompute=(draw(st.sampled_from(list(RecomputeMode))),) * (pp * chunks),
+    )
+    return Case(strategy, tuple(counts), draw(st.integers(1, 2)) * pp * chunks)
 
 
 def parallelism_of(strategy: Any, stages: int) -> Parallelism:

@@ -170,8 +170,8 @@ def _first(prepared: PreparedProblem, kind: RemedyKind, changes: Iterable[_Chang
 
 
 def _recompute(problem: PlacementProblem) -> Iterable[_Change]:
-    """Each profiled recompute mode that is not among the choices."""
-    profiled = {mode for _, _, mode in problem.profiles}
+    """Each profiled recompute mode that the target runs and that is not among the choices."""
+    profiled = {mode for _, _, mode in problem.profiles if mode in problem.capabilities.recompute_modes}
     for mode in RecomputeMode:
         if mode in profiled and mode not in problem.choices.recompute:
             modes = (*problem.choices.recompute, mode)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phaze.parallelism import ALL_DEVICES
+from phaze.parallelism import ALL_DEVICES, ZERO_STAGES
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.model.zero_sharding import ZeroSharding
@@ -101,7 +101,8 @@ def every_shard(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> 
     if zero and not _offers_all(problem):
         rows, sizes = [], []
     for size in offered_shards(problem, tp) if zero else ():
-        divides = np.flatnonzero((replicas % size == 0) & ((replicas > size) | (not _offers_all(problem))))
+        is_listed = (replicas % size == 0) & ((replicas > size) | (not _offers_all(problem)))
+        divides = np.flatnonzero(is_listed & ((replicas == size) | _runs_groups(problem, size, zero)))
         rows.append(divides)
         sizes.append(np.full(len(divides), size))
     nothing = np.zeros(0, dtype=np.int64)
@@ -118,12 +119,26 @@ def shard_ranges(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) ->
     return np.minimum(least, largest), largest
 
 
-def listed_shards(problem: PlacementProblem, tp: int, dp: int, least: int, largest: int) -> list[int]:
-    """The sizes of groups in a range, both ends included, that one dp may have; ZeRO-0 has none to choose from."""
+def listed_shards(
+    problem: PlacementProblem, tp: int, dp: int, least: int, largest: int, zero: int | None = None
+) -> list[int]:
+    """The sizes of groups in a range, both ends included, that one dp may have; ZeRO-0 has none to choose from.
+
+    Without a ZeRO stage they are the sizes that any stage may have.
+    """
     replicas = dp * problem.cp
-    sizes = {size for size in offered_shards(problem, tp) if replicas % size == 0}
+    stages = ZERO_STAGES[1:] if zero is None else (zero,)
+    sizes = {
+        size
+        for size in offered_shards(problem, tp)
+        if replicas % size == 0 and (size == replicas or any(_runs_groups(problem, size, stage) for stage in stages))
+    }
     sizes |= {replicas} if _offers_all(problem) else set()
     return sorted(size for size in sizes if least <= size <= min(largest, replicas))
+
+
+def _runs_groups(problem: PlacementProblem, size: int, zero: int) -> bool:
+    return problem.capabilities.runs_groups(size, zero=zero, cp=problem.cp, ep=problem.ep)
 
 
 def _offers_all(problem: PlacementProblem) -> bool:

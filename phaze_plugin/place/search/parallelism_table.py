@@ -211,7 +211,7 @@ def split_rows(
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         tp, depth, zero, least_dp, most_dp, least_shard, most_shard = row
         if least_dp == most_dp:
-            sizes = listed_shards(problem, tp, least_dp, least_shard, most_shard)
+            sizes = listed_shards(problem, tp, least_dp, least_shard, most_shard, zero)
             parts = [part for part in np.array_split(sizes, 2) if len(part)]
             halves += [(index, least_dp, most_dp, int(part[0]), int(part[-1])) for part in parts]
             continue
@@ -230,6 +230,8 @@ def split_rows(
 
 def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
     """All dp in a range that the batch allows."""
+    # Where the target runs no ZeRO-0 (at this tp), it needs a second copy to shard over.
+    least = least if 0 in problem.capabilities.zero_stages or problem.cp > 1 else max(least, 2)
     copies = np.arange(least, min(most, problem.micro_batches) + 1)
     if problem.choices.dp is not None:
         copies = copies[np.isin(copies, problem.choices.dp)]
