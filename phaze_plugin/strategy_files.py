@@ -31,8 +31,9 @@ class StrategyFile:
     """What a file says: the tool that it is for, the keys of a strategy, and more where it names it.
 
     `model` is the model's name in the tool's own words, and `config` a model's sizes as `phaze.import_graph` takes them
-    (Megatron-LM's arguments have both). `ignored` are keys that were passed over; `notes` say in whole sentences what
-    the file asks for and the price does not know.
+    (Megatron-LM's arguments have both). `ignored` are keys that say nothing about how a batch is divided, and `unknown`
+    those that the tool's known versions do not have, with a guess at what was meant; neither is priced. `notes` say in
+    whole sentences what the file asks for and the price does not know.
     """
 
     tool: str
@@ -43,6 +44,7 @@ class StrategyFile:
     model: str | None = None
     config: Mapping[str, object] | None = None
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -131,3 +131,41 @@ def two():
     assert {key: file.strategy[key] for key in ("dp", "tp", "cp", "zero")} == {"dp": 8, "tp": 4, "cp": 2, "zero": 1}
     with pytest.raises(FormatError, match=r"recipes.py: this file has no function 'three'; it has one, two"):
         read_strategy_file(f"{tmp_path / 'recipes.py'}:three", devices=64)
+
+
+UNKNOWN_KEYS = {
+    "job.toml": (
+        "[parallelism]\ntensor_parallel_degree = 2\ntensor_paralel_degree = 4\n[metrics]\nlog_freq=1\n[later]\nx=1\n",
+        ("metrics.log_freq",),
+        ("parallelism.tensor_paralel_degree (meant: parallelism.tensor_parallel_degree?)", "later.x"),
+    ),
+    "ds_config.json": (
+        '{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2, "stge": 3}, "zzz": 1}',
+        ("gradient_clipping",),
+        ("zero_optimization.stge (meant: zero_optimization.stage?)", "zzz"),
+    ),
+    "accelerate.yaml": (
+        "distributed_type: FSDP\nsame_network: true\nfsdp_config:\n  fsdp_verson: 2\n",
+        ("same_network",),
+        ("fsdp_config.fsdp_verson (meant: fsdp_config.fsdp_version?)",),
+    ),
+    "maxtext.yml": (
+        "per_device_batch_size: 4\nlearning_rate: 0.1\nici_tensr_parallelism: 4\n",
+        ("learning_rate",),
+        ("ici_tensr_parallelism (meant: ici_tensor_parallelism?)",),
+    ),
+    "run.sh": (
+        "python pretrain_gpt.py --tensor-model-parallel-size 2 --lr 0.1 --tensor-model-paralel-size 4\n",
+        ("--lr",),
+        ("--tensor-model-paralel-size (meant: --tensor-model-parallel-size?)",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN_KEYS))
+def test_unknown_keys_are_named_apart_from_those_that_no_plan_decides(name: str, tmp_path: Path) -> None:
+    text, ignored, unknown = UNKNOWN_KEYS[name]
+    (tmp_path / name).write_text(text)
+    file = read_strategy_file(tmp_path / name, devices=8)
+    assert (file.ignored, file.unknown) == (ignored, unknown)
+    assert file.strategy["dp"]

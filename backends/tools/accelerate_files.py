@@ -14,10 +14,10 @@ from phaze.backends.tools.tool_target import (
     ToolTarget,
     micro_batches,
     nodes,
-    passed_over,
     shard_groups,
     shard_of,
     strongest_recompute,
+    unread_keys,
     whole,
 )
 from phaze.capabilities import Capabilities
@@ -169,7 +169,9 @@ class AccelerateTarget(ToolTarget):
             tool=self.name,
             strategy={key: value for key, value in strategy.items() if value is not None},
             precision={"fp16": "fp16", "fp8": "fp8"}.get(str(settings.get("mixed_precision"))),
-            ignored=passed_over(settings, {*_KNOWN, *(f"deepspeed_config.{key}" for key in deepspeed)}),
+            **unread_keys(
+                settings, {*_KNOWN, *(f"deepspeed_config.{key}" for key in deepspeed)}, _OTHERS, is_whole=True
+            ),
             notes=_notes(settings, deepspeed),
         )
 
@@ -189,6 +191,21 @@ _KNOWN = {
     *_FSDP_KEYS,
     *(f"parallelism_config.parallelism_config_{name}_size" for name in _SIZES),
 }
+
+
+_OTHERS = (
+    *("use_cpu", "debug", "machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "main_training_function", "enable_cpu_affinity", "fp8_config*", "megatron_lm_config.*"),
+    *("mpirun_config*", "downcast_bf16", "tpu_*", "command_file", "commands", "dynamo_config*", "num_cpu_threads*"),
+    *(f"fsdp_config.fsdp_{name}" for name in ("backward_prefetch*", "cpu_ram_efficient_loading", "forward_prefetch")),
+    *(
+        f"fsdp_config.fsdp_{name}"
+        for name in ("min_num_params", "offload_params", "state_dict_type", "use_orig_params")
+    ),
+    *(f"fsdp_config.fsdp_{name}" for name in ("sync_module_states", "transformer_layer_cls_to_wrap")),
+    *(f"parallelism_config.parallelism_config_{name}" for name in ("cp_backend", "cp_comm_strategy", "sp_*")),
+)
+"""What else a config of Accelerate 1.15 or of its versions since 0.20 has."""
 
 
 def _size(settings: Settings, name: str) -> int:

@@ -15,8 +15,8 @@ from phaze.backends.tools.tool_target import (
     command_line,
     micro_batches,
     nodes,
-    passed_over,
     strongest_recompute,
+    unread_keys,
     whole,
 )
 from phaze.capabilities import Capabilities
@@ -157,7 +157,7 @@ class DeepSpeedTarget(ToolTarget):
             strategy={key: value for key, value in strategy.items() if value is not None},
             global_batch_size=batch,
             precision="fp16" if is_half else None,
-            ignored=passed_over(settings, _KNOWN),
+            **unread_keys(settings, _KNOWN, _OTHERS, is_whole=True),
             notes=_notes(settings, is_full),
         )
 
@@ -175,6 +175,33 @@ _KNOWN = {
     ),
     *_OWNED,
 }
+
+
+_OTHERS = (
+    *("optimizer.*", "scheduler.*", "bf16.*", "fp16.*", "amp.*", "tensor_parallel.*", "torch_*"),
+    *("activation_checkpointing.*", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_*"),
+    *("gradient_*", "sparse_*", "zero_allow_*", "zero_force_*", "communication_data_type", "seq_parallel_comm*"),
+    *("fp32_allreduce", "disable_allgather", "flops_profiler.*", "monitor*", "tensorboard.*", "wandb.*", "comet.*"),
+    *(
+        "csv_monitor.*",
+        "comms_logger.*",
+        "aio.*",
+        "autotuning.*",
+        "elasticity.*",
+        "data_efficiency.*",
+        "hybrid_engine.*",
+    ),
+    *("curriculum_learning.*", "progressive_layer_drop.*", "compression_training.*", "checkpoint.*", "data_types.*"),
+    *("dataloader_drop_last", "dump_state", "memory_breakdown", "quantize_training.*", "eigenvalue.*", "nebula.*"),
+    *("use_data_before_expert_parallelism", "compile.*", "pipeline.*", "checkpoint_parallel_write_pipeline"),
+    *(f"zero_optimization.{name}" for name in ("allgather_*", "overlap_comm", "reduce_*", "contiguous_gradients")),
+    *(f"zero_optimization.{name}" for name in ("offload_*", "cpu_offload*", "sub_group_size", "stage3_*", "leaf_*")),
+    *(f"zero_optimization.{name}" for name in ("round_robin_gradients", "ignore_unused_parameters", "load_from_*")),
+    *(f"zero_optimization.{name}" for name in ("elastic_checkpoint", "gather_16bit_weights_on_model_save", "mics_h*")),
+    *(f"zero_optimization.{name}" for name in ("zero_quantized_*", "*_threshold", "memory_efficient_linear", "use_*")),
+    *(f"zero_optimization.{name}" for name in ("log_trace_*", "pipeline_loading_checkpoint", "override_*", "enable_*")),
+)
+"""What else a config of DeepSpeed has, from 0.3 to 0.19."""
 
 
 def _groups(settings: Settings, devices: int) -> int | str:

@@ -14,9 +14,9 @@ from phaze.backends.tools.tool_target import (
     ToolTarget,
     micro_batches,
     nodes,
-    passed_over,
     strongest_recompute,
     torchrun,
+    unread_keys,
     whole,
 )
 from phaze.capabilities import Capabilities
@@ -163,7 +163,7 @@ class LightningTarget(ToolTarget):
             strategy={key: value for key, value in strategy.items() if value is not None},
             global_batch_size=dp * micro * steps if micro and steps else None,
             precision="fp16" if str(words.get("precision", "")).startswith("16") else None,
-            ignored=passed_over(words, known),
+            **unread_keys(words, known, (), is_whole=False),
         )
 
 

@@ -22,10 +22,10 @@ from phaze.backends.tools.tool_target import (
     command_line,
     micro_batches,
     nodes,
-    passed_over,
     shard_groups,
     shard_of,
     strongest_recompute,
+    unread_keys,
     whole,
 )
 from phaze.capabilities import Capabilities
@@ -67,6 +67,10 @@ _OTHERS = (
     "shard_optimizer_over_data",
     "quantization",
 )
+
+
+_PASSED_OVER = ("allow_split_physical_axes", "custom_mesh*", "mesh_axes", "logical_axis_rules", "*_batch_size_*")
+"""Keys of base.yml whose names speak of axes or batches and that decide nothing of a plan; most others do not."""
 
 
 class MaxTextTarget(ToolTarget):
@@ -170,7 +174,7 @@ class MaxTextTarget(ToolTarget):
             sequence_length=whole(settings.get("max_target_length")),
             precision="fp8" if "fp8" in str(settings.get("quantization", "")) else None,
             model=str(settings["model_name"]) if settings.get("model_name") else None,
-            ignored=passed_over(settings, {*known, *_OTHERS}),
+            **unread_keys(settings, {*known, *_OTHERS}, _PASSED_OVER, is_whole=False),
             notes=_notes(settings, policy, sizes),
         )
 

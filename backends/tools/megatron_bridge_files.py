@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import YAML, ConfigText, Settings
 from phaze.backends.tools.megatron_lm_files import unset_variables
-from phaze.backends.tools.megatron_settings import CAPABILITIES, KEYS, megatron_settings, megatron_strategy
+from phaze.backends.tools.megatron_settings import CAPABILITIES, KEYS, PASSED_OVER, megatron_settings, megatron_strategy
 from phaze.backends.tools.python_texts import PythonText
-from phaze.backends.tools.tool_target import ToolTarget, command_line, passed_over, torchrun, whole
+from phaze.backends.tools.tool_target import ToolTarget, command_line, torchrun, unread_keys, whole
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.strategy_files import StrategyFile
@@ -118,7 +118,7 @@ class BridgeTarget(ToolTarget):
             global_batch_size=whole(words.get("global_batch_size")),
             sequence_length=whole(words.get("seq_length")),
             precision="fp8" if is_fp8 else None,
-            ignored=passed_over(words, {*KEYS, "mixed_precision"}),
+            **unread_keys(words, {*KEYS, "mixed_precision"}, PASSED_OVER, is_whole=False),
             notes=unset_variables(words),
         )
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import ConfigText, Settings
-from phaze.backends.tools.megatron_settings import CAPABILITIES, KEYS, megatron_settings, megatron_strategy
+from phaze.backends.tools.megatron_settings import CAPABILITIES, KEYS, PASSED_OVER, megatron_settings, megatron_strategy
 from phaze.backends.tools.option_texts import DASHED_OPTIONS
-from phaze.backends.tools.tool_target import ToolTarget, command_line, passed_over, torchrun, whole
+from phaze.backends.tools.tool_target import ToolTarget, command_line, torchrun, unread_keys, whole
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.strategy_files import StrategyFile
@@ -77,6 +77,8 @@ class MegatronTarget(ToolTarget):
         """The strategy of arguments, wherever they stand in a script."""
         options = {key.replace("-", "_"): value for key, value in settings.items()}
         named = {*KEYS, *_DEFAULTS, "ckpt_format", "no_gradient_accumulation_fusion"}
+        read = {spelled for name in named for spelled in (name, name.replace("_", "-"))}
+        others = [spelled for name in PASSED_OVER for spelled in (name, name.replace("_", "-"))]
         return StrategyFile(
             tool=self.name,
             strategy=megatron_strategy(options, devices),
@@ -84,7 +86,7 @@ class MegatronTarget(ToolTarget):
             sequence_length=whole(options.get("seq_length")),
             precision="fp8" if "fp8_format" in options else "fp16" if "fp16" in options else None,
             config=_model(options),
-            ignored=tuple(f"--{key.replace('_', '-')}" for key in passed_over(options, named)),
+            **unread_keys(settings, read, others, is_whole=False, prefix="--"),
             notes=unset_variables(settings, "--"),
         )
 

@@ -20,7 +20,15 @@ from phaze.parallelism import PipelineSchedule
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["CAPABILITIES", "KEYS", "PRECISIONS", "layout_counts", "megatron_settings", "megatron_strategy"]
+__all__ = [
+    "CAPABILITIES",
+    "KEYS",
+    "PASSED_OVER",
+    "PRECISIONS",
+    "layout_counts",
+    "megatron_settings",
+    "megatron_strategy",
+]
 
 _SCHEDULES = frozenset({PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED})
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
@@ -83,6 +91,14 @@ KEYS = (
     "num_layers",
 )
 """Everything that is read, in megatron-core's spelling."""
+
+PASSED_OVER = (
+    *("distributed_backend", "DDP_impl", "overlap_*", "*_comm_overlap*", "decoder_*pipeline*", "*_pipeline_num_layers"),
+    *("expert_tensor_parallel_size", "pipeline_dtype", "rampup_batch_size", "eval_*batch_size", "defer_embedding_*"),
+    *("sharp_enabled_group", "use_tp_pp_dp_mapping", "distribute_saved_activations", "dist_ckpt*", "fsdp_*"),
+    *("*_in_pipeline_split", "account_for_*", "cp_comm_type", "hierarchical_context_parallel_sizes", "num_gpus_*"),
+)
+"""Words that speak of how a batch is divided and are known, and that are not priced."""
 
 
 def megatron_settings(plan: Plan) -> dict[str, object]:

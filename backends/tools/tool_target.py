@@ -7,11 +7,14 @@ equal blocks and a head; a plan for one of them has the same layers: one before 
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypedDict
 
 from phaze.backends.tools.config_texts import ConfigText, Settings, one_line
 from phaze.errors import PlanError
@@ -33,6 +36,7 @@ __all__ = [
     "shard_of",
     "strongest_recompute",
     "torchrun",
+    "unread_keys",
     "whole",
 ]
 
@@ -212,9 +216,41 @@ def whole(value: object) -> int | None:
         return None
 
 
-def passed_over(settings: Settings, known: Sequence[str] | set[str]) -> tuple[str, ...]:
-    """The keys of a file that were not read, the first of them by name."""
-    names = [key for key in settings if key not in known]
+class UnreadKeys(TypedDict):
+    """The keys of a file that were not read, as `StrategyFile` takes them."""
+
+    ignored: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def unread_keys(
+    settings: Settings, read: Collection[str], others: Sequence[str], *, is_whole: bool, prefix: str = ""
+) -> UnreadKeys:
+    """The keys of a file that were not read: those that say nothing about how a batch is divided, and unknown ones.
+
+    `others` are patterns of keys that the tool has and that no plan decides. Where they are not the whole of what the
+    tool has (`is_whole`), any other key is unknown only if its name speaks of what a plan decides.
+    """
+    ignored, unknown = [], []
+    for key in settings:
+        if key in read:
+            continue
+        is_other = any(fnmatchcase(key, pattern) for pattern in others)
+        if is_other or not (is_whole or _DIVIDING_WORDS.search(key.lower())):
+            ignored.append(f"{prefix}{key}")
+        else:
+            near = difflib.get_close_matches(key, read, n=1, cutoff=_ALIKE)
+            unknown.append(f"{prefix}{key}" + (f" (meant: {prefix}{near[0]}?)" if near else ""))
+    return {"ignored": _first_names(ignored), "unknown": _first_names(unknown)}
+
+
+_DIVIDING_WORDS = re.compile(r"paral|pipeline|shard|fsdp|zero_|recomput|remat|micro_?batch|batch_size|virtual|expert_m")
+"""Parts of names that say how a batch is divided, or how much is computed again."""
+_ALIKE = 0.8
+"""How alike (as `difflib` counts) two keys are where one is offered for the other: a letter or two in a name."""
+
+
+def _first_names(names: Sequence[str]) -> tuple[str, ...]:
     more = len(names) - _MOST_NAMES
     return tuple(names) if more <= 0 else (*names[:_MOST_NAMES], f"and {more} more")
 

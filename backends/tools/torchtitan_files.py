@@ -17,11 +17,11 @@ from phaze.backends.tools.tool_target import (
     block_counts,
     command_line,
     micro_batches,
-    passed_over,
     shard_groups,
     shard_of,
     strongest_recompute,
     torchrun,
+    unread_keys,
     whole,
 )
 from phaze.capabilities import Capabilities
@@ -60,6 +60,19 @@ _TRAINING = (
     *("seq_len", "local_batch_size", "batch_size", "global_batch_size", "mixed_precision_param"),
     "disable_cuda_graphs",
 )
+_SECTIONS = ("job", "profiling", "metrics", "optimizer", "lr_scheduler", "checkpoint", "comm", "compile", "debug")
+_OTHERS = (
+    *(f"{section}.*" for section in _SECTIONS),
+    *("validation.*", "validator.*", "experimental.*", "fault_tolerance.*", "memory_estimation.*", "quantize.*"),
+    *("float8.*", "mx.*", "model.*", "override.*", "loss.*", "dataloader.*", "tokenizer.*", "activation_checkpoint.*"),
+    *(f"training.{name}" for name in ("dataset*", "max_norm", "steps", "dtype", "mixed_precision_reduce", "gc_*")),
+    *(f"training.{name}" for name in ("deterministic", "seed", "compile", "warmup_steps", "enable_cpu_offload")),
+    *(f"parallelism.{name}" for name in ("enable_fsdp_symm_mem", "spmd_backend", "context_parallel_*")),
+    *(f"parallelism.{name}" for name in ("enable_async_tensor_parallel", "enable_compiled_autograd")),
+    *(f"parallelism.pipeline_parallel_{name}" for name in ("schedule_csv", "*_stage_less_layers", "layers_per_stage")),
+    *("parallelism.expert_tensor_parallel_degree", "Trainer.*"),
+)
+"""What else jobs of torchtitan 0.1 to 0.3 have."""
 _MODULE = "torchtitan_plan"
 """The name of the module that is written; `--module` takes it."""
 
@@ -213,7 +226,7 @@ class TorchtitanTarget(ToolTarget):
             sequence_length=whole(job.get("training.seq_len")),
             precision="fp8" if _is_float8(job) else None,
             model=" ".join(str(job[key]) for key in ("model.name", "model.flavor") if key in job) or None,
-            ignored=passed_over(job, _known()),
+            **unread_keys(job, _known(), _OTHERS, is_whole=not any(key.startswith("Trainer") for key in settings)),
             notes=_notes(job),
         )
 

@@ -89,8 +89,28 @@ def runs_text(capabilities: Capabilities) -> str:
         *(name for name, is_there in axes.items() if is_there),
         f"recompute {', '.join(sorted(capabilities.recompute_modes))}",
         *sorted(capabilities.product_dtypes),
+        *(f"no {first} beside {_axis_text(second)}" for first, second in sorted(capabilities.excluded_axes)),
+        *_restricted_stages(capabilities),
     ]
     return "; ".join(parts)
+
+
+def _axis_text(axis: str) -> str:
+    return "ZeRO groups" if axis == "shard" else axis
+
+
+def _restricted_stages(capabilities: Capabilities) -> list[str]:
+    """The ZeRO stages beside tp, cp and ep, where the target does not run all of its stages there."""
+    stages = {
+        "tp": capabilities.tensor_parallel_zero_stages,
+        "cp": capabilities.context_parallel_zero_stages if capabilities.allows_context_parallel else None,
+        "ep": capabilities.expert_parallel_zero_stages if capabilities.allows_expert_parallel else None,
+    }
+    return [
+        f"{axis} with ZeRO {', '.join(map(str, sorted(run & capabilities.zero_stages)))}"
+        for axis, run in stages.items()
+        if run is not None and not capabilities.zero_stages <= run
+    ]
 
 
 export_plan = Command(

@@ -164,7 +164,8 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
     }
     if of_file is not None:
         document["file"] = {"tool": of_file.file.tool, "strategy": to_document(of_file.file.strategy)}
-        document |= {"ignored": of_file.file.ignored, "notes": of_file.remarks, "diff": of_file.diff}
+        document |= {"ignored": of_file.file.ignored, "unknown": of_file.file.unknown}
+        document |= {"notes": of_file.remarks, "diff": of_file.diff}
     if not arguments.quiet:
         show(
             console,

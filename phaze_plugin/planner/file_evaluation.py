@@ -39,9 +39,9 @@ class FileEvaluation:
         told = ", ".join(f"{key}={_told(value)}" for key, value in self.file.strategy.items())
         lines = [f"{self.name}, read as {self.file.tool}: {told}"]
         if self.file.ignored:
-            lines.append(
-                f"passed over (nothing about how a batch is divided, or unknown): {', '.join(self.file.ignored)}"
-            )
+            lines.append(f"passed over (nothing about how a batch is divided): {', '.join(self.file.ignored)}")
+        if self.file.unknown:
+            lines.append(f"unknown (of another version, or misspelt) and not priced: {', '.join(self.file.unknown)}")
         lines += [f"note: {remark}" for remark in self.remarks]
         lines += ["", str(self.evaluation)]
         if self.diff:
