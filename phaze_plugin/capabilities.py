@@ -46,7 +46,8 @@ class Capabilities:
     divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences are
     split between all layers. `product_dtypes` are the quantized types, such as fp8, that it runs products in, and
     `compute_dtypes` the types that it computes in; None stands for all. `needs_whole_nodes`: it uses all devices of
-    every node (or slice).
+    every node (or slice). `needs_several_copies`: it runs no single copy, because it has to shard (`at_degrees` says so
+    where ZeRO-0 does not go with an axis).
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -80,6 +81,7 @@ class Capabilities:
     product_dtypes: frozenset[str] = frozenset()
     compute_dtypes: frozenset[str] | None = None
     needs_whole_nodes: bool = False
+    needs_several_copies: bool = False
     can_cut_stages: bool = False
     spreads_ends: bool = False
     trims_recompute: bool = False
@@ -148,9 +150,11 @@ class Capabilities:
         }
         used = {axis for axis, degree in degrees.items() if degree > 1}
         without = {other for pair in self.excluded_axes for axis, other in (pair, pair[::-1]) if axis in used}
+        zero_stages = self.zero_stages.intersection(*(stages[axis] for axis in used))
         return replace(
             self,
-            zero_stages=self.zero_stages.intersection(*(stages[axis] for axis in used)),
+            zero_stages=zero_stages,
+            needs_several_copies=self.needs_several_copies or (0 in self.zero_stages and 0 not in zero_stages),
             schedules=frozenset() if "pp" in without else self.schedules,
             allows_shard_groups=self.allows_shard_groups and "shard" not in without,
         )

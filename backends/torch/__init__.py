@@ -63,6 +63,8 @@ class TorchTarget:
             allows_context_parallel=True,
             allows_expert_parallel=True,
             key_exchanges=frozenset({"all_gather", "all_to_all"}),
+            shards_whole_contexts=False,
+            keeps_experts_in_shards=False,
             allows_uneven_stages=True,
             allows_uneven_sequences=True,
             allows_strided_parameters=True,

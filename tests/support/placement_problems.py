@@ -193,7 +193,12 @@ def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
     return replace(
         problem,
         profiles=profiles,
-        capabilities=replace(problem.capabilities, allows_shard_groups=random.random() < 0.9),
+        capabilities=replace(
+            problem.capabilities,
+            allows_shard_groups=random.random() < 0.9,
+            shards_whole_contexts=False,
+            keeps_experts_in_shards=False,
+        ),
         cp=random.choice([1, 1, 2, 3]),
         ep=random.choice([1, 1, 2, 3, 4]),
     )

@@ -138,6 +138,9 @@ def listed_shards(
 
 
 def _runs_groups(problem: PlacementProblem, size: int, zero: int) -> bool:
+    """Whether groups of this size may be chosen: sizes that were asked for of a target without groups are priced."""
+    if problem.choices.shard is not None and not problem.capabilities.allows_shard_groups:
+        return True
     return problem.capabilities.runs_groups(size, zero=zero, cp=problem.cp, ep=problem.ep)
 
 

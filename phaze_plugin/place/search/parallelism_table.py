@@ -230,8 +230,8 @@ def split_rows(
 
 def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
     """All dp in a range that the batch allows."""
-    # Where the target runs no ZeRO-0 (at this tp), it needs a second copy to shard over.
-    least = least if 0 in problem.capabilities.zero_stages or problem.cp > 1 else max(least, 2)
+    if problem.capabilities.needs_several_copies and problem.cp == 1:
+        least = max(least, 2)
     copies = np.arange(least, min(most, problem.micro_batches) + 1)
     if problem.choices.dp is not None:
         copies = copies[np.isin(copies, problem.choices.dp)]
