@@ -68,6 +68,13 @@ QUESTIONS: dict[str, Asked] = {
     },
     "llama3.1-405b h100:512": {"model": "llama3.1-405b", "cluster": "h100:512", "global_batch_size": 2048},
     "llama3.1-405b h100:16384": {"model": "llama3.1-405b", "cluster": "h100:16384", "global_batch_size": 16384},
+    "llama3.1-405b h100:16384 long": {
+        "model": "llama3.1-405b",
+        "cluster": "h100:16384",
+        "global_batch_size": 2048,
+        "sequence_length": 131_072,
+    },
+    "deepseek-v3 h100:2048": {"model": "deepseek-v3", "cluster": "h100:2048", "global_batch_size": 15360},
     **{
         f"{name} tpuv4:1024": {"model": name, "cluster": "tpuv4:1024", "global_batch_size": 4096}
         for name in PAPER_MODELS

@@ -38,9 +38,9 @@ DEFAULT_TP = (1, 2, 4, 8)
 the largest one is the best, twice as many devices are tried, too, as far as a node has them."""
 
 LONG_SEQUENCE = 16_384
-"""The shortest sequence that cp is offered for where the question does not name it: below, splitting sequences hardly
-ever beats more copies, and every cp is sliced and scheduled anew. While the largest cp is the best, or nothing fits,
-twice as many devices are tried, too."""
+"""The shortest sequence that cp is offered for from the beginning where the question does not name it: below, splitting
+sequences seldom beats more copies, and every cp is sliced and scheduled anew. Shorter ones are split where the best
+plan recomputes. While the largest cp is the best, or nothing fits, twice as many devices are tried, too."""
 
 MOST_FIRST_CP = 2
 """The largest cp that is tried at first."""

@@ -27,7 +27,7 @@ from phaze.place.model.network_prices import Network
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import StageSpace
 from phaze.place.model.stage_sums import build_stage_sums
-from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
+from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement import stage_times
 from phaze.profile.layer_memory import expert_parameters, layer_outputs, layer_parameter_bytes, peak_working_bytes
@@ -134,7 +134,7 @@ class PreparedRun:
                 for name in StageTimes.__slots__
             }
         )
-        return np.asarray(simulate(self.program, stacked).time_s)
+        return simulated_s(self.program, stacked)
 
     def passes(self) -> list[PassParts]:
         """Every pass of every layer and microbatch of a step on one device."""

@@ -26,11 +26,11 @@ from phaze.place import (
 from phaze.place.memory.remedies import explain_infeasibility
 from phaze.place.model.data_degrees import listed_shards
 from phaze.plan.plan import Plan
+from phaze.planner.least_step_time import least_time_s
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.planner.strategy_search import (
     Answer,
     Candidate,
-    least_time_s,
     nearest_tp,
     nothing_found,
     placement_problem,

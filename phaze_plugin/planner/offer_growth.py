@@ -12,7 +12,8 @@ from phaze.shard.expert_slicing import expert_counts
 __all__ = ["next_cp", "next_ep", "next_size", "next_tp", "offering"]
 
 _SPLITTABLE_SEQUENCE = 4_096
-"""The shortest sequence that is split where nothing fits otherwise: of shorter ones activations are seldom the most."""
+"""The shortest sequence that is split where nothing fits otherwise, or the best plan recomputes: of shorter ones
+activations are seldom the most."""
 
 
 def next_size(question: Question) -> int | None:

@@ -29,9 +29,10 @@ from phaze.plan.plan import (
 from phaze.plan.plan_integrity import MEMORY_ITEMS
 from phaze.plan.plan_status import proven_status
 from phaze.planner.layer_times import LayerKinds, layer_kinds
+from phaze.planner.least_step_time import least_time_s, step_flops
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
-from phaze.planner.strategy_search import Answer, Candidate, least_time_s, step_flops
+from phaze.planner.strategy_search import Answer, Candidate
 from phaze.profile.local_graphs import key_exchanges
 from phaze.profile.model_profiles import ModelProfiles, sequence_parallel_of
 from phaze.question import Question, content_hash

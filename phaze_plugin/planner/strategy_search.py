@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster, cast_graph
-from phaze.ir import Graph, Phase
+from phaze.ir import Graph, RecomputeMode
 from phaze.offered_choices import DEFAULT_EP, DEFAULT_MICRO_BATCH_SIZES, DEFAULT_TP, MOST_FIRST_CP
 from phaze.parallelism import Choices, Parallelism, PipelineSchedule
 from phaze.place import (
@@ -38,6 +38,7 @@ from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
+from phaze.planner.least_step_time import least_time_s
 from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.profile.layer_passes import ProfileOptions
@@ -59,12 +60,10 @@ __all__ = [
     "Pruned",
     "choose",
     "graph_at",
-    "least_time_s",
     "narrowed_problem",
     "nearest_tp",
     "nothing_found",
     "placement_problem",
-    "step_flops",
     "strategy_problem",
 ]
 
@@ -184,21 +183,32 @@ class _Search:
     def _further(self, name: str, most: int, grown: Callable[[Question], int | None]) -> Iterator[int]:
         """Degrees of one axis beyond the first ones: those that are offered, then twice the largest while it is best.
 
-        Where nothing fits yet, experts and sequences are divided further, too.
+        Where nothing fits yet, experts and sequences are divided further, too. Sequences are first divided where the
+        best plan recomputes: what they keep is then what time is lost for.
         """
         yield from [degree for degree in getattr(self.question, f"{name}_degrees") if degree > most]
-        while degree := grown(self.question):
-            is_best = self._has_best(**{name: degree // 2}) and (degree > 2 or name == "tp")
-            if not is_best and (name == "tp" or self.best_s < math.inf):
-                return
+        while (degree := grown(self.question)) and self._is_promising(name, degree):
             self.question = offering(self.question, name, degree)
             yield degree
+
+    def _is_promising(self, name: str, degree: int) -> bool:
+        """Whether a further degree of an axis is worth slicing for."""
+        if self.best_s == math.inf:
+            return name != "tp"
+        if name == "tp" or degree > 2:
+            return self._has_best(**{name: degree // 2})
+        return name == "cp" and self._best_recomputes()
+
+    def _best_recomputes(self) -> bool:
+        """Whether the best plan so far recomputes something."""
+        best = min(self.candidates, key=_time_s).result.best
+        return best is not None and any(stage.recompute is not RecomputeMode.NONE for stage in best.stages)
 
     def _has_best(self, **wanted: int) -> bool:
         """Whether the best plan so far has a microbatch size or tp."""
         if self.best_s == math.inf:
             return False
-        slices = self.candidates[min(range(len(self.candidates)), key=self._found_s)].slices
+        slices = min(self.candidates, key=_time_s).slices
         return all(getattr(slices, name) == value for name, value in wanted.items())
 
     def _look_at_each(
@@ -292,7 +302,7 @@ class _Search:
         settled: set[int] = set()
         while self.best_s < math.inf and not _is_one_strategy(self.question):
             self.watch.report("settling the best strategy")
-            index = min(range(len(self.candidates)), key=self._found_s)
+            index = min(range(len(self.candidates)), key=lambda place: _time_s(self.candidates[place]))
             if index in settled:
                 return
             settled.add(index)
@@ -303,15 +313,17 @@ class _Search:
             if alone is not None:
                 self._replace_best(index, alone)
 
-    def _found_s(self, index: int) -> float:
-        best = self.candidates[index].result.best
-        return math.inf if best is None else best.time_s
-
     def _replace_best(self, index: int, placement: Placement) -> None:
         candidate = self.candidates[index]
         result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
         self.candidates[index] = replace(candidate, result=result)
         self.watch.best_step_time_s = placement.time_s
+
+
+def _time_s(candidate: Candidate) -> float:
+    """The step time of a candidate's best plan; infinite where it has none."""
+    best = candidate.result.best
+    return math.inf if best is None else best.time_s
 
 
 def _degrees(slices: ModelProfiles) -> tuple[int, int, int, int]:
@@ -483,18 +495,3 @@ def _least_memory(candidates: Sequence[Candidate]) -> tuple[Candidate, Placement
         raise PlanError(f"no plan is possible: {reasons or candidates[0].result.status}")
     _, best, placement = min(lean, key=lambda row: row[0])
     return best, placement
-
-
-def step_flops(question: Question) -> float:
-    """Matrix flops of one step: forward and backward of the whole batch, without anything recomputed."""
-    graph = question.graph
-    once = graph.matmul_flops(Phase.FORWARD) + graph.matmul_flops(Phase.BACKWARD)
-    return once / graph.micro_batch_size * question.global_batch_size
-
-
-def least_time_s(question: Question) -> float:
-    """Seconds that no plan beats: the matrix products of a step at peak speed on all devices."""
-    accelerator = question.cluster.accelerator
-    return step_flops(question) / (
-        accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count
-    )

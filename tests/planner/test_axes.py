@@ -1,5 +1,6 @@
 """Hybrid sharding, split sequences and divided experts, from a question to a plan that is verified and explained."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_a_strategy_of_all_axes_is_priced_and_verified(name: str, strategy: dict
     assert told == {**strategy, "shard": "all" if strategy["shard"] == plan.strategy.replicas else strategy["shard"]}
     assert len({rank for stage in plan.stages for rank in stage.devices}) == 16
     assert_verified(plan, graph)
+
+
+def test_short_sequences_are_split_where_the_best_plan_recomputes_otherwise() -> None:
+    small_memory = replace(preset("a100-80gb").accelerator, hbm_bytes=60 * 2**20)
+    asked: dict[str, Any] = {**QUESTION, "global_batch_size": 4, "tp": 1, "micro_batch_size": 1}
+    asked["cluster"] = Cluster(small_memory, 4, (InterconnectLevel(4, 100e9, 1e-6),))
+    whole, free = (phaze.optimize(model("llama", 4096), **asked, **cp) for cp in ({"cp": 1}, {}))
+    assert "full" in whole.strategy.recompute
+    assert (free.strategy.cp, set(free.strategy.recompute)) == (2, {"none"})
+    assert free.step_time_s < whole.step_time_s
 
 
 def test_experts_are_divided_where_that_is_fastest_and_what_it_brings_is_told() -> None:

@@ -24,7 +24,7 @@ from phaze.place.model.stage_sums import StageSums, StageSumsByTp
 from phaze.place.search.candidate_stages import CandidateStages, build_candidates
 from phaze.place.search.parallelism_table import ParallelismTable, chunk_sizes, list_parallelisms
 from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
-from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulate
+from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import pipeline_order
 
 __all__ = ["PreparedProblem"]
@@ -223,7 +223,7 @@ class PreparedProblem:
         """The search for the best stages among some candidates."""
 
         def timed(times: StageTimes) -> FloatArray:
-            return simulate(self.program(parallelism), times).time_s
+            return simulated_s(self.program(parallelism), times)
 
         def simulated(pipelines: IntArray) -> FloatArray:
             return timed(candidates.times(pipelines, parallelism.pp))
@@ -233,7 +233,7 @@ class PreparedProblem:
             times = candidates.times(pipelines, parallelism.pp)
             micro_batches_left = self.micro_batches(parallelism) - program.order.micro_batches
             busiest = (times.forward_s + times.backward_s + times.weight_s).sum(axis=2).max(axis=1)
-            return np.asarray(simulate(program, times).time_s + micro_batches_left * busiest)
+            return np.asarray(simulated_s(program, times) + micro_batches_left * busiest)
 
         return StageSearch(
             candidates=candidates,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from phaze.place.simulation.pass_orders import IntArray, Order, Pass
 
-__all__ = ["Program", "Simulation", "StageTimes", "compile_order", "simulate"]
+__all__ = ["Program", "Simulation", "StageTimes", "compile_order", "simulate", "simulated_s"]
 
 FloatArray = NDArray[np.float64]
 
@@ -64,6 +64,7 @@ class Program:
         before: index of the same device's previous pass, or the number of passes if there is none.
         awaited: index of the pass whose result is received, or the number of passes.
         place: where the pass at (device, step) stands.
+        last_gradients: where the last pass stands that makes gradients of weights, per (device, chunk).
     """
 
     order: Order
@@ -72,6 +73,7 @@ class Program:
     before: IntArray
     awaited: IntArray
     place: IntArray
+    last_gradients: IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +118,17 @@ def compile_order(order: Order) -> Program:
         before=place[before.ravel()[rank]],
         awaited=place[awaited.ravel()[rank]],
         place=place[:count].reshape(pp, steps),
+        last_gradients=place[_last_gradients(order)],
     )
+
+
+def _last_gradients(order: Order) -> IntArray:
+    """Per (device, chunk): the index of the last pass that makes gradients of weights. Passes end in their order."""
+    pp, steps = order.kind.shape
+    is_of_chunk = order.chunk[:, None] == np.arange(order.chunks)[:, None]
+    makes_gradients = (order.kind == order.kind.max())[:, None] & is_of_chunk
+    last_step = steps - 1 - makes_gradients[..., ::-1].argmax(axis=2)
+    return np.asarray(np.arange(pp)[:, None] * steps + last_step)
 
 
 def _awaited(order: Order, stage: IntArray, where: IntArray, count: int) -> IntArray:
@@ -153,6 +165,25 @@ def _levels(awaited: IntArray) -> IntArray:
 
 def simulate(program: Program, times: StageTimes) -> Simulation:
     """Run all candidates of ``times`` through the order of ``program``."""
+    end = _run(program, times)
+    pass_end = np.moveaxis(end[program.place], 2, 0)
+    settled, device_end = _finish(program, times, end)
+    return Simulation(
+        time_s=device_end.max(axis=1),
+        pass_end_s=pass_end,
+        compute_end_s=pass_end[:, :, -1],
+        reduced_s=settled,
+        device_end_s=device_end,
+    )
+
+
+def simulated_s(program: Program, times: StageTimes) -> FloatArray:
+    """Seconds per batch of all candidates of ``times``: what `simulate` says of them, without the end of every pass."""
+    return np.asarray(_finish(program, times, _run(program, times))[1].max(axis=1))
+
+
+def _run(program: Program, times: StageTimes) -> FloatArray:
+    """The end of every pass, per (pass, candidate); behind the last one stands that of no pass, which is 0."""
     candidates = len(times.forward_s)
     durations = np.stack([times.forward_s, times.backward_s, times.weight_s], axis=0)
     flat = durations.transpose(0, 2, 3, 1).reshape(-1, candidates)
@@ -161,27 +192,16 @@ def simulate(program: Program, times: StageTimes) -> Simulation:
     for start, stop in zip(program.starts, program.starts[1:], strict=False):
         ready = np.maximum(end[program.before[start:stop]], end[program.awaited[start:stop]])
         np.add(ready, taken[start:stop], out=end[start:stop])
-    pass_end = np.moveaxis(end[program.place], 2, 0)
-    return _finish(program.order, times, pass_end)
+    return end
 
 
-def _finish(order: Order, times: StageTimes, pass_end_s: FloatArray) -> Simulation:
-    """Reductions, ties and updates after the last passes."""
-    last_kind = int(order.kind.max())
-    ends = np.full(times.forward_s.shape, -np.inf)
-    reduced = np.full(pass_end_s.shape[:2], -np.inf)
-    for chunk in range(order.chunks - 1, -1, -1):
-        makes_gradients = (order.kind == last_kind) & (order.chunk == chunk)
-        ends[..., chunk] = np.where(makes_gradients, pass_end_s, -np.inf).max(axis=2)
-        reduced = np.maximum(ends[..., chunk] + times.exposed_s[..., chunk], reduced + times.reduction_s[..., chunk])
+def _finish(program: Program, times: StageTimes, end_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The ends of reductions and ties, and of updates, per (candidate, device)."""
+    reduced = np.full(times.forward_s.shape[:2], -np.inf)
+    for chunk in range(program.order.chunks - 1, -1, -1):
+        last_end_s = end_s[program.last_gradients[:, chunk]].T
+        reduced = np.maximum(last_end_s + times.exposed_s[..., chunk], reduced + times.reduction_s[..., chunk])
     tie = times.tie_s.sum(axis=2)
     together = np.where(tie > 0, reduced, -np.inf).max(axis=1, keepdims=True)
     settled = np.where(tie > 0, together + tie, reduced)
-    device_end = settled + times.finish_s.sum(axis=2)
-    return Simulation(
-        time_s=device_end.max(axis=1),
-        pass_end_s=pass_end_s,
-        compute_end_s=pass_end_s[:, :, -1],
-        reduced_s=settled,
-        device_end_s=device_end,
-    )
+    return settled, np.asarray(settled + times.finish_s.sum(axis=2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from placement_problems import examples
 
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
-from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate
+from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate, simulated_s
 from phaze.place.simulation.pass_orders import pipeline_order
 from phaze.verify.plain_pipeline import PlainStage, plain_simulation
 
@@ -52,7 +52,9 @@ def shaped(shape: tuple[PipelineSchedule, int, int, int, int]) -> tuple[Pipeline
 def test_the_plain_simulator_agrees(shape: tuple[PipelineSchedule, int, int, int, int]) -> None:
     schedule, devices, batches, chunks, seed = shaped(shape)
     times = random_times(seed, 3, devices, chunks, schedule is PipelineSchedule.ZERO_BUBBLE)
-    result = simulate(compile_order(pipeline_order(schedule, devices, batches, chunks)), times)
+    program = compile_order(pipeline_order(schedule, devices, batches, chunks))
+    result = simulate(program, times)
+    assert simulated_s(program, times).tolist() == result.time_s.tolist()
     for candidate in range(3):
         plain = plain_simulation(schedule, devices, batches, plain_stages(times, candidate))
         assert result.time_s[candidate] == pytest.approx(plain, rel=1e-12)
