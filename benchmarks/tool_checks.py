@@ -70,12 +70,16 @@ def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
     assert parallelism.pipeline_parallel_degree == degrees["pp"]
     assert parallelism.data_parallel_shard_degree == degrees["dp_shard"]
     assert parallelism.data_parallel_replicate_degree == degrees["dp_replicate"]
+    assert parallelism.context_parallel_degree == degrees["cp"]
+    assert parallelism.expert_parallel_degree == expected["ep"]
     assert config.training.global_batch_size == expected["global_batch_size"]
-    in_processes(expected["devices"], 29611, _torchtitan_mesh, parallelism, degrees)
+    if expected["is_fp8"]:
+        assert "Float8Linear" in repr(config.model_spec.model)
+    in_processes(expected["devices"], 29611, _torchtitan_mesh, parallelism, degrees, expected["ep"])
     return "torchtitan 0.3.0: config parsed; ParallelDims' mesh is the plan's"
 
 
-def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int]) -> None:
+def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int], ep: int) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (the backend of torchtitan's axes of size 1)
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed.parallel_dims import ParallelDims
@@ -83,10 +87,13 @@ def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int]) -> No
     parallel_dims.device_type = "cpu"  # torchtitan takes cuda where it sees no accelerator
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
-    for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+    for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
         if degrees[axis] > 1:
             ranks = dist.get_process_group_ranks(dims.get_mesh(axis).get_group())
             assert ranks == group_of(rank, degrees, axis), (rank, axis, ranks)
+    if ep > 1:  # experts are divided over neighbours among the copies
+        ranks = dist.get_process_group_ranks(dims.get_mesh("ep").get_group())
+        assert ranks == list(range(rank // ep * ep, rank // ep * ep + ep)), (rank, ranks)
 
 
 def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
@@ -110,6 +117,8 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
     chosen |= {"recompute_modules": [chosen["recompute_modules"]]} if "recompute_modules" in chosen else {}
     if expected["chunks"] > 1:
         chosen["virtual_pipeline_model_parallel_size"] = expected["chunks"]
+    chosen |= {"fp8": options["fp8_format"]} if expected["is_fp8"] else {}
+    chosen |= {"num_moe_experts": 4, "add_bias_linear": False} if expected["ep"] > 1 else {}
     config = TransformerConfig(
         num_layers=expected["blocks"],
         hidden_size=64,
@@ -122,6 +131,7 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
         layout = config.pipeline_model_parallel_layout
         assert layout.virtual_pipeline_model_parallel_size in (None, expected["chunks"])
     DistributedDataParallelConfig(**{key: value for key, value in options.items() if key in sharding})
+    assert config.expert_model_parallel_size == expected["ep"]
     in_processes(expected["devices"], 29612, _megatron_groups, options, expected["mesh"])
     return "megatron-core 0.16.1: TransformerConfig and DDP config accepted; groups of parallel_state are the plan's"
 
@@ -143,6 +153,15 @@ def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]
     }
     for axis, group in groups.items():
         assert dist.get_process_group_ranks(group) == group_of(rank, degrees, axis), (rank, axis)
+    if degrees["dp_replicate"] > 1 and options.get("num_distributed_optimizer_instances", 1) > 1:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        assert dist.get_process_group_ranks(group) == group_of(rank, degrees, "dp_shard"), rank
+    ep = options["expert_model_parallel_size"]
+    if ep > 1:  # experts are divided over neighbours among the copies, beside the same tp
+        tp = degrees["tp"]
+        first = rank // (ep * tp) * ep * tp + rank % tp
+        group = parallel_state.get_expert_model_parallel_group()
+        assert dist.get_process_group_ranks(group) == list(range(first, first + ep * tp, tp)), rank
 
 
 def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
@@ -184,6 +203,13 @@ def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:
     deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     degrees = expected["mesh"]
     copies = degrees["dp_replicate"] * degrees["dp_shard"]
+
+    if degrees["cp"] > 1:  # what deepspeed.initialize does with both sizes, as a mesh of its own
+        sizes = json.loads(Path(path).read_text())
+        shape = (sizes["data_parallel_size"], sizes["sequence_parallel_size"])
+        mesh = deepspeed.comm.initialize_mesh_device(shape, ("data_parallel", "sequence_parallel"))
+        ranks = dist.get_process_group_ranks(mesh.get_group("sequence_parallel"))
+        assert ranks == group_of(rank, degrees, "cp"), (rank, ranks)
 
     class Units:  # what tells DeepSpeed how many processes hold copies, as Megatron's own does
         def get_data_parallel_world_size(self) -> int:
@@ -227,10 +253,12 @@ def _accelerate_step(rank: int, plan_path: str, expected: dict[str, Any]) -> Non
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is (expected["zero"] == 3)
     mesh = arguments["parallelism_config"].build_device_mesh("cpu")
-    for axis in ("dp_replicate", "dp_shard"):
+    for axis in ("dp_replicate", "dp_shard", "cp"):
         if degrees[axis] > 1:
             ranks = dist.get_process_group_ranks(mesh[axis].get_group())
             assert ranks == group_of(rank, degrees, axis), (rank, axis, ranks)
+    if degrees["cp"] > 1:  # its context parallelism runs on accelerators only
+        return
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
     whole = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))

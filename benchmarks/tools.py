@@ -54,17 +54,28 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
     "torchtitan": [
         {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "schedule": "1f1b", "recompute": "full", "sequence_parallel": True},
         {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "recompute": "products"},
+        {"dp": 2, "cp": 2, "tp": 2, "pp": 1, "zero": 3, "recompute": "full", "sequence_parallel": True},
+        {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "precision": "fp8"},
+        {"dp": 8, "ep": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
     ],
     "megatron-lm": [
         {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full", "stages": [2, 4]},
         {"dp": 4, "tp": 1, "pp": 2, "zero": 0, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "selective"},
+        {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 1, "recompute": "none", "precision": "fp8"},
+        {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 1, "recompute": "none"},
+        {"dp": 4, "ep": 2, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": True},
     ],
     "megatron-bridge": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
     "deepspeed": [
         {"dp": 4, "tp": 2, "pp": 1, "zero": 2, "recompute": "full", "sequence_parallel": False},
         {"dp": 8, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
     ],
-    "accelerate": [{"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"}],
+    "accelerate": [
+        {"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        {"dp": 4, "shard": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        {"dp": 2, "cp": 2, "tp": 1, "pp": 1, "zero": 2, "recompute": "none"},
+    ],
     "lightning": [{"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"}],
     "torchrun": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
 }
@@ -78,6 +89,21 @@ MODEL = {
     "seq_length": 256,
     "vocab_size": 1024,
 }
+
+
+MIXTURE = {
+    "model_type": "mixtral",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1024,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+"""For strategies that divide experts."""
 
 
 def environment(folder: Path) -> Path:
@@ -103,17 +129,18 @@ def environment(folder: Path) -> Path:
 
 def planned(strategy: dict[str, Any]) -> Plan:
     """The price of a strategy on a small GPT and as many A100s as it needs."""
-    devices = strategy["dp"] * strategy["tp"] * strategy["pp"]
+    devices = strategy["dp"] * strategy.get("cp", 1) * strategy["tp"] * strategy["pp"]
     chosen = {"micro_batch_size": 2, **strategy}
-    return phaze.evaluate(
-        MODEL, cluster=f"a100-80gb:{devices}", global_batch_size=64, strategy=chosen, compares=False, target=None
-    ).plan
+    precision = chosen.pop("precision", "bf16")
+    model = MIXTURE if strategy.get("ep", 1) > 1 else MODEL
+    question: dict[str, Any] = {"cluster": f"a100-80gb:{devices}", "global_batch_size": 64, "precision": precision}
+    return phaze.evaluate(model, strategy=chosen, compares=False, target=None, sequence_length=256, **question).plan
 
 
 def expected(plan: Plan) -> dict[str, Any]:
     """What a tool must make of a plan's files."""
     strategy = plan.strategy
-    shards = strategy.dp if strategy.zero else 1
+    shards = strategy.shard_devices // strategy.cp if strategy.zero else 1
     mesh = {
         "pp": strategy.pp,
         "dp_replicate": strategy.dp // shards,
@@ -125,6 +152,8 @@ def expected(plan: Plan) -> dict[str, Any]:
         "devices": plan.cluster.device_count,
         "mesh": mesh,
         "zero": strategy.zero,
+        "ep": strategy.ep,
+        "is_fp8": plan.question.precision.quantizes_products,
         "chunks": strategy.chunks,
         "blocks": plan.model.layers - 2,
         "micro_batch_size": strategy.micro_batch_size,

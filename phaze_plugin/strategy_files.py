@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-__all__ = ["SourceFile", "StrategyFile", "find_source", "read_strategy_file", "suggested_diff"]
+__all__ = ["SourceFile", "StrategyFile", "find_source", "read_strategy_file", "suggested_diff", "unsaid_keys"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +93,12 @@ def suggested_diff(source: SourceFile, plan: Plan) -> str:
         before.splitlines(), after.splitlines(), f"a/{source.name}", f"b/{source.name}", n=1, lineterm=""
     )
     return "\n".join(lines)
+
+
+def unsaid_keys(source: SourceFile, plan: Plan) -> list[str]:
+    """The keys of a plan's strategy that the edited file still says otherwise, because it has no place for them."""
+    _, after = source.target.edit(source.name, source.part, source.text, plan)
+    edited = replace(source, text=after)
+    said = edited.read(plan.cluster.device_count, plan.question.global_batch_size).strategy
+    names = ("dp", "cp", "ep", "tp", "pp", "zero", "schedule", "chunks", "micro_batch_size", "sequence_parallel")
+    return [name for name in names if name in said and said[name] != getattr(plan.strategy, name)]

@@ -125,7 +125,10 @@ class JaxTarget:
 
 @dataclass(frozen=True, slots=True)
 class StableHloTarget:
-    """The target "stablehlo": writes `model.mlir`, a function that `jax.jit(...).lower(...)` lowered, annotated."""
+    """The target "stablehlo": writes a function that `jax.jit(...).lower(...)` lowered, annotated.
+
+    `model.mlir` has Shardy's annotations, `model_gspmd.mlir` those that XLA had before.
+    """
 
     name: str = "stablehlo"
     libraries: tuple[str, ...] = ("jax",)
@@ -144,7 +147,8 @@ class StableHloTarget:
             )
         from phaze.backends.jax.stablehlo_export import annotated_module  # the door: this imports jax
 
-        return {"model.mlir": annotated_module(plan, model)}
+        older = annotated_module(plan, model, uses_shardy=False)
+        return {"model.mlir": annotated_module(plan, model), "model_gspmd.mlir": older}
 
 
 @dataclass(frozen=True, slots=True)

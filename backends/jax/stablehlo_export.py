@@ -1,8 +1,14 @@
-"""A lowered StableHLO module with the plan's layouts as Shardy annotations: a mesh, and a sharding per argument."""
+"""A lowered StableHLO module with the plan's layouts: by Shardy's mesh and shardings, or by XLA's older annotations.
+
+Arguments have the plan's layouts. A result that has the path and the shape of an argument (a gradient, a new parameter)
+has that argument's layout; a scalar is whole on all devices; any other result is left to the compiler.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 
 import jax
 from jaxlib.mlir import ir
@@ -14,40 +20,102 @@ from phaze.plan.plan import Plan
 __all__ = ["annotated_module"]
 
 
-def annotated_module(plan: Plan, lowered: jax.stages.Lowered) -> str:
+def annotated_module(plan: Plan, lowered: jax.stages.Lowered, *, uses_shardy: bool = True) -> str:
     """The text of a lowered function, annotated; it has been verified and parsed again."""
     module = lowered.compiler_ir("stablehlo")
+    sizes = _mesh_sizes(plan)
     with module.context, ir.Location.unknown():
         copy = ir.Module.parse(module.operation.get_asm(enable_debug_info=True))
-        axes = ", ".join(f'"{name}"={size}' for name, size in _mesh_sizes(plan).items())
-        with ir.InsertionPoint.at_block_begin(copy.body):
-            sdy.MeshOp("mesh", ir.Attribute.parse(f"#sdy.mesh<[{axes}]>"))
         # The name is an MLIR attribute: its text is "main" with quotes around it, perhaps with a suffix.
         main = next(op for op in copy.body.operations if "main" in str(op.attributes["sym_name"])[:7])
-        main.attributes["arg_attrs"] = _argument_attributes(plan, main)
+        arguments = _argument_axes(plan, main)
+        for kind, layouts in (
+            ("arg_attrs", [axes for _, axes in arguments]),
+            ("res_attrs", _result_axes(main, arguments)),
+        ):
+            main.attributes[kind] = _attributes(main, kind, layouts, sizes, uses_shardy)
+        if uses_shardy:
+            axes = ", ".join(f'"{name}"={size}' for name, size in sizes.items())
+            with ir.InsertionPoint.at_block_begin(copy.body):
+                sdy.MeshOp("mesh", ir.Attribute.parse(f"#sdy.mesh<[{axes}]>"))
+        partitions = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), math.prod(sizes.values()))
+        copy.operation.attributes["mhlo.num_partitions"] = partitions
         copy.operation.verify()
         text = str(copy)
         ir.Module.parse(text).operation.verify()
     return text
 
 
-def _argument_attributes(plan: Plan, main: ir.Operation) -> ir.ArrayAttr:
-    """The attributes that the arguments of the main function have, with their shardings."""
+def _argument_axes(plan: Plan, main: ir.Operation) -> list[tuple[str, list[str | None]]]:
+    """The path of each argument of the main function, and the mesh axis of each of its dimensions."""
     # The argument with the parameters: of the first parameter that is split, or else the first argument.
     parameters_argument = next(iter(plan.layouts.parameters), "").partition(".")[0]
-    attributes = []
-    for index, argument in enumerate(main.arguments):
-        given = main.arg_attrs[index] if "arg_attrs" in main.attributes else ir.DictAttr.get({})
-        named = {attribute.name: attribute.attr for attribute in given}
+    axes = []
+    for argument in main.arguments:
         shape = tuple(ir.RankedTensorType(argument.type).shape)
         name = _argument_name(str(argument.location))
         parameters_argument = parameters_argument or name.partition(".")[0]
         is_parameter = name.partition(".")[0] == parameters_argument
-        axes = _parameter_axes(plan, name, shape) if is_parameter else _batch_axes(plan, shape)
-        dims = ", ".join("{}" if axis is None else f'{{"{axis}"}}' for axis in axes)
-        sharding = ir.Attribute.parse(f"#sdy.sharding<@mesh, [{dims}]>")
-        attributes.append(ir.DictAttr.get({**named, "sdy.sharding": sharding}))
+        axes.append((name, _parameter_axes(plan, name, shape) if is_parameter else _batch_axes(plan, shape)))
+    return axes
+
+
+def _result_axes(
+    main: ir.Operation, arguments: Sequence[tuple[str, list[str | None]]]
+) -> list[list[str | None] | None]:
+    """The mesh axis of each dimension of each result; None for a result that is left to the compiler."""
+    shapes = [tuple(ir.RankedTensorType(argument.type).shape) for argument in main.arguments]
+    known = {
+        (name.partition(".")[2], shape): axes for (name, axes), shape in zip(arguments, shapes, strict=True) if shape
+    }
+    layouts: list[list[str | None] | None] = []
+    for index, result in enumerate(ir.FunctionType(main.type).results):
+        shape = tuple(ir.RankedTensorType(result).shape)
+        told = main.res_attrs[index] if "res_attrs" in main.attributes else ir.DictAttr.get({})
+        words = re.findall(r"\w+", str(told["jax.result_info"])) if "jax.result_info" in told else []
+        # A path such as result[1]['layers']['q'] ends like the argument's.
+        paths = [".".join(words[start:]) for start in range(len(words))]
+        alike = next((known[path, shape] for path in paths if (path, shape) in known), None)
+        layouts.append([] if not shape else alike)
+    return layouts
+
+
+def _attributes(
+    main: ir.Operation,
+    kind: str,
+    layouts: Sequence[list[str | None] | None],
+    sizes: Mapping[str, int],
+    uses_shardy: bool,
+) -> ir.ArrayAttr:
+    """The attributes of the arguments or results of the main function, with their layouts."""
+    attributes = []
+    for index, axes in enumerate(layouts):
+        given = ir.ArrayAttr(main.attributes[kind])[index] if kind in main.attributes else ir.DictAttr.get({})
+        named = {attribute.name: attribute.attr for attribute in ir.DictAttr(given)}
+        if axes is not None and uses_shardy:
+            dims = ", ".join("{}" if axis is None else f'{{"{axis}"}}' for axis in axes)
+            named["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding<@mesh, [{dims}]>")
+        elif axes is not None:
+            named["mhlo.sharding"] = ir.StringAttr.get(_tiles(axes, sizes))
+        attributes.append(ir.DictAttr.get(named))
     return ir.ArrayAttr.get(attributes)
+
+
+def _tiles(axes: Sequence[str | None], sizes: Mapping[str, int]) -> str:
+    """A layout as XLA wrote it before Shardy: tiles per dimension, and the order of the devices that hold them."""
+    used = [axis for axis in axes if axis is not None and sizes[axis] > 1]
+    if not used:
+        return "{replicated}"
+    mesh = [name for name, size in sizes.items() if size > 1]
+    order = [*used, *(name for name in mesh if name not in used)]
+    tiles = [1 if axis is None else sizes[axis] for axis in axes]
+    copies = math.prod(sizes[name] for name in mesh if name not in used)
+    tiles += [copies] if copies > 1 else []
+    dims = ",".join(str(sizes[name]) for name in mesh)
+    turned = f"T({','.join(str(mesh.index(name)) for name in order)})" if order != mesh else ""
+    devices = f"[{dims}]{turned}" if turned else f"[{math.prod(sizes.values())}]"
+    rest = " last_tile_dim_replicate" if copies > 1 else ""
+    return f"{{devices=[{','.join(map(str, tiles))}]<={devices}{rest}}}"
 
 
 def _mesh_sizes(plan: Plan) -> dict[str, int]:

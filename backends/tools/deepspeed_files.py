@@ -84,7 +84,9 @@ class DeepSpeedTarget(ToolTarget):
         flag = _PRECISIONS[recipe.compute_dtype]
         settings |= {f"{flag}.enabled": True} if flag else {}
         settings |= {"tensor_parallel.autotp_size": strategy.tp} if strategy.tp > 1 else {}
-        settings |= {"sequence_parallel_size": strategy.cp} if strategy.cp > 1 else {}
+        # Its Ulysses is switched on by both sizes together.
+        ulysses = {"sequence_parallel_size": strategy.cp, "data_parallel_size": strategy.dp}
+        settings |= ulysses if strategy.cp > 1 else {}
         if strategy.pp > 1:
             settings["pipeline.stages"] = strategy.pp
         is_full = strongest_recompute(plan) == "full"
@@ -162,7 +164,7 @@ class DeepSpeedTarget(ToolTarget):
         )
 
 
-_OWNED = {"sequence_parallel_size", "activation_checkpointing.partition_activations"}
+_OWNED = {"sequence_parallel_size", "data_parallel_size", "activation_checkpointing.partition_activations"}
 _KNOWN = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization.stage"),
     *("zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),

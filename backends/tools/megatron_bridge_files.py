@@ -98,8 +98,14 @@ class BridgeTarget(ToolTarget):
 
     def owned(self, settings: Settings) -> set[str]:
         """Everything that is read, but sizes and batch."""
-        sizes = ("num_layers", "seq_length", "bf16", "fp16")
-        return {key for key in settings if key.rpartition(".")[2] in KEYS and not key.endswith(sizes)}
+        kept = ("num_layers", "seq_length", "bf16", "fp16", "batch_size")
+        words = {*KEYS, *_NEMO}
+        return {key for key in settings if key.rpartition(".")[2] in words and not key.endswith(kept)}
+
+    def placed(self, wanted: Settings, current: Settings) -> Settings:
+        """Where the file sets each word, under its own name for it (NeMo's recipes have others)."""
+        places = {_NEMO.get(name, name): key for key in current for name in (key.rpartition(".")[2],)}
+        return {places.get(key.rpartition(".")[2], key): value for key, value in wanted.items()}
 
     def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
         """The strategy of overrides or of a recipe; of several values of a word the last one counts."""

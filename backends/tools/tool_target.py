@@ -93,6 +93,10 @@ class ToolTarget(ABC):
         """Keys of a file that say how a batch is divided: those that a plan does not need are removed from it."""
         return set()
 
+    def placed(self, wanted: Settings, current: Settings) -> Settings:
+        """A plan's settings under the keys by which a file has them, where other versions spell them otherwise."""
+        return wanted
+
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """The files, and a README with the command and what was left out."""
         files = self.files(plan)
@@ -117,7 +121,8 @@ class ToolTarget(ABC):
         """A file as it is, and with a plan's settings."""
         kind = self.text_of(name, part, text)
         assert kind is not None
-        current, wanted = kind.parse(text), self.settings(plan, kind)
+        current = kind.parse(text)
+        wanted = self.placed(self.settings(plan, kind), current)
         changes: dict[str, object] = dict.fromkeys(sorted(self.owned(current) - wanted.keys()))
         changes |= {key: value for key, value in wanted.items() if not _is_same(current.get(key), value)}
         return kind.edit(text, {}), kind.edit(text, changes)
@@ -153,7 +158,9 @@ class ToolTarget(ABC):
 
 
 def _is_same(current: object, wanted: object) -> bool:
-    """Whether a setting says what is wanted; options of commands are texts."""
+    """Whether a setting says what is wanted; options of commands are texts, and one name is a list of one."""
+    if isinstance(current, str) and wanted == [current]:
+        return True
     if isinstance(current, str) and not isinstance(wanted, str):
         return current.lower() in (json.dumps(wanted), str(wanted).lower())
     return current == wanted and isinstance(current, bool) == isinstance(wanted, bool)

@@ -189,6 +189,12 @@ class TorchtitanTarget(ToolTarget):
         kept = ("base.", "model.", "training.")
         return {key for key in _known() if key in settings and not key.startswith(kept)}
 
+    def placed(self, wanted: Settings, current: Settings) -> Settings:
+        """The batch of a process was `batch_size` before 0.2."""
+        is_older = "training.batch_size" in current and "training.local_batch_size" not in current
+        names = {"training.local_batch_size": "training.batch_size"} if is_older else {}
+        return {names.get(key, key): value for key, value in wanted.items()}
+
     def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
         """The strategy of a job, with torchtitan's defaults."""
         job = _by_section(settings)

@@ -13,7 +13,7 @@ from phaze.errors import PlanError, QuestionError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.parallelism import read_strategy
 from phaze.planner.planning import Evaluation, evaluate, optimize
-from phaze.strategy_files import SourceFile, StrategyFile, suggested_diff
+from phaze.strategy_files import SourceFile, StrategyFile, suggested_diff, unsaid_keys
 
 if TYPE_CHECKING:
     from phaze.planner.progress import Progress
@@ -139,6 +139,8 @@ def _diff(source: SourceFile, evaluation: Evaluation) -> tuple[str, list[str]]:
     if plan.is_feasible and slower is not None and slower < _WORTH_A_CHANGE:
         return "", ["nothing to change: no plan that this tool runs is faster by half a percent"]
     try:
-        return suggested_diff(source, best), []
+        unsaid = [f"{name} {getattr(best.strategy, name)}" for name in unsaid_keys(source, best)]
+        remark = f"the file has no place for {', '.join(unsaid)}: set it where the rest of your job is set"
+        return suggested_diff(source, best), [remark] if unsaid else []
     except PlanError as error:
         return "", [f"the best plan cannot be written into this file: {error}"]

@@ -294,11 +294,38 @@ def test_stablehlo_carries_the_mesh_and_a_sharding_for_every_argument() -> None:
     text = plan.export("stablehlo", lowered)["model.mlir"]
     assert 'sdy.mesh @mesh = <["dp"=2, "tp"=4]>' in text
     head = next(line for line in text.splitlines() if "func.func public @main" in line)
-    assert head.count("sdy.sharding = ") == len(jax.tree.leaves(inputs))
+    assert head.partition("->")[0].count("sdy.sharding = ") == len(jax.tree.leaves(inputs))
     assert 'tensor<2x32x8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{}, {}, {"tp"}, {}]>}' in head
     assert 'tensor<16x16xi32> {sdy.sharding = #sdy.sharding<@mesh, [{"dp"}, {}]>}' in head
     with pytest.raises(PlanError, match="stablehlo annotates a lowered function, and got NoneType"):
         plan.export("stablehlo")
+
+
+def test_annotated_modules_run_on_eight_devices_with_the_plan_s_shards(tmp_path: Path) -> None:
+    loss, inputs = small(stacked=True)
+    lowered = jax.jit(jax.value_and_grad(loss), keep_unused=True).lower(*inputs)
+    written = plan_of(2, 4, stacked=True, zero=3).export("stablehlo", lowered)
+    assert sorted(written) == ["model.mlir", "model_gspmd.mlir"]
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+        assert "mhlo.num_partitions = 8" in text
+        head = next(line for line in text.splitlines() if "func.func public @main" in line)
+        results = head.partition("->")[2]
+        assert results.count("sharding = ") == 1 + len(jax.tree.leaves(inputs[0]))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
+    np.savez(tmp_path / "arguments.npz", *leaves)
+    script = ROOT / "tests" / "support" / "run_annotated_module.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": models.QUICK_COMPILER}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads((tmp_path / "results.json").read_text())
+    expected = float(loss(*inputs))
+    for found in measured.values():
+        assert found["losses"] == pytest.approx([expected] * 8, rel=1e-5)
+    assert measured["model.mlir"]["shapes"] == measured["model_gspmd.mlir"]["shapes"]
+    whole = [leaf.size for leaf in leaves]
+    held = [int(np.prod(shape)) for shape in measured["model.mlir"]["shapes"]]
+    assert min(part / size for part, size in zip(held, whole, strict=True)) == 1 / 8
 
 
 def test_pjit_writes_data_and_a_program() -> None:

@@ -191,3 +191,27 @@ def test_a_search_for_a_tool_that_splits_no_sequence_offers_none(target: str) ->
     assert plan.export(target)
     with pytest.raises(PlanError, match=f"target {target} splits no sequence over the tp devices"):
         phaze.evaluate("gpt2", strategy={"tp": 2, "sequence_parallel": True}, compares=False, **question)
+
+
+def test_a_recipe_of_nemo_is_edited_in_its_own_words() -> None:
+    recipe = "def trainer(tensor_parallelism=4, pipeline_parallelism=2, virtual_pipeline_parallelism=5):\n    pass\n\n"
+    recipe += "data = run.Config(MockDataModule, seq_length=256, global_batch_size=8, micro_batch_size=1)\n"
+    strategy = Parallelism(dp=2, tp=8, zero=1, sequence_parallel=True, micro_batch_size=2, recompute=("none",))
+    _, after = TOOLS["megatron-bridge"].edit("recipe.py", None, recipe, plan_of(strategy))
+    assert "tensor_parallelism=8, pipeline_parallelism=1, virtual_pipeline_parallelism=None" in after
+    assert "global_batch_size=8, micro_batch_size=2" in after
+
+
+def test_an_older_job_of_torchtitan_keeps_its_own_names() -> None:
+    job = '[model]\nconverters = "float8"\n[training]\nbatch_size = 2\n[parallelism]\ntensor_parallel_degree = 8\n'
+    strategy = Parallelism(dp=2, zero=3, micro_batch_size=3, recompute=("full",))
+    _, after = TOOLS["torchtitan"].edit("job.toml", None, job, plan_of(strategy, precision="fp8"))
+    assert 'converters = "float8"' in after
+    assert "\nbatch_size = 3\n" in after
+    assert "local_batch_size" not in after
+
+
+def test_ulysses_is_switched_on_by_both_of_its_sizes() -> None:
+    strategy = Parallelism(dp=2, cp=4, zero=3, recompute=("none",))
+    config = json.loads(TOOLS["deepspeed"].export(plan_of(strategy), None)["ds_config.json"])
+    assert (config["data_parallel_size"], config["sequence_parallel_size"]) == (2, 4)
