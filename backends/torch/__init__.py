@@ -41,11 +41,13 @@ class TorchTarget:
             says.
         batch_norm: needed for models with batch norms that would train otherwise than in one process:
             "synchronized" sums their statistics over all copies, "local" keeps those of each microbatch apart.
+        weights: for models on the meta device, a folder with safetensors files, or a function of a parameter's name and
+            the tensor to fill; each process then holds its shards only.
     """
 
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
-    options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm")
+    options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm", "weights")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,6 +100,7 @@ class TorchTarget:
             inputs=options.get("inputs"),
             optimizer=options.get("optimizer"),
             batch_norm=options.get("batch_norm"),
+            weights=options.get("weights"),
             stage_builders=[offer.value for offer in plugins.stage_builders()],
         )
 

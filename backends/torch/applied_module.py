@@ -26,6 +26,7 @@ from phaze.backends.torch.contexts import Contexts
 from phaze.backends.torch.expert_devices import ExpertDevices, expert_modules, run_experts_on
 from phaze.backends.torch.fsdp_export import stored_cut
 from phaze.backends.torch.gradient_norm import clip_gradients
+from phaze.backends.torch.meta_models import fill_meta_model, is_on_meta
 from phaze.backends.torch.pipeline import ArrangeFunction, LossFunction, Pipeline, build_pipeline
 from phaze.backends.torch.rank_failures import told_to_all
 from phaze.backends.torch.split_attention import note_key_exchanges
@@ -200,6 +201,7 @@ def apply_to_module(
     inputs: object,
     optimizer: object,
     batch_norm: object,
+    weights: object,
     stage_builders: Iterable[StageBuilder],
 ) -> AppliedModule:
     """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
@@ -233,8 +235,7 @@ def apply_to_module(
         )
         stages = pipeline.modules
     else:
-        paths = block_paths([layer.path for layer in plan.stages[0].layers], model)
-        arrange(model, dict.fromkeys(paths, plan.stages[0].recompute))
+        _arrange_whole(plan, model, arrange, weights, device_mesh.device_type)
         stages = (model,)
     return AppliedModule(
         module=None if pipeline else model,
@@ -253,6 +254,14 @@ def apply_to_module(
     )
 
 
+def _arrange_whole(plan: Plan, model: torch.nn.Module, arrange: ArrangeFunction, weights: object, device: str) -> None:
+    """Arrange a model that is not cut into stages, and give it its weights where it has none."""
+    paths = block_paths([layer.path for layer in plan.stages[0].layers], model)
+    arrange(model, dict.fromkeys(paths, plan.stages[0].recompute))
+    if is_on_meta(model):
+        fill_meta_model(model, weights, device)
+
+
 def _first_names(model: torch.nn.Module) -> dict[str, str]:
     """The name under which the model lists a parameter first, by each of its names."""
     by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -266,6 +275,8 @@ def _checked_model(plan: Plan, model: object) -> torch.nn.Module:
         raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
     if any(isinstance(submodule, FSDPModule) for submodule in model.modules()):
         raise PlanError("the model is sharded already; apply a plan to the plain model, once.")
+    if plan.strategy.pp > 1 and is_on_meta(model):
+        raise PlanError("the model is on the meta device and the plan has stages, which needs weights; use pp=1.")
     if plan.strategy.ep > 1 and not expert_modules(model):
         raise PlanError(
             f"{type(model).__name__} has no module of experts that ep {plan.strategy.ep} could divide: one that takes "

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,8 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> Non
                 tensors[_optimizer_path(state, name, key)] = _in_model_order(stage, name, value)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(state)]
     tensors[_GROUPS] = json.dumps(groups, default=str)
-    dcp.save(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
+    with _without_warnings():
+        dcp.save(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
 
 
 def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> None:
@@ -96,13 +99,22 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> Non
             "another model. Expected one that `run.save` wrote for this one."
         )
     tensors[_GROUPS] = ""
-    dcp.load(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
+    with _without_warnings():
+        dcp.load(tensors, checkpoint_id=os.fspath(folder), no_dist=not dist.is_initialized())
     for stage in state.stages:  # other names of tied parameters are not in it
         stage.load_state_dict({name: tensors[_model_path(state, name)] for name in _model_state(stage)}, strict=False)
     for stage, name, key, parameter in places:
         value = _in_device_order(stage, name, tensors[_optimizer_path(state, name, key)])
         state.optimizer.state[parameter][key] = value
     _set_groups(state, json.loads(tensors[_GROUPS]))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Let a single process without a process group save and load, which torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _model_path(state: TrainingState, name: str) -> str:

@@ -108,7 +108,8 @@ def _exchanged_answers(
 ) -> torch.Tensor:
     scale = contexts / devices.size
     if devices.group is None:
-        inside: torch.Tensor = own_forward(_Scaled.apply(tokens, 1 / scale), chosen, weights)
+        unscaled = (_Scaled.apply(value, 1 / scale) for value in (tokens, weights))
+        inside: torch.Tensor = own_forward(next(unscaled), chosen, next(unscaled))
         answers: torch.Tensor = _Scaled.apply(inside, scale)
         return answers
     choices = chosen.shape[-1]

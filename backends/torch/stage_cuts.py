@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -170,8 +174,17 @@ def dry_run(module: torch.nn.Module, paths: Sequence[str], batch: Mapping[str, o
     for name, submodule in clone.named_modules():
         submodule.register_forward_pre_hook(_note_call(name, paths, dtype, run), with_kwargs=True)
         submodule.register_forward_hook(_note_result(name, submodule, run))
-    with mode, without_caches(clone), _FollowsDependence(run):
-        clone(**inputs)
+    for part in clone.modules():
+        if getattr(part, "layerdrop", None) == 0:
+            part.training = False  # it would draw a number and drop no layer
+    try:
+        with mode, without_caches(clone), _FollowsDependence(run):
+            clone(**inputs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PlanError(
+            f"{type(module).__name__} decides by the values of tensors what it runs ({error.func}), so that its stages "
+            "cannot be found; plan with strategy pp=1."
+        ) from error
     run.dependents.clear()
     run.replacements.clear()
     run.stages.update(_stages_of_parameters(clone, run))

@@ -14,6 +14,9 @@ from repository import ROOT
 from torch_plans import planned
 from torch_training import batch_of, build_model, loss_of
 
+from phaze.backends.torch.checkpoints import TrainingState, load_checkpoint
+from phaze.errors import PlanError
+
 SCRIPT = ROOT / "tests" / "support" / "torch_checkpoint_ranks.py"
 KIND, FIRST, LATER = "gpt2", (1, 2), (3, 4)
 RATE = 1e-2
@@ -40,13 +43,14 @@ def stage(folder: Path, kind: str, world: int, strategy: dict[str, object], **wh
     """One part of a training history."""
     path = folder / f"{len(list(folder.glob('*.plan')))}.plan"
     planned(kind, world, strategy).save(path)
-    settled = {"resumes": "", "saves": "", "writes": "", "seeds": (), "learning_rate": RATE} | what
+    settled = {"resumes": "", "saves": "", "writes": "", "weights": "", "seeds": (), "learning_rate": RATE} | what
     return {"kind": kind, "plan": str(path), "world": world, **settled}
 
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Two steps on dp2 x tp2, saved; then the next two on a pipeline and on one process; last a whole model."""
+    """Two steps on dp2 x tp2, saved; then the next two on a pipeline and on one process; a whole model, which a model
+    without storage then takes its weights from."""
     folder = tmp_path_factory.mktemp("checkpoints")
     saved, whole = str(folder / "saved"), str(folder / "whole")
     forgotten = {"learning_rate": 0.5}  # the checkpoint knows better
@@ -55,6 +59,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
         stage(folder, KIND, 2, {"pp": 2}, resumes=saved, seeds=LATER, **forgotten),
         stage(folder, KIND, 1, {}, resumes=saved, seeds=LATER, **forgotten),
         stage(folder, KIND, 2, {"pp": 2}, resumes=saved, writes=whole),
+        stage(folder, KIND, 2, {"dp": 2, "zero": 3}, weights=whole, seeds=LATER[:1]),
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
@@ -73,7 +78,7 @@ def test_training_resumed_on_other_plans_goes_on_as_one_process_does(
     history: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     expected, _ = of_one_process(KIND)
-    first, on_pipeline, alone, _ = history[1]
+    first, on_pipeline, alone, *_ = history[1]
     assert first["losses"] == pytest.approx(expected[:2], rel=1e-5)
     assert on_pipeline["losses"] == pytest.approx(expected[2:], rel=1e-5)
     assert alone["losses"] == pytest.approx(expected[2:], rel=1e-5)
@@ -82,8 +87,30 @@ def test_training_resumed_on_other_plans_goes_on_as_one_process_does(
 
 def test_a_whole_model_is_read_by_hugging_face(history: tuple[Path, list[dict[str, Any]]]) -> None:
     read = transformers.AutoModelForCausalLM.from_pretrained(history[0] / "whole")
-    _, expected = of_one_process(KIND)
+    losses, _ = of_one_process(KIND)
+    loss = loss_of(KIND, read, batch_of(KIND, seed=LATER[0]))
+    assert float(loss.detach()) == pytest.approx(losses[2], rel=1e-5)
+    plain = build_model(KIND)  # in this process, without any process group
+    state = TrainingState([plain], torch.optim.AdamW(plain.parameters(), lr=0.5), {})
+    load_checkpoint(state, history[0] / "saved")
     names = dict(read.named_parameters())
-    assert names.keys() == dict(expected.named_parameters()).keys()
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(names[name], parameter, rtol=1e-5, atol=1e-5)
+    assert names.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(names[name], parameter) for name, parameter in plain.named_parameters())
+    assert state.optimizer.param_groups[0]["lr"] == RATE
+    assert all("exp_avg" in state.optimizer.state[parameter] for parameter in plain.parameters())
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    plain = torch.nn.Linear(2, 2)
+    with pytest.raises(PlanError, match="is no checkpoint that can be read"):
+        load_checkpoint(TrainingState([plain], torch.optim.SGD(plain.parameters()), {}), tmp_path)
+
+
+def test_a_model_without_storage_takes_weights_from_files_into_shards(
+    history: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    expected, model = of_one_process(KIND)
+    answer = history[1][-1]
+    assert answer["losses"] == pytest.approx(expected[2:3], rel=1e-5)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert answer["held"] == pytest.approx(whole / 2, rel=0.02)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phaze.backends.torch import split_rules
 from phaze.backends.torch.contexts import Contexts
 from phaze.backends.torch.split_collectives import Axis, _in_order_of_devices, _in_own_order, local_part
 from phaze.backends.torch.split_collectives import _is_made_of_parameters as is_made_of_parameters
@@ -14,6 +15,7 @@ from phaze.backends.torch.split_tensor import ContextTensor, SplitTensor
 from phaze.errors import PlanError
 
 GROUP: Any = None  # nothing is sent here
+RULES = (split_rules,)  # imported for their rules, which register themselves
 
 
 def axis_of(size: int, index: int, *, is_balanced: bool) -> Axis:

@@ -4,6 +4,8 @@ Kinds whose names end in `-cached` collect keys and values for generation, as Hu
 """
 
 import pytest
+from oracles.traffic_count import planned_exchanges
+from torch_plans import described, planned
 from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
 
 CASES: dict[str, Strategy] = {
@@ -31,6 +33,7 @@ CASES: dict[str, Strategy] = {
     "mixtral ep2": {"dp": 2, "ep": 2},
     "mixtral-balanced cp2 ep2": {"cp": 2, "ep": 2, "micro_batch_size": 8},
     "qwen2-moe ep2 zero3": {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"},
+    "qwen2-moe cp2": {"cp": 2},
     "deepseek-v3 ep2": {"dp": 2, "ep": 2},
     "gpt-oss ep2": {"dp": 2, "ep": 2},
     "spare dp2 zero3": {"dp": 2, "zero": 3},
@@ -48,3 +51,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_as_it_comes_trains_as_in_one_process(answers: Answers, name: str) -> None:
     check_equality(answers(name), most=2e-6)
+
+
+def test_experts_exchange_the_planned_bytes(answers: Answers) -> None:
+    expected = planned_exchanges(planned("mixtral", 2, CASES["mixtral ep2"]), described("mixtral"))
+    sent = [live["exchanged"] for live in answers("mixtral ep2")["live"]]  # more where more tokens go
+    assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.05)

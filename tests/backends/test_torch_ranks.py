@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from oracles.traffic_count import planned_traffic
+from oracles.traffic_count import planned_exchanges, planned_traffic
 from torch_plans import imported, planned, unforced
 from torch_rank_cases import Answers, Cases, Strategy, check_equality, run_cases, strategy_cases
 from torch_training import build_model
@@ -26,7 +26,6 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "bert tp2": {"tp": 2},
         "hand-written pp2": {"pp": 2},
         "headless dp2": {"dp": 2, "zero": 0},
-        "headless tp2": {"tp": 2, "sequence_parallel": True},
         "headless pp2": {"pp": 2},
         "llama pp2 bf16": {"pp": 2},
         "gpt2 tp2 bf16": {"tp": 2},
@@ -40,21 +39,27 @@ DEFAULT: dict[int, dict[str, Strategy]] = {
         "llama dp2 pp2 zero2": {"dp": 2, "pp": 2, "zero": 2, "schedule": "gpipe"},
         "llama dp2 pp2 zero3": {"dp": 2, "pp": 2, "zero": 3, "schedule": "1f1b"},
         "gpt2 dp2 pp2 interleaved zero2": {"dp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "zero": 2},
-        "gpt2 dp4 hybrid zero1": {"dp": 4, "shard": 2, "zero": 1, "micro_batch_size": 1},
         "gpt2 dp4 hybrid zero2": {"dp": 4, "shard": 2, "zero": 2, "micro_batch_size": 1},
         "llama dp4 hybrid zero3": {"dp": 4, "shard": 2, "zero": 3, "micro_batch_size": 1},
         "llama cp2 tp2": {"cp": 2, "tp": 2, "sequence_parallel": True},
         "gpt2 cp2 pp2": {"cp": 2, "pp": 2},
         "gpt2 dp2 cp2 zero3": {"dp": 2, "cp": 2, "zero": 3},
         "odd tp4": {"tp": 4, "recompute": "full"},
-        "t5 dp2 tp2": {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "t5 pp2 tp2": {"pp": 2, "tp": 2},
     },
     8: {
-        "gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"},
         "llama dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
     },
 }
+DUPLICATES: dict[int, dict[str, Strategy]] = {
+    2: {"headless tp2": {"tp": 2, "sequence_parallel": True}},
+    4: {
+        "gpt2 dp4 hybrid zero1": {"dp": 4, "shard": 2, "zero": 1, "micro_batch_size": 1},
+        "t5 dp2 tp2": {"dp": 2, "tp": 2, "zero": 0, "recompute": "full"},
+    },
+    8: {"gpt2 dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2, "zero": 0, "recompute": "full"}},
+}
+"""Cases beside those of the default run, whose models and degrees that one has in other combinations."""
 DEGREES: dict[int, list[Strategy]] = {
     2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
     4: [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}],
@@ -68,7 +73,7 @@ UNFORCED_IN_FULL = {"gpt2": 400_000, "llama": 250_000, "bert": 300_000, "hand-wr
 
 def full_cases(world: int) -> dict[str, Strategy]:
     """Every model with all degrees, copies whole and sharded, with and without recompute."""
-    cases: dict[str, Strategy] = {}
+    cases: dict[str, Strategy] = dict(DUPLICATES[world])
     for kind in ("gpt2", "llama", "t5"):
         for degrees in DEGREES[world]:
             for zero in (0, 3) if "dp" in degrees else (0,):
@@ -113,7 +118,7 @@ def test_a_step_in_processes_equals_one_process(answers: dict[int, Answers], wor
     check_equality(answers[world](name), most=0.1 if "bf16" in name else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2 pp2", "t5 pp2", "gpt2 dp2 pp2 tp2", "hand-written pp2"])
+@pytest.mark.parametrize("name", ["gpt2 pp2", "t5 pp2", "llama dp2 pp2 tp2", "hand-written pp2"])
 def test_stages_together_hold_every_parameter_under_its_own_name(answers: dict[int, Answers], name: str) -> None:
     held = answers[8 if "dp2" in name else 2](name)["names"]
     model = build_model(name.partition(" ")[0])
@@ -161,6 +166,14 @@ def test_copies_send_the_planned_bytes(answers: dict[int, Answers], world: int, 
     copies = plan.strategy.dp
     for rank, live in enumerate(answers[world](name)["live"]):
         assert live["copies"] == pytest.approx(stages[rank // copies].dp_bytes, rel=0.05)
+
+
+def test_contexts_exchange_the_planned_bytes(answers: dict[int, Answers]) -> None:
+    name = "gpt2 dp2 cp2 zero3"
+    plan = planned("gpt2", 4, DEFAULT[4][name])
+    assert set(plan.layouts.key_exchanges.values()) == {"all_to_all"}
+    for live in answers[4](name)["live"]:
+        assert live["exchanged"] == pytest.approx(planned_exchanges(plan, imported("gpt2")), rel=0.05)
 
 
 def check_unforced(answers: Answers, cases: Cases) -> None:

@@ -81,3 +81,24 @@ def test_a_module_that_is_read_without_a_call_stays_with_its_reader() -> None:
     assert "spare" not in run.stages
     last = build_stage(model, paths, run, 1).module
     assert last.get_submodule("encoder.layers.1.self_attn.out_proj").weight is not None
+
+
+class Dropped(torch.nn.Module):
+    """Layers that are dropped by chance, as in BART and OPT."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        self.layerdrop, self.blocks = layerdrop, torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if not self.training or torch.rand([]) >= self.layerdrop:
+                x = block(x)
+        return x.sum()
+
+
+def test_layers_that_chance_drops_are_refused_and_layers_that_it_never_drops_are_cut() -> None:
+    batch = {"x": torch.zeros(2, 4)}
+    assert dry_run(Dropped(0.0), ["blocks.1"], batch, torch.float32).reached == 1
+    with pytest.raises(PlanError, match="Dropped decides by the values of tensors what it runs"):
+        dry_run(Dropped(0.5), ["blocks.1"], batch, torch.float32)

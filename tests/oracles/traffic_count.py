@@ -17,12 +17,13 @@ from phaze.ir.layers import single_layer
 from phaze.plan.plan import Plan
 from phaze.planner.strategy_search import graph_at
 from phaze.profile.layer_passes import placement_graph
+from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import repeated_layers, slice_model
 from phaze.question import Question
 from phaze.shard import WHOLE, ShardedModel, slice_layer
 from phaze.verify.saved_plan import question_for
 
-__all__ = ["StageTraffic", "planned_traffic"]
+__all__ = ["StageTraffic", "planned_exchanges", "planned_traffic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,15 @@ class StageTraffic:
     tp_bytes: float
     dp_bytes: float
     pp_bytes: float
+
+
+def planned_exchanges(plan: Plan, model: object, inputs: object = None) -> float:
+    """Bytes of one step that a device of a single stage holds of what all-to-alls of contexts and experts exchange."""
+    question, chosen = question_for(plan, model, inputs, PluginManager.load()), plan.strategy
+    graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
+    exchanges = [op for op in graph.ops if op.kind is OpKind.COLLECTIVE and op.function == "all_to_all"]
+    batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
+    return batches * sum(graph.tensors[op.inputs[0]].size_bytes for op in exchanges) / chosen.tp
 
 
 def planned_traffic(

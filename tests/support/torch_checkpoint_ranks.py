@@ -4,6 +4,7 @@
 size of its world, whether it resumes, and how many steps it trains. Losses are appended to FOLDER/losses.json.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -38,8 +39,11 @@ def serve(rank: int, folder: Path, index: int, case: dict[str, Any]) -> None:
     )
     kind, plan = case["kind"], phaze.load_plan(case["plan"])
     batch = batch_of(kind)
+    with torch.device("meta") if case["weights"] else contextlib.nullcontext():
+        model = build_model(kind)
     run = plan.apply(
-        build_model(kind),
+        model,
+        weights=case["weights"] or None,
         inputs=inputs_of(kind, batch),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=case["learning_rate"]),
     )
@@ -52,7 +56,9 @@ def serve(rank: int, folder: Path, index: int, case: dict[str, Any]) -> None:
         run.save_pretrained(case["writes"])
     if rank == 0:
         rates = [group["lr"] for group in run.optimizer.param_groups]
-        (folder / f"losses{index}.json").write_text(json.dumps({"losses": losses, "rates": rates}))
+        held = sum(parameter.to_local().numel() for stage in run.stages for parameter in stage.parameters())
+        answer = {"losses": losses, "rates": rates, "held": held}
+        (folder / f"losses{index}.json").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 

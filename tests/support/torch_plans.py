@@ -51,6 +51,12 @@ def completed(world: int, strategy: Mapping[str, object]) -> dict[str, object]:
     return {**plain, **strategy}
 
 
+def _needs_config(kind: str, strategy: Mapping[str, object]) -> bool:
+    """Whether experts must be known, which captured graphs do not know."""
+    is_mixture = kind.startswith(("mixtral", "qwen2-moe", "deepseek", "gpt-oss"))
+    return is_mixture and (strategy.get("ep", 1) != 1 or strategy.get("cp", 1) != 1)
+
+
 @functools.cache
 def _planned(
     kind: str, world: int, items: tuple[tuple[str, object], ...], target: str | None, precision: str
@@ -60,7 +66,7 @@ def _planned(
     if strategy.get("zero") in (1, 2) and not recipe.master_bytes:
         recipe = replace(recipe, name=f"{precision}-adam-master", master_bytes=4)
     return phaze.evaluate(
-        described(kind) if strategy.get("ep", 1) != 1 else imported(kind),
+        described(kind) if _needs_config(kind, strategy) else imported(kind),
         cluster=f"cpu:{world}",
         global_batch_size=8,
         precision=recipe,
