@@ -36,6 +36,8 @@ SPACE = {
     "vector_cores": 1,
     "buffer_mib": 16,
 }
+WIDE_SPACE = {**SPACE, "tensor_cores": [1, 2, 4, 8, 16, 32], "tensor_rows": [64, 128]}
+"""A space of twelve accelerators, for whose whole front a search writes many more lines."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_graph().save(folder / "model.json")
     save_cluster(small_cluster(), folder / "cluster.json")
     (folder / "space.json").write_text(json.dumps(SPACE))
+    (folder / "wide.json").write_text(json.dumps(WIDE_SPACE))
     (folder / "plan.json").write_text(plan_text())
     return folder
 
@@ -147,27 +150,34 @@ def written(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_full_disk_at_a_write_of_a_search_is_told_and_the_search_goes_on_behind_it(
-    every: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("space", ["space", pytest.param("wide", marks=pytest.mark.exhaustive)])
+def test_a_full_disk_at_any_write_of_a_search_is_told_and_the_search_goes_on_behind_it(
+    space: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk has room for one more line each time, and then for the answer's file, too."""
+
+    def search(outputs: Path) -> int:
+        arguments = commands(folder, outputs)["search"]
+        arguments = [part.replace("space.json", f"{space}.json") for part in arguments]
+        return main([*arguments, *(["--front"] if space == "wide" else [])])
+
     whole, again = tmp_path / "whole", tmp_path / "again"
     for place in (whole, again):
         place.mkdir()
-    assert main(commands(folder, whole)["search"]) == 0
+    assert search(whole) == 0
     journal = (whole / "journal").read_bytes()
     ends = [index for index, byte in enumerate(journal) if byte == ord("\n")]
-    for end in ends[::every]:
+    assert len(ends) >= (5 if space == "space" else 20)
+    for end in ends:
         with full_disk(end):  # the line's last byte has no room
-            assert main(commands(folder, again)["search"]) == 1
+            assert search(again) == 1
         assert "goes on from them" in capsys.readouterr().err
         assert (again / "journal").read_bytes() == journal[: max((each + 1 for each in ends if each < end), default=0)]
         assert leftovers(again, {"journal"}) == []
-    assert main(commands(folder, again)["search"]) == 0
+    assert search(again) == 0
     assert document_of(again / "search.json") == document_of(whole / "search.json")
     before = (again / "search.json").read_bytes()
     with full_disk(len(before) // 2):
-        assert main(commands(folder, again)["search"]) == 1
+        assert search(again) == 1
     assert "What was there before is unchanged" in capsys.readouterr().err
     assert (again / "search.json").read_bytes() == before
