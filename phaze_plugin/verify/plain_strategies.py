@@ -24,6 +24,8 @@ def plain_strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
         replicas, micro_batches = dp * problem.cp, -(-problem.micro_batches // dp)
         if problem.choices.dp and dp not in problem.choices.dp:
             continue
+        if problem.capabilities.needs_several_copies and replicas == 1:
+            continue
         if (problem.needs_even_micro_batches and problem.micro_batches % dp) or replicas % problem.ep:
             continue
         for pp in _depths(problem, schedule, chunks):
@@ -75,14 +77,26 @@ def _sharding(
         and (schedule is PipelineSchedule.NONE or capabilities.supports(schedule, zero))
     )
     for zero in stages if replicas > 1 else stages[:1]:
-        yield from ((zero, shard) for shard in (_shards(problem, tp, replicas) if zero else [ALL_DEVICES]))
+        yield from ((zero, shard) for shard in (_shards(problem, tp, replicas, zero) if zero else [ALL_DEVICES]))
 
 
-def _shards(problem: PlacementProblem, tp: int, replicas: int) -> list[int | str]:
+def _shards(problem: PlacementProblem, tp: int, replicas: int, zero: int) -> list[int | str]:
     """Every group over which ZeRO may shard: powers of two, as many as fill a level of the network, and all."""
+    runs = problem.capabilities
     if problem.choices.shard is not None:
-        return [size for size in problem.choices.shard if size == ALL_DEVICES or replicas % int(size) == 0]
-    if not problem.capabilities.allows_shard_groups:
+        # Groups that are asked for of a target that has none are priced all the same.
+        return [
+            size
+            for size in problem.choices.shard
+            if size in (ALL_DEVICES, replicas)
+            or (
+                replicas % int(size) == 0
+                and (
+                    not runs.allows_shard_groups or runs.runs_groups(int(size), zero=zero, cp=problem.cp, ep=problem.ep)
+                )
+            )
+        ]
+    if not runs.allows_shard_groups:
         return [ALL_DEVICES]
     levels = [level.size for level in problem.cluster.levels]
     blocks = [math.prod(levels[: depth + 1]) for depth in range(len(levels))]
@@ -94,6 +108,7 @@ def _shards(problem: PlacementProblem, tp: int, replicas: int) -> list[int | str
             if replicas % size == 0
             and (size & (size - 1) == 0 or size * tp in blocks)
             and (size % problem.ep == 0 or problem.ep % size == 0)
+            and runs.runs_groups(size, zero=zero, cp=problem.cp, ep=problem.ep)
         ),
     ]
 
