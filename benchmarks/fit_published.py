@@ -32,6 +32,7 @@ from phaze.calibration_fitting import PreparedRun, fit_terms
 from phaze.calibration_fitting.least_squares import point_of, slopes_at
 from phaze.cost import LIBRARY_STACK, Calibration, Stack
 from phaze.cost.calibration import TERMS
+from phaze.cost.comparable_runs import RunClass, runs_by_class
 from phaze.json_records import to_document
 
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "calibrations.json"
@@ -267,6 +268,9 @@ def fit_family(name: str, rows: Sequence[Row], scorer: Scorer, shows_rows: bool)
         "stack": to_document(calibration.stack),
         "origin": family.origin,
         "errors": errors,
+        "comparable": runs_by_class(
+            [RunClass.of(run.problem.cluster, run.problem.recipe) for run in sample.runs], outside.tolist()
+        ),
     }
 
 

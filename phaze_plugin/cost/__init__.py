@@ -15,6 +15,7 @@ from phaze.cost.calibration import (
     save_calibration,
 )
 from phaze.cost.collective_prices import Collective, CollectiveEstimate, price_collective
+from phaze.cost.comparable_runs import ComparableRuns
 from phaze.cost.cost_breakdown import CostReport, CostRow, cost_report, explain
 from phaze.cost.elementwise_fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
@@ -35,6 +36,7 @@ __all__ = [
     "Calibration",
     "Collective",
     "CollectiveEstimate",
+    "ComparableRuns",
     "CoreKind",
     "CostReport",
     "CostRow",

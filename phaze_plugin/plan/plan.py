@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
-from phaze.cost import AttentionMode, Calibration
+from phaze.cost import AttentionMode, Calibration, ComparableRuns
 from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
 from phaze.file_reading import read_document
@@ -62,8 +62,7 @@ _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
 VERSION = 5
-"""Version 5 says how a GPU's products are run, how attention exchanges keys between contexts and which imbalance of
-experts was assumed; version 4 carries a digest of its content and says how attention runs."""
+"""Version 5 says how products and exchanges of keys are run and which imbalance of experts was assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +226,13 @@ class QuestionFacts:
 class Provenance:
     """How the numbers were obtained.
 
-    `prices` is "ideal" or names the calibration; `target` is what the plan was written for; `schedules` counts the
-    passes of layers that were scheduled and those proven within one percent; `coverage_bytes` is the share of the
-    model's bytes in ops that have a rule.
+    `prices` is "ideal" or names the calibration; `comparable` says how far known runs like it lay from predictions;
+    `target` is what the plan was written for; `schedules` counts the passes of layers that were scheduled and those
+    proven within one percent; `coverage_bytes` is the share of the model's bytes in ops that have a rule.
     """
 
     prices: str
+    comparable: ComparableRuns | None
     target: str
     method: str
     schedules: int

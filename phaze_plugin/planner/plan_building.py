@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import phaze
+from phaze.cost.comparable_runs import comparable_runs
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import RecomputeMode
 from phaze.ir.layers import Boundary
@@ -259,6 +260,7 @@ def _provenance(question: Question, answer: Answer) -> Provenance:
     refused = [f"{degrees} is left out: {reason}" for degrees, reason in answer.refused.items()]
     return Provenance(
         prices=question.calibration.name,
+        comparable=comparable_runs(question.calibration, question.cluster, question.recipe),
         target=str(question.target),
         method=f"integer program per layer, {scheduling} per pass, placement by bounded search, event simulation",
         schedules=len(passes),

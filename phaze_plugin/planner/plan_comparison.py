@@ -13,7 +13,7 @@ from phaze.plan.plan import Plan
 from phaze.printable_text import with_printable_text
 from phaze.report.comparison_page import comparison_page
 from phaze.report.notebook_views import comparison_view
-from phaze.report.plan_text import seconds_text
+from phaze.report.plan_text import TOO_NEAR, certainty_text, is_too_near, seconds_text
 
 __all__ = ["Comparison", "compare"]
 
@@ -76,6 +76,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
         if before != after:
             rows.append(Row(name, before, after, ""))
     rows += [_seconds_row(name, read(first), read(second)) for name, read in _SECONDS.items()]
+    rows.append(Row("certainty of steps", certainty_text(first), certainty_text(second), _certainty(first, second)))
     rows.append(_figure("tokens/s", first.tokens_per_s, second.tokens_per_s, "{:,.0f}"))
     rows.append(_figure("MFU", first.mfu, second.mfu, "{:.1%}"))
     rows.append(_figure("J per token", first.energy["per_token_j"], second.energy["per_token_j"], "{:.4g}"))
@@ -99,6 +100,12 @@ _SECONDS: dict[str, Callable[[Plan], float]] = {
     "update": lambda plan: plan.step_time_parts.update_s,
     "bound": lambda plan: plan.bound_s,
 }
+
+
+def _certainty(first: Plan, second: Plan) -> str:
+    """Whether the order of two steps is less certain than predictions are."""
+    is_near = is_too_near(first, second.step_time_s) or is_too_near(second, first.step_time_s)
+    return TOO_NEAR if is_near else ""
 
 
 def _words(value: object) -> str:

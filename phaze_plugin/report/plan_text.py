@@ -47,11 +47,29 @@ def summary(plan: Plan) -> str:
         ),
         *_paragraph("of it     ", ", ".join(f"{name} {seconds_text(s)} ({s / total:.1%})" for name, s in named)),
         *_paragraph("proof     ", verdict(plan)),
-        *_paragraph("prices    ", f"{plan.provenance.prices}{_unpriced(plan)}; target {plan.provenance.target}"),
+        *_paragraph(
+            "prices    ",
+            f"{plan.provenance.prices}{_unpriced(plan)}; {certainty_text(plan)}; target {plan.provenance.target}",
+        ),
         "",
         *_stage_table(plan.stages),
     ]
     return "\n".join(lines)
+
+
+def certainty_text(plan: Plan) -> str:
+    """Where measured steps of comparable runs lie against their predictions, or that none are known."""
+    return str(plan.provenance.comparable or "no comparable runs are known")
+
+
+def is_too_near(plan: Plan, step_time_s: float) -> bool:
+    """Whether another step differs from the plan's by less than runs differ from their predictions."""
+    runs = plan.provenance.comparable
+    return runs is not None and abs(step_time_s / plan.step_time_s - 1) < runs.spread
+
+
+TOO_NEAR = "nearer than runs are to predictions"
+"""What is said of two steps whose order is not certain."""
 
 
 def _unpriced(plan: Plan) -> str:
@@ -236,6 +254,7 @@ def _runner_up_text(plan: Plan, runner_up: RunnerUp) -> str:
         return f"{runner_up.kind}: {runner_up.reason}"
     slower = runner_up.step_time_s / plan.step_time_s - 1
     reason = f"; {runner_up.reason}" if runner_up.reason else ""
+    reason += f"; {TOO_NEAR}" if is_too_near(plan, runner_up.step_time_s) else ""
     time_text = f"{seconds_text(runner_up.step_time_s)} ({slower:+.2%})"
     return f"{runner_up.kind}: {time_text}: {strategy_text(runner_up.strategy)}{reason}"
 
@@ -254,6 +273,7 @@ def provenance_lines(plan: Plan) -> list[str]:
     facts = plan.provenance
     lines = [
         f"prices: {facts.prices}" + (" (nothing is fitted to measurements)" if facts.prices == "ideal" else ""),
+        f"certainty: {certainty_text(plan)}",
         f"{facts.schedules_proven} of {facts.schedules} scheduled passes of layers are proven within 1 %",
         f"the bound holds over {_offered(plan)}",
         f"rules cover {facts.coverage_flops:.1%} of flops and {facts.coverage_bytes:.1%} of bytes",

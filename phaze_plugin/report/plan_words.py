@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from phaze.cost.calibration import fitted_families
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan
 
@@ -77,19 +76,14 @@ def _recompute_words(strategy: Parallelism) -> str:
 
 def uncertainty_text(plan: Plan) -> str:
     """How far such predictions were off where they could be checked, or that nothing was checked."""
-    calibration = plan.question.calibration
+    calibration, runs = plan.question.calibration, plan.provenance.comparable
+    if runs is not None:
+        return (
+            f"{runs} of what was predicted for them by a fit that had not seen them. Steps that differ by less than "
+            f"{runs.spread:.0%} may come out the other way round."
+        )
     if calibration.is_ideal:
         return "Prices are ideal: nothing was fitted to measurements, and real steps take longer."
     if calibration.has_measured_kernels_only:
-        return f"Prices: {calibration.name}; real steps take longer."
-    family = next((family for family in fitted_families().values() if family["name"] == calibration.name), None)
-    if family is None:
-        return f"Prices: {calibration.name}; how far they are off was not measured."
-    errors = [row["dataset_left_out"] or row["row_left_out"] for row in family["errors"].values()]
-    runs = sum(row["rows"] for row in family["errors"].values())
-    least, most = f"{min(errors):.0%}", f"{max(errors):.0%}"
-    spread = most if least == most else f"{least} to {most}"
-    return (
-        f"Prices are fitted to {runs} published runs. Runs that were left out of the fit were missed by {spread} on "
-        "average; expect as much here."
-    )
+        return f"Prices: {calibration.name}; no comparable runs are known, and real steps take longer."
+    return f"Prices: {calibration.name}; no comparable runs are known, so that how far they are off is not either."
