@@ -6,6 +6,10 @@ variables are the logarithms of efficiencies and of the overhead, and the overla
 (`_to_variable`). `_minimise` takes Gauss-Newton steps with Levenberg's damping; derivatives are differences
 (`_slopes`). The same runs always give the same fit.
 
+With a prior the start is what is known before the runs: it counts as one more run for each term, whose residual is the
+way from the start in units of how far machines lie apart (`PRIOR_SPREADS`), times the error of a good prediction. Terms
+that few runs show then stay near the start, and there may be fewer runs than terms.
+
 The runs cannot separate two terms if changing both leaves the residuals as they are: the columns of their derivatives
 are then (nearly) parallel (`_parallel`). A term that changes nothing is not seen at all, and is not moved.
 """
@@ -23,6 +27,7 @@ from phaze.cost import Calibration
 from phaze.errors import QuestionError
 
 __all__ = [
+    "PRIOR_SPREADS",
     "Fit",
     "fit_terms",
     "point_of",
@@ -59,6 +64,12 @@ _UNSEEN = 1e-3
 _SHOWN = 0.02
 """A term is worth fitting if some run's log seconds change by at least this much per unit of its variable."""
 _RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0)}
+PRIOR_SPREADS = {"overhead_s": 0.7, "overlap": 0.3}
+_EFFICIENCY_SPREAD = 0.15
+"""How far a machine's terms lie from those fitted to others of its chip, in variables: efficiencies by some 15 %, the
+host's overhead by a factor of 2, the overlap by 0.3."""
+_PRIOR_ERROR = 0.03
+"""The error of a good prediction: what a run must be missed by before it moves a term by its spread."""
 _EFFICIENCY_RANGE = (0.02, 1.0)
 """Where terms may lie: wide enough for any machine, narrow enough that logarithms stay finite."""
 
@@ -98,27 +109,33 @@ def fit_terms(
     terms: Sequence[str],
     *,
     weights: Sequence[float] | None = None,
+    is_prior: bool = False,
 ) -> Fit:
-    """Fit some terms of a calibration to measured seconds.
+    """Fit some terms of a calibration to measured seconds; with ``is_prior`` the start is known from other machines.
 
-    Raises QuestionError where there are fewer runs than terms.
+    Raises QuestionError where there are fewer runs than terms and no prior.
     """
     seconds = np.asarray(measured_s, dtype=np.float64)
-    if len(seconds) < len(terms):
+    if len(seconds) < len(terms) and not is_prior:
         raise QuestionError(
             f"{len(seconds)} measured runs for {len(terms)} terms ({', '.join(terms)}); expected at least as many runs "
             f"as terms. {_least_apart(predict, start, terms)}Measure more runs, or fit fewer terms."
         )
     weight = np.ones(len(seconds)) if weights is None else np.asarray(weights, dtype=np.float64)
+    known = point_of(start, terms)
+    spreads = np.array([PRIOR_SPREADS.get(term, _EFFICIENCY_SPREAD) for term in terms])
+    pulls = _PRIOR_ERROR / spreads if is_prior else np.zeros(len(terms))
 
     def residuals(points: Sequence[_Floats]) -> _Floats:
         predicted = predict([_calibration_at(start, terms, point) for point in points])
-        return np.log(predicted / seconds)
+        away = (np.stack([np.asarray(point) for point in points]) - known) * pulls
+        return np.concatenate([np.log(predicted / seconds), away], axis=1)
 
-    point = point_of(start, terms)
+    point, runs = known, len(seconds)
     low, high = (np.array([_to_variable(term, _range(term)[end]) for term in terms]) for end in (0, 1))
-    point, slopes = _minimise(residuals, np.clip(point, low, high), low, high, weight)
-    errors = np.exp(residuals([point])[0]) - 1
+    all_weights = np.concatenate([weight, np.ones(len(terms))])
+    point, all_slopes = _minimise(residuals, np.clip(point, low, high), low, high, all_weights)
+    errors, slopes = np.exp(residuals([point])[0][:runs]) - 1, all_slopes[:runs]
     unseen = tuple(term for term, column in zip(terms, slopes.T, strict=True) if np.abs(column).max() < _UNSEEN)
     best = _calibration_at(start, terms, point)
     without_term = predict([replace(best, **{term: getattr(start, term)}) for term in terms]) / seconds - 1

@@ -43,6 +43,11 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=positive_integer, metavar="N", help="sequences in the traced step")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="of the trace (default bf16)")
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="of the trace")
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="forget the chip's own calibration; by default the fit stays as near to it as the runs allow",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the calibration")
     add_json_option(parser)
 
@@ -66,8 +71,9 @@ def _from_steps(arguments: Namespace, console: Console) -> int:
     def predict(calibrations: Sequence[Calibration]) -> NDArray[np.float64]:
         return np.stack([run.seconds(calibrations) for run in prepared], axis=1)
 
-    terms, left = _terms(arguments.terms, predict, start, len(runs))
-    fit = fit_terms(predict, [run.seconds for run in runs], start, terms)
+    is_prior = _is_fitted(runs, plugins) and not arguments.from_scratch
+    terms, left = _terms(arguments.terms, predict, start, len(_CANDIDATES) if is_prior else max(1, 2 * len(runs) // 3))
+    fit = fit_terms(predict, [run.seconds for run in runs], start, terms, is_prior=is_prior)
     _show_fit(arguments, console, start, _with_reserve(fit, prepared), prepared, left)
     return ExitCode.FINE
 
@@ -107,13 +113,22 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
     return replace(calibration, name=name, stack=stacks[stack])
 
 
-def _terms(text: str | None, predict: Predict, start: Calibration, runs: int) -> tuple[tuple[str, ...], dict[str, str]]:
+def _is_fitted(runs: Sequence[Run], plugins: PluginManager) -> bool:
+    """Whether the runs' chip has a calibration that was fitted to other runs."""
+    from phaze.cost import calibration_of
+    from phaze.question import settled_cluster
+
+    calibration = calibration_of(settled_cluster(runs[0].cluster, plugins).accelerator)
+    return not (calibration.is_ideal or calibration.has_measured_kernels_only)
+
+
+def _terms(text: str | None, predict: Predict, start: Calibration, most: int) -> tuple[tuple[str, ...], dict[str, str]]:
     """What to fit: as asked, or what the runs show; and why not the others."""
     from phaze.calibration_fitting import separable_terms
     from phaze.cost.calibration import TERMS
 
     if text is None:
-        return separable_terms(predict, start, _CANDIDATES, max(1, 2 * runs // 3))
+        return separable_terms(predict, start, _CANDIDATES, most)
     terms = tuple(part.strip() for part in text.split(","))
     for term in terms:
         if term not in TERMS:

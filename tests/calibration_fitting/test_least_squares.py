@@ -80,3 +80,41 @@ def test_a_term_back_at_its_start_leaves_its_part_of_the_error() -> None:
 def test_too_few_runs_are_refused_with_the_two_terms_that_they_separate_least() -> None:
     with pytest.raises(QuestionError, match=r"2 measured runs for 3 terms .* They cannot separate \w+ from \w+\."):
         fit_terms(lambda calibrations: predict(calibrations)[:, :2], [1.0, 2.0], START, ("matrix", "memory", "link"))
+
+
+def test_a_prior_keeps_what_the_runs_do_not_show_and_moves_what_they_do() -> None:
+    """Seconds are 1 / matrix + 0.001 / memory: three runs show matrix, and memory hardly."""
+
+    def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([[size / one.matrix + 0.001 / one.memory for size in (1, 2, 3)] for one in calibrations])
+
+    start = Calibration(matrix=0.8, memory=0.7)
+    measured = [1.02 * seconds for seconds in predict([Calibration(matrix=0.6, memory=0.7)])[0]]
+    free = fit_terms(predict, measured, start, ("matrix", "memory"))
+    held = fit_terms(predict, measured, start, ("matrix", "memory"), is_prior=True)
+    assert held.calibration.matrix == pytest.approx(0.6 / 1.02, rel=0.04)
+    assert held.calibration.memory == pytest.approx(0.7, rel=0.01)
+    assert abs(held.calibration.memory - 0.7) <= abs(free.calibration.memory - 0.7)
+
+
+def test_with_a_prior_one_run_may_fit_two_terms_and_many_runs_outweigh_it() -> None:
+    def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([[1 / one.matrix + 1 / one.memory] * runs for one in calibrations])
+
+    found = []
+    for runs in (1, 50):
+        measured = [1 / 0.6 + 1 / 0.6] * runs
+        start = Calibration(matrix=0.8, memory=0.8)
+        found.append(fit_terms(predict, measured, start, ("matrix", "memory"), is_prior=True))
+    few, many = (abs(fit.errors[0]) for fit in found)
+    assert many < few < 0.25
+    assert many < 0.01
+
+
+def test_a_prior_that_is_right_stays() -> None:
+    def predict(calibrations: Sequence[Calibration]) -> np.ndarray:
+        return np.array([[size / one.matrix for size in (1, 2)] for one in calibrations])
+
+    start = Calibration(matrix=0.8)
+    fit = fit_terms(predict, predict([start])[0].tolist(), start, ("matrix",), is_prior=True)
+    assert fit.calibration.matrix == pytest.approx(0.8, rel=1e-6)
