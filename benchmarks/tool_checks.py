@@ -204,6 +204,7 @@ def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:
     degrees = expected["mesh"]
     copies = degrees["dp_replicate"] * degrees["dp_shard"]
 
+    mesh = None
     if degrees["cp"] > 1:  # what deepspeed.initialize does with both sizes, as a mesh of its own
         sizes = json.loads(Path(path).read_text())
         shape = (sizes["data_parallel_size"], sizes["sequence_parallel_size"])
@@ -215,7 +216,7 @@ def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:
         def get_data_parallel_world_size(self) -> int:
             return copies
 
-    config = DeepSpeedConfig(path, mpu=Units() if degrees["tp"] * degrees["pp"] > 1 else None)
+    config = DeepSpeedConfig(path, mpu=Units() if degrees["tp"] * degrees["pp"] > 1 else None, mesh_device=mesh)
     assert config.train_batch_size == expected["global_batch_size"]
     assert config.train_micro_batch_size_per_gpu == expected["micro_batch_size"]
     assert int(config.zero_optimization_stage) == expected["zero"]
