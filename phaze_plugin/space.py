@@ -5,10 +5,11 @@ cores, arrays of 2..256 rows and 2..256 columns, as many vector lanes as rows, a
 area of at most tpuv4-paper's, and of at least 30 % of it unless there is a single tensor core or a single vector core.
 Points inherit tpuv4-paper's clock, rates and HBM bandwidth at any HBM size. There are 29,360.
 
-A space of one's own (`grid`, or `load` from a file) is every combination of values per field, with limits on area,
-power or any function of the points. Limits are applied in order, and an error names the one that leaves nothing. Power
-is what everything at once would draw (`powers_w`): leakage, all arrays and lanes at every cycle, HBM at full bandwidth.
-No utilisation is assumed, so that it compares accelerators only.
+A space of one's own (`grid`, or `load` from a file) is every combination of values per field, clocks and HBM bandwidths
+included, with limits on area, power, price (from prices that are given) or any function of the points. Limits are
+applied in order, and an error names the one that leaves nothing. Power is what everything at once would draw
+(`powers_w`): leakage, all arrays and lanes at every cycle, HBM at full bandwidth. No utilisation is assumed, so that it
+compares accelerators only. Networks are searched beside a space, not in it: see `network` of `phaze.search`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from numbers import Integral
 
@@ -25,21 +26,20 @@ from numpy.typing import NDArray
 
 from phaze.errors import FormatError, QuestionError, near_names, shown
 from phaze.file_reading import read_document
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, AcceleratorArray, largest
+from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, Accelerator, AcceleratorArray, largest
 from phaze.hardware.area_energy import area_mm2, areas_mm2, energy_model
 from phaze.hardware.chip_presets import preset
 from phaze.hardware.field_checks import positive_integer
 from phaze.json_schemas import DRAFT
 from phaze.schema_checks import SchemaCheck
 
-__all__ = ["PAPER_HBM_BYTES", "SPACE_SCHEMA", "grid", "load", "paper", "powers_w"]
+__all__ = ["PAPER_HBM_BYTES", "SPACE_SCHEMA", "device_prices", "grid", "load", "paper", "powers_w"]
 
 FORMAT = "phaze-space"
 VERSION = 1
 
-MOST_POINTS = 500_000
-"""The largest grid, before limits. A search keeps some 150 bytes for each point, microbatch size and tp, which makes
-about a gigabyte for so many."""
+MOST_POINTS = 1_000_000
+"""The largest grid, before limits: some 250 bytes a point, names included, which makes a quarter of a gigabyte."""
 
 _MIB = 2**20
 _GIB = 2**30
@@ -50,6 +50,12 @@ _BASELINE = "tpuv4-paper"
 _LEAST_AREA_SHARE = 0.3
 """The paper leaves out accelerators with less than this share of the baseline's area, unless a kind of core is single.
 """
+
+_TOLD_FIELDS = {"hbm_bandwidth_bytes_per_s": (1e9, "h", "g"), "clock_hz": (1e6, "c", "m")}
+"""How names tell bandwidths and clocks where a space has several: the unit, and the letters around the number."""
+
+PRICE_NAMES = ("device", "mm2", "hbm_gb_per_s")
+"""What prices may be given for: a device whatever it is, a mm2 of it, a GB/s of its HBM."""
 
 PAPER_HBM_BYTES = (32 * _GIB, 64 * _GIB, 80 * _GIB)
 """The HBM sizes that the paper's search crosses with its accelerators."""
@@ -85,8 +91,11 @@ def paper(hbm_bytes: int = PAPER_HBM_BYTES[0]) -> AcceleratorArray:
     return chosen.renamed(point_names(chosen))
 
 
-def point_names(points: AcceleratorArray) -> tuple[str, ...]:
-    """Names of the form ``t8x128x128-v2x128-b128m``: tensor cores, vector cores, buffer in MiB."""
+def point_names(points: AcceleratorArray, told: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the form ``t8x128x128-v2x128-b128m``: tensor cores, vector cores, buffer in MiB.
+
+    Where they are fields to be ``told``, HBM bandwidth in GB/s and clock in MHz follow: ``-h1200g-c1050m``.
+    """
     columns = (
         points.tensor_cores,
         points.tensor_rows,
@@ -95,10 +104,15 @@ def point_names(points: AcceleratorArray) -> tuple[str, ...]:
         points.vector_lanes,
         points.buffer_bytes // _MIB,
     )
-    return tuple(
+    names = tuple(
         f"t{tensor}x{rows}x{cols}-v{vector}x{lanes}-b{buffer}m"
         for tensor, rows, cols, vector, lanes, buffer in zip(*(column.tolist() for column in columns), strict=True)
     )
+    for field, (unit, letter, suffix) in _TOLD_FIELDS.items():
+        if field in told:
+            values = (getattr(points, field) / unit).tolist()
+            names = tuple(f"{name}-{letter}{value:.9g}{suffix}" for name, value in zip(names, values, strict=True))
+    return names
 
 
 def grid(
@@ -110,18 +124,21 @@ def grid(
     vector_lanes: Iterable[int] | None = None,
     buffer_mib: Iterable[int],
     hbm_bytes: int = PAPER_HBM_BYTES[0],
-    clock_hz: float | None = None,
-    hbm_bandwidth_bytes_per_s: float | None = None,
+    clock_hz: float | Iterable[float] | None = None,
+    hbm_bandwidth_bytes_per_s: float | Iterable[float] | None = None,
     min_area_mm2: float | None = None,
     max_area_mm2: float | None = None,
     max_power_w: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    max_price: float | None = None,
     where: Callable[[AcceleratorArray], NDArray[np.bool_]] | None = None,
 ) -> AcceleratorArray:
     """Every combination of the values that keeps within the limits, in order of its tuple.
 
     Without ``vector_lanes`` a vector core has as many lanes as an array has rows. Clock and bandwidth are tpuv4-paper's
-    unless given. ``where`` takes all points and says which are kept. Raises QuestionError naming an empty field, a
-    limit that leaves nothing, or a grid of more than half a million points.
+    unless given. ``prices`` are the user's own: what a device costs at least (``device``), what a mm2 costs (``mm2``)
+    and what a GB/s of HBM costs (``hbm_gb_per_s``); ``max_price`` limits their sum. ``where`` takes all points and says
+    which are kept. Raises QuestionError naming an empty field, a limit that leaves nothing, or too large a grid.
     """
     fields = {
         "tensor_cores": tensor_cores,
@@ -135,16 +152,21 @@ def grid(
     values = {
         name: _axis(name, given, 0 if follows and name == "vector_lanes" else 1) for name, given in fields.items()
     }
-    count = math.prod(len(axis) for axis in values.values())
+    baseline = preset(_BASELINE).accelerator
+    reals = {
+        "hbm_bandwidth_bytes_per_s": _real_axis("hbm_bandwidth_bytes_per_s", hbm_bandwidth_bytes_per_s, baseline),
+        "clock_hz": _real_axis("clock_hz", clock_hz, baseline),
+    }
+    axes: dict[str, NDArray[np.generic]] = {**values, **reals}
+    count = math.prod(len(axis) for axis in axes.values())
     if count > MOST_POINTS:
-        sizes = " x ".join(f"{len(axis)} {name}" for name, axis in values.items())
+        sizes = " x ".join(f"{len(axis)} {name}" for name, axis in axes.items())
         raise QuestionError(
             f"the space has at least {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer "
             "values, or search it in parts."
         )
-    baseline = preset(_BASELINE).accelerator
-    columns = [axis.ravel() for axis in np.meshgrid(*values.values(), indexing="ij")]
-    tensors, rows, cols, vectors, lanes, buffers = columns
+    columns = [axis.ravel() for axis in np.meshgrid(*axes.values(), indexing="ij")]
+    tensors, rows, cols, vectors, lanes, buffers, bandwidths, clocks = columns
     points = AcceleratorArray(
         names=("unnamed",) * count,
         tensor_cores=tensors,
@@ -154,13 +176,18 @@ def grid(
         vector_lanes=np.where(lanes == 0, rows, lanes),
         buffer_bytes=buffers * _MIB,
         hbm_bytes=np.full(count, hbm_bytes),
-        hbm_bandwidth_bytes_per_s=np.full(count, hbm_bandwidth_bytes_per_s or baseline.hbm_bandwidth_bytes_per_s),
-        clock_hz=np.full(count, clock_hz or baseline.clock_hz),
+        hbm_bandwidth_bytes_per_s=bandwidths,
+        clock_hz=clocks,
         rates=np.tile(AcceleratorArray.of([baseline]).rates, (count, 1)),
     )
-    limits = {"min_area_mm2": min_area_mm2, "max_area_mm2": max_area_mm2, "max_power_w": max_power_w}
-    kept = _within(points, limits, where)
-    return kept.renamed(point_names(kept))
+    limits = {
+        "min_area_mm2": min_area_mm2,
+        "max_area_mm2": max_area_mm2,
+        "max_power_w": max_power_w,
+        "max_price": max_price,
+    }
+    kept = _within(points, limits, _checked_prices(prices, max_price), where)
+    return kept.renamed(point_names(kept, [name for name, axis in reals.items() if len(axis) > 1]))
 
 
 def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
@@ -180,6 +207,44 @@ def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:
     return np.array(sorted(set(values)), dtype=np.int64)
 
 
+def _real_axis(name: str, given: object, baseline: Accelerator) -> NDArray[np.float64]:
+    """The values of a clock or a bandwidth: the baseline's, one, or several."""
+    if given is None:
+        return np.array([getattr(baseline, name)])
+    is_listed = isinstance(given, Iterable) and not isinstance(given, str)
+    values = list(islice(given, MOST_POINTS + 1)) if is_listed else [given]  # type: ignore[call-overload]
+    numbers = {float(value) for value in values if isinstance(value, int | float) and _is_positive(value)}
+    if not values or not all(map(_is_positive, values)):
+        raise QuestionError(f"{name} is {shown(given)}; expected positive numbers, and at least one of them.")
+    return np.array(sorted(numbers))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _checked_prices(prices: object, max_price: object) -> dict[str, float]:
+    """The user's prices; raises QuestionError for unknown ones, and for a limit without any."""
+    if prices is None:
+        if max_price is not None:
+            raise QuestionError(f"max_price is {shown(max_price)} without prices; add prices, such as {{'mm2': 2}}.")
+        return {}
+    if not isinstance(prices, Mapping) or not all(
+        name in PRICE_NAMES and (price == 0 or _is_positive(price)) for name, price in prices.items()
+    ):
+        raise QuestionError(f"prices is {shown(prices)}; expected numbers for some of {', '.join(PRICE_NAMES)}.")
+    return {str(name): float(price) for name, price in prices.items()}
+
+
+def device_prices(points: AcceleratorArray, prices: Mapping[str, float]) -> NDArray[np.float64]:
+    """What each accelerator costs by the user's prices; memory, links and hosts are not in it."""
+    return np.asarray(
+        prices.get("device", 0.0)
+        + prices.get("mm2", 0.0) * areas_mm2(points)
+        + prices.get("hbm_gb_per_s", 0.0) * points.hbm_bandwidth_bytes_per_s / 1e9
+    )
+
+
 def _most(name: str) -> int:
     return largest("buffer_bytes") // _MIB if name == "buffer_mib" else largest(name)
 
@@ -187,6 +252,7 @@ def _most(name: str) -> int:
 def _within(
     points: AcceleratorArray,
     limits: Mapping[str, float | None],
+    prices: Mapping[str, float],
     where: Callable[[AcceleratorArray], NDArray[np.bool_]] | None,
 ) -> AcceleratorArray:
     for name, limit in limits.items():
@@ -194,12 +260,15 @@ def _within(
             continue
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise QuestionError(f"{name} is {shown(limit)}; expected a positive number.")
-        sizes = powers_w(points) if name == "max_power_w" else areas_mm2(points)
+        measures = {"max_power_w": (powers_w, "W"), "max_price": (lambda chips: device_prices(chips, prices), "")}
+        measure, unit = measures.get(name, (areas_mm2, "mm2"))
+        sizes = measure(points)
         is_kept = sizes >= limit if name.startswith("min") else sizes <= limit
         if not is_kept.any():
             raise QuestionError(
                 f"{name} is {limit:g} and leaves nothing of the space: its points lie between {sizes.min():.6g} and "
-                f"{sizes.max():.6g} {'W' if name == 'max_power_w' else 'mm2'}. Move the limit, or give other values."
+                f"{sizes.max():.6g} {unit}".rstrip()
+                + ". Move the limit, or give other values."
             )
         points = points.take(np.flatnonzero(is_kept))
     if where is not None:
@@ -222,7 +291,8 @@ def powers_w(points: AcceleratorArray) -> NDArray[np.float64]:
 
 
 _GRID_FIELDS = ("tensor_cores", "tensor_rows", "tensor_cols", "vector_cores", "vector_lanes", "buffer_mib")
-_NUMBER_FIELDS = ("clock_hz", "hbm_bandwidth_bytes_per_s", "min_area_mm2", "max_area_mm2", "max_power_w")
+_REAL_GRID_FIELDS = ("clock_hz", "hbm_bandwidth_bytes_per_s")
+_NUMBER_FIELDS = ("min_area_mm2", "max_area_mm2", "max_power_w", "max_price")
 
 
 _COUNT = {"type": "integer", "minimum": 1}
@@ -234,7 +304,15 @@ def _range_schema(step: str) -> dict[str, object]:
 
 
 _COUNTS = {"anyOf": [_COUNT, {"type": "array", "items": _COUNT}, _range_schema("times"), _range_schema("plus")]}
-_POSITIVE_OR_NONE = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+_POSITIVE_OR_NONE = {"anyOf": [_POSITIVE, {"type": "null"}]}
+_POSITIVES = {"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}, {"type": "null"}]}
+_PRICES = {
+    "anyOf": [
+        {"type": "object", "properties": dict.fromkeys(PRICE_NAMES, {"type": "number", "minimum": 0})},
+        {"type": "null"},
+    ]
+}
 
 SPACE_SCHEMA: Mapping[str, object] = {
     "$schema": DRAFT,
@@ -244,7 +322,9 @@ SPACE_SCHEMA: Mapping[str, object] = {
         "format": {"const": FORMAT},
         "version": {"const": VERSION},
         **dict.fromkeys(_GRID_FIELDS, _COUNTS),
+        **dict.fromkeys(_REAL_GRID_FIELDS, _POSITIVES),
         **dict.fromkeys(_NUMBER_FIELDS, _POSITIVE_OR_NONE),
+        "prices": _PRICES,
     },
     "required": ["format", "version", *(name for name in _GRID_FIELDS if name != "vector_lanes")],
     "additionalProperties": False,
@@ -259,8 +339,8 @@ def load(path: str | os.PathLike[str]) -> AcceleratorArray:
 
     It has the format "phaze-space", version 1, and the arguments of `grid` but for `where` and memories. Cores, sides,
     lanes and buffers are numbers, lists of numbers, or ranges such as {"from": 1, "to": 64, "times": 2} (or "plus": 8);
-    clock, bandwidth and limits are single numbers. Raises FormatError naming what is unknown or wrong, and as
-    `grid` does.
+    clock and bandwidth are numbers or lists of them, limits single numbers, prices an object. Raises FormatError naming
+    what is unknown or wrong, and as `grid` does.
     """
     return from_description(read_document(path, "a space"), os.fspath(path))
 
@@ -269,7 +349,7 @@ def from_description(document: object, where: str = "the space") -> AcceleratorA
     """The space that a document describes; see `load`."""
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise FormatError(f"{where} is not a space: expected an object with format {FORMAT!r} and version {VERSION}.")
-    known = ("format", "version", *_GRID_FIELDS, *_NUMBER_FIELDS)
+    known = ("format", "version", *_GRID_FIELDS, *_REAL_GRID_FIELDS, *_NUMBER_FIELDS, "prices")
     for name in document:
         if name not in known:
             near = near_names(name, known)
@@ -279,8 +359,8 @@ def from_description(document: object, where: str = "the space") -> AcceleratorA
             raise FormatError(f"{where} has an unknown field {name!r}.{hint} Known: {', '.join(known[2:])}.")
     _check_space(document, where)
     arguments = {name: _listed(f"{where}.{name}", document[name]) for name in _GRID_FIELDS if name in document}
-    numbers = {name: document.get(name) for name in _NUMBER_FIELDS}
-    return grid(**arguments, **numbers)  # type: ignore[arg-type]  # every argument is checked there
+    others = {name: document.get(name) for name in (*_REAL_GRID_FIELDS, *_NUMBER_FIELDS, "prices")}
+    return grid(**arguments, **others)  # type: ignore[arg-type]  # every argument is checked there
 
 
 def _listed(where: str, value: int | list[int] | Mapping[str, int]) -> list[int]:

@@ -72,8 +72,8 @@ def test_limits_keep_what_is_within_them() -> None:
         ({"buffer_mib": 10**14}, "buffer_mib is 1000.*; expected whole numbers from 1 to 1073741824"),
         ({"max_area_mm2": "x"}, "max_area_mm2 is 'x'; expected a positive number"),
         ({"max_power_w": -1}, "max_power_w is -1; expected a positive number"),
-        ({"tensor_rows": range(1, 2000), "tensor_cols": range(1, 2000)}, "points .* at most 500,000"),
-        ({"tensor_rows": range(1, 10**12)}, "points .* at most 500,000"),
+        ({"tensor_rows": range(1, 2000), "tensor_cols": range(1, 2000)}, "points .* at most 1,000,000"),
+        ({"tensor_rows": range(1, 10**12)}, "points .* at most 1,000,000"),
     ],
 )
 def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], told: str) -> None:
@@ -90,7 +90,7 @@ def test_a_space_that_cannot_be_names_what_empties_it(change: dict[str, Any], to
         ({"version": 2}, "is not a space"),
         ({"tensor_rows": {"from": 4, "to": 2, "times": 2}}, "from <= to"),
         ({"tensor_rows": {"from": 4, "step": 2}}, "tensor_rows has an unknown field 'step'"),
-        ({"tensor_rows": {"from": 1, "to": 10**12, "plus": 1}}, "points .* at most 500,000"),
+        ({"tensor_rows": {"from": 1, "to": 10**12, "plus": 1}}, "points .* at most 1,000,000"),
         ({"max_area_mm2": "big"}, "max_area_mm2 is 'big'"),
     ],
 )
@@ -163,3 +163,44 @@ def test_the_module_is_found_without_importing_it() -> None:
 def test_memory_that_cannot_be_is_refused(hbm_bytes: object) -> None:
     with pytest.raises(HardwareError, match="hbm_bytes"):
         phaze.space.paper(hbm_bytes)  # type: ignore[arg-type]
+
+
+def test_clocks_and_bandwidths_are_axes_and_names_tell_them() -> None:
+    points = phaze.space.grid(**GRID, clock_hz=(1e9, 1.05e9), hbm_bandwidth_bytes_per_s=[1.2e12, 2.4e12, 3e12])
+    assert len(points) == len(phaze.space.grid(**GRID)) * 6
+    assert len(set(points.names)) == len(points)
+    assert points.names[0] == "t1x64x128-v1x64-b16m-h1200g-c1000m"
+    assert sorted(set(points.clock_hz)) == [1e9, 1.05e9]
+    (single,) = {name.count("-") for name in phaze.space.grid(**GRID, clock_hz=9e8).names}
+    assert single == 2  # what all have in common is not told
+
+
+def test_prices_that_are_given_limit_a_space() -> None:
+    prices = {"device": 100, "mm2": 2.0, "hbm_gb_per_s": 0.5}
+    points = phaze.space.grid(**GRID, prices=prices, hbm_bandwidth_bytes_per_s=(1e12, 2e12))
+    costs = phaze.space.device_prices(points, prices)
+    assert costs == pytest.approx(100 + 2 * areas_mm2(points) + 0.5 * points.hbm_bandwidth_bytes_per_s / 1e9)
+    limit = float(np.median(costs))
+    kept = phaze.space.grid(**GRID, prices=prices, max_price=limit, hbm_bandwidth_bytes_per_s=(1e12, 2e12))
+    assert list(kept.names) == [name for name, cost in zip(points.names, costs, strict=True) if cost <= limit]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"clock_hz": (0,)}, "clock_hz is"),
+        ({"hbm_bandwidth_bytes_per_s": ()}, "hbm_bandwidth_bytes_per_s is"),
+        ({"max_price": 3}, "max_price is 3 without prices"),
+        ({"prices": {"lane": 1}}, "expected numbers for some of device, mm2"),
+        ({"prices": {"mm2": 1}, "max_price": 1e-9}, "max_price is 1e-09 and leaves nothing"),
+    ],
+)
+def test_axes_and_prices_that_cannot_be_are_named(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    with pytest.raises(QuestionError, match=told):
+        phaze.space.grid(**{**GRID, **change})
+    path = tmp_path / "space.json"
+    path.write_text(
+        json.dumps({**FILE, **{name: list(v) if isinstance(v, tuple) else v for name, v in change.items()}})
+    )
+    with pytest.raises((FormatError, QuestionError), match=told):
+        phaze.space.load(path)

@@ -24,7 +24,7 @@ __all__ = ["search_designs"]
 
 _SPACE_HELP = """\
 a space of one's own, every combination of these that keeps within the limits (numbers, lists or ranges; vector_lanes,
-clock_hz, hbm_bandwidth_bytes_per_s and min_area_mm2 may be added, limits left out):
+clock_hz, hbm_bandwidth_bytes_per_s, min_area_mm2, prices and max_price may be added, limits left out):
   {"format": "phaze-space", "version": 1, "tensor_cores": [1, 2, 4], "tensor_rows": 128, "tensor_cols": [64, 128],
    "vector_cores": {"from": 1, "to": 16, "times": 2}, "buffer_mib": [16, 32], "max_area_mm2": 300, "max_power_w": 400}
 """
