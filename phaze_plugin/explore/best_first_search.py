@@ -1,5 +1,6 @@
 """The best-first search over boxes of accelerators, until no bound that is left exceeds the best value by the gap.
 
+    0. A large space loses what provably is not the best (`space_screening`).
     1. Every slicing is swept over the space (`design_bounds`), quickly. The most promising accelerator is tried
        (`_try_first`). Slicings that cannot beat it anywhere are done; the others are swept again, tightly
        (`_sweep_tightly`).
@@ -35,6 +36,7 @@ from phaze.explore.journal import Journal
 from phaze.explore.objectives import Metric, Objective
 from phaze.explore.search_question import PROVABLE_SCHEDULES, SearchQuestion
 from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.space_screening import SCREENED_FROM, ScreenedSpace, can_screen, screen_space
 from phaze.hardware.area_energy import area_mm2
 from phaze.planner.progress import TimeLimitError
 from phaze.planner.strategy_search import nearest_tp
@@ -54,6 +56,10 @@ _NEAR_SHARE_OF_GAP = 1 / 8
 _NEAR = 1e-4
 """An accelerator is evaluated when its box's best case is within this share below it (an eighth of the gap, or 1e-4 if
 that is more). A larger share evaluates more, a smaller one cuts more."""
+
+_MOST_SWEPT = 500_000
+"""The most accelerators that are swept: some 150 bytes for each of them, microbatch size and tp, which makes about a
+gigabyte."""
 
 _WHOLE_SPACE = "all"
 """The name of the box that holds the whole space; names of its parts begin with it."""
@@ -75,6 +81,9 @@ class BestFirstSearch:
         root: the whole space, while it is neither open nor closed.
         is_interrupted: whether the search was ended before everything was closed.
         tight_state: what the search over schedules with tight bounds found, where there was one.
+        screened: what left a large space before it was swept; `question` then has what is left of it.
+        first_point: an accelerator that is known to be good, to begin with; None for the most promising one.
+        screened_from: how many accelerators make a space large.
     """
 
     question: SearchQuestion
@@ -88,6 +97,9 @@ class BestFirstSearch:
     root: DesignBox | None = None
     is_interrupted: bool = False
     tight_state: SearchState | None = None
+    screened: ScreenedSpace | None = None
+    first_point: int | None = None
+    screened_from: int = SCREENED_FROM
 
     @property
     def state(self) -> SearchState:
@@ -116,12 +128,13 @@ class BestFirstSearch:
             *(upper_bound for _, upper_bound in state.closed),
             *(design.upper_bound for design in state.evaluated.values()),
             *(state.upper_bound(box) for box in self.boxes_left),
-            0.0,
+            0.0 if self.screened is None else self.screened.bound,
         )
 
     def run(self) -> SearchState:
         """Search to the end, or until interrupted; raises PlanError where nothing fits or nothing was found."""
         try:
+            self._screen()
             self._search_tight_schedules()
             self._start()
             while self.open_boxes:
@@ -140,6 +153,35 @@ class BestFirstSearch:
         if self.state.best is None:
             raise PlanError("no accelerator of the space has a plan that fits; add larger memories (hbm_gib).")
         return self.state
+
+    def _screen(self) -> None:
+        """Leave what provably is not the best out of a large space, before it is swept."""
+        if len(self.question.points) < self.screened_from or not can_screen(self.question):
+            return
+        screened = screen_space(self.question, self.workers, self._search_few, self.report)
+        if screened is not None:
+            self.screened = screened
+            self.first_point = int(np.searchsorted(screened.kept, screened.first))
+            self.question = replace(self.question, points=self.question.points.take(screened.kept))
+
+    def _search_few(self, points: IntArray) -> tuple[float, int]:
+        """The best value of a few accelerators, and where it is; 0 and the first of them where nothing fits."""
+        inner = BestFirstSearch(
+            question=replace(self.question, points=self.question.points.take(points)),
+            workers=self.workers,
+            journal=self.journal,
+            report=self.report,
+            prefix="few/",
+            screened_from=len(self.question.points) + 1,
+        )
+        try:
+            best = inner.run().best
+        except PlanError:
+            return 0.0, int(points[0])
+        if inner.is_interrupted:
+            raise TimeLimitError
+        assert best is not None
+        return best.value, int(points[best.point])
 
     def _search_tight_schedules(self) -> None:
         """Find something to beat among the schedules whose bounds are tight, if there are others as well."""
@@ -180,6 +222,11 @@ class BestFirstSearch:
         Returns the whole space as a box; raises PlanError where some model cannot be sliced or fits nowhere.
         """
         question = self.question
+        if len(question.points) > _MOST_SWEPT:
+            raise PlanError(
+                f"{len(question.points):,} accelerators are left to sweep; at most {_MOST_SWEPT:,} fit in memory. "
+                "Search the space in parts, or one model by throughput or by area, which leaves most of it out first."
+            )
         slicings, refused = run_sweeps(sweep_tasks(question), self.workers, self.report)
         objective = Objective(
             metric=question.metric,
@@ -258,13 +305,18 @@ class BestFirstSearch:
         )
 
     def _try_first(self, root: DesignBox) -> None:
-        """Evaluate a promising accelerator on the few slicings with the lowest bounds, to have something to beat."""
-        point = self._most_promising(root.points)
+        """Evaluate a promising accelerator on the few slicings with the lowest bounds, to have something to beat.
+
+        One that is known to be good is evaluated on all of them, so that no less is beaten than is known.
+        """
+        is_known = self.first_point is not None
+        point = self._most_promising(root.points) if self.first_point is None else self.first_point
         box = self.tasks.single_box(root, point)
         tasks = []
         for model in range(len(self.question.names)):
             task = self.tasks.evaluate_task(box, model, self.question.points.at(point), math.inf)
-            lowest = sorted(task.slicings, key=lambda pair: (pair[0], pair[1].name))[:_TRIED_SLICINGS]
+            lowest = sorted(task.slicings, key=lambda pair: (pair[0], pair[1].name))
+            lowest = lowest if is_known else lowest[:_TRIED_SLICINGS]
             tasks.append(replace(task, slicings=tuple(lowest)))
         names = [f"try/{point}/{model}" for model in range(len(tasks))]
         (design,) = self.tasks.evaluate_models(names, tasks, [box])

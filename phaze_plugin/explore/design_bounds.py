@@ -69,12 +69,15 @@ __all__ = [
     "IntArray",
     "PassColumn",
     "RefusedSlicing",
+    "SlicedModel",
     "Slicing",
     "SlicingBounds",
     "SweepTask",
     "SweptSlicing",
     "best_case_accelerator",
+    "least_steps_s",
     "run_sweeps",
+    "slice_model",
     "sweep_slicing",
     "sweep_tasks",
 ]
@@ -252,45 +255,89 @@ def _sweep_or_refuse(task: SweepTask) -> SweptSlicing | RefusedSlicing:
         return RefusedSlicing(task.model, task.micro_batch_size, task.tp, str(error))
 
 
-def sweep_slicing(task: SweepTask) -> SweptSlicing:
-    """Slice a model and bound its passes on all accelerators; raises ShardError where the tp is impossible."""
-    question, points, tp = task.question, task.question.points, task.tp
-    (model_question,) = question.questions
-    sharded = fastest_slicing(model_question, graph_at(model_question, task.micro_batch_size), tp)
-    options = replace(profile_options(model_question), gap=_SIZES_ONLY_GAP, work=_SIZES_ONLY_WORK)
-    slices = profile_model(sharded, options)
-    problem = _open_problem(question, slices)
-    variants, repeated = layer_variants(sharded), repeated_layers(sharded)
-    counts = {key: sum(layer.key == key for layer in slices.placement.layers) for key in variants}
-    columns: list[PassColumn] = []
-    column_s: list[FloatArray] = []
-    busy_s, busy_j = np.zeros(len(points)), np.zeros(len(points))
-    for key, layer in variants.items():
-        bounder = _PassBounder(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlicedModel:
+    """A model sliced for a task, as on the reference accelerator: what every bound of the slicing begins with.
+
+    Attributes:
+        task: the slicing.
+        sharded: the sliced model.
+        problem: its placement problem; only its sizes count.
+        options: how passes are priced.
+    """
+
+    task: SweepTask
+    sharded: ShardedModel
+    problem: PlacementProblem
+    options: ProfileOptions
+
+    def layers(self) -> Iterator[tuple[str, ShardedLayer, int]]:
+        """Each distinct layer by its key, and how many devices all layers like it keep busy in a microbatch."""
+        tp, keys = self.task.tp, [layer.key for layer in self.problem.graph.layers]
+        for key, layer in layer_variants(self.sharded).items():
+            devices = tp if self.problem.profiles[key, tp, RecomputeMode.NONE].is_tensor_parallel else 1
+            yield key, layer, keys.count(key) * devices
+
+    def bounder(self, layer: ShardedLayer, points: AcceleratorArray) -> _PassBounder:
+        """Bounds the passes of a layer on some accelerators."""
+        return _PassBounder(
             layer=layer,
             local=slice_layer(layer),
             points=points,
-            options=options,
-            is_paper=question.is_paper,
-            is_tight=task.is_tight,
+            options=self.options,
+            is_paper=self.task.question.is_paper,
+            is_tight=self.task.is_tight,
         )
-        layer_bounds = _bound_layer(bounder, layer.problem.layer.key in repeated)
+
+    def step_s(self, busy_s: FloatArray) -> FloatArray:
+        """The least seconds of a step whose microbatches keep devices busy for so long: nobody ever waits."""
+        device_count = self.problem.cluster.device_count
+        return self.problem.micro_batches * busy_s / device_count * (1 - CLAIM_MARGIN)
+
+
+def slice_model(task: SweepTask) -> SlicedModel:
+    """Slice a model; raises ShardError where the tp is impossible."""
+    (model_question,) = task.question.questions
+    sharded = fastest_slicing(model_question, graph_at(model_question, task.micro_batch_size), task.tp)
+    options = replace(profile_options(model_question), gap=_SIZES_ONLY_GAP, work=_SIZES_ONLY_WORK)
+    problem = _open_problem(task.question, profile_model(sharded, options))
+    return SlicedModel(task=task, sharded=sharded, problem=problem, options=options)
+
+
+def least_steps_s(sliced: SlicedModel, points: AcceleratorArray) -> FloatArray:
+    """As `SlicingBounds.step_s`, for any accelerators and without the rest of a sweep."""
+    busy_s = np.zeros(len(points))
+    for _, layer, devices in sliced.layers():
+        bounder = sliced.bounder(layer, points)
+        whole = single_layer(bounder.local)
+        busy_s += devices * (bounder.bounds_of(whole.forward).least_s + bounder.bounds_of(whole.backward).least_s)
+    return sliced.step_s(busy_s)
+
+
+def sweep_slicing(task: SweepTask) -> SweptSlicing:
+    """Slice a model and bound its passes on all accelerators; raises ShardError where the tp is impossible."""
+    sliced, points = slice_model(task), task.question.points
+    problem, repeated = sliced.problem, repeated_layers(sliced.sharded)
+    columns: list[PassColumn] = []
+    column_s: list[FloatArray] = []
+    busy_s, busy_j = np.zeros(len(points)), np.zeros(len(points))
+    for key, layer, devices in sliced.layers():
+        layer_bounds = _bound_layer(sliced.bounder(layer, points), layer.problem.layer.key in repeated)
         columns += [PassColumn(key, name) for name in layer_bounds.pass_s]
         column_s += list(layer_bounds.pass_s.values())
-        devices = tp if problem.profiles[key, tp, RecomputeMode.NONE].is_tensor_parallel else 1
-        busy_s += counts[key] * devices * layer_bounds.through_s
-        busy_j += counts[key] * devices * layer_bounds.energy_j
+        busy_s += devices * layer_bounds.through_s
+        busy_j += devices * layer_bounds.energy_j
     slicing = Slicing(
         model=task.model,
-        sharded=sharded,
+        sharded=sliced.sharded,
         problem=problem,
         columns=tuple(columns),
-        is_paper=question.is_paper,
+        is_paper=task.question.is_paper,
         network=Network(problem.cluster, problem.calibration),
     )
     bounds = SlicingBounds(
         pass_s=np.stack(column_s, axis=1),
-        step_s=problem.micro_batches * busy_s / model_question.cluster.device_count * (1 - CLAIM_MARGIN),
+        step_s=sliced.step_s(busy_s),
         step_j=problem.micro_batches * busy_j * (1 - CLAIM_MARGIN),
     )
     return SweptSlicing(slicing, bounds)

@@ -266,13 +266,15 @@ def _certificate(best_first: BestFirstSearch) -> Certificate:
     assert state.best is not None
     bound = best_first.proven_bound()
     designs = {**state.tried, **state.evaluated}.values()
+    screened = () if best_first.screened is None else best_first.screened.closed
     scheduled = {design.point for design in designs if any(plan.scheduled for plan in design.evaluations)}
     placed = {design.point for design in designs if any(plan.placed for plan in design.evaluations)}
     return Certificate(
         value=state.best.value,
         bound=bound,
         gap=bound / state.best.value - 1,
-        points=len(question.points) * (1 if question.counts_energy else len(question.hbm_bytes)),
+        points=(len(question.points) + sum(cells.points for cells in screened))
+        * (1 if question.counts_energy else len(question.hbm_bytes)),
         scheduled=len(scheduled | state.scheduled),
         placed=len(placed),
         bounds=state.bound_count,
@@ -287,6 +289,16 @@ def _certificate(best_first: BestFirstSearch) -> Certificate:
                 most_area_mm2=float(state.areas_mm2[box.points].max()),
             )
             for box, upper_bound in state.closed
+        )
+        + tuple(
+            PrunedBox(
+                name=f"screened{cells.level}",
+                points=cells.points,
+                bound=cells.bound,
+                least_area_mm2=cells.least_area_mm2,
+                most_area_mm2=cells.most_area_mm2,
+            )
+            for cells in screened
         ),
     )
 
