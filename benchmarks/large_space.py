@@ -12,6 +12,7 @@ with its certificate, how many were left by each level of the screening, and as 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import resource
 import sys
 import time
@@ -74,6 +75,8 @@ def main() -> None:
 
 
 def _processor_s() -> float:
+    while multiprocessing.active_children():  # those that ended count when they are waited for
+        time.sleep(0.1)
     uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in uses)
 

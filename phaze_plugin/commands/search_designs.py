@@ -44,7 +44,11 @@ def configure(parser: ArgumentParser) -> None:
         "--global-batch", type=positive_integer, default=4096, metavar="N", help="sequences per step (default 4096)"
     )
     parser.add_argument(
-        "--network", default="paper", metavar="NAME", help="paper (default), a known network, or nvlink8-gen4+ib400"
+        "--network",
+        type=words,
+        default=("paper",),
+        metavar="NAME,NAME",
+        help="paper (default), a known network, or nvlink8-gen4+ib400, 25GB/s; several are searched for one model",
     )
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
@@ -79,6 +83,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--evaluations", type=positive_integer, metavar="N", help="designs of a run (default 100)")
     parser.add_argument("--executor", metavar="NAME", help="processes[:N] (default), serial or dask://HOST:PORT")
     add_trust_option(parser)
+    parser.add_argument("--top", type=positive_integer, default=1, metavar="K", help="tell the K best designs")
+    parser.add_argument("--sensitivity", action="store_true", help="tell what one step along each axis would change")
     parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
     parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
@@ -132,7 +138,8 @@ def _question_options(arguments: Namespace) -> dict[str, Any]:
         "micro_batch_size": arguments.micro_batch_size,
         "tp": arguments.tp,
         "global_batch_size": arguments.global_batch,
-        "network": arguments.network,
+        "network": arguments.network[0] if len(arguments.network) == 1 else arguments.network,
+        "top": arguments.top,
         "optimizer": arguments.optimizer,
         "precision": arguments.precision,
         "sequence_length": arguments.sequence_length,
@@ -154,6 +161,8 @@ def _method_options(arguments: Namespace) -> dict[str, Any]:
     given = {name: count for name, count in counts.items() if count is not None}
     if arguments.method == "exact" and given:
         raise QuestionError(f"--{next(iter(given))} is for methods that draw designs; add --method tpe, say.")
+    if arguments.method == "exact":
+        given["sensitivity"] = arguments.sensitivity
     return {
         "method": arguments.method,
         **given,

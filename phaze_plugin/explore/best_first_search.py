@@ -84,6 +84,7 @@ class BestFirstSearch:
         screened: what left a large space before it was swept; `question` then has what is left of it.
         first_point: an accelerator that is known to be good, to begin with; None for the most promising one.
         screened_from: how many accelerators make a space large.
+        floor: a value that was found on another network, to be beaten; 0 where there is none.
     """
 
     question: SearchQuestion
@@ -100,6 +101,7 @@ class BestFirstSearch:
     screened: ScreenedSpace | None = None
     first_point: int | None = None
     screened_from: int = SCREENED_FROM
+    floor: float = 0.0
 
     @property
     def state(self) -> SearchState:
@@ -181,7 +183,7 @@ class BestFirstSearch:
         if inner.is_interrupted:
             raise TimeLimitError
         assert best is not None
-        return best.value, int(points[best.point])
+        return max(best.value, self.floor), int(points[best.point])
 
     def _search_tight_schedules(self) -> None:
         """Find something to beat among the schedules whose bounds are tight, if there are others as well."""
@@ -235,6 +237,7 @@ class BestFirstSearch:
             takes_worst=question.takes_worst,
         )
         self.state_so_far = SearchState.after_sweep(question, objective, slicings, refused)
+        self.state_so_far.floor = self.floor
         self._check_slicings()
         (root,) = self.tasks.bound_boxes([self._whole_space("coarse", slicings)], is_quick=True)
         self._check_memory(root)

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from phaze.errors import QuestionError, shown
 from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.design_sensitivity import sensitivity_rows
 from phaze.explore.executors import open_workers
 from phaze.explore.journal import Journal
+from phaze.explore.network_search import search_networks
 from phaze.explore.objectives import pareto_front
 from phaze.explore.reported_designs import chip_fields, plans_fit, reported_design
 from phaze.explore.sampled_result import SampledSearch
@@ -58,6 +61,7 @@ def search(
     trust_scheduler: bool = False,
     journal: str | os.PathLike[str] | None = None,
     time_limit_s: float | None = None,
+    sensitivity: bool = False,
     progress: Callable[[SearchProgress], object] | None = None,
     plugins: PluginManager | None = None,
     **options: Unpack[SearchOptions],
@@ -92,6 +96,7 @@ def search(
     trust_scheduler: bool = False,
     journal: str | os.PathLike[str] | None = None,
     time_limit_s: float | None = None,
+    sensitivity: bool = False,
     progress: Callable[[SearchProgress], object] | None = None,
     plugins: PluginManager | None = None,
     **options: Unpack[SearchOptions],
@@ -111,7 +116,8 @@ def search(
 
     `executor` is a concurrent.futures.Executor, "processes:4", "serial" or "dask://host:port"; the answer does not
     depend on it. A Dask scheduler that is not on this machine needs `trust_scheduler`. A `journal` file lets a killed
-    search resume. `time_limit_s` and Ctrl-C end it with the best so far.
+    search resume. `time_limit_s` and Ctrl-C end it with the best so far. With `top`, the best few designs are told,
+    with `sensitivity` the best one with each axis one step either way. `network` may be several texts for one model.
 
     Raises QuestionError (a ValueError) naming a wrong argument, and other PhazeErrors where nothing fits.
     """
@@ -120,17 +126,47 @@ def search(
         raise QuestionError(f"time_limit_s is {shown(time_limit_s)}; expected a positive number of seconds, or None.")
     if progress is not None and not callable(progress):
         raise QuestionError(f"progress is {shown(progress)}; expected a function of one SearchProgress.")
-    question = ask_search(models, inputs, options, plugins or installed_plugins())
-    started_s = time.monotonic()
+    networks = _networks(options, chosen, models, journal)
+    found_plugins, started_s = plugins or installed_plugins(), time.monotonic()
+    questions = [ask_search(models, inputs, {**options, "network": name}, found_plugins) for name in networks]
     with ExitStack() as stack:
         workers = stack.enter_context(open_workers(executor, trust_scheduler=trust_scheduler))
-        kept = Journal() if journal is None else Journal.open(journal, question.journal_header())
+        kept = Journal() if journal is None else Journal.open(journal, questions[0].journal_header())
         stack.callback(kept.close)
-        best_first = BestFirstSearch(question=question, workers=workers, journal=kept)
-        best_first.report = _ProgressReporter(best_first, progress, time_limit_s, started_s).report
-        if chosen is SearchMethod.EXACT:
-            return run_search(best_first, started_s)
-        return run_sampled_search(best_first, chosen, seeds, evaluations, started_s)
+
+        def prepare(question: SearchQuestion, floor: float) -> BestFirstSearch:
+            # Several networks have no journal file, and results of one are no use to another.
+            own = kept if len(questions) == 1 else Journal()
+            best_first = BestFirstSearch(question=question, workers=workers, journal=own, floor=floor)
+            best_first.report = _ProgressReporter(best_first, progress, time_limit_s, started_s).report
+            return best_first
+
+        if chosen is not SearchMethod.EXACT:
+            return run_sampled_search(prepare(questions[0], 0.0), chosen, seeds, evaluations, started_s)
+        settle = partial(run_search, has_sensitivity=sensitivity)
+        if len(questions) > 1:
+            return search_networks(questions, prepare, settle)
+        return settle(prepare(questions[0], 0.0), started_s)
+
+
+def _networks(options: SearchOptions, method: SearchMethod, models: object, journal: object) -> tuple[str, ...]:
+    """The networks to search; raises QuestionError where several of them cannot be."""
+    network = options.get("network", "paper")
+    names = (network,) if isinstance(network, str) else tuple(network)
+    if not names or len(set(names)) < len(names):
+        raise QuestionError(f"network is {shown(network)}; expected the text of one, or several different ones.")
+    if len(names) > 1:
+        unable = {
+            "several models (their ratios are to each network's own)": isinstance(models, list | tuple)
+            and len(models) > 1,
+            "a front": bool(options.get("front")),
+            "a journal": journal is not None,
+            f"method {method.value!r}": method is not SearchMethod.EXACT,
+        }
+        for what, is_asked in unable.items():
+            if is_asked:
+                raise QuestionError(f"several networks are not searched with {what}; search them one by one.")
+    return names
 
 
 def _checked_method(
@@ -185,8 +221,8 @@ class _ProgressReporter:
         )
 
 
-def run_search(best_first: BestFirstSearch, started_s: float) -> SearchResult:
-    """Search, then settle memory and plans of the best design."""
+def run_search(best_first: BestFirstSearch, started_s: float, *, has_sensitivity: bool = False) -> SearchResult:
+    """Search, then settle memory and plans of the best design, and what else is asked about it."""
     state = best_first.run()
     assert state.best is not None
     best, question = state.best, best_first.question
@@ -209,6 +245,19 @@ def run_search(best_first: BestFirstSearch, started_s: float) -> SearchResult:
         },
         seconds=time.monotonic() - started_s,
         explored=_explored(best_first),
+        top=_top(best_first),
+        sensitivity=tuple(sensitivity_rows(best_first)) if has_sensitivity else (),
+    )
+
+
+def _top(best_first: BestFirstSearch) -> tuple[Design, ...]:
+    """The best few designs with the largest memory, where they were asked for."""
+    state, question = best_first.state, best_first.question
+    if question.top == 1:
+        return ()
+    return tuple(
+        reported_design(state, design.point, design.evaluations, question.hbm_bytes[-1])
+        for design in state.best_designs(question.top)
     )
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from phaze.cost.operator_work import op_work
 from phaze.explore.search_result import Design, ModelRow
 from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import Evaluation
-from phaze.hardware import Accelerator
+from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
+from phaze.ir import Phase
+from phaze.planner.strategy_search import step_flops
+from phaze.question import Question
+from phaze.space import powers_w
 
-__all__ = ["chip_fields", "plans_fit", "reported_design"]
+__all__ = ["chip_fields", "plans_fit", "reported_design", "utilisations"]
 
 _GIB = 2**30
 
@@ -42,8 +47,14 @@ def reported_design(state: SearchState, point: int, evaluations: Sequence[Evalua
         area_mm2=float(state.areas_mm2[point]),
         value=judged.value,
         fields=chip_fields(chip),
+        power_w=float(powers_w(AcceleratorArray.of([chip]))[0]),
         models=tuple(
-            _model_row(name, model_question.global_batch_size, evaluation, ratio)
+            _model_row(
+                name,
+                replace(model_question, cluster=replace(model_question.cluster, accelerator=chip)),
+                evaluation,
+                ratio,
+            )
             for name, model_question, evaluation, ratio in zip(
                 question.names, question.questions, evaluations, ratios, strict=True
             )
@@ -56,9 +67,27 @@ def chip_fields(chip: Accelerator) -> dict[str, object]:
     return {name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
 
 
-def _model_row(name: str, samples: int, evaluation: Evaluation, ratio: float | None) -> ModelRow:
-    time_s = evaluation.time_s
+def utilisations(model_question: Question, step_time_s: float) -> tuple[float, float]:
+    """The parts of a step in which the tensor and the vector units of all devices have work, as averages.
+
+    It is the work of forward and backward over what all units could do in that time; what is computed again, fill,
+    padding and waiting count as idle.
+    """
+    chip, graph = model_question.cluster.accelerator, model_question.graph
+    devices = model_question.cluster.device_count
+    tensors = graph.tensors
+    operations = sum(op_work(op, tensors).vector_operations for op in graph.ops if op.phase is not Phase.UPDATE)
+    lane_operations = operations * model_question.global_batch_size / graph.micro_batch_size
+    peak = chip.peak_flops_per_s(model_question.recipe.compute_dtype)
+    lanes_per_s = chip.vector_cores * chip.vector_lanes * chip.clock_hz
+    available_s = devices * step_time_s
+    return step_flops(model_question) / (peak * available_s), lane_operations / (lanes_per_s * available_s)
+
+
+def _model_row(name: str, model_question: Question, evaluation: Evaluation, ratio: float | None) -> ModelRow:
+    time_s, samples = evaluation.time_s, model_question.global_batch_size
     assert time_s is not None
+    tensor, vector = utilisations(model_question, time_s)
     return ModelRow(
         model=name,
         samples_per_s=samples / time_s,
@@ -67,5 +96,7 @@ def _model_row(name: str, samples: int, evaluation: Evaluation, ratio: float | N
         joules_per_sample=None if evaluation.energy_j is None else evaluation.energy_j / samples,
         strategy=evaluation.strategy(),
         needed_bytes=evaluation.needed_bytes,
+        tensor_utilisation=tensor,
+        vector_utilisation=vector,
         ratio=ratio,
     )

@@ -75,6 +75,7 @@ class SearchQuestion:
         gap: how far from the proven optimum the answer may stay.
         network: how the devices are joined.
         sequence_length: tokens in a sequence, where it is not the models' own.
+        top: how many of the best designs are wanted.
     """
 
     names: tuple[str, ...]
@@ -90,6 +91,7 @@ class SearchQuestion:
     gap: float
     network: str
     sequence_length: int | None = None
+    top: int = 1
 
     @property
     def device_count(self) -> int:
@@ -129,6 +131,7 @@ class SearchQuestion:
             "front": self.wants_front,
             "gap": self.gap,
             **({"strategy": to_document(strategies)} if any(strategies) else {}),
+            **({"top": self.top} if self.top > 1 else {}),
         }
 
     def journal_header(self) -> dict[str, object]:
@@ -154,7 +157,7 @@ class SearchOptions(TypedDict, total=False):
         micro_batch_size: microbatch sizes to try.
         tp: tensor-parallel degrees to try.
         global_batch_size: sequences in one step.
-        network: how the devices are joined.
+        network: how the devices are joined; several texts are searched one after another, for one model.
         optimizer: as `phaze.optimize` takes it.
         precision: as `phaze.optimize` takes it.
         sequence_length: tokens in a sequence, instead of the models' own length.
@@ -169,6 +172,7 @@ class SearchOptions(TypedDict, total=False):
         calibration: how far the accelerators stay behind their ideal.
         attention: "fused" or "unfused" (the default, as in the paper).
         gap: how far from the proven optimum the answer may stay.
+        top: how many of the best designs are wanted: no other design exceeds the last of them by more than the gap.
     """
 
     devices: int
@@ -177,7 +181,7 @@ class SearchOptions(TypedDict, total=False):
     micro_batch_size: int | Sequence[int] | None
     tp: int | Sequence[int] | None
     global_batch_size: int
-    network: str
+    network: str | Sequence[str]
     optimizer: str
     precision: str | PrecisionRecipe
     sequence_length: int | None
@@ -191,6 +195,7 @@ class SearchOptions(TypedDict, total=False):
     calibration: Calibration | None
     attention: str | None
     gap: float
+    top: int
 
 
 def ask_search(models: object, inputs: object, options: SearchOptions, plugins: PluginManager) -> SearchQuestion:
@@ -215,7 +220,11 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
         raise QuestionError("the paper's counting has no energy; leave compatibility out, or ask for throughput.")
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise QuestionError(f"devices is {shown(devices)}; expected a whole number of at least 1.")
-    network = options.get("network", "paper")
+    top, network = options.get("top", 1), options.get("network", "paper")
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise QuestionError(f"top is {shown(top)}; expected a whole number of at least 1.")
+    if not isinstance(network, str):
+        raise QuestionError(f"network is {shown(network)}; expected the text of one network, such as '25GB/s'.")
     sizes = _memory_sizes(options.get("hbm_gib", DEFAULT_HBM_GIB))
     points = _points(options.get("space", "paper"), sizes[-1])
     cluster = parse_cluster(f"{REFERENCE}:{devices}@{network}", plugins)
@@ -235,6 +244,7 @@ def ask_search(models: object, inputs: object, options: SearchOptions, plugins: 
         gap=questions[0].gap,
         network=network,
         sequence_length=options.get("sequence_length"),
+        top=min(top, len(points)),
     )
 
 

@@ -25,16 +25,19 @@ __all__ = [
     "Explored",
     "MemoryRow",
     "ModelRow",
+    "NetworkRow",
     "PrunedBox",
     "SearchProgress",
     "SearchResult",
+    "SensitivityRow",
     "model_line",
     "value_text",
 ]
 
 FORMAT = "phaze-search"
-VERSION = 4
-"""Version 4 carries a digest of its content; version 3 has the designs that were evaluated."""
+VERSION = 5
+"""Version 5 tells power, utilisation, networks, the best few and the best one's neighbours; version 4 carries a digest
+of its content; version 3 has the designs that were evaluated."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
 """The parts of a strategy that a line about a model shows."""
@@ -82,6 +85,8 @@ class ModelRow:
         joules_per_sample: energy; None where it is not counted.
         strategy: what was chosen, in the form that `phaze.evaluate` takes.
         needed_bytes: memory of the fullest device.
+        tensor_utilisation: the part of all tensor cores' cycles in a step that matrix products take at least.
+        vector_utilisation: likewise of the vector lanes.
         ratio: the objective over that of the model's best plan on tpuv4-paper; None for a single model.
     """
 
@@ -92,6 +97,8 @@ class ModelRow:
     joules_per_sample: float | None
     strategy: Mapping[str, object]
     needed_bytes: float
+    tensor_utilisation: float
+    vector_utilisation: float
     ratio: float | None = None
 
 
@@ -106,6 +113,8 @@ class Design:
         value: the objective's value.
         fields: its cores, sizes, clock and bandwidth.
         models: every model on it.
+        power_w: what it draws with everything at work in every cycle.
+        network: how its devices are joined; None where the question named one network only.
     """
 
     name: str
@@ -114,6 +123,8 @@ class Design:
     value: float
     fields: Mapping[str, object]
     models: tuple[ModelRow, ...]
+    power_w: float
+    network: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +136,23 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRow:
+    """One of several networks that were searched.
+
+    Attributes:
+        network: its text.
+        value: the best value on it, as far as it was looked for; None where no plan beat what was known before.
+        bound: no accelerator exceeds it on this network.
+        name: the accelerator with the value.
+    """
+
+    network: str
+    value: float | None
+    bound: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedBox:
     """Accelerators that were pruned together, the bound that none of their values exceeds, and their areas."""
 
@@ -133,6 +161,27 @@ class PrunedBox:
     bound: float
     least_area_mm2: float
     most_area_mm2: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityRow:
+    """The best design with one axis at the next value of the space, up or down.
+
+    Attributes:
+        field: the field that changes.
+        direction: "up" or "down".
+        name: the accelerator; empty where the space has none, because it ends there or a limit forbids it.
+        area_mm2: its area.
+        value: the objective's value with the largest memory; None where there is no such accelerator or nothing fits.
+        change: the value over that of the best, less 1.
+    """
+
+    field: str
+    direction: str
+    name: str
+    area_mm2: float | None
+    value: float | None
+    change: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +251,10 @@ class SearchResult:
         plans: the plan of each model on the best design.
         refused: why microbatch sizes and tp are impossible, by model and sizes.
         seconds: how long the search took.
-        explored: what became of every accelerator of the space.
+        explored: what became of every accelerator of the space, but for those that left a large one at once.
+        networks: what was found on each network, where several were searched.
+        top: the best designs that were asked for, best first.
+        sensitivity: the best design with each axis one step either way.
     """
 
     question: Mapping[str, object]
@@ -216,6 +268,9 @@ class SearchResult:
     refused: Mapping[str, str]
     seconds: float
     explored: tuple[Explored, ...] = field(repr=False)
+    networks: tuple[NetworkRow, ...] = ()
+    top: tuple[Design, ...] = ()
+    sensitivity: tuple[SensitivityRow, ...] = ()
 
     def to_json(self) -> str:
         """Everything as a JSON document; of the explored accelerators those that were evaluated."""
@@ -246,7 +301,7 @@ class SearchResult:
     def __str__(self) -> str:
         best, proof = self.best, self.certificate
         lines = [
-            f"{best.name}, {best.hbm_gib:g} GiB of HBM, {best.area_mm2:.1f} mm2: "
+            f"{best.name}{_on_network(best)}, {best.hbm_gib:g} GiB of HBM, {best.area_mm2:.1f} mm2: "
             f"{value_text(self.objective, best.value)}",
             *(model_line(row) for row in best.models),
             "memory    " + ", ".join(_memory_text(self.objective, row) for row in self.memories),
@@ -255,6 +310,9 @@ class SearchResult:
             f"work      {proof.points:,} bounded, {proof.scheduled} scheduled, {proof.placed} placed, {proof.bounds} "
             f"bounds by placement; {seconds_text(self.seconds)}",
         ]
+        lines += [_network_line(self.objective, row) for row in self.networks]
+        lines += [_top_line(self.objective, index, design) for index, design in enumerate(self.top)]
+        lines += [_sensitivity_line(self.objective, row) for row in self.sensitivity]
         if self.is_front_proven or len(self.front) > 1:
             about = "of the space" if self.is_front_proven else "of the accelerators that were evaluated"
             lines += ["", f"front of throughput, area and energy, {about}:"]
@@ -300,6 +358,33 @@ def _proof_text(objective: str, proof: Certificate) -> str:
     if proof.gap <= EQUAL_RESULTS:
         return "the best of the space"
     return f"within {proof.gap:.2%} of the best: no accelerator exceeds {bound}"
+
+
+def _on_network(design: Design) -> str:
+    return "" if design.network is None else f" on {design.network}"
+
+
+def _network_line(objective: str, row: NetworkRow) -> str:
+    found = "nothing better" if row.value is None else f"{value_text(objective, row.value)} with {row.name}"
+    return f"network   {row.network}: {found}, none exceeds {value_text(objective, row.bound)}"
+
+
+def _top_line(objective: str, index: int, design: Design) -> str:
+    use = ", ".join(
+        f"{row.model} {row.tensor_utilisation:.0%} of tensor, {row.vector_utilisation:.0%} of vector units"
+        for row in design.models
+    )
+    return (
+        f"top {index + 1:<5} {design.name}{_on_network(design)}, {design.area_mm2:.1f} mm2, {design.power_w:.0f} W: "
+        f"{value_text(objective, design.value)}; {use}"
+    )
+
+
+def _sensitivity_line(objective: str, row: SensitivityRow) -> str:
+    what = f"{row.field.replace('_', ' ')} {row.direction}"
+    if row.value is None or row.change is None:
+        return f"step      {what}: {row.name or 'not in the space'}{', nothing fits' if row.name else ''}"
+    return f"step      {what}: {row.change:+.2%}, {value_text(objective, row.value)}, {row.name}"
 
 
 def _front_line(design: Design) -> str:

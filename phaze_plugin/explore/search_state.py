@@ -61,6 +61,7 @@ class SearchState:
         best: the best design so far.
         closed: closed boxes, each with the upper bound on its value.
         bound_count: bounds that were computed by placement.
+        floor: a value that was found elsewhere, to be beaten; 0 where there is none.
     """
 
     question: SearchQuestion
@@ -75,6 +76,7 @@ class SearchState:
     best: EvaluatedDesign | None = None
     closed: list[tuple[DesignBox, float]] = field(default_factory=list)
     bound_count: int = 0
+    floor: float = 0.0
 
     @classmethod
     def after_sweep(
@@ -121,17 +123,36 @@ class SearchState:
 
         Where the optimum is asked for (gap 0), boxes that may tie with the best are still looked at.
         """
-        if self.best is None:
-            return 0.0
         gap = self.question.gap * (1 - EQUAL_RESULTS)  # so that what is proven in the end is not a last digit above it
-        return self.best.value * (1 + gap if gap else 1 - EQUAL_DESIGNS)
+        return self._value_to_beat * (1 + gap if gap else 1 - EQUAL_DESIGNS)
+
+    @property
+    def _value_to_beat(self) -> float:
+        """The value that a design must exceed to count: the best so far, here or elsewhere; 0 where there is none.
+
+        Where the best few are wanted, it is the last of them.
+        """
+        if self.question.top == 1:
+            return self.floor if self.best is None else max(self.floor, self.best.value)
+        best_few = self.best_designs(self.question.top)
+        return max(self.floor, best_few[-1].value) if len(best_few) == self.question.top else self.floor
+
+    def best_designs(self, count: int) -> list[EvaluatedDesign]:
+        """The best designs so far, best first; of equal ones the smallest."""
+        designs = dict(self.tried)
+        for point, design in self.evaluated.items():
+            if point not in designs or design.value >= designs[point].value:
+                designs[point] = design
+        fitting = [design for design in designs.values() if design.costs is not None]
+        return sorted(fitting, key=lambda design: (-design.value, self.areas_mm2[design.point], design.point))[:count]
 
     def is_closed(self, box: DesignBox, bounds_s: FloatArray | None = None) -> bool:
         """Whether nothing in a box needs to be looked at; `bounds_s` as for `least_costs`."""
         costs = self.least_costs(box, bounds_s)
         if self.question.wants_front:
             return self._is_beaten(costs)
-        return self.best is not None and self.objective.value(costs) <= self.closing_value * (1 + CLOSING_MARGIN)
+        is_beatable = self._value_to_beat > 0
+        return is_beatable and self.objective.value(costs) <= self.closing_value * (1 + CLOSING_MARGIN)
 
     def _is_beaten(self, costs: DesignCosts) -> bool:
         """Whether some evaluated design is as good in throughput, area and energy, up to the gap."""
@@ -152,9 +173,9 @@ class SearchState:
 
     def useful_time_s(self, box: DesignBox, model: int) -> float:
         """From which step time of one model on a design cannot become the best."""
-        if self.question.wants_front or self.best is None:
+        if self.question.wants_front or self._value_to_beat == 0:
             return math.inf
-        best = self.best.value * (1 if self.question.gap else 1 - EQUAL_DESIGNS)
+        best = self._value_to_beat * (1 if self.question.gap else 1 - EQUAL_DESIGNS)
         return self._least_time_s(
             box, model, lambda bounds_s: self.objective.value(self.least_costs(box, bounds_s)) <= best
         )
