@@ -309,7 +309,7 @@ _POSITIVE_OR_NONE = {"anyOf": [_POSITIVE, {"type": "null"}]}
 _POSITIVES = {"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}, {"type": "null"}]}
 _PRICES = {
     "anyOf": [
-        {"type": "object", "properties": dict.fromkeys(PRICE_NAMES, {"type": "number", "minimum": 0})},
+        {"type": "object", "properties": {name: {"type": "number", "minimum": 0} for name in PRICE_NAMES}},
         {"type": "null"},
     ]
 }
