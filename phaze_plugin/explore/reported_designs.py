@@ -12,7 +12,7 @@ from phaze.explore.worker_tasks import Evaluation
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
 from phaze.ir import Phase
-from phaze.planner.strategy_search import step_flops
+from phaze.planner.least_step_time import step_flops
 from phaze.question import Question
 from phaze.space import powers_w
 
