@@ -165,9 +165,23 @@ def grid(
             f"the space has at least {count:,} points ({sizes}); at most {MOST_POINTS:,} fit in memory. Give fewer "
             "values, or search it in parts."
         )
+    points = _combinations(axes, hbm_bytes, baseline)
+    limits = {
+        "min_area_mm2": min_area_mm2,
+        "max_area_mm2": max_area_mm2,
+        "max_power_w": max_power_w,
+        "max_price": max_price,
+    }
+    kept = _within(points, limits, _checked_prices(prices, max_price), where)
+    return kept.renamed(point_names(kept, [name for name, axis in reals.items() if len(axis) > 1]))
+
+
+def _combinations(axes: Mapping[str, NDArray[np.generic]], hbm_bytes: int, baseline: Accelerator) -> AcceleratorArray:
+    """Every combination of the axes' values, unnamed."""
     columns = [axis.ravel() for axis in np.meshgrid(*axes.values(), indexing="ij")]
     tensors, rows, cols, vectors, lanes, buffers, bandwidths, clocks = columns
-    points = AcceleratorArray(
+    count = len(tensors)
+    return AcceleratorArray(
         names=("unnamed",) * count,
         tensor_cores=tensors,
         tensor_rows=rows,
@@ -180,14 +194,6 @@ def grid(
         clock_hz=clocks,
         rates=np.tile(AcceleratorArray.of([baseline]).rates, (count, 1)),
     )
-    limits = {
-        "min_area_mm2": min_area_mm2,
-        "max_area_mm2": max_area_mm2,
-        "max_power_w": max_power_w,
-        "max_price": max_price,
-    }
-    kept = _within(points, limits, _checked_prices(prices, max_price), where)
-    return kept.renamed(point_names(kept, [name for name, axis in reals.items() if len(axis) > 1]))
 
 
 def _axis(name: str, given: object, least: int) -> NDArray[np.int64]:

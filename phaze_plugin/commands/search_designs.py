@@ -73,6 +73,14 @@ def configure(parser: ArgumentParser) -> None:
         "--combine", default="average", metavar="NAME", help="ratios of several models: average (default) or worst"
     )
     parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
+    _add_method_arguments(parser)
+    _add_output_arguments(parser)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = _SPACE_HELP
+
+
+def _add_method_arguments(parser: ArgumentParser) -> None:
+    """How it is searched."""
     parser.add_argument(
         "--method",
         default="exact",
@@ -88,12 +96,14 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--journal", metavar="FILE", help="keep what was done there, and go on from it")
     parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
+
+
+def _add_output_arguments(parser: ArgumentParser) -> None:
+    """What is saved and printed."""
     parser.add_argument("--out", metavar="FILE", help="save the answer as JSON")
     parser.add_argument("--csv", metavar="FILE", help="save a line an accelerator: evaluated or pruned, and its bound")
     parser.add_argument("--plan", metavar="FILE", help="save the plan of a single model as JSON")
     add_json_option(parser)
-    parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = _SPACE_HELP
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 from phaze.errors import QuestionError, shown
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_sensitivity import sensitivity_rows
-from phaze.explore.executors import open_workers
+from phaze.explore.executors import Workers, open_workers
 from phaze.explore.journal import Journal
 from phaze.explore.network_search import search_networks
 from phaze.explore.objectives import pareto_front
@@ -133,20 +133,31 @@ def search(
         workers = stack.enter_context(open_workers(executor, trust_scheduler=trust_scheduler))
         kept = Journal() if journal is None else Journal.open(journal, questions[0].journal_header())
         stack.callback(kept.close)
-
-        def prepare(question: SearchQuestion, floor: float) -> BestFirstSearch:
-            # Several networks have no journal file, and results of one are no use to another.
-            own = kept if len(questions) == 1 else Journal()
-            best_first = BestFirstSearch(question=question, workers=workers, journal=own, floor=floor)
-            best_first.report = _ProgressReporter(best_first, progress, time_limit_s, started_s).report
-            return best_first
-
+        watch = _Watched(workers, kept, progress, time_limit_s, started_s)
         if chosen is not SearchMethod.EXACT:
-            return run_sampled_search(prepare(questions[0], 0.0), chosen, seeds, evaluations, started_s)
+            return run_sampled_search(watch.prepare(questions[0], 0.0), chosen, seeds, evaluations, started_s)
         settle = partial(run_search, has_sensitivity=sensitivity)
-        if len(questions) > 1:
-            return search_networks(questions, prepare, settle)
-        return settle(prepare(questions[0], 0.0), started_s)
+        if len(questions) > 1:  # without a journal's file: results on one network are no use to another
+            return search_networks(questions, replace(watch, journal=None).prepare, settle)
+        return settle(watch.prepare(questions[0], 0.0), started_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watched:
+    """Makes searches that run on the same workers, tell the same listener and end at the same time."""
+
+    workers: Workers
+    journal: Journal | None
+    listener: Callable[[SearchProgress], object] | None
+    time_limit_s: float | None
+    started_s: float
+
+    def prepare(self, question: SearchQuestion, floor: float) -> BestFirstSearch:
+        """The search of a question, with a value to beat."""
+        journal = Journal() if self.journal is None else self.journal
+        best_first = BestFirstSearch(question=question, workers=self.workers, journal=journal, floor=floor)
+        best_first.report = _ProgressReporter(best_first, self.listener, self.time_limit_s, self.started_s).report
+        return best_first
 
 
 def _networks(options: SearchOptions, method: SearchMethod, models: object, journal: object) -> tuple[str, ...]:
