@@ -9,6 +9,6 @@ from hypothesis import settings
 
 os.environ.pop("COLUMNS", None)
 
-settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False)
+settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False, max_examples=60)
 settings.register_profile("full", parent=settings.get_profile("phaze"), max_examples=1000)
 settings.load_profile("phaze")

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 from graphs import tiny_graph
 from hardware_strategies import accelerators
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from op_strategies import SampleOp, sample_ops
+from property_examples import examples
 
 from phaze.cost import (
     BINDINGS,
@@ -27,7 +28,7 @@ from phaze.cost import (
 from phaze.hardware import Accelerator, AcceleratorArray, precision_recipe, precision_recipe_names
 from phaze.ir import Graph, OpKind
 
-MANY = settings(max_examples=400)
+MANY = examples(300)
 EXACT = 1 + 1e-12
 GROWTH = st.sampled_from([1.001, 1.37, 2.0, 2.5, 64.0])
 

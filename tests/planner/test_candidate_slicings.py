@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples
 from plans import FITTED_CHIP, IDEAL_CHIP, small_cluster, small_graph
+from property_examples import examples
 
 import phaze
 from phaze.hardware import Cluster, parse_cluster

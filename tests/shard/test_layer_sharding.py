@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from devices import run_sharded
 from graphs import TINY_CONFIGS, argument_values, graphs, tiny_graph
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from oracles.numpy_reference import evaluate_graph
+from property_examples import examples
 from sharding import whole_problem
 
 from phaze.errors import ShardError
@@ -77,7 +78,7 @@ def test_arbitrary_shardings_compute_the_same(family: str, seed: int) -> None:
     assert_equal_to_whole(graph, sharded)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(graphs(), st.integers(2, 3), st.integers(0, 5))
 def test_arbitrary_shardings_of_random_graphs_compute_the_same(graph: Graph, tp: int, seed: int) -> None:
     problem = whole_problem(graph, tp, may_split_norms=True)

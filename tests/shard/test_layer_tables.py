@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from graphs import TINY_CONFIGS, graphs, tiny_graph
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from property_examples import examples
 from sharding import A100S, whole_problem
 
 import phaze
@@ -18,7 +19,8 @@ from phaze.shard.sharding_problem import seconds_of_splits, splits_of_layer
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
 
 HIGHS = SolverChain(AUTOMATIC_SOLVERS.solvers[:1])
-MODELS = ["gpt2", "bert-large", "llama3-8b", "mixtral-8x7b", "opt-350m", "t5-large"]
+LARGE = pytest.param("t5-large", marks=pytest.mark.exhaustive)
+MODELS = ["gpt2", "bert-large", "llama3-8b", "mixtral-8x7b", "opt-350m", LARGE]
 
 
 def assert_as_good_as_a_solver(problem: ShardingProblem) -> None:
@@ -44,7 +46,7 @@ def test_whole_toy_models_are_as_cheap_as_a_solver_finds(family: str, norms: boo
     assert_as_good_as_a_solver(whole_problem(tiny_graph(family), tp, may_split_norms=norms))
 
 
-@settings(max_examples=60)
+@examples(50)
 @given(graphs(), st.integers(2, 4), st.booleans(), st.booleans())
 def test_random_graphs_are_as_cheap_as_a_solver_finds(graph: Graph, tp: int, norms: bool, sequence: bool) -> None:
     problem = whole_problem(graph, tp, may_split_norms=norms, may_split_sequence=sequence)

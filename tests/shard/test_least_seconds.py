@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from graphs import TINY_CONFIGS, graphs, tiny_graph
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from property_examples import examples
 
 import phaze
 from phaze.cost import IDEAL, Calibration, calibration_of
@@ -15,6 +16,7 @@ from phaze.ir import Graph, RecomputeMode
 from phaze.profile.layer_passes import ProfileOptions, profile_and_report
 from phaze.shard import Axis, SequenceParallel, ShardedLayer, ShardOptions, least_model_seconds, shard_model
 
+LARGE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt3-175b", "t5-large")]
 CLUSTERS = ("a100-80gb:8", "tpuv4:8", "h100:8", "tpuv4-paper:8")
 
 
@@ -46,7 +48,7 @@ def test_every_family_at_toy_size_is_bounded(family: str, cluster: str) -> None:
         assert_bounded(graph, axis, SequenceParallel.FREE)
 
 
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b", "mixtral-8x7b", "t5-large"])
+@pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", *LARGE])
 def test_real_models_are_bounded_within_reach(name: str) -> None:
     graph = phaze.import_graph(name, sequence_length=512).with_micro_batch(2)
     cluster = parse_cluster("a100-80gb:8")
@@ -58,7 +60,7 @@ def test_real_models_are_bounded_within_reach(name: str) -> None:
         assert least_model_seconds(graph, axis) > 0.3 * sum(layer.compute_s for layer in model.layers)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     graphs(),
     st.integers(2, 3),

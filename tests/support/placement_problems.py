@@ -3,8 +3,6 @@
 from dataclasses import fields, replace
 from random import Random
 
-from hypothesis import settings
-
 from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, InterconnectLevel, Links, precision_recipe, preset
@@ -20,11 +18,6 @@ from phaze.profile.layer_profile import (
     PlacementLayer,
     RecomputeMode,
 )
-
-
-def examples(count: int) -> settings:
-    """So many examples in the default profile, and more in one that asks for more."""
-    return settings(max_examples=count * settings.default.max_examples // 100)
 
 
 def random_graph(random: Random, layers: int) -> PlacementGraph:

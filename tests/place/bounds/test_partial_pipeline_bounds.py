@@ -7,7 +7,8 @@ from random import Random
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, random_problem, random_strategy, with_axes, with_memory
+from placement_problems import random_problem, random_strategy, with_axes, with_memory
+from property_examples import examples
 
 from phaze.place.bounds.interleaved_bounds import interleaved_closed_form_s
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms

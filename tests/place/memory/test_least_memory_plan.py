@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 from placement_brute_force import brute_force
-from placement_problems import examples, problem_with_axes, random_problem, stage_sharded_problem, with_memory
+from placement_problems import problem_with_axes, random_problem, stage_sharded_problem, with_memory
+from property_examples import examples
 
 from phaze.place import PlacementProblem, PreparedProblem
 from phaze.place.memory.least_memory_plan import least_memory

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from placement_problems import changed, examples, random_problem, with_memory
+from placement_problems import changed, random_problem, with_memory
+from property_examples import examples
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset

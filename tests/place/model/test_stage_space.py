@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, random_graph
+from placement_problems import random_graph
+from property_examples import examples
 
 from phaze.errors import PlacementError
 from phaze.place import Flow, PlacementGraph

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.placement_instances import read_placement_instance
-from placement_problems import examples
+from property_examples import examples
 from repository import ROOT
 
 from phaze.errors import FormatError, GraphError, PlacementError

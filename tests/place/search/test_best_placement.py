@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from placement_brute_force import brute_force
-from placement_problems import chain_problem, changed, examples, random_problem
+from placement_problems import chain_problem, changed, random_problem
+from property_examples import examples
 
 from phaze.parallelism import PipelineSchedule
 from phaze.place import (

@@ -6,7 +6,8 @@ from random import Random
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, random_problem
+from placement_problems import random_problem
+from property_examples import examples
 
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem

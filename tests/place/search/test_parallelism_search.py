@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from placement_brute_force import brute_force
-from placement_problems import changed, examples, problem_with_axes, random_problem, stage_sharded_problem, with_axes
+from placement_problems import changed, problem_with_axes, random_problem, stage_sharded_problem, with_axes
+from property_examples import examples
 
 from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, problem_with_axes, random_problem
+from placement_problems import problem_with_axes, random_problem
+from property_examples import examples
 
 from phaze.parallelism import Parallelism
 from phaze.place import PreparedProblem

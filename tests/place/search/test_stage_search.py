@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples, random_problem, random_strategy
+from placement_problems import random_problem, random_strategy
+from property_examples import examples
 
 from phaze.place import PreparedProblem
 from phaze.place.search.stage_search import best_stages

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import examples
+from property_examples import examples
 
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.simulation.event_simulation import StageTimes, compile_order, simulate, simulated_s

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import chain_problem, examples, random_problem, with_memory
+from placement_problems import chain_problem, random_problem, with_memory
+from property_examples import examples
 
 from phaze.errors import PlacementError
 from phaze.parallelism import Parallelism, PipelineSchedule

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import chain_problem, examples, random_problem
+from placement_problems import chain_problem, random_problem
+from property_examples import examples
 
 from phaze.place import EventKind, find_placement
 
