@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,8 @@ from phaze.json_records import to_document
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "calibrations.json"
 ROUNDS = 4
 """Linear fits one after the other; the later ones move terms by less than a percent."""
+LARGEST_STEP = 1.5
+"""The factor by which a term may change in one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Family:
 
 
 _GPU_START = Calibration(
-    matrix=0.75, memory=0.8, link=0.8, network=0.8, overhead_s=2e-5, overlap=0.8, stack=LIBRARY_STACK
+    matrix=0.9, memory=0.8, link=0.8, network=0.8, overhead_s=1e-5, overlap=0.8, stack=LIBRARY_STACK
 )
 _TPU_START = Calibration(
     matrix=0.8, memory=0.8, link=0.8, network=0.5, overlap=0.8, stack=Stack(recomputes_ends=False, hides_links=False)
@@ -60,23 +62,23 @@ _MAXTEXT = "MaxText's tables as first published"
 FAMILIES = {
     "a100": Family(
         chips=("a100-40gb", "a100-80gb"),
-        terms=("matrix", "memory", "link", "network", "overhead_s", "overlap"),
+        terms=("matrix", "attention", "memory", "link", "network", "overhead_s"),
         start=_GPU_START,
         origin="arXiv:2104.04473 table 1; arXiv:2205.05198 table 5; BigScience's topology sweep of February 2022; "
         "vTrain's ground truth; llm-foundry's and InternEvo's tables",
     ),
     "h100": Family(
         chips=("h100", "h200", "h800", "gh200"),
-        terms=("matrix", "memory", "link", "network", "overhead_s", "overlap"),
+        terms=("matrix", "attention", "memory", "link", "network", "overhead_s"),
         start=_GPU_START,
         origin="torchtitan's, llm-foundry's, nanotron's, NVIDIA DGX Cloud's, NeMo's and Megatron-Bridge's tables on "
         "H100; H200, H800 and GH200 share its multiprocessors and were in no row",
     ),
     "blackwell": Family(
         chips=("b200", "b300", "gb200", "gb300"),
-        terms=("matrix", "memory", "network", "overhead_s", "overlap"),
+        terms=("matrix", "memory", "network"),
         start=_GPU_START,
-        origin="NVIDIA DGX Cloud's and Megatron-Bridge's tables on B200, B300, GB200 and GB300; link is assumed",
+        origin="NVIDIA DGX Cloud's and Megatron-Bridge's tables on B200, B300, GB200 and GB300; the rest is assumed",
     ),
     "tpuv4": Family(
         chips=("tpuv4",), terms=("matrix", "network"), start=_TPU_START, origin=f"{_MAXTEXT}; the rest is assumed"
@@ -170,9 +172,18 @@ def fitted(sample: Sample, family: Family) -> tuple[Calibration, Tangent]:
     calibration, everything = family.start, np.ones(len(sample.rows), dtype=bool)
     tangent = Tangent.at(sample, calibration, family.terms)
     for _ in range(ROUNDS):
-        calibration = tangent.fit(sample, calibration, everything)
+        calibration = nearer(calibration, tangent.fit(sample, calibration, everything), family.terms)
         tangent = Tangent.at(sample, calibration, family.terms)
     return calibration, tangent
+
+
+def nearer(before: Calibration, after: Calibration, terms: Sequence[str]) -> Calibration:
+    """A step towards a fit that changes no term by more than `LARGEST_STEP`: derivatives hold near their point only."""
+    moved = {}
+    for term in terms:
+        old, new = getattr(before, term), getattr(after, term)
+        moved[term] = min(max(new, old / LARGEST_STEP), old * LARGEST_STEP)
+    return replace(before, **moved)
 
 
 def left_out(sample: Sample, tangent: Tangent, best: Calibration) -> _Floats:

@@ -3,7 +3,8 @@
 Ops run one after the other, as they do on chips whose stack hides no collectives. With T, V, M the ideal tensor, vector
 and memory seconds of an op, and a collective's latency A, inner seconds B and outer seconds C at full bandwidth:
 
-    op          max(T/matrix + M/memory, V/vector) + overhead     (max(T/matrix, M/memory, ..) where memory is hidden)
+    op          of attention T stands for T/attention
+                max(T/matrix + M/memory, V/vector) + overhead     (max(T/matrix, M/memory, ..) where memory is hidden)
     collective  A + B/link + C/network + overhead
     attention   of W seconds in n blocks, whose keys go around in a ring of R seconds: max(W, W/n + R); a product in n
                 pieces beside its collectives likewise
@@ -65,7 +66,10 @@ class RingParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassParts:
-    """Ideal seconds per op (tensor, vector, memory), of rings, and of all other collectives together."""
+    """Ideal seconds per op (tensor, vector, memory), of rings, and of all other collectives together.
+
+    `attentions` are the ops that are fused attention.
+    """
 
     tensor_s: _Floats
     vector_s: _Floats
@@ -74,10 +78,12 @@ class PassParts:
     rings: tuple[RingParts, ...]
     links: int
     hides_memory: bool
+    attentions: tuple[int, ...] = ()
 
     def seconds(self, calibration: Calibration) -> float:
         """The pass under a calibration of the same stack."""
         tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
+        tensor[list(self.attentions)] /= calibration.attention
         run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
         ops = np.maximum(run, self.vector_s / calibration.vector)
         for ring in self.rings:
@@ -138,6 +144,7 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
         rings=tuple(rings),
         links=len(links),
         hides_memory=stack.hides_memory,
+        attentions=tuple(index for index, work in enumerate(works) if work.is_fused_attention),
     )
 
 

@@ -4,6 +4,7 @@ A `Calibration` holds fitted numbers, of which a family of chips has at most six
 
     tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory; where a GPU's products
                   were measured, theirs are product time / matrix                   (`phaze.cost.product_kernels`)
+    attention   = the share of the rate of matrix products that fused attention reaches
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
                   matrix products, the longer of tensor + memory time and vector time   (`phaze.cost.work_prices`)
     pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
@@ -65,7 +66,7 @@ __all__ = [
     "why_ideal",
 ]
 
-TERMS = ("matrix", "vector", "memory", "link", "network", "overhead_s", "overlap")
+TERMS = ("matrix", "attention", "vector", "memory", "link", "network", "overhead_s", "overlap")
 """The numbers of a calibration that can be fitted to measured steps."""
 
 
@@ -148,6 +149,7 @@ class Calibration:
 
     name: str = "ideal"
     matrix: float = 1.0
+    attention: float = 1.0
     vector: float = 1.0
     memory: float = 1.0
     link: float = 1.0
@@ -163,7 +165,7 @@ class Calibration:
     def __post_init__(self) -> None:
         """Check ranges."""
         owner = f"calibration {self.name}"
-        for name in ("matrix", "vector", "memory", "link", "network"):
+        for name in ("matrix", "attention", "vector", "memory", "link", "network"):
             fraction(owner, name, getattr(self, name))
         non_negative(owner, "overhead_s", self.overhead_s)
         non_negative(owner, "reserve", self.reserve)

@@ -120,6 +120,11 @@ class Work:
         return len(self.products) == 1 == len(self.tilings) and isinstance(self.tilings[0], ProductTiling)
 
     @property
+    def is_fused_attention(self) -> bool:
+        """Whether this is a kernel of several products that keeps the results between them on the chip."""
+        return len(self.products) > 1
+
+    @property
     def macs(self) -> float:
         """Multiply-accumulates of all products."""
         return sum(product.macs for product in self.products)
