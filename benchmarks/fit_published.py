@@ -53,7 +53,7 @@ class Family:
 
 
 _GPU_START = Calibration(
-    matrix=0.9, memory=0.8, link=0.8, network=0.8, overhead_s=1e-5, overlap=0.8, stack=LIBRARY_STACK
+    matrix=0.95, attention=0.5, memory=0.6, link=0.9, network=0.7, overhead_s=1e-5, overlap=0.8, stack=LIBRARY_STACK
 )
 _TPU_START = Calibration(
     matrix=0.8, memory=0.8, link=0.8, network=0.5, overlap=0.8, stack=Stack(recomputes_ends=False, hides_links=False)
@@ -69,7 +69,7 @@ FAMILIES = {
     ),
     "h100": Family(
         chips=("h100", "h200", "h800", "gh200"),
-        terms=("matrix", "attention", "memory", "link", "network", "overhead_s"),
+        terms=("matrix", "attention", "memory", "link", "network"),
         start=_GPU_START,
         origin="torchtitan's, llm-foundry's, nanotron's, NVIDIA DGX Cloud's, NeMo's and Megatron-Bridge's tables on "
         "H100; H200, H800 and GH200 share its multiprocessors and were in no row",
@@ -206,10 +206,10 @@ def left_out(sample: Sample, tangent: Tangent, best: Calibration) -> _Floats:
 def memory_terms(rows: Sequence[Row], family: Family, scorer: Scorer) -> dict[str, float]:
     """What devices hold beyond the need that we predict, and the margin that tells runs which ran out of memory.
 
-    The reserve is the median over rows with a measured figure, but no more than lets every row that ran fit; the margin
-    is the least (in percent, at least the usual five) that calls the rows which ran out of memory.
+    The reserve is the median over rows with a measured figure; the margin is the least (in percent, at least the usual
+    five) that calls the rows which ran out of memory.
     """
-    shares, fullest, ran = [], [], [0.0]
+    shares, fullest = [], []
     own = [row for row in rows if row.reason is None and row.chip in family.chips]
     for row in {row.question: row for row in own}.values():
         run = scorer.prepare(row, family.start.stack)
@@ -218,12 +218,9 @@ def memory_terms(rows: Sequence[Row], family: Family, scorer: Scorer) -> dict[st
         filled = run.needed_bytes / run.problem.cluster.accelerator.hbm_bytes
         if row.is_out_of_memory:
             fullest.append(filled)
-        elif row.seconds is not None:
-            ran.append(filled)
-        if row.memory_bytes and not row.is_out_of_memory:
+        elif row.memory_bytes:
             shares.append(row.memory_bytes / run.needed_bytes - 1)
-    reserve = max(0.0, statistics.median(shares)) if shares else 0.0
-    reserve = math.floor(1000 * max(0.0, min([reserve, *(1 / share - 1 for share in ran if 0 < share <= 1)]))) / 1000
+    reserve = round(max(0.0, statistics.median(shares)), 3) if shares else 0.0
     least = min((share * (1 + reserve) for share in fullest), default=1.0)
     return {"reserve": reserve, "margin": max(0.05, math.ceil((1 - least) * 100) / 100)}
 

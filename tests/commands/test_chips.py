@@ -35,7 +35,8 @@ def test_chips_stand_under_their_maker_and_say_how_they_are_priced(capsys: pytes
     assert "mi355x" in amd
     assert "gb200" in nvidia
     assert " calibrated " in lines["h100"]
-    assert " ideal " in lines["b200"]
+    assert " kernels " in lines["b200"]
+    assert " ideal " in lines["v100"]
 
 
 def test_another_chip_under_a_presets_name_has_none_of_its_facts(
