@@ -119,7 +119,7 @@ def test_many_searches_for_tools_find_what_their_files_say(question: dict[str, A
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("maxtext", "computes in bfloat16; the precision fp16-adamw"), ("torchtitan", "computes in bfloat16, float32")],
+    [("maxtext", "computes in bfloat16; the precision fp16-adam"), ("torchtitan", "computes in bfloat16, float32")],
 )
 def test_a_precision_that_a_tool_does_not_compute_in_is_refused_before_a_search(target: str, message: str) -> None:
     with pytest.raises(QuestionError, match=message):

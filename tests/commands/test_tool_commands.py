@@ -39,5 +39,8 @@ def test_a_script_is_priced_and_answered_with_a_diff(tmp_path: Path, capsys: pyt
     assert "read as megatron-lm: dp=1, zero=0, cp=1, ep=1, tp=8" in told
     assert "--no-such-option" in told.partition("passed over")[2].splitlines()[0] + told.partition("unknown):")[2]
     changes = told.partition("what to change, for megatron-lm:")[2]
-    assert "-  --tensor-model-parallel-size 8" in changes
-    assert "+  --tensor-model-parallel-size 1" in changes
+    assert "-  --tensor-model-parallel-size 8 --micro-batch-size 1 " in changes
+    added = " ".join(line for line in changes.splitlines() if line.startswith("+ "))
+    assert "--recompute-granularity" not in added, "nothing needs to be recomputed"
+    assert "--micro-batch-size" in added
+    assert "--micro-batch-size 1 " not in added, "so small a model wants large microbatches"

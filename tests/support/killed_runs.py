@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,12 @@ __all__ = ["killed", "leftovers"]
 def killed(work: Callable[[], object], chance: random.Random, longest_s: float) -> bool:
     """Do work in a copy of this process, and kill -9 that at a random moment; whether it was still at work then.
 
-    The copy has everything imported already, so that every moment is one of the work itself.
+    The copy has everything imported already, so that every moment is one of the work itself. Where other tests imported
+    JAX into this process, it warns of copies that use its threads; the work here does not, and is killed in any case.
     """
-    process = os.fork()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        process = os.fork()
     if process == 0:
         null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):

@@ -17,7 +17,7 @@ from phaze.ir import Graph
 
 WIDTH, BLOCKS = 8, 9
 
-FAMILIES = {"gpt2": {"n_layer": 8}, "t5": {"num_layers": 6, "num_decoder_layers": 5}}
+FAMILIES = {"gpt2": {"n_layer": 8}, "t5": {"num_layers": 8, "num_decoder_layers": 7}}
 """Blocks of one kind in one list, and in two lists, the blocks of one of which read from the other."""
 
 
