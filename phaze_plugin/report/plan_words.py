@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from phaze.cost.calibration import fitted_families
 from phaze.parallelism import Parallelism
 from phaze.plan.plan import Plan
 
@@ -86,4 +87,12 @@ def uncertainty_text(plan: Plan) -> str:
         return "Prices are ideal: nothing was fitted to measurements, and real steps take longer."
     if calibration.has_measured_kernels_only:
         return f"Prices: {calibration.name}; no comparable runs are known, and real steps take longer."
-    return f"Prices: {calibration.name}; no comparable runs are known, so that how far they are off is not either."
+    family = next((family for family in fitted_families().values() if family["name"] == calibration.name), None)
+    if family is None:
+        return f"Prices: {calibration.name}; no comparable runs are known, so that how far they are off is not either."
+    errors = [row.get("group_left_out") or row["row_left_out"] for row in family["errors"].values()]
+    count = sum(row["rows"] for row in family["errors"].values())
+    return (
+        f"Prices: {calibration.name}. Too few of its {count} runs are like this one to say where such runs lie. "
+        f"By table, runs left out of the fit were missed by {min(errors):.0%} to {max(errors):.0%} on average."
+    )
