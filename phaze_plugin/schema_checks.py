@@ -103,7 +103,8 @@ class SchemaCheck:
 
     def _any_of(self, schemas: Sequence[Mapping[str, Any]]) -> _Check:
         checks = [self._made(schema) for schema in schemas]
-        # Where nothing fits, the first alternative of the value's type tells why, else the first that is not null.
+        # Where nothing fits, the alternative of the value's type that fits furthest inwards tells why (the first of
+        # several), else the first that is not null.
         told = next(index for index, schema in enumerate(schemas) if schema.get("type") != "null")
 
         def check(value: Any) -> None:
@@ -115,7 +116,7 @@ class SchemaCheck:
                 except _RefusedError as refused:
                     refusals.append(refused)
             of_type = [refused for refused in refusals if refused.has_type or refused.path]
-            raise of_type[0] if of_type else refusals[told]
+            raise max(of_type, key=lambda refused: len(refused.path)) if of_type else refusals[told]
 
         return check
 

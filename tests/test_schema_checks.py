@@ -26,6 +26,16 @@ REFUSED: list[tuple[dict[str, Any], object, str]] = [
     ({"type": "object", "properties": {}, "additionalProperties": False}, {"b": 1}, "x has an unknown field 'b'"),
     ({"type": "object", "additionalProperties": {"type": "null"}}, {"b": 1}, "x.b is 1; expected null"),
     ({"anyOf": [{"type": "null"}, {"type": "number"}]}, "1", "x is '1'; expected a finite number"),
+    (
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": False},
+                {"type": "object", "properties": {"a": {"type": "null"}}},
+            ]
+        },
+        {"a": 1},
+        r"x\.a is 1; expected null",
+    ),
     ({"type": "number", "minimum": 1}, 0.5, "x is 0.5; expected at least 1"),
     ({"type": "number", "exclusiveMinimum": 0}, 0, "x is 0; expected more than 0"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, 1, "x is 1; expected null"),

@@ -9,7 +9,7 @@ answers by another all-to-all. The owner of the token weighs and adds them.
 Gradients of experts. Losses are means over copies, and the gradients of parameters are averaged over the devices that
 hold the same ones: R devices for dense parameters, R / ep for experts, whose gradients hold the tokens of ep devices.
 Tokens of a split sequence are counted once, on one of cp devices. Gradients inside are therefore multiplied by cp / ep
-(`_Scaled`), and what leaves the module backward is multiplied by the inverse.
+(`scaled_gradient`), and what leaves the module backward is multiplied by the inverse.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+from phaze.backends.torch.split_collectives import scaled_gradient
 from phaze.backends.torch.split_tensor import ContextTensor, rules_see, to_whole
 from phaze.errors import PlanError
 
@@ -108,19 +109,18 @@ def _exchanged_answers(
 ) -> torch.Tensor:
     scale = contexts / devices.size
     if devices.group is None:
-        unscaled = (_Scaled.apply(value, 1 / scale) for value in (tokens, weights))
+        unscaled = (scaled_gradient(value, 1 / scale) for value in (tokens, weights))
         inside: torch.Tensor = own_forward(next(unscaled), chosen, next(unscaled))
-        answers: torch.Tensor = _Scaled.apply(inside, scale)
-        return answers
+        return scaled_gradient(inside, scale)
     choices = chosen.shape[-1]
     rows = tokens.repeat_interleave(choices, 0)
     sent = _Sending.of(chosen.reshape(-1), devices, own_experts=_experts_on_device(own_forward))
-    received = _SentRows.apply(_Scaled.apply(rows, 1 / scale)[sent.order], devices, sent.to_each, sent.from_each)
+    received = _SentRows.apply(scaled_gradient(rows, 1 / scale)[sent.order], devices, sent.to_each, sent.from_each)
     inside = _answers_of_own(own_forward, received, sent.experts)
-    returned = _SentRows.apply(_Scaled.apply(inside, scale), devices, sent.from_each, sent.to_each)
+    returned = _SentRows.apply(scaled_gradient(inside, scale), devices, sent.from_each, sent.to_each)
     in_place = torch.empty_like(sent.order)
     in_place[sent.order] = torch.arange(len(in_place), device=in_place.device)
-    answers = returned[in_place].unflatten(0, (-1, choices))
+    answers: torch.Tensor = returned[in_place].unflatten(0, (-1, choices))
     return (answers * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
@@ -186,16 +186,3 @@ class _SentRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _send_rows(gradient, ctx.devices, ctx.from_each, ctx.to_each), None, None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient * ctx.factor, None

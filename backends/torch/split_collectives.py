@@ -45,6 +45,7 @@ __all__ = [
     "gather_parts",
     "local_part",
     "reduce_scattered",
+    "scaled_gradient",
     "scattered",
     "shared_gradient_sums",
 ]
@@ -169,15 +170,15 @@ class _Copied(torch.autograd.Function):
         return _all_reduce(gradient, ctx.axis), None
 
 
-class _ScaledCopy(torch.autograd.Function):
+class _ScaledGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(ctx: FunctionCtx, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient * ctx.axis.size, None
+        return gradient * ctx.factor, None
 
 
 class _AllReduced(torch.autograd.Function):
@@ -280,10 +281,16 @@ def copied(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     if copies is not None and key in copies:
         return copies[key][1]
     is_averaged_later = axis.is_context and _is_made_of_parameters(value)
-    copy: torch.Tensor = (_ScaledCopy if is_averaged_later else _Copied).apply(value, axis)
+    copy: torch.Tensor = scaled_gradient(value, axis.size) if is_averaged_later else _Copied.apply(value, axis)
     if copies is not None:
         copies[key] = (value, copy)
     return copy
+
+
+def scaled_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """A tensor as it is, whose gradient is multiplied by `factor`."""
+    scaled: torch.Tensor = _ScaledGradient.apply(value, factor)
+    return scaled
 
 
 MOST_STEPS_FROM_PARAMETER = 12

@@ -35,7 +35,7 @@ def test_a_document_that_phaze_writes_is_what_its_schema_says(kind: str) -> None
 @pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", sorted(SCHEMAS))
 def test_documents_are_refused_by_our_check_where_another_validator_refuses_them(kind: str, count: int) -> None:
-    """Ours is stricter in one thing: a number such as 2.0 is no whole number."""
+    """Ours is stricter with numbers: 2.0 is no whole number, and every number is finite."""
     schema, chance = SCHEMAS[kind](), random.Random(kind)
     other, check = Draft202012Validator(schema), SchemaCheck(schema)
     for _ in range(count):
