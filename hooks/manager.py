@@ -46,9 +46,7 @@ class PluginManager:
     def load(cls) -> PluginManager:
         """A manager with every installed plugin; one that cannot be loaded is recorded in `failures`."""
         manager = cls()
-        entry_points = importlib.metadata.entry_points(group=spec.PROJECT_NAME)
-        for entry_point in sorted(entry_points, key=_order_of_registration, reverse=True):
-            origin = _origin_of(entry_point)
+        for origin, entry_point in _installed_entry_points():
             try:
                 plugin = entry_point.load()
             # A plugin is foreign code: whatever it raises, even an attempt to exit, must not end the program.
@@ -228,17 +226,25 @@ def _is_world(value: object) -> TypeGuard[World]:
     return isinstance(value, World)
 
 
-def _order_of_registration(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
-    """Sorted in reverse: the built-in plugins are registered first, and so asked last."""
-    distribution = entry_point.dist.name if entry_point.dist else ""
-    return distribution == BUILT_IN_DISTRIBUTION, distribution, entry_point.name
+def _installed_entry_points() -> list[tuple[Origin, importlib.metadata.EntryPoint]]:
+    """Every installed plugin in the order of registration: built-in ones are registered first, and so asked last."""
+    read: dict[int, tuple[str, str]] = {}  # name and version by distribution, which parses its file at every look
+    found = []
+    for entry_point in importlib.metadata.entry_points(group=spec.PROJECT_NAME):
+        distribution = entry_point.dist
+        if distribution is None:
+            found.append((Origin(plugin=entry_point.name), entry_point))
+            continue
+        if id(distribution) not in read:
+            read[id(distribution)] = distribution.name, distribution.version
+        name, version = read[id(distribution)]
+        found.append((Origin(plugin=entry_point.name, distribution=name, version=version), entry_point))
+    return sorted(found, key=lambda pair: _order_of_registration(pair[0]), reverse=True)
 
 
-def _origin_of(entry_point: importlib.metadata.EntryPoint) -> Origin:
-    distribution = entry_point.dist
-    if distribution is None:
-        return Origin(plugin=entry_point.name)
-    return Origin(plugin=entry_point.name, distribution=distribution.name, version=distribution.version)
+def _order_of_registration(origin: Origin) -> tuple[bool, str, str]:
+    distribution = origin.distribution or ""
+    return distribution == BUILT_IN_DISTRIBUTION, distribution, origin.plugin
 
 
 def _registered_name(origin: Origin) -> str:

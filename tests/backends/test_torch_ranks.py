@@ -68,6 +68,7 @@ DEGREES: dict[int, list[Strategy]] = {
 
 
 UNFORCED = {"gpt2": 300_000, "uncut": 300_000}
+"""Bytes of memory of each of four devices; each of eight has those of `UNFORCED_IN_FULL`."""
 UNFORCED_IN_FULL = {"gpt2": 400_000, "llama": 250_000, "bert": 300_000, "hand-written": 400_000}
 
 
@@ -95,22 +96,23 @@ def full_cases(world: int) -> dict[str, Strategy]:
     return cases
 
 
-def unforced_cases(kinds: Mapping[str, int], steps: int) -> Cases:
+def unforced_cases(kinds: Mapping[str, int], devices: int, steps: int) -> Cases:
     """Cases of some steps for plans exactly as `optimize` returns them, under a limit of memory for each kind."""
-    plans = {kind: unforced(kind, memory_bytes) for kind, memory_bytes in kinds.items()}
+    plans = {kind: unforced(kind, memory_bytes, devices) for kind, memory_bytes in kinds.items()}
     return {f"unforced {kind}": (kind, plan, steps) for kind, plan in plans.items()}
 
 
 @pytest.fixture(scope="module")
 def unforced_plans() -> Cases:
-    return unforced_cases(UNFORCED, steps=8)
+    return unforced_cases(UNFORCED, devices=4, steps=4)
 
 
 @pytest.fixture(scope="module")
 def answers(unforced_plans: Cases, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answers]:
     """All cases of the default run: one program starts every group of processes."""
     worlds = {world: strategy_cases(world, strategies) for world, strategies in DEFAULT.items()}
-    return run_cases(tmp_path_factory.mktemp("ranks"), {**worlds, 8: {**worlds[8], **unforced_plans}})
+    with_unforced = {**worlds, 4: {**worlds[4], **unforced_plans}}
+    return run_cases(tmp_path_factory.mktemp("ranks"), with_unforced, moments_in_world=2)
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in DEFAULT.items() for name in cases])
@@ -187,7 +189,7 @@ def check_unforced(answers: Answers, cases: Cases) -> None:
 def test_plans_under_limits_of_memory_train_as_one_process_does(
     answers: dict[int, Answers], unforced_plans: Cases
 ) -> None:
-    check_unforced(answers[8], unforced_plans)
+    check_unforced(answers[4], unforced_plans)
     plans = {kind: plan for kind, plan, _ in unforced_plans.values()}
     strategies = [plan.strategy for plan in plans.values()]
     assert all(plan.provenance.target == "torch" for plan in plans.values())
@@ -201,7 +203,7 @@ def test_plans_under_limits_of_memory_train_as_one_process_does(
 
 @pytest.mark.exhaustive
 def test_plans_of_more_models_train_as_one_process_does(tmp_path: Path) -> None:
-    cases = unforced_cases(UNFORCED_IN_FULL, steps=20)
+    cases = unforced_cases(UNFORCED_IN_FULL, devices=8, steps=20)
     check_unforced(run_cases(tmp_path, {8: cases})[8], cases)
 
 

@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from torch_ranks import import_what_ranks_need
 from torch_training import batch_of, build_model, inputs_of
 
 import phaze
@@ -24,7 +25,9 @@ import phaze
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for index, case in enumerate(json.loads((folder / "cases.json").read_text())):
+    cases = json.loads((folder / "cases.json").read_text())
+    import_what_ranks_need({case["kind"] for case in cases})
+    for index, case in enumerate(cases):
         processes.start_processes(serve, args=(folder, index, case), nprocs=case["world"], start_method="fork")
 
 

@@ -34,7 +34,10 @@ def planned(
     target: str | None = "torch",
     precision: str = "fp32",
 ) -> phaze.Plan:
-    """The plan of a strategy; for ZeRO 1 and 2 in a precision with a master copy."""
+    """The plan of a strategy; for ZeRO 1 and 2 in a precision with a master copy.
+
+    It is the only plan of what is given, whatever the gap: a wide one leaves layers on their first schedules.
+    """
     return _planned(kind, world, tuple(completed(world, strategy).items()), target, precision)
 
 
@@ -73,21 +76,22 @@ def _planned(
         target=target,
         strategy=strategy,
         compares=False,
+        gap=0.9,
     ).plan
 
 
-def tight_cluster(memory_bytes: int) -> Cluster:
-    """Eight host devices with little memory."""
-    cluster = parse_cluster("cpu:8")
+def tight_cluster(memory_bytes: int, devices: int = 8) -> Cluster:
+    """Host devices with little memory."""
+    cluster = parse_cluster(f"cpu:{devices}")
     return replace(cluster, accelerator=replace(cluster.accelerator, hbm_bytes=memory_bytes))
 
 
-def unforced(kind: str, memory_bytes: int) -> phaze.Plan:
+def unforced(kind: str, memory_bytes: int, devices: int = 8) -> phaze.Plan:
     """The plan that `optimize` returns under a limit of memory."""
     return phaze.optimize(
         build_model(kind),
         batch_of(kind),
-        cluster=tight_cluster(memory_bytes),
+        cluster=tight_cluster(memory_bytes, devices),
         global_batch_size=16,
         precision="fp32",
         tp=(1, 2),

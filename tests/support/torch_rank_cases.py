@@ -30,10 +30,13 @@ def strategy_cases(world: int, strategies: Mapping[str, Strategy]) -> Cases:
     return cases
 
 
-def run_cases(folder: Path, worlds: Mapping[int, Cases]) -> dict[int, Answers]:
-    """What every case gave, run in one group of processes for each size of the world."""
+def run_cases(folder: Path, worlds: Mapping[int, Cases], moments_in_world: int | None = None) -> dict[int, Answers]:
+    """What every case gave, run in one group of processes for each size of the world.
+
+    Bytes of Adam's moments are counted in one of the worlds only: others repeat what is asked of it.
+    """
     for world, cases in worlds.items():
-        write_cases(folder / str(world), cases)
+        write_cases(folder / str(world), cases, counts_moments=world == moments_in_world)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), *map(str, worlds)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -47,12 +50,13 @@ def run_cases(folder: Path, worlds: Mapping[int, Cases]) -> dict[int, Answers]:
     return {world: read_answers(folder / str(world), cases) for world, cases in worlds.items()}
 
 
-def write_cases(folder: Path, cases: Cases) -> None:
+def write_cases(folder: Path, cases: Cases, counts_moments: bool) -> None:
     folder.mkdir()
     documents = []
     for index, (kind, plan, steps) in enumerate(cases.values()):
         plan.save(folder / f"{index}.json")
-        documents.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps})
+        plan_path = str(folder / f"{index}.json")
+        documents.append({"kind": kind, "plan": plan_path, "steps": steps, "counts_moments": counts_moments})
     (folder / "cases.json").write_text(json.dumps(documents))
 
 

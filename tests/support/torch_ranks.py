@@ -4,8 +4,8 @@
 FOLDER/WORLD/cases.json, starts WORLD ranks, and writes what rank 0 gathered to FOLDER/WORLD/answers.json: for each case
 errors relative to the unsharded model, or the message of a failure.
 
-Ranks are forked from a process that has imported everything and has captured one model: importing torch, transformers
-and what captures graphs takes each rank longer than most of its cases.
+Ranks are forked from a process that has imported everything, has built the models and has captured one: importing
+torch, transformers and what captures graphs takes each rank longer than most of its cases.
 """
 
 import json
@@ -36,25 +36,27 @@ PATIENCE = timedelta(seconds=int(os.environ.get("PHAZE_TEST_PATIENCE_S", "120"))
 
 def main(folder: Path, worlds: Iterable[int]) -> None:
     torch.set_num_threads(1)  # a thread pool would not survive the fork
-    import_what_ranks_need()
-    for world in worlds:
-        processes.start_processes(serve, args=(folder / str(world), world), nprocs=world, start_method="fork")
+    cases = {world: json.loads((folder / str(world) / "cases.json").read_text()) for world in worlds}
+    import_what_ranks_need({case["kind"] for of_world in cases.values() for case in of_world})
+    for world, of_world in cases.items():
+        arguments = (folder / str(world), world, of_world)
+        processes.start_processes(serve, args=arguments, nprocs=world, start_method="fork")
 
 
-def import_what_ranks_need() -> None:
+def import_what_ranks_need(kinds: Iterable[str]) -> None:
     """Modules that are imported when a model is built or captured for the first time."""
-    for kind in ("llama", "t5", "bert", "gpt2"):
-        model, batch = build_model(kind), batch_of(kind)
-    phaze.import_graph(model, batch)
+    for kind in kinds:
+        build_model(kind)
+    phaze.import_graph(build_model("gpt2"), batch_of("gpt2"))
 
 
-def serve(rank: int, folder: Path, world: int) -> None:
+def serve(rank: int, folder: Path, world: int, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=PATIENCE
     )
     answers = []
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in cases:
         try:
             answer = run_case(case)
         except Exception as error:
@@ -158,7 +160,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         for stage in run.stages
         for name, parameter in stage.named_parameters()
     )
-    if dist.get_world_size() == 2:  # larger groups repeat what is asked of these
+    if case["counts_moments"]:
         live["optimizer"] = adam_bytes(run)
     answer["loaded"] = loading_error(run, kind)
     return {**answer, "live": live, **curve(case, plan)}
