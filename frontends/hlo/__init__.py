@@ -22,9 +22,9 @@ class HloFrontend:
     """Takes StableHLO (text or bytecode) and HLO (text or proto), as a path, as bytes, or as a folder of dumps.
 
     Options: `parameters` and `batch` (indices or paths of arguments; inferred where gradients or updated parameters are
-    among the results), `loss` (index or name of the result to train, where the module does not show it), `entry` (a
-    function other than main), `trips` (of loops that depend on data), `micro_batch_size` (other than the module's),
-    `time_limit_s` (for parsing).
+    among the results), `loss` (index or name of the result to train, where the module does not show it), `module` (the
+    name of one of several), `entry` (a function other than main), `trips` (of loops that depend on data),
+    `micro_batch_size` (other than the module's), `time_limit_s` (for parsing).
     """
 
     name: str = "hlo"
@@ -33,6 +33,7 @@ class HloFrontend:
         "parameters",
         "batch",
         "loss",
+        "module",
         "entry",
         "trips",
         "micro_batch_size",

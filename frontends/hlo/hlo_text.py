@@ -1,7 +1,8 @@
 """Read HLO text into plain values: computations of instructions, with shapes, operands and attributes.
 
 The grammar is small, and XLA changes it from version to version: attributes come and go, layouts grow, tables of source
-lines stand between the header and the computations. So nothing here depends on which attributes there are. A module is
+lines stand between the header and the computations. So nothing here depends on which attributes there are. A module is,
+often without its header in the tests of compilers,
 
     HloModule NAME, ATTRIBUTE=VALUE, ...
     [ENTRY] %NAME (...) -> SHAPE {
@@ -108,6 +109,9 @@ _COMPUTATION = re.compile(r"\s*(?:(ENTRY)\b\s*)?(?:%?([A-Za-z_][\w.$~<>:-]*)\s*)
 _ASSIGNMENT = re.compile(r"\s*(ROOT\b)?\s*%?([^\s=]+)\s*=\s*")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
 _LAYOUT = re.compile(r"\{([^{}]*)\}")
+_CALL = re.compile(r"[a-z0-9_-]\(")
+"""The end of an opcode and its parenthesis; tiles of layouts, `T(8,128)`, are written in capitals."""
+
 _OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
 _OPENING = {"(": ")", "{": "}", "[": "]"}
 
@@ -131,17 +135,17 @@ def read_hlo_text(text: str) -> HloModule:
             name, attributes, has_header = header[1], _attributes(header[2].lstrip(",")), True
             continue
         opening = _COMPUTATION.match(statement)
-        if opening is not None and has_header and stripped.endswith("{"):
+        if opening is not None and stripped.endswith("{"):
             current = Computation(opening[2] or f"computation{len(computations)}", bool(opening[1]), line)
             computations[current.name] = current
         elif " = " in stripped and "{" not in stripped[: stripped.index("=")] and _OPCODE.search(stripped):
             raise HloTextError(f"line {line}: an instruction outside of a computation: {stripped[:MOST_SHOWN]!r}")
-    if not has_header:
-        raise HloTextError("the text has no line that begins with 'HloModule'.")
     if current is not None:
         raise HloTextError(f"the computation {current.name!r} of line {current.line} has no end: the text is cut.")
     if not computations:
-        raise HloTextError("the module has no computations.")
+        raise HloTextError(
+            "the module has no computations." if has_header else "the text has no line that begins with 'HloModule'."
+        )
     return HloModule(name, attributes, computations)
 
 
@@ -165,9 +169,9 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         first = first if held else number
         held.append(line)
         balance += sum(map(bare.count, "({[")) - sum(map(bare.count, ")}]"))
-        if balance > 0 or (balance == 0 and bare.rstrip().endswith(",")):
-            continue
         statement = " ".join(held)
+        if balance > 0 or (balance == 0 and (bare.rstrip().endswith(",") or (is_inside and _is_begun(statement)))):
+            continue
         if is_inside and balance < 0:  # the brace that closes the computation
             statement, is_inside = statement[: statement.rindex("}")], False
             if statement.strip():
@@ -178,6 +182,12 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         held, balance = [], 0
     if held:
         yield first, " ".join(held)
+
+
+def _is_begun(statement: str) -> bool:
+    """Whether a statement has a name and a shape, and its opcode is still to come on the next line."""
+    assignment = _ASSIGNMENT.match(statement)
+    return assignment is not None and statement.rstrip()[-1] in "])}" and not _CALL.search(statement, assignment.end())
 
 
 def _without_comment(line: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from phaze.frontends.hlo.parser_client import Parser, shared_parser
 from phaze.frontends.stablehlo.argument_roles import infer_roles, read_selectors
 from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.module import Module
+from phaze.frontends.stablehlo.product_flops import product_flops
 from phaze.frontends.stablehlo.training_graph import argument_names, build_graph
 from phaze.ir import Graph
 
@@ -21,6 +22,12 @@ __all__ = ["ModuleBytes", "import_bytes", "import_file"]
 
 TIME_LIMIT_S = 120.0
 """How long parsing may take by default: a large dump takes seconds, and a parser that hangs would take forever."""
+
+MOST_COMPARED = 16
+"""The most files of a folder of dumps that are read to find the one with the most flops: the largest ones."""
+
+MOST_LISTED = 12
+"""The most modules that a message lists."""
 
 SHOWN_BYTES = 24
 """How many bytes of a file that is no module its message shows."""
@@ -40,24 +47,65 @@ def import_file(model: object, inputs: object, options: Mapping[str, object]) ->
     """The graph of a file, of bytes, or of the module in a folder of dumps."""
     if inputs is not None:
         raise ImportModelError("an HLO module has its own inputs; pass it without any.")
-    return import_bytes(_read(model), options, shared_parser())
+    return _import(_read(model), options, shared_parser())
 
 
 def import_bytes(source: ModuleBytes, options: Mapping[str, object], parser: Parser) -> Graph:
     """The graph of a module, parsed by this parser."""
+    return _import((source,), options, parser)
+
+
+def _import(sources: Sequence[ModuleBytes], options: Mapping[str, object], parser: Parser) -> Graph:
+    """The graph of the module that the options name, else of the one with the most flops in products."""
     limit = options.get("time_limit_s") or TIME_LIMIT_S
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
         raise ImportModelError(f"time_limit_s is {limit!r}; expected a positive number of seconds.")
-    document = parser.parse(source.data, source.form, time_limit_s=float(limit), name=source.name)
+    found = [
+        _FoundModule(source, Module.from_document(document))
+        for source in sources
+        for document in parser.parse(source.data, source.form, time_limit_s=float(limit), name=source.name)
+    ]
+    source, module = _chosen(found, options.get("module"))
     try:
-        module = Module.from_document(document)
         graph = _graph(module, options, is_shuffled=source.form in (Form.HLO_TEXT, Form.HLO_PROTO))
     except RecursionError:
         raise FormatError(f"{source.name} is nested too deeply to be understood.") from None
-    notes = (f"imported from {source.form}", *source.notes, *graph.notes)
-    graph = replace(graph, notes=notes)
+    graph = replace(graph, notes=(f"imported from {source.form}", *source.notes, *graph.notes))
     size = options.get("micro_batch_size")
     return graph if size is None else graph.with_micro_batch(size)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundModule:
+    """A module and the bytes that it was read from."""
+
+    source: ModuleBytes
+    module: Module
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a caller may call it: the name of its file, with and without suffixes, and its own."""
+        file = Path(self.source.name).name
+        return (self.module.name, self.module.name.removeprefix("jit_"), file, file.partition(".")[0])
+
+
+def _chosen(found: Sequence[_FoundModule], wanted: object) -> tuple[ModuleBytes, Module]:
+    """The module of a name, else the one with the most flops in products, with a note where there are others."""
+    if wanted is not None:
+        named = [one for one in found if str(wanted) in one.names]
+        if not named:
+            listed = ", ".join(dict.fromkeys(one.module.name for one in found[:MOST_LISTED]))
+            raise ImportModelError(f"there is no module {str(wanted)!r}; the {len(found)} modules here are {listed}.")
+        return named[0].source, named[0].module
+    if len(found) == 1:
+        return found[0].source, found[0].module
+    flops = [product_flops(one.module) for one in found]
+    best = found[flops.index(max(flops))]
+    note = (
+        f"took the module {best.module.name} of {Path(best.source.name).name}, which has the most flops in products "
+        f"({max(flops):.3g}) of {len(found)} modules; pass module= (--module NAME) to take another"
+    )
+    return replace(best.source, notes=(*best.source.notes, note)), best.module
 
 
 def _graph(module: Module, options: Mapping[str, object], *, is_shuffled: bool) -> Graph:
@@ -87,31 +135,34 @@ def _with_options(module: Module, options: Mapping[str, object]) -> Module:
     return replace(module, assumed_trips=trips)
 
 
-def _read(model: object) -> ModuleBytes:
+def _read(model: object) -> tuple[ModuleBytes, ...]:
     if isinstance(model, bytes):
-        return _with_form(model, "the module")
+        return (_with_form(model, "the module"),)
     if not isinstance(model, str | os.PathLike):
         raise ImportModelError(f"an object of type {type(model).__name__} is no HLO file; pass a path or bytes.")
     path = Path(model)
-    return _from_folder(path) if path.is_dir() else _from_file(path)
+    return _from_folder(path) if path.is_dir() else (_from_file(path),)
 
 
 def _from_file(path: Path) -> ModuleBytes:
-    return _with_form(read_bytes(path, "an HLO module"), str(path))
+    return _with_form(read_bytes(path, "an HLO module", unpacks=True), str(path))
 
 
-def _from_folder(path: Path) -> ModuleBytes:
+def _from_folder(path: Path) -> tuple[ModuleBytes, ...]:
     dumps = find_dumps(path)
     if not dumps:
         raise FormatError(
             f"the folder {str(path)!r} holds no dump of XLA or JAX; expected files such as "
             "module_0000.jit_step.before_optimizations.txt (--xla_dump_to with --xla_dump_hlo_as_text) or *.mlir."
         )
-    source = _from_file(dumps[0].path)
-    note = f"took {dumps[0].path.name}"
-    if len(dumps) > 1:
-        note += f", the largest of {len(dumps)} modules; pass a file to take another"
-    return replace(source, notes=(note,))
+    sources = []
+    for dump in dumps[:MOST_COMPARED]:
+        source = _from_file(dump.path)
+        if len(dumps) > MOST_COMPARED:
+            note = f"of {len(dumps)} files of the folder the {MOST_COMPARED} largest were compared"
+            source = replace(source, notes=(*source.notes, note))
+        sources.append(source)
+    return tuple(sources)
 
 
 def _with_form(data: bytes, name: str) -> ModuleBytes:

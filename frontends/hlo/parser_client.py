@@ -44,8 +44,8 @@ class Parser:
         self._child: _Child | None = None
         self.starts = 0
 
-    def parse(self, data: bytes, form: Form, *, time_limit_s: float, name: str) -> Document:
-        """The document of a module; raises FormatError where the parser refuses, crashes or takes too long."""
+    def parse(self, data: bytes, form: Form, *, time_limit_s: float, name: str) -> list[Document]:
+        """The documents of the modules in a file; raises FormatError where the parser refuses, crashes or is late."""
         with self._lock:
             child = self._running()
             try:
@@ -57,13 +57,13 @@ class Parser:
                 self._end()
                 raise
         try:
-            document = json.loads(answer)
+            answered = json.loads(answer)
         except (ValueError, RecursionError):
             raise FormatError(f"{name} is nested too deeply to be read.") from None
-        if "error" in document:
-            raise FormatError(f"{name} could not be read as {form}: {document['error']}")
-        parsed: Document = document["document"]
-        return parsed
+        if "error" in answered:
+            raise FormatError(f"{name} could not be read as {form}: {answered['error']}")
+        documents: list[Document] = answered["documents"]
+        return documents
 
     def close(self) -> None:
         """End the process; the next request starts another."""

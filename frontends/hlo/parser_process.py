@@ -2,8 +2,8 @@
 
 XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process. `parser.py`
 starts it with the descriptor of a connection. A request on it is two messages, the form and the bytes; the answer is
-one, JSON with the module's document or an error. The process ends when its connection does, and takes no more memory
-than `MOST_BYTES`.
+one, JSON with the documents of the modules in them or an error. The process ends when its connection does, and takes no
+more memory than `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from jax._src.interpreters.mlir import make_ir_context
 from jaxlib import _hlo
 from jaxlib.mlir import ir
 
-from phaze.frontends.hlo.dumps import Form
+from phaze.frontends.hlo.dumps import Form, exported_module
+from phaze.frontends.hlo.foreign_text import (
+    ForeignTextError,
+    explained,
+    split_hlo_modules,
+    split_stablehlo_modules,
+    upgraded,
+)
 from phaze.frontends.hlo.hlo_lowering import lower_module
-from phaze.frontends.hlo.hlo_text import read_hlo_text
+from phaze.frontends.hlo.hlo_text import HloTextError, read_hlo_text
 from phaze.frontends.hlo.parser_client import READY
 from phaze.frontends.stablehlo.mlir_reader import read_module
 from phaze.frontends.stablehlo.module import Document
@@ -73,31 +80,53 @@ def main(descriptor: int) -> None:
 
 def _answer(form: Form, data: bytes) -> bytes:
     try:
-        document = _document(form, data)
-        return json.dumps({"document": document}).encode()
+        return json.dumps({"documents": _documents(form, data)}).encode()
+    except (HloTextError, ForeignTextError) as error:
+        return json.dumps({"error": str(error)}).encode()
     except Exception as error:  # whatever a parser says of foreign input is the answer
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = f"{type(error).__name__}: {' '.join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]}"
         return json.dumps({"error": text}).encode()
 
 
-def _document(form: Form, data: bytes) -> Document:
-    """The document of a module; raises what the parsers raise."""
+def _documents(form: Form, data: bytes) -> list[Document]:
+    """The documents of the modules in a file, which is one but for text; raises what the parsers raise."""
     if form is Form.HLO_TEXT:
-        return lower_module(read_hlo_text(data.decode()))
+        return [lower_module(read_hlo_text(text)) for text in split_hlo_modules(data.decode())]
     if form is Form.HLO_PROTO:
         options = _hlo.HloPrintOptions()
         options.print_large_constants = False
         module = _hlo.HloModule.from_serialized_hlo_module_proto(unwrapped(data))
-        return lower_module(read_hlo_text(module.to_string(options)))
+        return [lower_module(read_hlo_text(module.to_string(options)))]
+    if form is Form.STABLEHLO_TEXT:
+        return _of_stablehlo_text(data.decode())
+    data = exported_module(data) if form is Form.JAX_EXPORT else data
     # A context keeps all that was parsed in it, so each module has its own.
     with make_ir_context():
-        if form is Form.STABLEHLO_BYTECODE and _PORTABLE_MARK in data[:_HEAD_BYTES]:
-            return read_module(jax.extend.mlir.deserialize_portable_artifact(data))
-        module = ir.Module.parse(data.decode() if form is Form.STABLEHLO_TEXT else data)
-        if form is Form.STABLEHLO_BYTECODE and _VERSIONED_FUNCTION in str(module)[:_HEAD_CHARACTERS]:
+        if _PORTABLE_MARK in data[:_HEAD_BYTES]:
+            return [read_module(jax.extend.mlir.deserialize_portable_artifact(data))]
+        module = ir.Module.parse(data)
+        if _VERSIONED_FUNCTION in str(module)[:_HEAD_CHARACTERS]:
             module = jax.extend.mlir.deserialize_portable_artifact(data)  # older ones do not say so in their head
-        return read_module(module)
+        return [read_module(module)]
+
+
+def _of_stablehlo_text(text: str) -> list[Document]:
+    """The documents of all modules of a text that can be read; raises what is wrong with the first where none can."""
+    documents: list[Document] = []
+    errors: list[Exception] = []
+    for part in split_stablehlo_modules(text):
+        for form in dict.fromkeys((part, upgraded(part))):
+            try:
+                with make_ir_context():
+                    documents.append(read_module(ir.Module.parse(form)))
+                break
+            except Exception as error:  # jaxlib's own, which is no common class
+                errors.append(error)
+    if documents:
+        return documents
+    sentence = explained(str(errors[-1]))
+    raise errors[-1] if sentence is None else ForeignTextError(sentence)
 
 
 def unwrapped(data: bytes) -> bytes:

@@ -6,6 +6,7 @@ This file runs where jaxlib is: in the user's process for JAX models, in the par
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -58,13 +59,25 @@ def _aliases(function: ir.OpView) -> list[list[int]]:
 
 
 class _Reader:
-    """Reads functions and all that is inside them. Values get numbers in the order of their appearance."""
+    """Reads functions and all that is inside them. Values get numbers in the order of their appearance.
+
+    A document has no tuples: a value that is one has a number for each array in it, and the operations that pack and
+    unpack tuples are gone.
+    """
 
     def __init__(self) -> None:
-        self.numbers: dict[ir.Value, int] = {}
+        self.known: dict[ir.Value, list[int]] = {}
+        self.count = 0
 
-    def number(self, value: ir.Value) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
+    def numbers(self, value: ir.Value) -> list[int]:
+        if value not in self.known:
+            size = len(_types(value.type))
+            self.known[value] = list(range(self.count, self.count + size))
+            self.count += size
+        return self.known[value]
+
+    def all_numbers(self, values: Iterable[ir.Value]) -> list[int]:
+        return [number for value in values for number in self.numbers(value)]
 
     def function(self, op: ir.OpView) -> dict[str, Any]:
         attributes = op.operation.attributes
@@ -75,11 +88,12 @@ class _Reader:
         for index, input_type in enumerate(function_type.inputs):
             given = _dictionary(attributes, "arg_attrs", index)
             name = _scope(block_arguments[index].location) if index < len(block_arguments) else ""
-            arguments.append([_type(input_type), name, _sharding(given)])
+            arguments += [[kind, name, _sharding(given)] for kind in _types(input_type)]
         results = []
         for index, result_type in enumerate(function_type.results):
             given = _dictionary(attributes, "res_attrs", index)
-            results.append([_type(result_type), _text(given.get("jax.result_info")), _sharding(given)])
+            name = _text(given.get("jax.result_info"))
+            results += [[kind, name, _sharding(given)] for kind in _types(result_type)]
         body = self.region(op.operation.regions[0]) if blocks else [[], [], []]
         return {"name": attributes["sym_name"].value, "arguments": arguments, "results": results, "body": body}
 
@@ -87,18 +101,36 @@ class _Reader:
         blocks = list(region.blocks)
         if not blocks:
             return [[], [], []]
-        arguments = [self.number(argument) for argument in blocks[0].arguments]
-        types = [_type(argument.type) for argument in blocks[0].arguments]
-        return [arguments, types, [self.operation(op) for op in blocks[0].operations]]
+        if len(blocks) > 1:
+            raise ValueError("a function jumps between blocks (cf.br); only structured loops and branches are read.")
+        arguments = self.all_numbers(blocks[0].arguments)
+        types = [kind for argument in blocks[0].arguments for kind in _types(argument.type)]
+        operations = [self.operation(op) for op in blocks[0].operations if not self.unpacks(op.operation)]
+        return [arguments, types, operations]
+
+    def unpacks(self, operation: ir.Operation) -> bool:
+        """Whether an operation only packs or unpacks a tuple, whose numbers its result then has."""
+        name = operation.name.rpartition(".")[2]
+        if name == "tuple":
+            self.known[operation.results[0]] = self.all_numbers(operation.operands)
+        elif name == "get_tuple_element":
+            packed = ir.TupleType(operation.operands[0].type)
+            index = ir.IntegerAttr(operation.attributes["index"]).value
+            start = sum(len(_types(packed.get_type(part))) for part in range(index))
+            size = len(_types(packed.get_type(index)))
+            self.known[operation.results[0]] = self.numbers(operation.operands[0])[start : start + size]
+        else:
+            return False
+        return True
 
     def operation(self, op: ir.OpView) -> list[Any]:
         operation = op.operation
         results = list(operation.results)
         return [
             operation.name,
-            [self.number(operand) for operand in operation.operands],
-            [self.number(result) for result in results],
-            [_type(result.type) for result in results],
+            self.all_numbers(operation.operands),
+            self.all_numbers(results),
+            [kind for result in results for kind in _types(result.type)],
             {str(name): self.attribute(operation, str(name)) for name in operation.attributes},
             [self.region(region) for region in operation.regions],
             _scope(operation.location),
@@ -109,7 +141,14 @@ class _Reader:
         try:
             return _attribute(operation.attributes[name])
         except (TypeError, RuntimeError, UnicodeDecodeError):
-            return {"made_by": self.number(operation.results[0]) if len(operation.results) else 0}
+            return {"made_by": next(iter(self.all_numbers(operation.results)), 0)}
+
+
+def _types(value_type: ir.Type) -> list[list[Any]]:
+    """The types of the arrays in a value: its own, or those of all parts of a tuple."""
+    if not isinstance(value_type, ir.TupleType):
+        return [_type(value_type)]
+    return [kind for part in range(value_type.num_types) for kind in _types(value_type.get_type(part))]
 
 
 def _type(value_type: ir.Type) -> list[Any]:

@@ -132,17 +132,27 @@ class Module:
 
     @property
     def main(self) -> Function:
-        """The function that a program starts with. Raises ImportModelError where there is none."""
+        """The function that a program starts with: the entry, or the only function that no other one calls.
+
+        Raises ImportModelError where there is none.
+        """
         if self.entry in self.functions:
             return self.functions[self.entry]
-        if len(self.functions) == 1 and self.entry == "main":
-            return next(iter(self.functions.values()))
+        uncalled = self._uncalled() if self.entry == "main" else []
+        if len(uncalled) == 1:
+            return uncalled[0]
         known = ", ".join(list(self.functions)[:MOST_LISTED]) or "none at all"
         more = f" and {len(self.functions) - MOST_LISTED} more" if len(self.functions) > MOST_LISTED else ""
         raise ImportModelError(
             f"the module {self.name!r} has no function {self.entry!r} (functions: {known}{more}); "
             + ("name the one to import with entry= (--entry)." if self.functions else "nothing to import.")
         )
+
+    def _uncalled(self) -> list[Function]:
+        called: set[str] = set()
+        for function in self.functions.values():
+            called |= _callees(function.body) - {function.name}
+        return [function for name, function in self.functions.items() if name not in called]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Module:
@@ -159,6 +169,18 @@ class Module:
             is_partitioned=document.get("is_partitioned", False),
             notes=tuple(document.get("notes", ())),
         )
+
+
+def _callees(region: Region) -> set[str]:
+    """The names of all functions that the operations of a region refer to."""
+    names: set[str] = set()
+    for operation in region.operations:
+        names |= {text for text in operation.attributes.values() if isinstance(text, str)}
+        for listed in operation.attributes.values():
+            names |= {text for text in listed if isinstance(text, str)} if isinstance(listed, list) else set()
+        for inner in operation.regions:
+            names |= _callees(inner)
+    return names
 
 
 def _function(entry: Mapping[str, Any]) -> Function:

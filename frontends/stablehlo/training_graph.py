@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles
 from phaze.frontends.stablehlo.dataflow import Dataflow, live_ops, sorted_by_depth
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main, slot_name
@@ -58,6 +59,11 @@ def build_graph(
     not listed in the order of the program, as in HLO.
     """
     run = run_main(module, names)
+    if not run.arguments and not run.recorder.builder.ops:
+        raise ImportModelError(
+            f"the function {run.function.name!r} takes no arguments and computes from constants of the module alone, "
+            "so that no work is left at run time; nothing to import."
+        )
     roles = find_roles(run)
     stacked = _stacked_arguments(run, roles)
     if stacked:  # once more, with the parameters of each layer apart
