@@ -18,7 +18,7 @@ def add_file_arguments(parser: ArgumentParser) -> None:
             f"--{role}", action="append", metavar="ARGUMENT", help=f"{role} of the file, by index or path; repeatable"
         )
     group.add_argument("--loss", metavar="OUTPUT", help="the result to train, by index or name")
-    group.add_argument("--module", metavar="NAME", help="the module of a folder or file of several (default most flops)")
+    group.add_argument("--module", metavar="NAME", help="which of several modules (default: most flops)")
     group.add_argument("--entry", metavar="NAME", help="the function to import (default main)")
     group.add_argument(
         "--trips", type=positive_integer, metavar="N", help="trips of loops that depend on data (default 1)"
