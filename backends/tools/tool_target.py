@@ -100,7 +100,7 @@ class ToolTarget(ABC):
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
         """The files, and a README with the command and what was left out."""
         files = self.files(plan)
-        return {**files, "README.md": self._readme(plan, files)}
+        return {**files, "README.md": self.readme(plan, files)}
 
     def head(self, plan: Plan) -> list[str]:
         """What every file says first."""
@@ -127,7 +127,8 @@ class ToolTarget(ABC):
         changes |= {key: value for key, value in wanted.items() if not _is_same(current.get(key), value)}
         return kind.edit(text, {}), kind.edit(text, changes)
 
-    def _readme(self, plan: Plan, files: Mapping[str, str]) -> str:
+    def readme(self, plan: Plan, files: Mapping[str, str]) -> str:
+        """The launch command, what the files leave out, and how such files were checked."""
         head = f"# {one_line(plan.model.name)} on {plan.cluster.device_count} x {plan.cluster.accelerator.name}"
         left_out = [f"- {one_line(sentence)}" for sentence in self.left_out(plan)]
         left_out.append(

@@ -328,19 +328,44 @@ def test_annotated_modules_run_on_eight_devices_with_the_plan_s_shards(tmp_path:
     assert min(part / size for part, size in zip(held, whole, strict=True)) == 1 / 8
 
 
-def test_pjit_writes_data_and_a_program() -> None:
-    written = plan_of(2, 4, stacked=True).export("pjit")
-    data = json.loads(written["shardings.json"])
-    assert data["mesh"] == {"dp": 2, "tp": 4}
-    assert data["parameters"]["layers.q"] == 2
-    assert data["left_whole"] == []
-    assert data["compute_dtype"] == "float32"
+def test_pjit_writes_specs_as_data_and_a_program() -> None:
+    plan, (params, _) = plan_of(2, 4, stacked=True), small(stacked=True)[1]
+    written = plan.export("pjit")
+    assert sorted(written) == ["README.md", "sharding.py", "train_step.py"]
+    assert "    'layers.q': P(None, None, 'tp')," in written["sharding.py"].splitlines()
+    assert "STATE = PARAMETERS" in written["sharding.py"].splitlines()
     assert "phaze" not in written["train_step.py"].lower()
+    named = plan_of(2, 4, stacked=True, zero=1).export("pjit", params)["sharding.py"].splitlines()
+    assert "    'layers.norm_1.scale': P(None, None)," in named
+    assert "    'layers.norm_1.scale': P(None, 'dp')," in named  # the state of the same parameter
+    assert "    'layers.down_bias': P(None, ('tp', 'dp'))," in named
+    with pytest.raises(PlanError, match=r"pass your parameters .*plan.export\('pjit', params\)"):
+        plan.export("pjit", models.scanned_loss)
+
+
+@cache
+def fused_plan() -> Plan:
+    inputs = (models.weights(models.fused_shapes()), models.batch(16))
+    strategy = {**FIXED, "dp": 2, "tp": 4, "zero": 3, "micro_batch_size": 4}
+    question = {**QUESTION, "cluster": "cpu:8", "compares": False}
+    return phaze.evaluate(models.fused_loss, inputs, strategy=strategy, **question).plan
+
+
+def test_fused_projections_are_written_as_blocks_and_the_readme_names_them() -> None:
+    written = fused_plan().export("pjit")
+    assert "    'layers.0.qkv': P(None, 'tp')," in written["sharding.py"].splitlines()
+    assert (
+        "every one of several fused parts, or two dimensions, of layers.0.gate_up, layers.0.qkv" in written["README.md"]
+    )
 
 
 def test_the_exported_program_runs_where_phaze_cannot_be_imported(tmp_path: Path) -> None:
-    for name, text in plan_of(2, 4, stacked=True, zero=1).export("pjit").items():
-        (tmp_path / name).write_text(text)
+    params = small(stacked=True)[1][0]
+    plans = {"scanned": (plan_of(2, 4, stacked=True, zero=1), params), "fused": (fused_plan(), None)}
+    for kind, (plan, model) in plans.items():
+        (tmp_path / kind).mkdir()
+        for name, text in plan.export("pjit", model).items():
+            (tmp_path / kind / name).write_text(text)
     script = ROOT / "tests" / "support" / "run_exported_step.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
@@ -349,6 +374,7 @@ def test_the_exported_program_runs_where_phaze_cannot_be_imported(tmp_path: Path
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    measured = json.loads((tmp_path / "found.json").read_text())
-    assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-5)
-    assert measured["devices"] == 8
+    for measured in json.loads((tmp_path / "found.json").read_text()).values():
+        assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-5)
+        assert measured["devices"] == 8
+        assert measured["differing"] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 from torch_plans import planned
+from torch_training import build_model
 
 from phaze.errors import PlanError
 
@@ -21,7 +22,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
     for kind, strategy in EXPORTED.items():
         (folder / kind).mkdir()
-        for name, text in planned(kind, 2, strategy).export("fsdp").items():
+        model = build_model(kind) if kind == "gpt2" else None
+        for name, text in planned(kind, 2, strategy).export("fsdp", model).items():
             (folder / kind / name).write_text(text)
     script = ROOT / "tests" / "support" / "run_exported_torch.py"
     done = subprocess.run(
@@ -43,6 +45,19 @@ def test_exported_files_train_where_phaze_cannot_be_imported(exports: Path, kind
         assert "import phaze" not in text
     training = json.loads((exports / kind / "found.json").read_text())
     assert training["losses"] == pytest.approx(training["expected"], rel=1e-5)
+
+
+def test_placements_are_data_by_the_names_of_parameters() -> None:
+    plan = planned("gpt2", 2, EXPORTED["gpt2"])
+    data = plan.export("fsdp", build_model("gpt2"))["sharding.py"].splitlines()
+    assert "    'transformer.h.0.mlp.c_fc.weight': (Replicate(), Replicate(), Shard(1))," in data
+    assert "    'transformer.h.0.ln_1.weight': (Replicate(), Replicate(), Replicate())," in data
+    assert "    'transformer.h.0.attn.c_attn.weight': 3," in data
+    tied = [line.partition(": ")[2] for line in data if "wte.weight" in line or "lm_head.weight" in line]
+    assert tied[0] == tied[1] == "(Replicate(), Replicate(), Shard(1)),"
+    without_model = plan.export("fsdp")["sharding.py"]
+    assert "mlp.c_fc.weight" in without_model
+    assert "ln_1.weight" not in without_model
 
 
 def test_the_export_holds_one_stage_only() -> None:

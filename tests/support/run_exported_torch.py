@@ -13,6 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch_training import batch_of, build_model, loss_of
 
+SCALARS: dict[str, dict[str, object]] = {"gpt2": {"return_dict": True, "logits_to_keep": 0}}
+"""Arguments of a model without samples, which every process gets as they are."""
+
 
 def run(rank: int, folder: Path, kind: str) -> None:
     sys.modules["phaze"] = None  # type: ignore[assignment]
@@ -25,10 +28,12 @@ def run(rank: int, folder: Path, kind: str) -> None:
     mesh = train_step.arrange_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     reference = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    check_placements(model)
     losses, expected = [], []
     for step in range(3):
         batch = batch_of(kind, seed=step)
-        losses.append(float(train_step.train_step(model, mesh, optimizer, **train_step.share(mesh, batch))))
+        shared = train_step.share(mesh, {**batch, **SCALARS.get(kind, {})})
+        losses.append(float(train_step.train_step(model, mesh, optimizer, **shared)))
         reference.zero_grad()
         loss = loss_of(kind, alone, batch)
         loss.backward()
@@ -37,6 +42,20 @@ def run(rank: int, folder: Path, kind: str) -> None:
     if rank == 0:
         (folder / "found.json").write_text(json.dumps({"losses": losses, "expected": expected}))
     dist.destroy_process_group()
+
+
+def check_placements(model: torch.nn.Module) -> None:
+    """Every parameter lies as the written data say, on each axis of the mesh that has several processes."""
+    import sharding
+
+    axes = list(sharding.MESH)
+    for name, parameter in model.named_parameters():
+        planned = sharding.PLACEMENTS.get(name, sharding.OTHERS)
+        for axis, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
+            said = planned[axes.index(axis)]
+            if sharding.MESH[axis] > 1:
+                assert placement.is_shard() == said.is_shard(), (name, axis, placement)
+                assert not said.is_shard() or placement.dim == said.dim, (name, axis, placement)
 
 
 def main(folder: Path, kinds: list[str]) -> None:
