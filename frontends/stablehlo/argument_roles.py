@@ -99,7 +99,7 @@ def infer_roles(
     loss: Selector | None = None,
 ) -> ModuleRoles:
     """Roles as the caller says, and as the module shows where the caller says nothing."""
-    dataflow = Dataflow(run.recorder.builder.ops)
+    dataflow = Dataflow(run.recorder.builder.ops, run.recorder.handed_on)
     results = [_ids(value) for value in run.results]
     loss_index = _find_loss(run, dataflow, results) if loss is None else select_result(loss, run)
     pairs = _pairs(run, names, loss_index)

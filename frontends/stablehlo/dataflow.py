@@ -1,4 +1,4 @@
-"""Which op makes and reads which tensor, before there is a graph: ancestors, descendants, live ops, an order by depth.
+"""Which op makes and reads which tensor, before there is a graph: ancestors, descendants, an order by depth.
 
 HLO lists operations in the order of a search from the results, so that equal layers can be listed differently. Sorted
 by depth (the longest way from an argument), then by what they compute and what they read, they are equal again.
@@ -6,19 +6,24 @@ by depth (the longest way from an argument), then by what they compute and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phaze.ir import Op
 
-__all__ = ["Dataflow", "live_ops", "sorted_by_depth"]
+__all__ = ["Dataflow", "sorted_by_depth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """Ops in order, and the op that makes each tensor."""
+    """Ops in order, and the op that makes each tensor.
+
+    `handed_on` has, for the state that a trip of a loop begins with, what the trip before it has made of it: the state
+    depends on that, too, which no op says where all trips are one.
+    """
 
     ops: Sequence[Op]
+    handed_on: Mapping[str, str] = field(default_factory=dict)
     producers: dict[str, Op] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,6 +38,7 @@ class Dataflow:
             if op is not None and op.id not in op_ids:
                 op_ids.add(op.id)
                 waiting.extend(op.inputs)
+                waiting.extend(self.handed_on[tensor_id] for tensor_id in op.outputs if tensor_id in self.handed_on)
         return op_ids
 
     def descendants(self, tensor_ids: Iterable[str]) -> set[str]:
@@ -54,17 +60,6 @@ class Dataflow:
         """The shape of a tensor that some op makes."""
         op = self.producers[tensor_id]
         return op.rule.shape(op.rule.results[op.outputs.index(tensor_id)])
-
-
-def live_ops(ops: Sequence[Op], outputs: Iterable[str]) -> list[Op]:
-    """The ops that some output depends on, in their order."""
-    needed = set(outputs)
-    live: list[Op] = []
-    for op in reversed(ops):
-        if needed.intersection(op.outputs):
-            live.append(op)
-            needed.update(op.inputs)
-    return live[::-1]
 
 
 def sorted_by_depth(ops: Sequence[Op]) -> list[Op]:

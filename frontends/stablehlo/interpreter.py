@@ -1,9 +1,8 @@
 """Run a module's `main` on symbols instead of arrays, which records the ops of the graph.
 
-Calls are inlined. A loop is run trip by trip as long as its condition can be computed from numbers alone, which is what
-a scan lowers to; each trip reads and writes slots of stacked tensors, so that a scan over layers gives the ops of every
-layer on slices of its own. Arguments named in `stacked` start as stacks. A condition that depends on data runs the body
-once; of the branches of a case that depends on data, the longest one is taken. Both are noted.
+Calls are inlined. Loops are run by `loops.py`, trip by trip or all trips as one; each trip reads and writes slots of
+stacked tensors, so that a scan over layers gives the ops of every layer on slices of its own. Arguments named in
+`stacked` start as stacks. Of the branches of a case that depends on data, the longest one is taken, which is noted.
 
 Operations that run others (calls, loops, branches, groups of a compiler) stand in `CONTROL_FLOW`, all others in
 `op_rules/`. An operation that stands in neither, or in a form that its rule does not know, becomes an opaque op.
@@ -13,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.constant_folding import fold
+from phaze.frontends.stablehlo.loops import JoinedTrips, run_loop
 from phaze.frontends.stablehlo.module import Function, Module, Operation, Region, TensorType
 from phaze.frontends.stablehlo.name_scopes import Scope, Trip
 from phaze.frontends.stablehlo.op_rules import OP_RULES
@@ -43,19 +43,6 @@ MOST_OPERATIONS = 1_000_000
 
 MOST_NESTED = 200
 """The most calls and regions inside each other: few enough for Python's own stack, more than programs nest."""
-
-MOST_TRIPS = 20_000
-"""The most trips of one loop that are run: far more than a scan over layers has."""
-
-LONGEST_LOOP = 2**31
-"""Loops of more trips are refused: counters of 32 bits do not reach further, so their condition never ends them."""
-
-MOST_OPERATIONS_OVER_SLOTS = 400_000
-"""How many operations the trips of a loop may run that takes stacked tensors apart: a scan over the layers of the
-largest known models (126 of them, with some two thousand operations backward) needs 250,000."""
-
-MOST_OPERATIONS_OF_LOOP = 2_000
-"""How many operations the trips of any other loop may run: they iterate over time, and all trips are alike."""
 
 MOST_NESTED_BRANCHES = 8
 """How deep calls are followed to compare the sizes of branches: a guess of the longest needs no more."""
@@ -134,6 +121,7 @@ class Interpreter:
         self._depth = 0
         self._trips: list[Trip] = []
         self._argument_of: dict[str, int] = {}
+        self.joined_loops: list[JoinedTrips] = []
 
     def argument(self, index: int, function: Function, stacked: Collection[int]) -> Value:
         """The symbol of an argument of `main`: a tensor, or a stack of them."""
@@ -200,6 +188,10 @@ class Interpreter:
         if all(is_constant(value) for value in values) or any(0 in kind.shape for kind in operation.types):
             return fold(self.recorder, operation, values)
         call = Call(operation, values, self.recorder, scope)
+        if self.joined_loops:
+            slot = self.joined_loops[-1].slot(call)
+            if slot is not None:
+                return (slot,)
         self._note_slot_access(operation, values)
         op_rule = OP_RULES.get(operation.short_name)
         if op_rule is not None:
@@ -316,92 +308,6 @@ def _fusion(interpreter: Interpreter, op: Operation, values: Values, scope: Scop
     return interpreter.run(op.regions[0], values, scope, environment)
 
 
-def _while(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
-    """A loop: run trip by trip while its condition is a known number, as long as that takes no more than allowed."""
-    condition, body = op.regions
-
-    def goes_on(state: Values) -> bool | None:
-        (result,) = interpreter.run(condition, state, scope, environment)
-        return bool(result.value) if isinstance(result, Constant) and result.value is not None else None
-
-    number = interpreter.new_loop()
-    known = op.attributes.get("trips")
-    if goes_on(values) is None:
-        return _assumed_trips(interpreter, number, known, body, values, scope, environment)
-    trip, most_trips = 0, MOST_TRIPS
-    while goes_on(values):
-        if trip == most_trips:
-            return values
-        before, started = values, interpreter.operation_count
-        values = interpreter.run_trip(Trip(number, trip), body, values, scope, environment)
-        if trip == 0:
-            takes_slots = interpreter.loops[number].takes_slots
-            budget = MOST_OPERATIONS_OVER_SLOTS if takes_slots else MOST_OPERATIONS_OF_LOOP
-            most_trips = max(1, budget // max(1, interpreter.operation_count - started))
-            trips = known if isinstance(known, int) else _count_trips(goes_on, before, values)
-            if trips > LONGEST_LOOP:
-                raise ImportModelError(f"a loop of the module runs more than {LONGEST_LOOP:,} trips, or never ends.")
-            if trips > most_trips:
-                interpreter.recorder.note(f"a loop of {trips:,} trips is cut: only {most_trips:,} of them are counted")
-        trip += 1
-    return values
-
-
-def _assumed_trips(
-    interpreter: Interpreter,
-    number: int,
-    known: object,
-    body: Region,
-    values: Values,
-    scope: Scope,
-    environment: Environment,
-) -> Values:
-    """A loop whose condition depends on data: as often as the compiler or the caller says, else once."""
-    trips = known if isinstance(known, int) else interpreter.module.assumed_trips
-    how_often = "once" if trips == 1 else f"{trips:,} times"
-    source = "the compiler counted" if isinstance(known, int) else "is assumed (trips=)"
-    interpreter.recorder.note(
-        f"a loop whose number of trips depends on data is counted {how_often}"
-        + (f", as {source}" if trips != 1 else "; pass trips= (--trips) for another number")
-    )
-    if trips == 1:
-        return interpreter.run(body, values, scope, environment)
-    for trip in range(trips):
-        values = interpreter.run_trip(Trip(number, trip), body, values, scope, environment)
-    return values
-
-
-def _count_trips(goes_on: Callable[[Values], bool | None], before: Values, after: Values) -> int:
-    """How often a loop runs whose counters change by the same step in every trip: by bisection of its condition.
-
-    One more than `LONGEST_LOOP` where it runs longer, or where its counters do not say.
-    """
-
-    def state(trip: int) -> Values:
-        return tuple(_counted(value, later, trip) for value, later in zip(before, after, strict=True))
-
-    fewest, most = 1, LONGEST_LOOP + 1
-    if goes_on(state(most)) is not False:
-        return most
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if goes_on(state(middle)):
-            fewest = middle + 1
-        else:
-            most = middle
-    return most
-
-
-def _counted(value: Value, later: Value, trip: int) -> Value:
-    """A counter at a trip; any other value as it was."""
-    if not isinstance(value, Constant) or not isinstance(later, Constant):
-        return value
-    if isinstance(value.value, bool) or not isinstance(value.value, int) or not isinstance(later.value, int):
-        return value
-    # The number of this constant is never compared: only conditions read it.
-    return replace(value, value=value.value + trip * (later.value - value.value))
-
-
 def _case(interpreter: Interpreter, op: Operation, values: Values, scope: Scope, environment: Environment) -> Values:
     """A branch: the side that is taken, where that is known, else the one with the most operations."""
     index = values[0]
@@ -466,7 +372,7 @@ CONTROL_FLOW: Mapping[str, Callable[[Interpreter, Operation, Values, Scope, Envi
     "composite": _call,
     "fusion": _fusion,
     "async_start": _fusion,
-    "while": _while,
+    "while": run_loop,
     "case": _case,
     "if": _case,
     "tuple": _tuple,

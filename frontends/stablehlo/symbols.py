@@ -139,7 +139,8 @@ class Recorder:
     """A graph under construction, and what is known about its ops.
 
     `scopes` says where every op stands, `repeats` the earlier op that an op computes again, `notes` what a reader
-    should know, with the number of times that it was said.
+    should know, with the number of times that it was said, `handed_on` what one trip of a loop makes of the state that
+    the next one begins with, by that state.
     """
 
     def __init__(self, name: str) -> None:
@@ -147,12 +148,14 @@ class Recorder:
         self.scopes: dict[str, Scope] = {}
         self.repeats: dict[str, str] = {}
         self.notes: dict[str, int] = {}
+        self.handed_on: dict[str, str] = {}
         self._results_by_key: dict[object, tuple[str, ...]] = {}
         self._first_by_key: dict[object, Op] = {}
         self._first_equal: dict[str, str] = {}
         self._constant_numbers: dict[object, int] = {}
         self._constant_arguments: dict[int, str] = {}
         self._reshaped_from: dict[str, str] = {}
+        self._keys: dict[str, tuple[object, object]] = {}
         self._unique = itertools.count()
         self._op_counts: dict[str, int] = {}
 
@@ -271,8 +274,34 @@ class Recorder:
         )
         self._keep_if_valid(results, scope)
         self._results_by_key[key] = results
+        self._keys[self.builder.ops[-1].id] = (key, None)
         self._find_repeat(computation, inputs, is_barrier=function == "barrier")
         return results
+
+    def disown(self, ops: Sequence[Op]) -> None:
+        """Forget what is known of ops, so that no later op is taken for equal to one of them."""
+        gone = {tensor_id for op in ops for tensor_id in op.outputs}
+        for op in ops:
+            key, first_key = self._keys.pop(op.id, (None, None))
+            self._results_by_key.pop(key, None)
+            if first_key is not None and self._first_by_key.get(first_key) is op:
+                del self._first_by_key[first_key]
+            for tensor_id in op.outputs:
+                self._first_equal.pop(tensor_id, None)
+                self._reshaped_from.pop(tensor_id, None)
+        for view in [view for view, source in self._reshaped_from.items() if source in gone]:
+            del self._reshaped_from[view]
+
+    def take_back(self, start: int) -> None:
+        """Remove all ops from a position on, as if they had never been recorded."""
+        removed = self.builder.ops[start:]
+        self.disown(removed)
+        del self.builder.ops[start:]
+        for op in removed:
+            self.scopes.pop(op.id, None)
+            self.repeats.pop(op.id, None)
+            for tensor_id in op.outputs:
+                del self.builder.tensors[tensor_id]
 
     def _check_operands(self, rule: Rule, inputs: Sequence[str]) -> None:
         if len(inputs) != len(rule.operands):
@@ -301,6 +330,7 @@ class Recorder:
             return
         key = (*computation, tuple(self._first_equal.get(tensor_id, tensor_id) for tensor_id in inputs))
         first = self._first_by_key.setdefault(key, op)
+        self._keys[op.id] = (self._keys[op.id][0], key)
         if first is not op:
             self.repeats[op.id] = first.id
             for result, first_result in zip(op.outputs, first.outputs, strict=True):

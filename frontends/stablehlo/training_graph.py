@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles
-from phaze.frontends.stablehlo.dataflow import Dataflow, live_ops, sorted_by_depth
+from phaze.frontends.stablehlo.dataflow import Dataflow, sorted_by_depth
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main, slot_name
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.module_paths import OpFacts, find_module_paths, parameter_path, repeated_blocks
@@ -139,8 +139,9 @@ def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str]
     builder = run.recorder.builder
     gradients = _gradients(run, roles)
     outputs = list(dict.fromkeys(tensor.id for tensor in tensors_of(_outputs(run, roles))))
-    ops = live_ops(builder.ops, [*outputs, *(gradient for _, gradient in gradients)])
-    dataflow = Dataflow(ops)
+    live = Dataflow(builder.ops, run.recorder.handed_on).ancestors([*outputs, *(gradient for _, gradient in gradients)])
+    ops = [op for op in builder.ops if op.id in live]
+    dataflow = Dataflow(ops, run.recorder.handed_on)
     loss = [] if roles.loss is None else [tensor.id for tensor in tensors_of((run.results[roles.loss],))]
     if roles.is_updated:
         gradients = _behind_updates(run, dataflow, gradients)

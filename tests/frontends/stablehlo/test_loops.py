@@ -1,0 +1,80 @@
+"""Long loops count as one trip whose ops have all trips as a factor: flops, parameters and bytes are those of all."""
+
+import jax
+import jax.numpy as jnp
+import jax_models as models
+import pytest
+from jax import lax
+
+import phaze
+from phaze.errors import ImportModelError
+from phaze.ir import Graph, Phase
+
+BATCH, INPUTS, WIDTH, OUTPUTS = 8, 16, 32, 4
+RECURRENT, READ, PREDICTED = (2 * BATCH * a * b for a, b in ((WIDTH, WIDTH), (INPUTS, WIDTH), (WIDTH, OUTPUTS)))
+
+
+def recurrent_loss(parameters: dict[str, jax.Array], inputs: jax.Array) -> jax.Array:
+    """A recurrent network over time with stacked outputs; a loop in a loop where time has two dimensions."""
+
+    def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = jnp.tanh(state @ parameters["w"] + x @ parameters["u"])
+        return state, state
+
+    def chunk(state: jax.Array, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.scan(step, state, xs)
+
+    _, outputs = lax.scan(step if inputs.ndim == 3 else chunk, jnp.zeros((BATCH, WIDTH)), inputs)
+    return jnp.mean((outputs @ parameters["o"]) ** 2)
+
+
+def trained(*times: int, is_hlo: bool = False) -> Graph:
+    shapes = {"w": (WIDTH, WIDTH), "u": (INPUTS, WIDTH), "o": (WIDTH, OUTPUTS)}
+    parameters = {name: models.shape(*shape) for name, shape in shapes.items()}
+    step = jax.jit(jax.value_and_grad(recurrent_loss)).lower(parameters, models.shape(*times, BATCH, INPUTS))
+    text = step.compile().as_text() if is_hlo else step.as_text()
+    return phaze.import_graph(text.encode(), frontend="hlo", parameters=[0, 1, 2])
+
+
+@pytest.mark.parametrize("times", [(600,), (3000,), (3, 700)])
+@pytest.mark.parametrize("is_hlo", [False, True])
+def test_flops_of_a_long_loop_are_those_of_all_trips_forward_and_backward(times: tuple[int, ...], is_hlo: bool) -> None:
+    graph = trained(*times, is_hlo=is_hlo)
+    trips = times[0] * (times[1] if len(times) > 1 else 1)
+    assert graph.matmul_flops(Phase.FORWARD) == trips * (RECURRENT + READ + PREDICTED)
+    assert graph.matmul_flops(Phase.BACKWARD) == trips * (2 * RECURRENT + READ + 2 * PREDICTED)
+    assert graph.parameter_count == WIDTH * WIDTH + INPUTS * WIDTH + WIDTH * OUTPUTS
+    assert len(graph.gradients) == 3
+    assert len(graph.ops) < 150
+    assert any("counts as one trip with all of them in every op" in note for note in graph.notes)
+
+
+def test_a_short_loop_is_run_trip_by_trip_and_agrees_but_for_its_first_and_last_trip() -> None:
+    short, long = trained(6), trained(600)
+    assert short.matmul_flops(Phase.FORWARD) * 100 == long.matmul_flops(Phase.FORWARD)
+    # The first state is zero and has no gradient, which trip by trip is seen.
+    missing = long.matmul_flops(Phase.BACKWARD) - short.matmul_flops(Phase.BACKWARD) * 100
+    assert missing == pytest.approx(100 * RECURRENT)
+
+
+def test_a_graph_with_a_long_loop_can_be_planned() -> None:
+    plan = phaze.optimize(trained(600), cluster="a100-80gb:2", global_batch_size=8)
+    assert plan.step_time_s > 0
+
+
+def test_ops_that_are_the_same_in_all_trips_are_done_once() -> None:
+    def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 5000, lambda _, state: state + jnp.tanh(x @ w), x)
+
+    text = jax.jit(repeated).lower(models.shape(8, 8), models.shape(4, 8)).as_text()
+    graph = phaze.import_graph(text.encode(), frontend="hlo", batch=[1])
+    assert graph.matmul_flops(Phase.FORWARD) == 2 * 4 * 8 * 8
+
+
+def test_a_count_beyond_what_can_be_counted_is_refused_without_running_the_loop() -> None:
+    def repeated(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 2_000_000_000, lambda _, state: jnp.tanh(state @ w), x)
+
+    text = jax.jit(repeated).lower(models.shape(1 << 14, 1 << 14), models.shape(1 << 14, 1 << 14)).as_text()
+    with pytest.raises(ImportModelError, match="a loop of 2,000,000,000 trips cannot be counted as one"):
+        phaze.import_graph(text.encode(), frontend="hlo", batch=[1])
