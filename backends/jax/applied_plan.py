@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from phaze.backends.jax.jax_mesh import axis_names, mesh_for_plan
+from phaze.backends.jax.context_trace import loss_of_context
+from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
 from phaze.backends.jax.mean_over_samples import Counts, read_weighting
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
@@ -45,7 +46,7 @@ class AppliedPlan:
     """A model arranged on a mesh: what `plan.apply` returns.
 
     Attributes:
-        mesh: the user's own; where none was given, one with axes pp, dp, tp, all automatic.
+        mesh: the user's own; where none was given, one with axes pp, dp, tp and those of `jax_mesh.py`, all automatic.
         specs: a PartitionSpec for every parameter, in the structure and for the shapes of the user's.
         shardings: the same as NamedShardings, with which `jax.device_put` lays out the user's own tree.
         step: `step(state, *batch) -> (state, loss)`, compiled at its first call; the old state is given up.
@@ -144,7 +145,7 @@ def _optimizer(plan: Plan, optimizer: object) -> Optimizer:
 
 
 def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, takes_mean: bool) -> TrainingStep:
-    strategy, precision = plan.strategy, plan.question.precision
+    strategy, precision, axes = plan.strategy, plan.question.precision, mesh_axes(plan)
     compute_dtype = jnp.dtype(precision.compute_dtype)
     specs = loss_function.batch.specs
     shares = tuple(batch_share(spec, graph.micro_batch_size) for spec in specs)
@@ -165,21 +166,28 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     draws, counts, whole_batch = dict[int, int](), Counts(), None
     if sizes.batch_rows > sizes.rows:
         twice = trace_at(2 * strategy.micro_batch_size)
-        counts = Counts() if takes_mean else read_weighting(trace, twice, shares)
+        counts = Counts() if takes_mean else _weighting(trace_at, strategy.micro_batch_size, shares)
         draws = draws_of_samples(trace.flat, twice.flat)
     if counts.totals:
         whole_batch = _whole_batch(counts, trace, trace_at(sizes.batch_rows), draws)
     if draws or counts.totals:
         totals = [trace.equations[number].outvars[place] for number, place in counts.totals]
         trace = loss_of_trace(with_draws_of_rows(trace.flat, draws, sizes, totals), len(trace.parameters))
+    has_sequence = tuple(
+        bool(axes.context) and share is BatchShare.ROWS and spec.shape[1:2] == (graph.tokens_per_sample,)
+        for spec, share in zip(specs, shares, strict=True)
+    )
+    if axes.context:
+        others = [False] * (len(trace.batch) - len(specs))
+        trace = loss_of_context(trace, [*has_sequence, *others], strategy.cp)
     _check_stages(plan, trace)
     return TrainingStep(
         arranged=_arranged_loss(plan, loss_function, graph, trace),
-        dp=strategy.dp,
-        pp=strategy.pp,
-        zero=strategy.zero if strategy.dp > 1 else 0,
+        axes=axes,
+        zero=strategy.zero if axes.shards else 0,
         micro_batch_size=strategy.micro_batch_size,
         batch_shares=shares,
+        has_sequence=has_sequence,
         batch_dtypes=dtypes,
         numbers_rows=bool(draws or counts.totals),
         whole_batch=whole_batch,
@@ -187,6 +195,24 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         compute_dtype=compute_dtype,
         gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
     )
+
+
+def _weighting(trace_at: Callable[[int], TracedLoss], micro_batch_size: int, shares: tuple[BatchShare, ...]) -> Counts:
+    """How the losses of microbatches make up the loss of the batch.
+
+    JAX traces sums over a single sample in other words than sums over several. So where a microbatch is one sample, and
+    nothing is counted over all of them, microbatches of two say it.
+    """
+    sizes = (micro_batch_size, 2 * micro_batch_size)
+    try:
+        return read_weighting(trace_at(sizes[0]), trace_at(sizes[1]), shares)
+    except PlanError:
+        if micro_batch_size > 1:
+            raise
+        counts = read_weighting(trace_at(2), trace_at(4), shares)
+        if counts.totals:
+            raise
+        return counts
 
 
 def _whole_batch(counts: Counts, micro_batch: TracedLoss, whole: TracedLoss, draws: Mapping[int, int]) -> WholeBatch:
@@ -228,7 +254,8 @@ def _arranged_loss(plan: Plan, loss_function: LossFunction, graph: Graph, trace:
         recompute=next(mode for mode in reversed(RecomputeMode) if mode in strategy.recompute),
         recomputed_layers=frozenset(layer.index for layer in graph.layers if layer.key in keys),
         last_layer=len(graph.layers) - 1,
-        gathers_parameters=strategy.zero == 3 and strategy.dp > 1,
+        gathers_keys=strategy.cp > 1,
+        gather_axes=mesh_axes(plan).shards if strategy.zero == 3 else (),
         tp=strategy.tp,
         sequence_parallel=bool(plan.layouts.boundaries),
     )
@@ -259,7 +286,7 @@ def _storages(
     plan: Plan, loss_function: LossFunction, trace: TracedLoss, *, keeps_shape: bool = False
 ) -> tuple[ParameterStorage, ...]:
     stacked = set() if trace.scan is None else set(trace.scan.stacked.values())
-    strategy = plan.strategy
+    strategy, axes = plan.strategy, mesh_axes(plan)
     return tuple(
         choose_storage(
             name,
@@ -267,7 +294,8 @@ def _storages(
             _splits(plan, name, spec.shape, is_stacked=number in stacked),
             is_stacked=number in stacked,
             tp=strategy.tp,
-            shards=strategy.dp if strategy.zero else 1,
+            shards=axes.shard_count,
+            shard_axes=axes.shards,
             pp=strategy.pp,
             keeps_shape=keeps_shape,
         )
@@ -300,6 +328,7 @@ def _applied_plan(
         mesh=mesh,
         optimizer=optimizer,
         zero=training_step.zero,
+        shard_axes=training_step.axes.shards,
         has_stages=training_step.pp > 1,
         has_master=plan.question.precision.master_bytes > 0,
         compute_dtype=training_step.compute_dtype,

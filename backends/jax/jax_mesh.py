@@ -1,26 +1,98 @@
-"""The JAX mesh of a plan, with axes pp, dp, tp: made of the devices that JAX sees, or checked where one is given.
+"""The JAX mesh of a plan: made of the devices that JAX sees, or checked where one is given.
 
-Stages come in order, in each stage its data-parallel copies, and in each copy its tensor-parallel devices.
+Every mesh has the axes pp (stages), dp (data-parallel copies) and tp (tensor parallelism). Two more are there where a
+plan uses them: shard, the copies among which ZeRO divides its states where these are not all (then dp counts the groups
+of such copies), and cp, the devices that a sequence is split over. The order is pp, dp, shard, cp, tp, last fastest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from phaze.errors import PlanError
 from phaze.plan.plan import Plan
 
-__all__ = ["AXES", "axis_names", "mesh_for_plan"]
+__all__ = ["MeshAxes", "axis_names", "mesh_axes", "mesh_for_plan"]
 
-AXES = ("pp", "dp", "tp")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxes:
+    """The axes of a plan's mesh, and what they divide.
+
+    Attributes:
+        sizes: how many devices each axis has, in the order of the mesh.
+        batch: the axes that divide the samples of a batch.
+        shards: the axes over which ZeRO divides its states; none where it divides nothing.
+        context: the axis that divides sequences; none where they are whole.
+    """
+
+    sizes: Mapping[str, int]
+    batch: tuple[str, ...]
+    shards: tuple[str, ...]
+    context: tuple[str, ...] = ()
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The axes over which every parameter has copies, so that its gradients are summed over them."""
+        return (*self.batch, *self.context)
+
+    @property
+    def copy_count(self) -> int:
+        """How many copies of the parameters of one stage there are."""
+        return self.size(self.copies)
+
+    @property
+    def shard_count(self) -> int:
+        """How many parts ZeRO divides a state into; 1 where it divides nothing."""
+        return self.size(self.shards)
+
+    @property
+    def manual(self) -> frozenset[str]:
+        """The axes whose collectives are written by hand; the tensor axis is left to the compiler."""
+        return frozenset(self.sizes) - {"tp"}
+
+    def size(self, axes: Sequence[str]) -> int:
+        """How many devices some axes have together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def batch_spec(self, *, has_sequence: bool = False) -> PartitionSpec:
+        """The layout of an array (samples, ...), or of one (samples, sequence, ...)."""
+        rows = self.batch if len(self.batch) > 1 else self.batch[0]
+        return PartitionSpec(rows, *self.context) if has_sequence else PartitionSpec(rows)
+
+
+def mesh_axes(plan: Plan) -> MeshAxes:
+    """The axes of a plan's mesh. Raises PlanError for groups of ZeRO that no axis divides off."""
+    strategy = plan.strategy
+    in_group = strategy.shard_devices
+    divides = strategy.zero > 0 and in_group > 1
+    context = ("cp",) if strategy.cp > 1 else ()
+    sizes = {"pp": strategy.pp, "dp": strategy.dp, "cp": strategy.cp, "tp": strategy.tp}
+    if not divides or in_group == strategy.replicas:
+        order = ["pp", "dp", *context, "tp"]
+        shards = tuple(axis for axis in ("dp", *context) if sizes[axis] > 1) if divides else ()
+        return MeshAxes(sizes={axis: sizes[axis] for axis in order}, batch=("dp",), shards=shards, context=context)
+    if in_group % strategy.cp:
+        raise PlanError(
+            f"the plan shards over groups of {in_group} devices, which the {strategy.cp} devices of a sequence do not "
+            "divide; plan with a shard that is a multiple of cp."
+        )
+    sizes |= {"shard": in_group // strategy.cp, "dp": strategy.replicas // in_group}
+    order = ["pp", "dp", "shard", *context, "tp"]
+    shards = tuple(axis for axis in ("shard", *context) if sizes[axis] > 1)
+    return MeshAxes(sizes={axis: sizes[axis] for axis in order}, batch=("dp", "shard"), shards=shards, context=context)
 
 
 _OTHER_NAMES = {
     "dp": ("data", "batch", "replica", "fsdp"),
+    "shard": ("fsdp", "zero"),
+    "cp": ("context", "sequence", "seq"),
     "tp": ("model", "tensor", "mp"),
     "pp": ("stage", "pipe", "pipeline"),
 }
@@ -28,14 +100,13 @@ _OTHER_NAMES = {
 
 
 def mesh_for_plan(plan: Plan, mesh: object) -> Mesh:
-    """The given mesh, checked and with the axes `AXES`, or (for None) one of the first devices that JAX sees.
+    """The given mesh, checked and with the plan's axes, or (for None) one of the first devices that JAX sees.
 
     All axes are automatic. Raises PlanError for a mesh of other sizes, and where JAX sees too few devices.
     """
-    # The order in which messages list the axes.
-    sizes = {"dp": plan.strategy.dp, "pp": plan.strategy.pp, "tp": plan.strategy.tp}
+    sizes = mesh_axes(plan).sizes
     if mesh is None:
-        count = plan.strategy.dp * plan.strategy.pp * plan.strategy.tp
+        count = math.prod(sizes.values())
         devices = jax.devices()
         if len(devices) < count:
             raise PlanError(
@@ -46,25 +117,25 @@ def mesh_for_plan(plan: Plan, mesh: object) -> Mesh:
         return _mesh(devices[:count], sizes)
     names = axis_names(plan, mesh)
     assert isinstance(mesh, Mesh)
-    order = [mesh.axis_names.index(names[axis]) for axis in AXES if axis in names]
+    order = [mesh.axis_names.index(names[axis]) for axis in sizes if axis in names]
     unused = [dim for dim in range(len(mesh.axis_names)) if dim not in order]
     return _mesh(mesh.devices.transpose([*order, *unused]).reshape(-1), sizes)
 
 
 def axis_names(plan: Plan, mesh: object) -> dict[str, str]:
     """For each of the plan's axes that a mesh has, the mesh's name of it: known by name, else by its size alone."""
-    sizes = {"dp": plan.strategy.dp, "pp": plan.strategy.pp, "tp": plan.strategy.tp}
+    sizes = mesh_axes(plan).sizes
     wanted = _listed(sizes)
     if not isinstance(mesh, Mesh):
         raise PlanError(f"mesh is a {type(mesh).__name__}; expected a jax.sharding.Mesh with axes {wanted}.")
     given = dict(mesh.shape)
     names: dict[str, str] = {}
-    for axis in AXES:
-        known = [name for name in (axis, *_OTHER_NAMES[axis]) if name in given]
+    for axis in sizes:
+        known = [name for name in (axis, *_OTHER_NAMES[axis]) if name in given and name not in names.values()]
         names |= {axis: known[0]} if known else {}
     for name, size in given.items():
         if size > 1 and name not in names.values():
-            fitting = [axis for axis in AXES if axis not in names and sizes[axis] == size]
+            fitting = [axis for axis in sizes if axis not in names and sizes[axis] == size]
             if len(fitting) != 1:
                 raise PlanError(
                     f"mesh has the axes {_listed(given)}; the plan's are {wanted}, and which of them {name!r} is "
@@ -77,10 +148,12 @@ def axis_names(plan: Plan, mesh: object) -> dict[str, str]:
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+    """The axes in words, copies first."""
+    order = [*(axis for axis in ("dp", "shard", "cp") if axis in sizes), *sizes]
+    return ", ".join(f"{name}={sizes[name]}" for name in dict.fromkeys(order))
 
 
 def _mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of devices that are listed in the order of `AXES`."""
-    array = np.asarray(devices, dtype=object).reshape(tuple(sizes[name] for name in AXES))
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    """The mesh of devices that are listed in the order of the axes."""
+    array = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -307,7 +307,8 @@ class MicroBatches:
         shares: what of each argument a microbatch gets.
         count: how many microbatches there are.
         dtypes: the type in which the loss reads each argument; None for the type in which it comes.
-        numbers_rows: whether the loss reads, behind its arguments, the number of its first row in the whole batch.
+        row_axes: the mesh axes that divide the rows, where the loss reads, behind its arguments, the number of its
+            first row in the whole batch; None where it does not.
         totals: what else it reads, the same for all microbatches.
     """
 
@@ -315,7 +316,7 @@ class MicroBatches:
     shares: tuple[BatchShare, ...]
     count: int
     dtypes: tuple[DTypeLike | None, ...]
-    numbers_rows: bool
+    row_axes: tuple[str, ...] | None
     totals: tuple[jax.Array, ...] = ()
 
     def arguments_of(self, number: jax.Array | int) -> list[jax.Array]:
@@ -327,13 +328,13 @@ class MicroBatches:
                 is_only_one = self.count == 1
                 value = argument[0] if is_only_one else jax.lax.dynamic_index_in_dim(argument, number, keepdims=False)
             arguments.append(value if dtype is None else value.astype(dtype))
-        return [*arguments, self._first_row(number), *self.totals] if self.numbers_rows else arguments
+        return [*arguments, self._first_row(number), *self.totals] if self.row_axes else arguments
 
     def _first_row(self, number: jax.Array | int) -> jax.Array:
         rows = next(
             value.shape[1] for value, share in zip(self.arguments, self.shares, strict=True) if share is BatchShare.ROWS
         )
-        micro_batch = jax.lax.axis_index("dp") * self.count + number
+        micro_batch = jax.lax.axis_index(self.row_axes) * self.count + number
         return (micro_batch * rows).astype(jnp.uint32)
 
 
@@ -343,7 +344,7 @@ def divide_batch(
     micro_batch_size: int,
     dtypes: Sequence[DTypeLike | None],
     *,
-    numbers_rows: bool,
+    row_axes: tuple[str, ...] | None,
 ) -> MicroBatches:
     """The part of a batch that one data-parallel copy has, in microbatches."""
     rows = next(value.shape[0] for value, share in zip(arguments, shares, strict=True) if share is BatchShare.ROWS)
@@ -356,5 +357,5 @@ def divide_batch(
         shares=tuple(shares),
         count=count,
         dtypes=tuple(dtypes),
-        numbers_rows=numbers_rows,
+        row_axes=row_axes,
     )

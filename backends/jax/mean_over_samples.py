@@ -247,6 +247,8 @@ def _results(
 
 def _grows(small: core.Var, large: core.Var) -> bool:
     small_size, large_size = (math.prod(variable.aval.shape) for variable in (small, large))
+    if small_size == large_size == 0:
+        return bool(small.aval.shape != large.aval.shape)
     if large_size not in (small_size, 2 * small_size):
         raise _refusal("it compares samples with each other")
     return bool(large_size != small_size)

@@ -43,7 +43,8 @@ class ArrangedLoss:
         recompute: what backward computes again.
         recomputed_layers: the numbers of the layers to which that applies.
         last_layer: the number of the layer with the loss.
-        gathers_parameters: whether parameters are gathered over the data axis for each pass (ZeRO-3).
+        gathers_keys: whether keys are gathered over the devices of a sequence.
+        gather_axes: the axes over which parameters are gathered for each pass (ZeRO-3); none where they are whole.
         tp: devices of the tensor axis.
         sequence_parallel: whether activations between layers are split along the sequence; one that the tensor axis
             does not divide stays whole.
@@ -56,10 +57,16 @@ class ArrangedLoss:
     recompute: RecomputeMode
     recomputed_layers: frozenset[int]
     last_layer: int
-    gathers_parameters: bool
+    gathers_keys: bool
+    gather_axes: tuple[str, ...]
     tp: int
     sequence_parallel: bool
     gathered_vectors: frozenset[int] = frozenset()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each pass gathers something, which backward then gathers again."""
+        return self.gathers_keys or bool(self.gather_axes)
 
     def with_gathered_vectors(self) -> ArrangedLoss:
         """The same, with those split vectors found that meet nothing split, and are therefore gathered."""
@@ -82,7 +89,8 @@ class ArrangedLoss:
     def read_parameter(self, number: int, value: jax.Array, *, is_layer: bool = False) -> jax.Array:
         """A stored parameter, or one layer of it, as the loss reads it: gathered where that is due, in its shape."""
         storage = self.storages[number]
-        whole = gather_shards(storage, value, is_layer=is_layer) if self.gathers_parameters else value
+        axes = self.gather_axes
+        whole = gather_shards(storage, value, axes, is_layer=is_layer) if axes else value
         read = storage.from_stored(whole, is_layer=is_layer)
         return jax.lax.with_sharding_constraint(read, PartitionSpec()) if number in self.gathered_vectors else read
 
@@ -197,7 +205,7 @@ def before_layers(
         equations = _equations_outside_layers(arranged, scan)
         return evaluate(equations, wanted, known, read, arranged.lay_out_lookup)
 
-    run = keep_only_what_mode_allows(before, RecomputeMode.NONE, gathers=arranged.gathers_parameters)
+    run = keep_only_what_mode_allows(before, RecomputeMode.NONE, gathers=arranged.gathers)
     values = run(list(parameters), list(batch))
     count = len(scan.constants)
     return values[:count], [arranged.at_boundary(value) for value in values[count:]]
@@ -234,7 +242,7 @@ def run_layers(
         results = evaluate(equations, body.outvars, known)
         return [arranged.at_boundary(value) for value in results[:count]], results[count:]
 
-    run = keep_only_what_mode_allows(layer, arranged.recompute, gathers=arranged.gathers_parameters)
+    run = keep_only_what_mode_allows(layer, arranged.recompute, gathers=arranged.gathers)
     listed_constants = list(constants)
     leaving, collected = jax.lax.scan(
         lambda carry, slices: run(listed_constants, carry, slices),
@@ -273,7 +281,7 @@ def after_layers(
 
     values = [results[variable] for variable in variables]
     mode = arranged.recompute_of(arranged.last_layer)
-    run = keep_only_what_mode_allows(after, mode, gathers=arranged.gathers_parameters)
+    run = keep_only_what_mode_allows(after, mode, gathers=arranged.gathers)
     return run(list(parameters), list(batch), values)
 
 
@@ -295,7 +303,7 @@ def _loss_without_scan(
     for segment in segments:
         mode = arranged.recompute_of(segment.layer)
         function = _segment_function(arranged, equations, segment)
-        run = keep_only_what_mode_allows(function, mode, gathers=arranged.gathers_parameters)
+        run = keep_only_what_mode_allows(function, mode, gathers=arranged.gathers)
         results = run(list(parameters), [values[variable] for variable in segment.entering])
         values |= {
             variable: arranged.at_boundary(result) for variable, result in zip(segment.leaving, results, strict=True)

@@ -24,7 +24,10 @@ from phaze.errors import PlanError
 from phaze.plan.plan import SplitDim
 from phaze.shard import Layout, Split
 
-__all__ = ["ParameterStorage", "choose_storage", "gather_shards", "reduce_to_shards"]
+__all__ = ["STAGES", "ParameterStorage", "choose_storage", "gather_shards", "reduce_to_shards"]
+
+STAGES = ("pp",)
+"""The mesh axis of pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class ParameterStorage:
         is_expanded: whether `split_dim` is stored as (tp, chunk).
         chunk: the elements of the split dimension on one device.
         tp: how many devices the tensor axis has.
-        shard_dim: the stored dimension that data-parallel shards cut; None for none.
+        shard_dim: the stored dimension that ZeRO's shards cut; None for none.
+        shard_axes: the mesh axes over which these shards lie.
         stage_dim: the stored dimension that stages cut; None for none. In a stack these are the layers. All stages run
             one program and hold equal parts of the other parameters, for which it is a dimension that they divide.
             Where it is also `shard_dim`, shards are parts of a stage's part.
@@ -57,11 +61,12 @@ class ParameterStorage:
     chunk: int = 0
     tp: int = 1
     shard_dim: int | None = None
+    shard_axes: tuple[str, ...] = ("dp",)
     stage_dim: int | None = None
 
-    def dim_cut_by(self, axis: str) -> int | None:
-        """The stored dimension whose shards the data ("dp") or pipeline ("pp") axis holds."""
-        return self.shard_dim if axis == "dp" else self.stage_dim
+    def dim_cut_by(self, axes: tuple[str, ...]) -> int | None:
+        """The stored dimension whose shards the pipeline axis or the axes of ZeRO's shards hold."""
+        return self.stage_dim if axes == STAGES else self.shard_dim
 
     @property
     def user_shape(self) -> tuple[int, ...]:
@@ -120,7 +125,8 @@ class ParameterStorage:
 
     def partition_spec(self, *axes: str, is_layer: bool = False) -> PartitionSpec:
         """The dimensions that these axes cut, of the stored array or of one layer of it."""
-        cuts = ((self.split_dim, "tp"), (self.stage_dim, "pp"), (self.shard_dim, "dp"))
+        shards = ((self.shard_dim, axis) for axis in self.shard_axes)
+        cuts = ((self.split_dim, "tp"), (self.stage_dim, "pp"), *shards)
         axes_of_dims: list[tuple[str, ...]] = [()] * len(self.stored_shape)
         for dim, axis in cuts:
             if dim is not None and axis in axes:
@@ -130,28 +136,28 @@ class ParameterStorage:
 
 
 def gather_shards(
-    storage: ParameterStorage, value: jax.Array, axis: str = "dp", *, is_layer: bool = False
+    storage: ParameterStorage, value: jax.Array, axes: tuple[str, ...], *, is_layer: bool = False
 ) -> jax.Array:
-    """All shards of a parameter, or of one layer of it, along the data or pipeline axis, side by side."""
-    dim = storage.dim_cut_by(axis)
+    """All shards of a parameter, or of one layer of it, along the axes of stages or of ZeRO's shards, side by side."""
+    dim = storage.dim_cut_by(axes)
     if dim is None:
         return value
     gathered_dim = dim - (1 if is_layer else 0)
 
     def gather(shard: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(shard, axis, axis=gathered_dim, tiled=True)
+        return jax.lax.all_gather(shard, axes, axis=gathered_dim, tiled=True)
 
     return _on_tensor_parts(storage, value, gather, is_layer=is_layer)
 
 
-def reduce_to_shards(storage: ParameterStorage, value: jax.Array, axis: str = "dp") -> jax.Array:
-    """The sum over an axis, of which each device keeps its shard (all of it where there are no shards)."""
-    dim = storage.dim_cut_by(axis)
+def reduce_to_shards(storage: ParameterStorage, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over some axes, of which each device keeps its shard (all of it where there are no shards)."""
+    dim = storage.dim_cut_by(axes)
     if dim is None:
-        return jax.lax.psum(value, axis)
+        return jax.lax.psum(value, axes)
 
     def scatter(summand: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(summand, axis, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum_scatter(summand, axes, scatter_dimension=dim, tiled=True)
 
     return _on_tensor_parts(storage, value, scatter, is_layer=False)
 
@@ -178,6 +184,7 @@ def choose_storage(
     is_stacked: bool,
     tp: int,
     shards: int,
+    shard_axes: tuple[str, ...] = ("dp",),
     pp: int = 1,
     keeps_shape: bool = False,
 ) -> ParameterStorage:
@@ -189,14 +196,15 @@ def choose_storage(
         splits: how the plan splits it over the tensor axis; those of one layer for a stacked parameter.
         is_stacked: whether a scan over layers takes it apart.
         tp: how many devices the tensor axis has.
-        shards: how many data-parallel copies share its state (1: each has all of it).
+        shards: how many copies share its state (1: each has all of it).
+        shard_axes: the mesh axes over which these copies lie.
         pp: how many stages the pipeline has.
         keeps_shape: whether it must have the user's shape. Then a split that this shape has no spec for becomes a
             split into equal blocks of the same dimension, or none where the tensor axis does not divide it.
 
     Raises PlanError for splits that no named sharding expresses.
     """
-    whole = ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp)
+    whole = ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp, shard_axes=shard_axes)
     storage = _split_in_blocks(whole, splits) if keeps_shape else _split(whole, splits)
     if shards > 1:
         shard_dim = _longest_free_dim(storage, shards, {storage.split_dim})

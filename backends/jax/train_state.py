@@ -112,7 +112,8 @@ class StateLayout:
         user_storages: how each parameter lies on the mesh in the user's own shape.
         mesh: the plan's mesh.
         optimizer: whose state lies beside the parameters.
-        zero: the plan's ZeRO stage; 0 where there is one copy.
+        zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
+        shard_axes: the axes over which ZeRO's shards lie.
         has_stages: whether there is more than one pipeline stage.
         has_master: whether parameters are copies, in the compute type, of fp32 ones.
         compute_dtype: the type in which the loss reads parameters.
@@ -124,6 +125,7 @@ class StateLayout:
     mesh: Mesh
     optimizer: Optimizer
     zero: int
+    shard_axes: tuple[str, ...]
     has_stages: bool
     has_master: bool
     compute_dtype: DTypeLike
@@ -143,7 +145,7 @@ class StateLayout:
     def _specs(
         self, storages: Sequence[ParameterStorage], axes: Sequence[str], *, has_shards: bool
     ) -> list[PartitionSpec]:
-        unused = {"dp"} if not has_shards else set[str]()
+        unused = set(self.shard_axes) if not has_shards else set[str]()
         unused |= {"pp"} if not self.has_stages else set()
         cutting = [axis for axis in axes if axis not in unused]
         return [storage.partition_spec(*cutting) for storage in storages]

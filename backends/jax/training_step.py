@@ -7,6 +7,8 @@ ZeRO-0   once, after all microbatches: every copy gets the sum (`_reduced`)
 ZeRO-1   once, after all microbatches: each copy keeps its shard of the sum (`_reduced`)
 ZeRO-2   after every microbatch: each copy keeps its shard of the sum (`_accumulable`)
 ZeRO-3   parameters are stored as shards, and the gathers of the passes scatter gradients in backward by themselves
+
+Where shards lie within groups of copies, the shards of the sum are summed once more, between the groups, at the end.
 """
 
 from __future__ import annotations
@@ -21,17 +23,16 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from phaze.backends.jax.context_trace import AXIS
 from phaze.backends.jax.gpipe_scan import pipelined_loss
+from phaze.backends.jax.jax_mesh import MeshAxes
 from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss, loss_of_micro_batch
-from phaze.backends.jax.parameter_storage import ParameterStorage, gather_shards, reduce_to_shards
+from phaze.backends.jax.parameter_storage import STAGES, ParameterStorage, gather_shards, reduce_to_shards
 from phaze.backends.jax.traced_loss import TracedLoss, evaluate
 from phaze.backends.jax.train_state import StateLayout
 
 __all__ = ["TrainingStep", "WholeBatch", "gradients_on_mesh"]
-
-_MANUAL_AXES = frozenset({"pp", "dp"})
-"""Axes whose collectives are written here; the tensor axis is left to the compiler."""
 
 LossAndGradients: TypeAlias = tuple[jax.Array, list[jax.Array]]
 
@@ -51,16 +52,23 @@ class WholeBatch:
     whole_sums: tuple[core.Var, ...]
     totals: tuple[core.Var, ...]
 
-    def with_totals(self, micro_batches: MicroBatches) -> MicroBatches:
-        """The microbatches with the totals that they read."""
+    def with_totals(
+        self, micro_batches: MicroBatches, batch_axes: tuple[str, ...], has_sequence: Sequence[bool]
+    ) -> MicroBatches:
+        """The microbatches with the totals that they read, which are summed over the axes that divide a batch.
+
+        What `has_sequence` comes as a part of every sequence, and is counted whole.
+        """
         count = len(self.micro_batch.batch)
 
         def sums_of(number: jax.Array) -> list[jax.Array]:
             arguments = replace(micro_batches, totals=()).arguments_of(number)[:count]
+            pairs = zip(arguments, has_sequence, strict=True)
+            arguments = [jax.lax.all_gather(a, AXIS, axis=1, tiled=True) if is_split else a for a, is_split in pairs]
             return evaluate(self.micro_batch.equations, self.sums, self.micro_batch.known_values(arguments))
 
         of_all = jax.lax.map(sums_of, jnp.arange(micro_batches.count))
-        sums = [jax.lax.psum(values.sum(0).astype(values.dtype), "dp") for values in of_all]
+        sums = [jax.lax.psum(values.sum(0).astype(values.dtype), batch_axes) for values in of_all]
         known = {**self.whole.constants, **dict(zip(self.whole_sums, sums, strict=True))}
         return replace(micro_batches, totals=tuple(evaluate(self.whole.equations, self.totals, known)))
 
@@ -71,11 +79,11 @@ class TrainingStep:
 
     Attributes:
         arranged: the loss of one microbatch.
-        dp: data-parallel copies.
-        pp: pipeline stages.
-        zero: the plan's ZeRO stage; 0 where there is one copy.
+        axes: the axes of the mesh.
+        zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
         micro_batch_size: samples of one microbatch of one copy.
         batch_shares: what of each argument of the batch a microbatch gets.
+        has_sequence: for each argument, whether its second dimension is split over the devices of a sequence.
         batch_dtypes: the type in which the loss reads each argument; None for the type in which it comes.
         numbers_rows: whether the loss also reads the number of a microbatch's first row (see `random_draws.py`).
         whole_batch: what microbatches take from the whole batch (see `mean_over_samples.py`); None for nothing.
@@ -85,17 +93,22 @@ class TrainingStep:
     """
 
     arranged: ArrangedLoss
-    dp: int
-    pp: int
+    axes: MeshAxes
     zero: int
     micro_batch_size: int
     batch_shares: tuple[BatchShare, ...]
+    has_sequence: tuple[bool, ...]
     batch_dtypes: tuple[DTypeLike | None, ...]
     numbers_rows: bool
     whole_batch: WholeBatch | None
     is_sum: bool
     compute_dtype: DTypeLike
     gradient_dtype: DTypeLike
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.axes.sizes["pp"]
 
     @property
     def storages(self) -> tuple[ParameterStorage, ...]:
@@ -107,13 +120,17 @@ def gradients_on_mesh(
     step: TrainingStep, layout: StateLayout
 ) -> Callable[[Sequence[jax.Array], Sequence[jax.Array]], LossAndGradients]:
     """The loss and the gradients as a function of flat parameters and a flat batch, run on every device of the mesh."""
-    batch_specs = [PartitionSpec("dp") if share is BatchShare.ROWS else PartitionSpec() for share in step.batch_shares]
+    batch_specs = [
+        step.axes.batch_spec(has_sequence=is_split) if share is BatchShare.ROWS else PartitionSpec()
+        for share, is_split in zip(step.batch_shares, step.has_sequence, strict=True)
+    ]
+    manual = step.axes.manual
     mapped = jax.shard_map(
         lambda parameters, batch: _local_gradients(step, parameters, batch),
         mesh=layout.mesh,
-        in_specs=(layout.parameter_specs(*_MANUAL_AXES), batch_specs),
-        out_specs=(PartitionSpec(), layout.owned_specs(*_MANUAL_AXES)),
-        axis_names=_MANUAL_AXES,
+        in_specs=(layout.parameter_specs(*manual), batch_specs),
+        out_specs=(PartitionSpec(), layout.owned_specs(*manual)),
+        axis_names=manual,
         check_vma=False,
     )
     return lambda parameters, batch: mapped(parameters, layout.constrain(batch_specs, batch))
@@ -124,16 +141,23 @@ def _local_gradients(
 ) -> LossAndGradients:
     """The mean loss of the whole batch in fp32, and this device's part of its gradients."""
     micro_batches = divide_batch(
-        batch, step.batch_shares, step.micro_batch_size, step.batch_dtypes, numbers_rows=step.numbers_rows
+        batch,
+        step.batch_shares,
+        step.micro_batch_size,
+        step.batch_dtypes,
+        row_axes=step.axes.batch if step.numbers_rows else None,
     )
     if step.whole_batch is not None:
-        micro_batches = step.whole_batch.with_totals(micro_batches)
+        micro_batches = step.whole_batch.with_totals(micro_batches, step.axes.batch, step.has_sequence)
     compute = _pipelined_gradients if step.pp > 1 else _accumulated_gradients
     loss, gradients = compute(step, parameters, micro_batches)
     pairs = zip(step.storages, gradients, strict=True)
     reduced = [_reduced(step, storage, gradient) for storage, gradient in pairs]
-    scale = micro_batches.count if step.is_sum else 1 / step.dp
-    return jax.lax.psum(loss, "dp") * scale, [gradient * jnp.asarray(scale, gradient.dtype) for gradient in reduced]
+    # All devices of a sequence have the same loss, which is counted once.
+    scale = micro_batches.count / step.axes.size(step.axes.context) if step.is_sum else 1 / step.axes.copy_count
+    return jax.lax.psum(loss, step.axes.copies) * scale, [
+        gradient * jnp.asarray(scale, gradient.dtype) for gradient in reduced
+    ]
 
 
 def _pipelined_gradients(
@@ -144,7 +168,7 @@ def _pipelined_gradients(
     For that, parameters enter in that type, and every tick reads them in the compute type again.
     """
     pairs = zip(step.storages, parameters, strict=True)
-    whole = [value if storage.is_stacked else gather_shards(storage, value, "pp") for storage, value in pairs]
+    whole = [value if storage.is_stacked else gather_shards(storage, value, STAGES) for storage, value in pairs]
 
     def loss(exact_parameters: Sequence[jax.Array]) -> jax.Array:
         return pipelined_loss(step.arranged, exact_parameters, step.compute_dtype, micro_batches, step.pp)
@@ -186,7 +210,7 @@ def _accumulated_gradients(
 def _accumulable(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
     """A gradient as it is added up: in the gradients' type, and with ZeRO-2 this device's shard of the sum."""
     exact = _split_like_parameter(step, storage, gradient.astype(step.gradient_dtype))
-    return reduce_to_shards(storage, exact) if step.zero == 2 else exact
+    return reduce_to_shards(storage, exact, step.axes.shards) if step.zero == 2 else exact
 
 
 def _split_like_parameter(step: TrainingStep, storage: ParameterStorage, value: jax.Array) -> jax.Array:
@@ -198,9 +222,11 @@ def _split_like_parameter(step: TrainingStep, storage: ParameterStorage, value: 
 def _reduced(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
     """The gradient with what is left to add up over stages and copies."""
     if step.pp > 1 and not storage.is_stacked:
-        gradient = reduce_to_shards(storage, gradient, "pp")
-    if step.dp == 1:
-        return gradient
+        gradient = reduce_to_shards(storage, gradient, STAGES)
+    copies = tuple(axis for axis in step.axes.copies if step.axes.sizes[axis] > 1)
     if step.zero == 0 or (step.zero == 3 and storage.shard_dim is None):
-        return jax.lax.psum(gradient, "dp")
-    return reduce_to_shards(storage, gradient) if step.zero == 1 else gradient
+        return jax.lax.psum(gradient, copies) if copies else gradient
+    if step.zero == 1:
+        gradient = reduce_to_shards(storage, gradient, step.axes.shards)
+    between_groups = tuple(axis for axis in copies if axis not in step.axes.shards)
+    return jax.lax.psum(gradient, between_groups) if between_groups else gradient

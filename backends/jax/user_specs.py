@@ -5,7 +5,8 @@ TrainState and nnx's Optimizer do), the parameters are its arrays under `params`
 tree, is one of these:
 
 state     it has the shape of a parameter and the end of its path: it lies as that parameter's shard of ZeRO does
-batch     its first dimension is the plan's global batch, which the data axis divides
+batch     its first dimension is the plan's global batch, which the data axes divide; a second one as long as sequences
+          is divided by the context axis
 other     scalars, keys, statistics: whole on every device
 
 Arrays keep the user's shapes. A split for which such a shape has no spec (of every one of several fused parts, of two
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from phaze.backends.jax.jax_mesh import mesh_axes
 from phaze.backends.jax.loss_function import PyTree, path_words
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
 from phaze.errors import PlanError
@@ -40,22 +42,26 @@ _PARAMETER_KEYS = ("params", "model")
 
 def constraints_of_plan(plan: Plan) -> dict[str, PartitionSpec]:
     """The specs of the batch, and of activations (samples, sequence, width) between layers."""
-    sequence_axis = "tp" if plan.layouts.boundaries else None
-    return {"batch": PartitionSpec("dp"), "activations": PartitionSpec("dp", sequence_axis, None)}
+    axes = mesh_axes(plan)
+    sequence_axes = (*axes.context, *(("tp",) if plan.layouts.boundaries else ()))
+    sequence = sequence_axes if len(sequence_axes) > 1 else next(iter(sequence_axes), None)
+    batch = axes.batch_spec(has_sequence=True)
+    return {"batch": batch, "activations": PartitionSpec(batch[0], sequence, None)}
 
 
 def user_storage(
     plan: Plan, name: str, shape: Sequence[int], splits: Sequence[SplitDim], *, is_stacked: bool
 ) -> ParameterStorage:
     """How a parameter lies on the mesh in the user's own shape."""
-    strategy = plan.strategy
+    strategy, axes = plan.strategy, mesh_axes(plan)
     return choose_storage(
         name,
         tuple(shape),
         splits,
         is_stacked=is_stacked,
         tp=strategy.tp,
-        shards=strategy.dp if strategy.zero else 1,
+        shards=axes.shard_count,
+        shard_axes=axes.shards,
         pp=strategy.pp,
         keeps_shape=True,
     )
@@ -65,7 +71,7 @@ def specs_of_trees(plan: Plan, trees: Sequence[PyTree]) -> list[PyTree]:
     """For every tree the specs of its arrays, in its own structure; see the module's words."""
     if not trees:
         raise PlanError("specs takes the trees of your arrays, parameters first: plan.specs(params, opt_state, batch).")
-    parameters = _parameters(plan, trees[0])
+    parameters, axes = _parameters(plan, trees[0]), mesh_axes(plan)
 
     def spec(words: Words, leaf: object, *, is_first: bool) -> PartitionSpec:
         shape = tuple(getattr(leaf, "shape", ()))
@@ -74,7 +80,9 @@ def specs_of_trees(plan: Plan, trees: Sequence[PyTree]) -> list[PyTree]:
         storage = parameters.owner(words, shape)
         if storage is not None:
             return _spec(plan, storage, is_parameter=False)
-        return PartitionSpec("dp") if shape[:1] == (plan.question.global_batch_size,) else PartitionSpec()
+        if shape[:1] != (plan.question.global_batch_size,):
+            return PartitionSpec()
+        return axes.batch_spec(has_sequence=shape[1:2] == (plan.model.tokens_per_sample,))
 
     return [
         jax.tree_util.tree_map_with_path(
@@ -85,10 +93,10 @@ def specs_of_trees(plan: Plan, trees: Sequence[PyTree]) -> list[PyTree]:
 
 
 def _spec(plan: Plan, storage: ParameterStorage, *, is_parameter: bool) -> PartitionSpec:
-    """The spec of a parameter, or of state that belongs to it: the data axis cuts parameters in ZeRO-3 only."""
+    """The spec of a parameter, or of state that belongs to it: shards cut parameters in ZeRO-3 only."""
     is_sharded = plan.strategy.zero == 3 or (plan.strategy.zero > 0 and not is_parameter)
     axes = ["tp"] if plan.strategy.tp > 1 else []
-    axes += ["dp"] if is_sharded and plan.strategy.dp > 1 else []
+    axes += storage.shard_axes if is_sharded else ()
     axes += ["pp"] if plan.strategy.pp > 1 else []
     return storage.partition_spec(*axes)
 

@@ -34,6 +34,9 @@ __all__ = ["import_model"]
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 """Batch sizes to lower at: primes, two of which should divide no dimension of the model; small, to trace quickly."""
 
+_MOST_BATCH_SIZES = 4
+"""How many first dimensions of arguments are tried as the batch; a wrong one fails at its first trace."""
+
 MOST_SHAPES = 4
 """How many shapes of a module's output a message shows: enough to recognise them."""
 
@@ -106,7 +109,8 @@ def _module_of(lowered: jax.stages.Lowered) -> Module:
 class _ImportTask:
     """A function with the roles of its leaves as far as they are known; those of a step are inferred later.
 
-    `notes` say what of the model gives way to a plan.
+    `batch_size` is the first dimension of those batch arguments that grow with the batch. `notes` say what of the model
+    gives way to a plan.
     """
 
     function: TraceableFunction
@@ -115,20 +119,25 @@ class _ImportTask:
     is_loss: bool
     options: Mapping[str, object]
     notes: tuple[str, ...] = ()
+    batch_size: int | None = None
 
     @property
-    def batch_size(self) -> int | None:
-        """The first dimension that most batch arguments have; of several, that of the first argument."""
-        sizes = [self.function.leaves[i].spec.shape[:1] for i in sorted(self.batch)]
-        most_common = Counter(size[0] for size in sizes if size).most_common(1)
-        return most_common[0][0] if most_common else None
+    def possible_batch_sizes(self) -> list[int]:
+        """The first dimensions of batch arguments: first those that most arguments have, then those of whole numbers.
+
+        Frozen parameters may be among these arguments: many arrays in one argument, and none of whole numbers.
+        """
+        leaves = [self.function.leaves[i] for i in sorted(self.batch) if self.function.leaves[i].spec.shape]
+        sizes = Counter(leaf.spec.shape[0] for leaf in leaves)
+        arguments = Counter(size for size, _ in {(leaf.spec.shape[0], leaf.argument) for leaf in leaves})
+        whole = {leaf.spec.shape[0] for leaf in leaves if not jnp.issubdtype(leaf.spec.dtype, jnp.floating)}
+        return sorted(sizes, key=lambda size: (-arguments[size], size not in whole, -sizes[size]))
 
     def leaves(self, batch_size: int | None) -> list[Leaf]:
         """The leaves at another batch size."""
-        given_size = self.batch_size
         return [
             _resized(leaf, batch_size)
-            if batch_size is not None and index in self.batch and leaf.spec.shape[:1] == (given_size,)
+            if batch_size is not None and index in self.batch and leaf.spec.shape[:1] == (self.batch_size,)
             else leaf
             for index, leaf in enumerate(self.function.leaves)
         ]
@@ -229,7 +238,8 @@ def _is_loss(function: TraceableFunction, output: Any) -> bool:
 def _import_function(task: _ImportTask) -> Graph:
     if not task.is_loss:
         task = _with_inferred_roles(task)
-    graph = _graph_of_any_batch(task)
+    tasks = [replace(task, batch_size=size) for size in task.possible_batch_sizes[:_MOST_BATCH_SIZES]]
+    graph = next((graph for sized in tasks if (graph := _graph_of_any_batch(sized)) is not None), None)
     if graph is None:
         graph = _with_note(
             follow_batch(_graph(task, None)), "lowered at the batch of its inputs: another one did not trace alike"
@@ -249,15 +259,13 @@ def _with_inferred_roles(task: _ImportTask) -> _ImportTask:
 
 def _graph_of_any_batch(task: _ImportTask) -> Graph | None:
     """The graph with its batch factors marked, at the caller's size; None where it cannot be lowered so."""
-    size = task.batch_size
-    if size is None or not task.batch:
-        return None
+    assert task.batch_size is not None
     small, large = _fitting_primes(task)
     try:
         shapes = [_traced_shapes(task.function, task.leaves(prime)) for prime in (small, large)]
         if not _grows_with_batch(shapes[0], shapes[1], small, large):
             return None
-        return _graph(task, small).with_micro_batch(size)
+        return _graph(task, small).with_micro_batch(task.batch_size)
     except (GraphError, ImportModelError):  # said again, at the caller's own size
         return None
 

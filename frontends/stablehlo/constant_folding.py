@@ -10,7 +10,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from phaze.frontends.stablehlo.module import Attribute, Operation
-from phaze.frontends.stablehlo.symbols import Broadcast, Constant, Number, Recorder, Shape, Value, Values, is_empty
+from phaze.frontends.stablehlo.symbols import (
+    Broadcast,
+    Constant,
+    Number,
+    Recorder,
+    Shape,
+    Value,
+    Values,
+    is_constant,
+    is_empty,
+)
 
 __all__ = ["fold"]
 
@@ -45,14 +55,15 @@ _COMPARISONS: dict[str, Callable[[Number, Number], bool]] = {
 
 
 def fold(recorder: Recorder, operation: Operation, values: Values) -> Values:
-    """The results of an operation that depends on no argument, as constants."""
+    """The results of an operation that depends on no argument, or that are empty, as constants."""
     dimensions = operation.attributes.get("broadcast_dimensions")
     if operation.short_name == "broadcast_in_dim" and isinstance(dimensions, list):
         shape = operation.types[0].shape
         if not is_empty(values[0]) and 0 not in shape:
             into = tuple(dim for dim in dimensions if isinstance(dim, int))
             return (_folded_broadcast(recorder, values[0], shape, into),)
-    keys = tuple(_constant_key(value) for value in values)
+    # What is empty is the same whatever it is made of.
+    keys = tuple(_constant_key(value) if is_constant(value) else None for value in values)
     results = []
     for index, kind in enumerate(operation.types):
         number = known_number(operation, values) if len(operation.types) == 1 and 0 not in kind.shape else None

@@ -185,7 +185,7 @@ class Interpreter:
 
     def _apply(self, operation: Operation, values: Values, scope: Scope) -> Values:
         """Fold an operation on constants, record one by its rule, or record an opaque op."""
-        if all(is_constant(value) for value in values) or any(0 in kind.shape for kind in operation.types):
+        if all(is_constant(value) for value in values) or all(0 in kind.shape for kind in operation.types):
             return fold(self.recorder, operation, values)
         call = Call(operation, values, self.recorder, scope)
         if self.joined_loops:

@@ -17,6 +17,8 @@ Results = Callable[[str], dict[str, Any]]
 SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "fused dp2 tp4")
+HYBRID, CONTEXT = "scanned hybrid 2 x 4", "scanned cp2 dp2 zero1"
+CONTEXTS = ("pure cp2 tp2 dp2", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
 FULL = (
@@ -51,12 +53,14 @@ def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED))
+    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED, HYBRID, CONTEXT))
 
 
 @pytest.fixture(scope="module")
 def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_cases(tmp_path_factory.mktemp("jax"), (*FULL, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"))
+    return run_cases(
+        tmp_path_factory.mktemp("jax"), (*FULL, *CONTEXTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB")
+    )
 
 
 def check_equality(measured: dict[str, Any]) -> None:
@@ -109,6 +113,36 @@ def test_a_step_in_bf16_updates_the_master_copy_and_casts_it(results: Results) -
 
 def test_an_optimizer_may_take_norms_over_sharded_gradients(results: Results) -> None:
     check_equality(results(CLIPPED))
+
+
+def large_arrays(measured: dict[str, Any]) -> int:
+    return sum(size for size in measured["array_bytes"] if size >= 1024)
+
+
+def test_shards_within_groups_of_copies_are_gathered_there_and_summed_between_them(results: Results) -> None:
+    measured = results(HYBRID)
+    check_equality(measured)
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
+    # Gathered in forward and in backward, and scattered; between the groups an all-reduce of each quarter.
+    whole = large_arrays(measured)
+    assert measured["traffic_bytes"]["shard"] == pytest.approx(3 * whole, rel=0.05)
+    assert measured["traffic_bytes"]["dp"] == pytest.approx(2 * whole / 4, rel=0.1)
+
+
+def test_devices_of_a_sequence_gather_keys_and_values_and_scatter_their_gradients(results: Results) -> None:
+    measured = results(CONTEXT)
+    check_equality(measured)
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
+    # Two layers, keys and values of (8, 16, 8, 8) in fp32: gathered in both passes, and their gradients scattered.
+    assert measured["traffic_bytes"]["cp"] == 2 * 2 * 3 * (8 * 16 * 8 * 8) * 4
+    # Gradients are scattered, and parameters gathered, over copies and contexts together.
+    assert measured["traffic_bytes"]["dp cp"] == pytest.approx(2 * large_arrays(measured), rel=0.05)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_go_with_every_other_division(full_results: Results, name: str) -> None:
+    check_equality(full_results(name))
 
 
 def test_stages_send_activations_and_the_parameters_outside_of_the_scan(results: Results) -> None:

@@ -171,3 +171,16 @@ def test_plans_that_cut_a_parameter_twice_are_not_offered_to_jax() -> None:
         phaze.evaluate(moe, inputs, strategy=strategy, **question)
     plan = phaze.evaluate(moe, inputs, strategy=strategy, target=None, **question).plan
     assert {split.dim for split in plan.layouts.parameters["params.up"]} == {0, 2}
+
+
+def test_microbatches_of_one_sample_are_weighted_as_those_of_two_where_jax_traces_them_otherwise() -> None:
+    def two_losses(params: Any, x: Any, y: Any) -> Any:
+        kinds = optax.softmax_cross_entropy_with_integer_labels(x @ params["up"], y[:, 0].astype(int) % 3)
+        return kinds.mean() + ((x @ params["up"]) ** 2).mean()
+
+    inputs = (small.weights(), *small.rows())
+    question = {"cluster": "cpu:1", "global_batch_size": small.ROWS, "precision": "fp32", "compares": False}
+    strategy = {**small.ALONE, "dp": 1, "micro_batch_size": 1}
+    run = phaze.evaluate(two_losses, inputs, strategy=strategy, **question).plan.apply(two_losses, inputs=inputs)
+    loss, _ = run.gradients(run.start(inputs[0]), *inputs[1:])
+    assert loss == pytest.approx(float(two_losses(*inputs)), rel=1e-6)

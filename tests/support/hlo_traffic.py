@@ -29,7 +29,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def axis_traffic(text: str, mesh: Mapping[str, int], shares: tuple[float, ...] = ()) -> dict[str, float]:
-    """Bytes by axis of a module for devices numbered along the axes, last fastest.
+    """Bytes by axis of a module for devices numbered along the axes, last fastest; several are named together.
 
     `shares` says how often a branch is taken, by how deep conditionals lie in each other.
     """
@@ -43,8 +43,9 @@ def axis_traffic(text: str, mesh: Mapping[str, int], shares: tuple[float, ...] =
                     axis = axis_of(line, mesh)
                     if axis is None:
                         continue
-                    for size in sizes(line, kind, mesh[axis]):
-                        totals[axis] += times * WEIGHTS[kind] * size * (size >= LEAST_BYTES)
+                    count = int(np.prod([mesh[name] for name in axis.split(" ")]))
+                    for size in sizes(line, kind, count):
+                        totals[axis] = totals.get(axis, 0.0) + times * WEIGHTS[kind] * size * (size >= LEAST_BYTES)
             loop = re.search(r"while\(.*body=%?([\w.\-]+)", line)
             if loop:
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
@@ -73,13 +74,12 @@ def sizes(line: str, kind: str, group: int) -> list[int]:
 
 
 def axis_of(line: str, mesh: Mapping[str, int]) -> str | None:
-    """The axis along which the devices of a collective differ; None where it is of one device."""
+    """The axes along which the devices of a collective differ; None where it is of one device."""
     numbers = np.arange(int(np.prod(list(mesh.values())))).reshape(tuple(mesh.values()))
     group = first_group(line)
     at = [np.argwhere(numbers == device)[0] for device in group]
     differing = [name for index, name in enumerate(mesh) if len({int(one[index]) for one in at}) > 1]
-    assert len(differing) < 2, (line, group)
-    return differing[0] if differing else None
+    return " ".join(differing) or None
 
 
 def first_group(line: str) -> list[int]:

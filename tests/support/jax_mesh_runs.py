@@ -64,6 +64,17 @@ FORCED |= {
     ),
     "scanned dp4 tp2 zero2 mixed": ("scanned", {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 2}),
     "scanned dp8 zero2 clipped": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
+    "scanned hybrid 2 x 4": ("scanned", {**FIXED, "dp": 8, "shard": 4, "micro_batch_size": 2, "zero": 3}),
+    "scanned cp2 dp2 zero1": ("scanned", {**FIXED, "dp": 2, "cp": 2, "micro_batch_size": 8, "zero": 1}),
+    "pure cp2 tp2 dp2": ("pure", {**FIXED, "dp": 2, "cp": 2, "tp": 2, "micro_batch_size": 4}),
+    "scanned cp2 pp2 dp2": (
+        "scanned",
+        {**FIXED, "dp": 2, "cp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
+    ),
+    "scanned hybrid 2 x 4 cp2 zero2": (
+        "scanned",
+        {**FIXED, "dp": 4, "cp": 2, "shard": 4, "micro_batch_size": 2, "zero": 2},
+    ),
     "odd dp2 tp4": ("odd", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
     "uneven dp2 tp4": ("uneven", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8}),
     "pure dp2 tp4 full": ("pure", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
@@ -165,7 +176,7 @@ def forced(name: str) -> dict[str, Any]:
     gradients = run.parameters(TrainState(after.optimizer["gradients"], (), None))
     expected_loss, expected, updated = on_one_device(case, optimizer.adam, jax.numpy.float32)
     strategy = plan.strategy
-    mesh = {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp}
+    mesh = dict(run.mesh.shape)
     return {
         "strategy": to_document(strategy),
         "loss_error": abs(float(loss) - float(expected_loss)) / float(expected_loss),
@@ -173,7 +184,7 @@ def forced(name: str) -> dict[str, Any]:
         "rounding_error": rounding_error(case, optimizer.adam) if name.endswith("mixed") else 0.0,
         "parameter_error": error(run.parameters(after), updated),
         "structure_is_equal": jax.tree.structure(run.shardings) == jax.tree.structure(case.weights),
-        "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(case.batch) // strategy.dp,
+        "argument_bytes": memory.argument_size_in_bytes - COUNT_BYTES - _local_bytes(case.batch) // strategy.replicas,
         "is_cast_from_master": _is_cast_from_master(after),
         "live_bytes": _live_bytes((after.parameters, after.master, after.optimizer)) - COUNT_BYTES,
         "planned_live_bytes": [_planned_live_bytes(stage.memory_bytes) for stage in plan.stages],
@@ -181,6 +192,7 @@ def forced(name: str) -> dict[str, Any]:
         "planned_bytes": [stage.memory_bytes["parameters"] + stage.memory_bytes["optimizer"] for stage in plan.stages],
         "planned_activation_bytes": [stage.memory_bytes["activations"] for stage in plan.stages],
         "traffic_bytes": axis_traffic(text, mesh, _shares(plan)),
+        "array_bytes": [leaf.nbytes for leaf in jax.tree.leaves(case.weights)],
         "planned_traffic": [
             {"pp": stage.pp_bytes, "dp": stage.dp_bytes, "tp": stage.tp_bytes}
             for stage in planned_traffic(plan, graph, least_bytes=LEAST_BYTES)

@@ -209,3 +209,28 @@ def test_a_lowered_loss_without_gradients_gets_a_backward_by_rule(name: str) -> 
     forward = 2 * 8 * 16 * 32 * 64
     assert graph.matmul_flops(Phase.FORWARD) == forward
     assert graph.matmul_flops(Phase.BACKWARD) == forward, "the gradient of the weights; x needs none"
+
+
+def test_frozen_parameters_beside_the_batch_are_not_taken_for_it() -> None:
+    """Five frozen arrays of one argument have the same first dimension, and two of whole numbers the batch's."""
+
+    def loss(adapter: Any, frozen: Any, batch: Any) -> Any:
+        x = frozen["embed"][batch["ids"]]
+        for p in frozen["blocks"]:
+            x = x + jax.nn.relu(x @ (p["up"] + adapter["a"] @ adapter["b"])) @ p["down"]
+        return optax.softmax_cross_entropy_with_integer_labels(x @ frozen["embed"].T, batch["labels"]).mean()
+
+    block = {"up": shape(8, 16), "down": shape(16, 8)}
+    frozen = {"embed": shape(16, 8), "blocks": [block, block, block]}
+    batch = {name: shape(4, 6, dtype=jnp.int32) for name in ("ids", "labels")}
+    graph = phaze.import_graph(loss, ({"a": shape(8, 2), "b": shape(2, 16)}, frozen, batch))
+    assert graph.micro_batch_size == 4
+    assert [tensor.role for tensor in graph.tensors.values() if tensor.role is Role.PARAMETER] == [Role.PARAMETER] * 2
+
+
+def test_an_associative_scan_which_slices_off_nothing_at_all_imports() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return (jax.lax.associative_scan(jnp.add, x @ params["w"], axis=1) ** 2).mean()
+
+    graph = phaze.import_graph(loss, ({"w": shape(8, 8)}, shape(4, 5, 8)))
+    assert graph.parameter_count == 64
