@@ -53,7 +53,9 @@ class JaxTarget:
 
         It runs on the first devices where a strategy leaves others idle; a search leaves none.
 
-        Keys are gathered over the devices of a sequence. A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
+        Keys are gathered over the devices of a sequence.
+
+        A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
         stages hold equal parts of the parameters outside of its layers (`spreads_ends`). Recomputed operations are
         compiled together with backward, and the compiler drops those whose results nothing reads (`trims_recompute`).
         """
