@@ -15,7 +15,7 @@ from typing import Any
 from phaze.frontends.hlo.hlo_text import Instruction, Shape
 from phaze.frontends.hlo.opcode_attributes import attributes_of
 
-__all__ = ["Kernel", "known_kernel"]
+__all__ = ["Kernel", "configuration", "known_kernel"]
 
 _PRODUCT_TARGETS = re.compile(r"^__?(cublas|cublas\$lt|hipblas|onednn|triton)\$?.*(gemm|matmul)")
 _CONVOLUTION_TARGETS = {
@@ -37,14 +37,14 @@ class Kernel:
 def known_kernel(instruction: Instruction, target: str, shapes: Sequence[Shape]) -> Kernel | None:
     """The operation of a custom call; None where it is not known."""
     if _PRODUCT_TARGETS.match(target) and len(shapes) >= 2:
-        numbers = _dot_numbers(_config(instruction), shapes)
+        numbers = _dot_numbers(configuration(instruction), shapes)
         return None if numbers is None else Kernel("stablehlo.dot_general", 2, {"dot_dimension_numbers": numbers})
     if target in _CONVOLUTION_TARGETS and len(shapes) >= 2:
         return Kernel("stablehlo.convolution", 2, attributes_of(replace(instruction, opcode="convolution"), shapes))
     return None
 
 
-def _config(instruction: Instruction) -> Mapping[str, Any]:
+def configuration(instruction: Instruction) -> Mapping[str, Any]:
     """The configuration of a call: JSON, plain or as a quoted text."""
     text = instruction.attributes.get("backend_config", "")
     if text.startswith('"'):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phaze.frontends.hlo.custom_call_configs import known_kernel
+from phaze.frontends.hlo.custom_call_configs import configuration, known_kernel
 from phaze.frontends.hlo.hlo_module_facts import aliases_of, is_partitioned, partition_count, replica_count
 from phaze.frontends.hlo.hlo_text import Computation, HloModule, HloTextError, Instruction, Shape, split_list
 from phaze.frontends.hlo.opcode_attributes import (
@@ -40,6 +40,9 @@ Tree = Any
 MOST_NESTED = 150
 """How deep computations may stand inside computations that are copied into their callers, such as those of reductions.
 HLO has no recursion; damaged text may have."""
+
+MOST_CONFIGURATION = 200
+"""The longest configuration of a custom call that is kept where it is no JSON: a number, such as a dimension."""
 
 _ELEMENTS = {"pred": "i1", "c64": "complex<f32>", "c128": "complex<f64>", "token": "!stablehlo.token"}
 _GENERIC_NAME = re.compile(r"(arg|param|parameter|p|input)?[._]?\d*(\.\d+)*(\.clone)*", re.IGNORECASE)
@@ -409,6 +412,12 @@ def _custom_call(body: _Body, instruction: Instruction, operands: list[Tree], sh
     kernel = known_kernel(instruction, target, shapes)
     if kernel is None:
         attributes: dict[str, Any] = {"call_target_name": target}
+        config = configuration(instruction)
+        if config:
+            attributes["backend_config"] = config
+        given = quoted(instruction.attributes.get("backend_config", ""))
+        if not config and len(given) < MOST_CONFIGURATION:
+            attributes["backend_config"] = given
         kernel_name = re.search(r'kernel_name[\\"]*\s*[:=]\s*[\\"]*([\w.-]+)', str(dict(instruction.attributes)))
         if kernel_name:
             attributes["kernel_name"] = kernel_name[1]

@@ -31,6 +31,9 @@ from phaze.ir import Graph, Role
 
 __all__ = ["import_model"]
 
+_PALLAS_PLATFORMS = ("tpu", "cuda")
+"""For which chips a function with Pallas kernels is lowered on a host that has none, the first that works."""
+
 _PRIMES = (31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139)
 """Batch sizes to lower at: primes, two of which should divide no dimension of the model; small, to trace quickly."""
 
@@ -315,9 +318,8 @@ def _lower_loss(function: TraceableFunction, leaves: Sequence[Leaf], parameters:
         values = dict(zip(parameters, learned, strict=True)) | dict(zip(others, rest, strict=True))
         return _scalar(function, function.call([values[index] for index in range(len(leaves))]))
 
-    return jax.jit(jax.value_and_grad(objective), keep_unused=True).lower(
-        [leaves[index].spec for index in parameters], [leaves[index].spec for index in others]
-    )
+    learned_specs, other_specs = ([leaves[index].spec for index in indices] for indices in (parameters, others))
+    return _lower(jax.jit(jax.value_and_grad(objective), keep_unused=True), learned_specs, other_specs)
 
 
 def _scalar(function: TraceableFunction, output: Any) -> Any:
@@ -333,7 +335,26 @@ def _lower_step(function: TraceableFunction, leaves: Sequence[Leaf]) -> jax.stag
     def step(values: list[Any]) -> Any:
         return function.call(values)
 
-    return jax.jit(step, keep_unused=True).lower([leaf.spec for leaf in leaves])
+    return _lower(jax.jit(step, keep_unused=True), [leaf.spec for leaf in leaves])
+
+
+def _lower(function: Any, *arguments: Any) -> jax.stages.Lowered:
+    """A function lowered for this host; one with Pallas kernels, which a CPU does not run, for a chip that does."""
+    try:
+        lowered: jax.stages.Lowered = function.lower(*arguments)
+        return lowered
+    except ValueError as error:
+        if "interpret mode" not in str(error):
+            raise
+        refusal = error
+    traced = function.trace(*arguments)
+    for platform in _PALLAS_PLATFORMS:
+        try:
+            for_platform: jax.stages.Lowered = traced.lower(lowering_platforms=(platform,))
+            return for_platform
+        except Exception as error:  # a kernel of the one chip fails in the lowering of the other in any way
+            refusal = ValueError(f"{refusal}; for {platform}: {type(error).__name__}: {error}")
+    raise ImportModelError(f"the function has Pallas kernels that cannot be lowered: {refusal}")
 
 
 def _fitting_primes(task: _ImportTask) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.stablehlo.constant_folding import fold
@@ -187,6 +187,9 @@ class Interpreter:
         """Fold an operation on constants, record one by its rule, or record an opaque op."""
         if all(is_constant(value) for value in values) or all(0 in kind.shape for kind in operation.types):
             return fold(self.recorder, operation, values)
+        empty = [index for index, kind in enumerate(operation.types) if 0 in kind.shape]
+        if empty:
+            return self._apply_without(empty, operation, values, scope)
         call = Call(operation, values, self.recorder, scope)
         if self.joined_loops:
             slot = self.joined_loops[-1].slot(call)
@@ -198,6 +201,21 @@ class Interpreter:
             with contextlib.suppress(Unsupported, IndexError, ValueError, GraphError):
                 return op_rule(call)
         return _opaque(call)
+
+    def _apply_without(self, empty: Sequence[int], operation: Operation, values: Values, scope: Scope) -> Values:
+        """An operation some of whose results have no elements, such as the workspace of a kernel: constants."""
+        results: dict[int, Value] = {
+            index: self.recorder.constant("empty", kind.shape, kind.dtype)
+            for index, kind in enumerate(operation.types)
+            if index in empty
+        }
+        kept = [index for index in range(len(operation.types)) if index not in empty]
+        if kept:
+            types = tuple(operation.types[index] for index in kept)
+            numbers = tuple(operation.results[index] for index in kept)
+            smaller = replace(operation, types=types, results=numbers)
+            results |= dict(zip(kept, self._apply(smaller, values, scope), strict=True))
+        return tuple(results[index] for index in range(len(operation.types)))
 
     def _note_slot_access(self, operation: Operation, values: Values) -> None:
         """Note which arguments are read slot by slot, and which slot of its stacks the trip at hand reads or writes."""

@@ -12,6 +12,7 @@ from phaze.frontends.stablehlo.op_rules.collectives import COLLECTIVES
 from phaze.frontends.stablehlo.op_rules.data_movement import DATA_MOVEMENT
 from phaze.frontends.stablehlo.op_rules.elementwise import ELEMENTWISE
 from phaze.frontends.stablehlo.op_rules.indexing import INDEXING
+from phaze.frontends.stablehlo.op_rules.kernels import KERNELS
 from phaze.frontends.stablehlo.op_rules.products_and_reductions import PRODUCTS, REDUCTIONS
 from phaze.frontends.stablehlo.symbols import Call, Values
 
@@ -21,6 +22,7 @@ OP_RULES: dict[str, Callable[[Call], Values]] = {
     **COLLECTIVES,
     **ELEMENTWISE,
     **INDEXING,
+    **KERNELS,
     **DATA_MOVEMENT,
     **PRODUCTS,
     **REDUCTIONS,

@@ -11,7 +11,7 @@ from phaze.frontends.stablehlo.symbols import Call, Shape, Unsupported, Values, 
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import contraction_rule, elementwise_rule, reduction_rule
 
-__all__ = ["PRODUCTS", "REDUCTIONS"]
+__all__ = ["PRODUCTS", "REDUCTIONS", "ragged_product"]
 
 _CONVOLUTION_LAYOUTS = re.compile(r"\[([\w, ?]*)\]x\[([\w, ?]*)\]->\[([\w, ?]*)\]")
 """The layouts of input, kernel and output as MLIR prints them: `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]`."""
@@ -45,6 +45,30 @@ def _contraction(call: Call, batch: tuple[Shape, Shape], contracted: tuple[Shape
     except (ValueError, IndexError):
         raise Unsupported from None
     return call.emit(OpKind.CONTRACTION, "einsum", rule, call.id(0), call.id(1))
+
+
+def ragged_product(call: Call) -> Values:
+    """A product of rows with a matrix of their own group, or of all rows with one; the gradient of such matrices.
+
+    Each group is taken to have an equal share of the rows, as experts have. `(g m) k, g k n -> (g m) n` forward,
+    `(g m) k, (g m) n -> g k n` for the matrices' gradient; the matrices may be stored transposed.
+    """
+    left, right, out = call.shape(0), call.shape(1), call.out_shape()
+    if len(left) == 2 and len(right) == 2 and len(out) == 2:
+        return _contraction(call, ((), ()), ((1,), (0 if left[1] == right[0] and right[1] == out[1] else 1,)))
+    if len(left) == 2 and len(right) == 3 and len(out) == 2:
+        rows, groups = left[0], right[0]
+        matrix = "k n" if right[1:] == (left[1], out[1]) else "n k"
+        text, sizes = f"(g m) k, g {matrix} -> (g m) n", {"k": left[1], "n": out[1]}
+    elif len(left) == 2 and len(right) == 2 and len(out) == 3:
+        rows, groups = left[0], out[0]
+        text, sizes = "(g m) k, (g m) n -> g k n", {"k": left[1], "n": right[1]}
+    else:
+        raise Unsupported
+    if not groups or rows % groups:
+        raise Unsupported
+    rule = Rule.of(text, sizes | {"g": groups, "m": rows // groups})
+    return call.emit(OpKind.CONTRACTION, "einsum", rule, call.id(0), call.id(1), outputs=(0,))
 
 
 class _Layout:
@@ -121,6 +145,7 @@ def _integers_or_ones(call: Call, name: str, count: int) -> Shape:
 
 
 PRODUCTS: dict[str, Callable[[Call], Values]] = {
+    "ragged_dot": ragged_product,
     "dot_general": _dot_general,
     "dot": _dot,
     "convolution": _convolution,
