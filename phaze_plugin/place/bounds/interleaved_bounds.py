@@ -312,7 +312,7 @@ def _closed_form_s(
     """Bounds of strategies with equally many stages. Axes: mode, layer, place among its stages, strategy."""
     layers = len(first)
     tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
-    terms = layer_table.terms(strategies)
+    terms = layer_table.terms(strategies).per_layer()
     held, through = terms.held_bytes[:, None], terms.through_s[:, None]
     layers_per_device = strategies.chunks * -(-layers // stages)
     again, stash, working = (

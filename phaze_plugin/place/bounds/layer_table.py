@@ -21,7 +21,7 @@ that it provably cannot beat. Interleaved schedules are never refuted here: `int
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -51,7 +51,7 @@ all strategies, and five leave a 32nd of the interval."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _DataTerms:
-    """What layers hold, buffer and exchange with copies and shards of their parameters, per (layer, strategy).
+    """What layers hold, buffer and exchange with copies and shards of their parameters, per (kind, strategy).
 
     Attributes:
         gathered_s: parameters gathered in every pass.
@@ -102,6 +102,9 @@ class LayerTable:
         least_cut_s: least seconds of receiving what crosses a cut on the fastest link, per tp.
         least_sent_bytes: least bytes that cross a cut between two devices, each of which sends a part of what all of
             its tp devices hold whole; per tp.
+        kinds: a layer of each kind, in order: layers of one kind add the same to a stage. The first and the last
+            layer are kinds of their own.
+        kind_of_layer: per layer, the place of its kind among the kinds.
         left_out: how many layers of the graph are not among these.
         left_out_backward_s: their backward at its longest, per tp.
         problem: what is placed.
@@ -127,6 +130,8 @@ class LayerTable:
     peak_bytes: FloatArray
     least_cut_s: FloatArray
     least_sent_bytes: FloatArray
+    kinds: IntArray
+    kind_of_layer: IntArray
     left_out: int
     left_out_backward_s: FloatArray
     problem: PlacementProblem
@@ -247,10 +252,10 @@ class LayerTable:
         return known[index]
 
     def _data_terms(self, strategies: ParallelismTable) -> _DataTerms:
-        """What layers exchange with copies and shards of their parameters, and the update."""
+        """What layers of each kind exchange with copies and shards of their parameters, and the update."""
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
-        experts, tied = self.experts[tp_index].T, self._tied(strategies)
-        dense = self.untied[tp_index].T - experts
+        experts, tied = self.experts[:, self.kinds][tp_index].T, self._tied(strategies)
+        dense = self.untied[:, self.kinds][tp_index].T - experts
         total = _DataTerms.nothing(dense.shape)
         for is_expert, sharding in enumerate(strategies.degrees.sharding(self.problem)):
             untied = experts if is_expert else dense
@@ -274,30 +279,37 @@ class LayerTable:
         return total
 
     def terms(self, strategies: ParallelismTable) -> LayerTerms:
-        """What each layer adds to a stage under each strategy."""
-        tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
-        forward, to_inputs, to_weights = (table[tp_index].T for table in (self.forward_s, self.input_s, self.weight_s))
+        """What a layer of each kind adds to a stage under each strategy."""
+        tp_index, kinds = np.searchsorted(self.tp_degrees, strategies.tp), self.kinds
+        forward, to_inputs, to_weights = (
+            table[:, kinds][tp_index].T for table in (self.forward_s, self.input_s, self.weight_s)
+        )
+        counts = np.bincount(self.kind_of_layer).astype(float)
         data = self._data_terms(strategies)
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         overlap = self.problem.calibration.hidden_share
-        run = _overlapped_over_model(forward, data.gathered_s, overlap)
+        run = _overlapped_over_model(forward, data.gathered_s, counts, overlap)
         back = _overlapped_over_model(
             np.where(is_split, to_inputs, to_inputs + to_weights),
             data.gathered_s + np.where(is_split, 0.0, data.scattered_s),
+            counts,
             overlap,
         )
         finish = data.finish_s + (1 - overlap) * data.reduced_s
         between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
         finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
-            table[:, tp_index].transpose(0, 2, 1) for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
+            table[:, :, kinds][:, tp_index].transpose(0, 2, 1)
+            for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)
         )
         least_used = strategies.tp * strategies.least_dp * self.problem.cp * strategies.pp
         between_s = self.network.least_s_per_byte_between(least_used)
         return LayerTerms(
+            kind_of_layer=self.kind_of_layer,
+            counts=counts,
             run_s=run,
             through_s=run + back,
-            weight_s=np.where(is_split, _overlapped_over_model(to_weights, data.scattered_s, overlap), 0.0),
+            weight_s=np.where(is_split, _overlapped_over_model(to_weights, data.scattered_s, counts, overlap), 0.0),
             finish_s=finish,
             reduced_s=overlap * data.reduced_s,
             hidden_s=overlap * np.where(is_split, to_weights, to_inputs + to_weights),
@@ -311,20 +323,22 @@ class LayerTable:
         )
 
     def _tied(self, strategies: ParallelismTable) -> FloatArray:
-        """Per (layer, strategy): tied parameters, on the last layer too where it cannot lie beside the first."""
+        """Per (kind, strategy): tied parameters, on the last layer too where it cannot lie beside the first."""
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
-        tied = self.tied[tp_index].T.copy()
+        tied = self.tied[:, self.kinds][tp_index].T.copy()
         tied[-1] += np.where(strategies.pp > 1, self.tied_ends[1, tp_index], 0.0)
         return tied
 
 
-def _overlapped_over_model(layers_s: FloatArray, collectives_s: FloatArray, overlap: float) -> FloatArray:
-    """A pass and the collectives behind it, per (layer, strategy): the longer, and what of the shorter is not hidden.
+def _overlapped_over_model(
+    layers_s: FloatArray, collectives_s: FloatArray, counts: FloatArray, overlap: float
+) -> FloatArray:
+    """A pass and the collectives behind it, per (kind, strategy): the longer, and what of the shorter is not hidden.
 
     A stage takes ``overlap`` times the longer of the two and the rest of both, as `stage_costs.py` prices it. Which of
     the two is longer is asked of the whole model.
     """
-    longer = np.where(layers_s.sum(axis=0) >= collectives_s.sum(axis=0), layers_s, collectives_s)
+    longer = np.where(counts @ layers_s >= counts @ collectives_s, layers_s, collectives_s)
     return np.asarray(overlap * longer + (1 - overlap) * (layers_s + collectives_s))
 
 
@@ -351,23 +365,28 @@ def build_layer_table(
     untied[..., problem.stage_sharded_layers[layers]] = 0.0
     tied, tied_ends = _tied_parameters(problem, layers, space)
     least_cut_bytes, least_sent_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees]).T
+    recompute, experts = seconds("recompute_s"), by_mode(lambda profile: profile.expert_parameters * (problem.ep > 1))
+    passes = [seconds(name) for name in ("forward_s", "backward_input_s", "backward_weight_s")]
+    kinds, kind_of_layer = _kinds_of_layers([*passes, recompute, stash, peak, untied, experts, tied])
     return LayerTable(
         tp_degrees=problem.tp_degrees,
         prices=np.array([_recompute_prices(problem, tp, layers) for tp in problem.tp_degrees]).T,
-        recompute_s=seconds("recompute_s"),
+        recompute_s=recompute,
         stash_bytes=stash,
         peak_bytes=peak,
         least_cut_s=least_cut_bytes * network.least_s_per_byte,
         least_sent_bytes=least_sent_bytes,
+        kinds=kinds,
+        kind_of_layer=kind_of_layer,
         left_out=space.layers - len(layers),
         left_out_backward_s=_longest_backward_s(
             problem, [layer for layer in range(space.layers) if layer not in layers]
         ),
-        forward_s=seconds("forward_s").min(axis=0),
-        input_s=seconds("backward_input_s").min(axis=0),
-        weight_s=seconds("backward_weight_s").min(axis=0),
+        forward_s=passes[0].min(axis=0),
+        input_s=passes[1].min(axis=0),
+        weight_s=passes[2].min(axis=0),
         untied=untied.min(axis=0),
-        experts=by_mode(lambda profile: profile.expert_parameters * (problem.ep > 1)).min(axis=0),
+        experts=experts.min(axis=0),
         tied=tied,
         tied_ends=tied_ends,
         stashed_bytes=stash.min(axis=0),
@@ -378,6 +397,19 @@ def build_layer_table(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
+
+
+def _kinds_of_layers(tables: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
+    """`LayerTable.kinds` and `LayerTable.kind_of_layer`, from tables whose last axis is the layers."""
+    layers = tables[0].shape[-1]
+    columns = np.concatenate([table.reshape(table.size // max(layers, 1), layers) for table in tables])
+    first_of_kind: dict[tuple[int, bytes], int] = {}
+    firsts = [
+        first_of_kind.setdefault((layer if layer in (0, layers - 1) else -1, columns[:, layer].tobytes()), layer)
+        for layer in range(layers)
+    ]
+    kinds = np.unique(np.array(firsts, dtype=np.int64))
+    return kinds, np.searchsorted(kinds, firsts)
 
 
 def _backbone(space: StageSpace) -> list[int]:

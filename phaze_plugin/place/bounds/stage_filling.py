@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phaze.parallelism import PipelineSchedule
-from phaze.place.model.stage_space import BoolArray, FloatArray
+from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.tolerances import GREEDY_MARGIN
 
@@ -42,12 +42,19 @@ _LEAST_DIVISOR = 1e-200
 """Stands for a divisor of 0, so that a quotient is huge with the sign of its numerator and never NaN. It is far below
 any count of passes, and large enough that a time over it stays finite."""
 
+_LAYERS_BETWEEN_LOOKS = 8
+"""After so many layers it is asked whether all strategies are refuted already: often enough to end early, and seldom
+enough to cost little beside the layers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTerms:
-    """What each layer adds to a stage under each strategy, per (layer, strategy) unless said otherwise.
+    """What a layer of each kind adds to a stage under each strategy, per (kind, strategy) unless said otherwise.
 
     Attributes:
+        kind_of_layer: the kind of each layer, in order; the first kind is that of the first layer alone, the last kind
+            that of the last one.
+        counts: how many layers are of each kind.
         run_s: F.
         through_s: t, without recompute.
         weight_s: the weights' part where it is split off, else 0.
@@ -56,13 +63,15 @@ class LayerTerms:
         hidden_s: backward that may hide them.
         held_bytes: parameters, gradients and optimizer state.
         buffer_bytes: of which a stage needs the largest.
-        again_s: recompute, per (mode, layer, strategy).
+        again_s: recompute, per (mode, kind, strategy).
         stash_bytes: likewise.
         working_bytes: likewise.
         hidden_elsewhere_s: backward of layers that are left out, which may hide reductions too, per strategy.
         cut_s: receiving what crosses the cheapest cut, per strategy.
     """
 
+    kind_of_layer: IntArray
+    counts: FloatArray
     run_s: FloatArray
     through_s: FloatArray
     weight_s: FloatArray
@@ -76,6 +85,19 @@ class LayerTerms:
     working_bytes: FloatArray
     hidden_elsewhere_s: FloatArray
     cut_s: FloatArray
+
+    def per_layer(self) -> LayerTerms:
+        """The same with every layer as a kind of its own."""
+        layers = self.kind_of_layer
+        by_kind = ("run_s", "through_s", "weight_s", "finish_s", "reduced_s", "hidden_s", "held_bytes", "buffer_bytes")
+        by_mode = ("again_s", "stash_bytes", "working_bytes")
+        return replace(
+            self,
+            kind_of_layer=np.arange(len(layers)),
+            counts=np.ones(len(layers)),
+            **{name: getattr(self, name)[layers] for name in by_kind},
+            **{name: getattr(self, name)[:, layers] for name in by_mode},
+        )
 
 
 class _Sums:
@@ -91,18 +113,18 @@ class _Sums:
         self.again_s, self.stash_bytes = rows[6 : 6 + modes], rows[6 + modes :]
 
     @staticmethod
-    def of_layers(terms: LayerTerms) -> FloatArray:
-        """The rows of every layer, per (row, layer, strategy)."""
+    def of_kinds(terms: LayerTerms) -> FloatArray:
+        """The rows of a layer of every kind, per (kind, row, strategy)."""
         late = terms.reduced_s - terms.hidden_s
         per_layer = [terms.through_s, terms.run_s, terms.weight_s, terms.finish_s, late, terms.held_bytes]
-        return np.stack([*per_layer, *terms.again_s, *terms.stash_bytes])
+        return np.stack([*per_layer, *terms.again_s, *terms.stash_bytes], axis=1)
 
 
 class StageFilling:
     """Stages to be filled for many strategies at once, all of the same schedule.
 
     While it runs, it keeps for each strategy the sums and maxima over the layers of the stage that is being filled, and
-    what that stage may take.
+    what that stage may take. What changes only where a stage begins is computed there (`_begin`).
     """
 
     def __init__(
@@ -111,20 +133,21 @@ class StageFilling:
         self.terms, self.usable_bytes, self.modes = terms, usable_bytes * (1 + GREEDY_MARGIN), len(terms.again_s)
         self.schedule = SCHEDULES[int(strategies.schedule[0])]
         self.micro_batches, self.pp = strategies.micro_batches.astype(float), strategies.pp.astype(float)
+        self.further_micro_batches = np.maximum(self.micro_batches - 1, _LEAST_DIVISOR)
         # Before each stage there may be others that have only layers which are left out here.
         self.stages_between = layers_left_out
-        self.layer_peaks = terms.working_bytes + terms.stash_bytes
+        self.layer_peaks = (terms.working_bytes + terms.stash_bytes).transpose(1, 0, 2).copy()  # per (kind, mode, ...)
         needed_s = self._needed_recompute_s()
         self.terms = terms = replace(terms, through_s=terms.through_s + needed_s, again_s=terms.again_s - needed_s)
         # What a stage gets back may be hidden by what it recomputes, which is charged already.
         self.returned_s = np.where(needed_s.any(axis=0), 0.0, terms.cut_s)
-        self.layer_sums = _Sums.of_layers(terms)
-        self.whole_s = terms.through_s.sum(axis=0)
-        self.given_back_s = np.minimum(self.whole_s - np.cumsum(terms.through_s, axis=0), self.returned_s)
-        self.given_back_s[-1] = 0.0
+        self.layer_sums = _Sums.of_kinds(terms)
+        self.leads_s = np.stack([terms.run_s, terms.through_s], axis=1)  # what each kind adds to `lead_s`
+        self.whole_s = terms.counts @ terms.through_s
+        self.may_hide_elsewhere = bool(terms.hidden_elsewhere_s.any())
 
     def _needed_recompute_s(self) -> FloatArray:
-        """What each layer recomputes at least, per (layer, strategy), because with less its stash alone does not fit.
+        """What a layer of each kind recomputes at least, because with less its stash alone does not fit.
 
         Asked of schedules with equally many microbatches in flight on all stages. A layer that fits with no mode gets
         nothing: `_is_over` finds it.
@@ -136,14 +159,14 @@ class StageFilling:
         if self.schedule is PipelineSchedule.ZERO_BUBBLE:
             flight = np.minimum(flight, self.pp)
         room = self.usable_bytes - terms.held_bytes - terms.buffer_bytes
-        fits = (flight - 1) * terms.stash_bytes + self.layer_peaks <= room
+        fits = (flight - 1) * terms.stash_bytes + self.layer_peaks.transpose(1, 0, 2) <= room
         least = np.where(fits, terms.again_s, np.inf).min(axis=0)
         return np.where(np.isfinite(least), least, 0.0)
 
     def refuted(self, target_s: FloatArray) -> BoolArray:
         """Whether nothing with each of these strategies takes less than its target."""
         terms, count = self.terms, len(target_s)
-        self.sums = _Sums(np.zeros((len(self.layer_sums), count)), self.modes)
+        self.sums = _Sums(np.zeros((self.layer_sums.shape[1], count)), self.modes)
         self.peaks = np.zeros((self.modes, count))
         self.buffer_bytes, self.exposed_s = np.zeros(count), np.zeros(count)
         self.lead_s = np.zeros((2, count))  # F, and F + B, of the layers before the next one
@@ -154,20 +177,26 @@ class StageFilling:
         self.ends_s = np.stack([end_s, end_s - terms.finish_s[0] - exposed_s - terms.weight_s[0]])
         self.left_s = self.ends_s.copy()
         self.spare_s = self.ends_s[1] - self.whole_s - (self.pp - 1) * (terms.cut_s + self.returned_s)
-        for layer in range(len(terms.run_s)):
-            self._add(layer)
+        self._begin()
+        done_s, last = np.zeros(count), len(terms.kind_of_layer) - 1
+        for layer, kind in enumerate(terms.kind_of_layer.tolist()):
+            done_s += terms.through_s[kind]
+            returns_s = np.minimum(self.whole_s - done_s, self.returned_s) if layer < last else np.zeros(count)
+            self._add(kind, returns_s)
+            if layer % _LAYERS_BETWEEN_LOOKS == 0 and (self.is_dead | (self.used > self.pp)).all():
+                break
         return np.asarray(self.is_dead | (self.used > self.pp))
 
-    def _add(self, layer: int) -> None:
-        """A layer to the stage, or to a new one where it would take too much."""
-        cut_s, reduced_s = self.terms.cut_s, self.terms.reduced_s[layer]
-        layer_rows = self.layer_sums[:, layer]
-        peaks, buffer_bytes = self.layer_peaks[:, layer], self.terms.buffer_bytes[layer]
+    def _add(self, kind: int, returns_s: FloatArray) -> None:
+        """A layer to the stage, or to a new one where it would take too much; the stage gets back what it returns."""
+        cut_s, reduced_s = self.terms.cut_s, self.terms.reduced_s[kind]
+        layer_rows = self.layer_sums[kind]
+        peaks, buffer_bytes = self.layer_peaks[kind], self.terms.buffer_bytes[kind]
         np.maximum(self.peaks, self.sums.stash_bytes + peaks, out=self.peaks)
         np.maximum(self.exposed_s, self.sums.late_s + reduced_s, out=self.exposed_s)
         self.sums.rows += layer_rows
         np.maximum(self.buffer_bytes, buffer_bytes, out=self.buffer_bytes)
-        over = self._is_over(layer)
+        over = self._is_over(returns_s)
         if over.any():
             self.used += over
             begun = _Sums(layer_rows.copy(), self.modes)
@@ -181,46 +210,52 @@ class StageFilling:
             self.lead_s[1] += over * self.returned_s
             np.copyto(self.left_s, self.ends_s - self.lead_s, where=over)
             self.lead_s += over * cut_s
-            self.is_dead |= over & self._is_over(layer)
-        self.lead_s[0] += self.terms.run_s[layer]
-        self.lead_s[1] += self.terms.through_s[layer]
+            self._begin()
+            self.is_dead |= over & self._is_over(returns_s)
+        self.lead_s += self.leads_s[kind]
 
-    def _is_over(self, layer: int) -> BoolArray:
-        """Whether the stage takes too long or too much memory with every recompute mode."""
-        stages_left = np.minimum(self.micro_batches, np.maximum(self.pp - self.used + 1, 1))
+    def _begin(self) -> None:
+        """What of the constraints depends on where the stages begin: microbatches in flight, n, and constraint (4)."""
+        micro_batches, later = self.micro_batches, np.maximum(self.pp - self.used + 1, 1)
+        stages_left = np.minimum(micro_batches, later)
         match self.schedule:
             case PipelineSchedule.GPIPE:
-                flight = self.micro_batches
+                flight = micro_batches
             case PipelineSchedule.ZERO_BUBBLE:
-                flight = np.minimum(self.micro_batches, self.pp)
+                flight = np.minimum(micro_batches, self.pp)
             case _:
                 flight = np.maximum(np.minimum(stages_left, self.pp - self.used + 1 - self.stages_between), 1)
-        most_s = self._most_more_s(stages_left - 1)
-        over = self.given_back_s[layer] > most_s
-        room = self.usable_bytes - self.sums.held_bytes - self.buffer_bytes
-        fails = np.ones(len(over), dtype=bool)
-        for again_s, stashed, peak in zip(self.sums.again_s, self.sums.stash_bytes, self.peaks, strict=True):
-            fails &= (again_s > most_s) | ((flight - 1) * stashed + peak > room)
-        return np.asarray(over | fails)
-
-    def _most_more_s(self, early: FloatArray) -> FloatArray:
-        """How long the stage may recompute or wait for what it gets back, by constraints (1) to (4) in turn."""
-        micro_batches, sums, spare_s = self.micro_batches, self.sums, self.spare_s
-        stay_s, return_s = self.left_s
-        stay_s = stay_s - sums.finish_s - np.maximum(self.exposed_s - self.terms.hidden_elsewhere_s, 0.0)
-        late = 0.0
+        self.kept_micro_batches = flight - 1
+        self.early = stages_left - 1
         if self.schedule is PipelineSchedule.ZERO_BUBBLE:
-            stay_s = stay_s - micro_batches * sums.weight_s
-            late = np.maximum(micro_batches - self.used - self.stages_between, 0) * sums.weight_s
-        most_s = np.minimum(stay_s, return_s - late) / micro_batches
-        if self.schedule is PipelineSchedule.GPIPE:
-            most_s = np.minimum(most_s, _over(spare_s, micro_batches - 1))
-        else:
-            most_s = np.minimum(most_s, _over(spare_s - late + early * sums.forward_s, micro_batches - 1))
-            is_twice = micro_batches > early + 1
-            twice = np.where(is_twice, _over(2 * spare_s - return_s, micro_batches - early - 2), np.inf)
-            most_s = np.minimum(most_s, twice)
-        return np.asarray(most_s - sums.through_s)
+            self.late_weights = np.maximum(micro_batches - self.used - self.stages_between, 0)
+        if self.schedule is not PipelineSchedule.GPIPE:
+            twice = _over(2 * self.spare_s - self.left_s[1], micro_batches - self.early - 2)
+            self.most_twice_s = np.where(micro_batches > self.early + 1, twice, np.inf)
+
+    def _is_over(self, returns_s: FloatArray) -> BoolArray:
+        """Whether the stage takes too long or too much memory with every recompute mode."""
+        sums, most_s = self.sums, self._most_more_s()
+        room = self.usable_bytes - sums.held_bytes - self.buffer_bytes
+        is_too_long = sums.again_s > most_s
+        is_too_large = self.kept_micro_batches * sums.stash_bytes + self.peaks > room
+        return np.asarray((returns_s > most_s) | (is_too_long | is_too_large).all(axis=0))
+
+    def _most_more_s(self) -> FloatArray:
+        """How long the stage may recompute or wait for what it gets back, by constraints (1) to (4) in turn."""
+        sums, (stay_s, return_s) = self.sums, self.left_s
+        exposed_s, ahead_s = self.exposed_s, self.spare_s
+        if self.may_hide_elsewhere:
+            exposed_s = np.maximum(exposed_s - self.terms.hidden_elsewhere_s, 0.0)
+        stay_s = stay_s - sums.finish_s - exposed_s
+        if self.schedule is PipelineSchedule.ZERO_BUBBLE:
+            late_s = self.late_weights * sums.weight_s
+            stay_s, return_s, ahead_s = stay_s - self.micro_batches * sums.weight_s, return_s - late_s, ahead_s - late_s
+        most_s = np.minimum(stay_s, return_s) / self.micro_batches
+        if self.schedule is not PipelineSchedule.GPIPE:
+            ahead_s = ahead_s + self.early * sums.forward_s
+            most_s = np.minimum(most_s, self.most_twice_s)
+        return np.asarray(np.minimum(most_s, ahead_s / self.further_micro_batches) - sums.through_s)
 
 
 def _over(seconds: FloatArray, times: FloatArray) -> FloatArray:
