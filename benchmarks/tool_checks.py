@@ -59,11 +59,12 @@ def load(path: Path) -> Any:
 
 
 def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
-    """The module by torchtitan's ConfigManager, as `--module torchtitan_plan --config planned` names it; its mesh."""
-    from torchtitan.config.manager import ConfigManager
+    """The module by torchtitan's ConfigManager, as `--module torchtitan_plan --config planned` names it; its mesh.
 
-    sys.path.insert(0, str(folder))
-    config = ConfigManager().parse_args(["--module", "torchtitan_plan", "--config", "planned"])
+    Its own code then cuts and shards one of its debug models on the mesh. A step of that model cannot be run here: its
+    language models have flex attention only, and torch has no backward of it on CPUs.
+    """
+    config = _torchtitan_config(folder)
     degrees = expected["mesh"]
     parallelism = config.parallelism
     assert parallelism.tensor_parallel_degree == degrees["tp"]
@@ -75,17 +76,32 @@ def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
     assert config.training.global_batch_size == expected["global_batch_size"]
     if expected["is_fp8"]:
         assert "Float8Linear" in repr(config.model_spec.model)
-    in_processes(expected["devices"], 29611, _torchtitan_mesh, parallelism, degrees, expected["ep"])
-    return "torchtitan 0.3.0: config parsed; ParallelDims' mesh is the plan's"
+    in_processes(expected["devices"], 29611, _torchtitan_mesh, folder, expected)
+    return "torchtitan 0.3.0: config parsed; ParallelDims' mesh, its debug model's stages and shards are the plan's"
 
 
-def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int], ep: int) -> None:
+def _torchtitan_config(folder: Path) -> Any:
+    """The config as torchtitan's command line makes it, on CPUs."""
+    import torch
+    from torchtitan.tools import utils
+
+    # torchtitan takes cuda where it sees no accelerator; this comes before its other modules copy it.
+    utils.device_type, utils.device_module = "cpu", torch.cpu
+    from torchtitan.components.quantization import float8
+    from torchtitan.config.manager import ConfigManager
+
+    float8.has_cuda_capability = lambda major, minor: True  # fp8 is parsed as on an H100
+    sys.path.insert(0, str(folder))
+    return ConfigManager().parse_args(["--module", "torchtitan_plan", "--config", "planned"])
+
+
+def _torchtitan_mesh(rank: int, folder: Path, expected: dict[str, Any]) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (the backend of torchtitan's axes of size 1)
-    from torchtitan.distributed import parallel_dims
+
+    config, degrees, ep = _torchtitan_config(folder), expected["mesh"], expected["ep"]
     from torchtitan.distributed.parallel_dims import ParallelDims
 
-    parallel_dims.device_type = "cpu"  # torchtitan takes cuda where it sees no accelerator
-    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     dims.build_mesh()
     for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
         if degrees[axis] > 1:
@@ -94,6 +110,46 @@ def _torchtitan_mesh(rank: int, parallelism: Any, degrees: dict[str, int], ep: i
     if ep > 1:  # experts are divided over neighbours among the copies
         ranks = dist.get_process_group_ranks(dims.get_mesh("ep").get_group())
         assert ranks == list(range(rank // ep * ep, rank // ep * ep + ep)), (rank, ranks)
+    config.parallelism.spmd_backend = "partial_dtensor"  # its newer ones shard with a torch newer than 2.13
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
+    dims.build_mesh()
+    _torchtitan_shards(rank, config, dims, expected)
+
+
+def _torchtitan_shards(rank: int, config: Any, dims: Any, expected: dict[str, Any]) -> None:
+    """A debug model with the plan's blocks, cut into stages and sharded by torchtitan's own functions."""
+    import torch
+    from torchtitan.distributed import utils
+
+    degrees, ep, base = expected["mesh"], expected["ep"], sys.modules["torchtitan_plan"].BASE
+    registry = importlib.import_module(f"torchtitan.models.{base['module']}").model_registry
+    spec = config.model_spec = registry("debugmodel_moe" if ep > 1 else "debugmodel")
+    config.compile.enable = False
+    utils.set_spmd_backend(config.parallelism.spmd_backend)
+    spec.model.update_from_config(config=config)
+    spec.model.layers = spec.model.layers[: expected["blocks"]]
+    with torch.device("meta"):
+        model = spec.model.build()
+    settings = {"training": config.training, "parallelism": config.parallelism, "compile_config": config.compile}
+    settings |= {"parallel_dims": dims, "ac_config": config.activation_checkpoint, "dump_folder": "."}
+    parts = [model]
+    if degrees["pp"] > 1:
+        more = {"model_config": spec.model, "parallelize_fn": spec.parallelize_fn, "device": torch.device("cpu")}
+        schedule, parts, *_ = spec.pipelining_fn(model, **settings, **more, loss_fn=torch.sum)
+        assert schedule._n_microbatches == expected["micro_batches"]
+        stage = rank * degrees["pp"] // dist.get_world_size()
+        names = [name for part in parts for name in part.layers]
+        first = sum(expected["stage_blocks"][:stage])
+        assert names == [str(first + index) for index in range(expected["stage_blocks"][stage])], (rank, names)
+    else:
+        spec.parallelize_fn(model, **settings)
+    shards = degrees["dp_shard"] * degrees["cp"]
+    for name, parameter in (item for part in parts for item in part.named_parameters()):
+        axes = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+        is_expert = "experts" in name and "shared" not in name and ep > 1
+        ways = shards if is_expert else shards * (degrees["tp"] if "norm" not in name else 1)
+        assert parameter.to_local().numel() * ways == parameter.numel(), (name, axes, parameter.shape)
+        assert not is_expert or axes["ep"].is_shard(0), (name, axes)
 
 
 def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
@@ -133,7 +189,11 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
     DistributedDataParallelConfig(**{key: value for key, value in options.items() if key in sharding})
     assert config.expert_model_parallel_size == expected["ep"]
     in_processes(expected["devices"], 29612, _megatron_groups, options, expected["mesh"])
-    return "megatron-core 0.16.1: TransformerConfig and DDP config accepted; groups of parallel_state are the plan's"
+    told = "megatron-core 0.16.1: TransformerConfig and DDP config accepted; groups of parallel_state are the plan's"
+    if expected["mesh"]["tp"] * expected["mesh"]["dp_shard"] < expected["devices"] or expected["ep"] > 1:
+        return told
+    in_processes(expected["devices"], 29617, _megatron_step, chosen)
+    return f"{told}; a GPTModel's loss and gradients at tp {expected['mesh']['tp']} are those at tp 1"
 
 
 def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]) -> None:
@@ -164,6 +224,39 @@ def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]
         assert dist.get_process_group_ranks(group) == list(range(first, first + ep * tp, tp)), rank
 
 
+def _megatron_step(rank: int, chosen: dict[str, Any]) -> None:
+    """A GPTModel of the local layers: its loss and gradients as the plan divides it, against those at tp 1."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, *_: torch.empty(shape, dtype=dtype)  # its own is on CUDA
+    initialize_rng_tracker(inference_rng_tracker=True)  # the other one forks the state of CUDA's generator
+    tokens = torch.arange(64).reshape(2, 32)
+    positions, mask = torch.arange(32).repeat(2, 1), torch.triu(torch.ones(1, 1, 32, 32), 1).bool()
+    measured = []
+    alone = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "gradient_accumulation_fusion": False}
+    for settings in ({**chosen, **alone}, chosen):
+        parallel_state.initialize_model_parallel(settings["tensor_model_parallel_size"])
+        torch.manual_seed(0)
+        sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "use_cpu_initialization": True}
+        config = TransformerConfig(**sizes, **plain, **{key: settings[key] for key in alone})
+        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=32)
+        loss = model(tokens, positions, mask, labels=tokens.roll(1, 1)).mean()
+        loss.backward()
+        measured.append((loss.detach(), model.decoder.layers[0].mlp.linear_fc1.weight.grad))
+        parallel_state.destroy_model_parallel()
+    (whole_loss, whole), (loss, part) = measured
+    tp = chosen["tensor_model_parallel_size"]
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(part, whole.chunk(tp)[rank % tp], rtol=1e-4, atol=1e-6)
+
+
 def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
     """Every key is a field of one of megatron-bridge's or megatron-core's config classes, read from their source."""
     import yaml
@@ -191,9 +284,44 @@ def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
 
 
 def deepspeed(folder: Path, expected: dict[str, Any]) -> str:
-    """The config by DeepSpeedConfig, on as many processes as the plan has devices."""
-    in_processes(expected["devices"], 29613, _deepspeed_config, str(folder / "ds_config.json"), expected)
-    return "deepspeed 0.19.8: DeepSpeedConfig settles the plan's batch, ZeRO stage and degrees"
+    """The config by DeepSpeedConfig, on as many processes as the plan has devices; a step where it is ZeRO alone."""
+    path, degrees = str(folder / "ds_config.json"), expected["mesh"]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    in_processes(expected["devices"], 29613, _deepspeed_config, path, expected)
+    told = "deepspeed 0.19.8: DeepSpeedConfig settles the plan's batch, ZeRO stage and degrees"
+    if degrees["tp"] * degrees["pp"] * degrees["cp"] > 1:
+        return told
+    in_processes(expected["devices"], 29618, _deepspeed_step, path, expected)
+    return f"{told}; a step of its engine on CPUs is one process's, and its shards are of the plan's size"
+
+
+def _deepspeed_step(rank: int, path: str, expected: dict[str, Any]) -> None:
+    """One step of DeepSpeed's engine over all microbatches, against one process; bf16 with fp32 states, as written."""
+    import deepspeed
+    import torch
+
+    deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    samples = torch.randn(expected["global_batch_size"], 16).bfloat16()
+    # Adam's first step moves every number by the rate, whatever its gradient: what bf16 rounds is no part of it.
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.125) for model in models]
+    engine, sharded, *_ = deepspeed.initialize(model=models[0], optimizer=optimizers[0], config=path)
+    share = samples.chunk(dist.get_world_size())[rank]
+    for piece in share.split(expected["micro_batch_size"]):
+        engine.backward(engine(piece).float().square().mean())
+        engine.step()
+    assert engine.global_steps == 1
+    models[1].bfloat16()(samples).float().square().mean().backward()
+    optimizers[1].step()
+    with deepspeed.zero.GatheredParameters(list(models[0].parameters()), enabled=expected["zero"] == 3):
+        for parameter, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            is_near = (parameter.detach() - reference.detach()).abs() < 0.05  # far less than a step in either direction
+            assert is_near.float().mean() > 0.98, (rank, is_near.float().mean())  # gradients near zero may turn over
+    states = sharded.fp32_partitioned_groups_flat if expected["zero"] == 3 else sharded.single_partition_of_fp32_groups
+    total = sum(parameter.numel() for parameter in models[1].parameters())
+    assert sum(state.numel() for state in states) == total // expected["mesh"]["dp_shard"], (rank, total)
 
 
 def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import phaze
+from phaze.backends.tools.tool_target import block_counts
 from phaze.plan.plan import Plan
 
 PACKAGES = (
-    *("torchtitan==0.3.0", "megatron-core==0.16.1", "megatron-bridge==0.3.1", "accelerate==1.15.0"),
+    *("torchtitan==0.3.0", "torchao==0.18.0", "megatron-core==0.16.1", "megatron-bridge==0.3.1", "accelerate==1.15.0"),
     *(
         "lightning==2.6.6",
         "pytorch-lightning==2.6.6",
@@ -64,11 +65,12 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
         {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 1, "recompute": "none", "precision": "fp8"},
         {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 1, "recompute": "none"},
         {"dp": 4, "ep": 2, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": True},
+        {"dp": 4, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": True},
     ],
     "megatron-bridge": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
     "deepspeed": [
         {"dp": 4, "tp": 2, "pp": 1, "zero": 2, "recompute": "full", "sequence_parallel": False},
-        {"dp": 8, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        *({"dp": 4, "tp": 1, "pp": 1, "zero": zero, "recompute": "none"} for zero in (1, 2, 3)),
         {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
     ],
     "accelerate": [
@@ -156,6 +158,7 @@ def expected(plan: Plan) -> dict[str, Any]:
         "is_fp8": plan.question.precision.quantizes_products,
         "chunks": strategy.chunks,
         "blocks": plan.model.layers - 2,
+        "stage_blocks": block_counts(plan, "the check"),
         "micro_batch_size": strategy.micro_batch_size,
         "micro_batches": plan.micro_batches,
         "global_batch_size": plan.question.global_batch_size,

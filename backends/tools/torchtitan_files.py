@@ -162,6 +162,8 @@ class TorchtitanTarget(ToolTarget):
         """The module for 0.3.0, and a TOML for 0.2 where 0.2 runs the plan."""
         python = PythonText()
         base = {"base.module": "llama3", "base.config": "llama3_8b", "base.flavor": "8B"}
+        if plan.strategy.ep > 1:  # a dense model has no experts to divide
+            base = {"base.module": "qwen3", "base.config": "qwen3_30b_a3b", "base.flavor": "30B-A3B"}
         settings = {**base, **self.settings(plan, python)}
         files = {f"{_MODULE}.py": python.render(self.head(plan), settings) + _PROGRAM}
         try:
