@@ -1,7 +1,8 @@
 """What `tools.py` runs in the environment with the real packages: every written file is given to the tool's own code.
 
-Each check takes the folder with the files and what the plan says (`expected.json`), and prints one line. Checks of
-meshes start 4 or 8 processes of gloo. This file imports no part of Phaze but `phaze.backends.accelerate`.
+Each check takes the folder with the files and what the plan says (`expected.json`), and returns what it showed, in the
+words with which `phaze export --list` says it. Checks of meshes start 4 or 8 processes of gloo. This file imports no
+part of Phaze but `phaze.backends.accelerate`.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ def load(path: Path) -> Any:
     return module
 
 
-def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
+def torchtitan(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The module by torchtitan's ConfigManager, as `--module torchtitan_plan --config planned` names it; its mesh.
 
     Its own code then cuts and shards one of its debug models on the mesh. A step of that model cannot be run here: its
@@ -77,7 +78,11 @@ def torchtitan(folder: Path, expected: dict[str, Any]) -> str:
     if expected["is_fp8"]:
         assert "Float8Linear" in repr(config.model_spec.model)
     in_processes(expected["devices"], 29611, _torchtitan_mesh, folder, expected)
-    return "torchtitan 0.3.0: config parsed; ParallelDims' mesh, its debug model's stages and shards are the plan's"
+    return (
+        "parsed by torchtitan 0.3.0's ConfigManager",
+        "the mesh of its ParallelDims on 8 processes of gloo is the plan's",
+        "its own functions cut its debug models into the plan's stages and shards",
+    )
 
 
 def _torchtitan_config(folder: Path) -> Any:
@@ -152,7 +157,7 @@ def _torchtitan_shards(rank: int, config: Any, dims: Any, expected: dict[str, An
         assert not is_expert or axes["ep"].is_shard(0), (name, axes)
 
 
-def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
+def megatron_lm(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The arguments as fields of TransformerConfig and DistributedDataParallelConfig; the groups of parallel_state."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
@@ -189,11 +194,14 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> str:
     DistributedDataParallelConfig(**{key: value for key, value in options.items() if key in sharding})
     assert config.expert_model_parallel_size == expected["ep"]
     in_processes(expected["devices"], 29612, _megatron_groups, options, expected["mesh"])
-    told = "megatron-core 0.16.1: TransformerConfig and DDP config accepted; groups of parallel_state are the plan's"
+    shown = (
+        "values accepted by megatron-core 0.16.1's TransformerConfig and DistributedDataParallelConfig",
+        "groups of its parallel_state on 8 processes of gloo are the plan's",
+    )
     if expected["mesh"]["tp"] * expected["mesh"]["dp_shard"] < expected["devices"] or expected["ep"] > 1:
-        return told
+        return shown
     in_processes(expected["devices"], 29617, _megatron_step, chosen)
-    return f"{told}; a GPTModel's loss and gradients at tp {expected['mesh']['tp']} are those at tp 1"
+    return (*shown, "loss and gradients of its GPTModel at tp 2 on CPUs are those at tp 1")
 
 
 def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]) -> None:
@@ -257,7 +265,7 @@ def _megatron_step(rank: int, chosen: dict[str, Any]) -> None:
     torch.testing.assert_close(part, whole.chunk(tp)[rank % tp], rtol=1e-4, atol=1e-6)
 
 
-def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
+def megatron_bridge(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """Every key is a field of one of megatron-bridge's or megatron-core's config classes, read from their source."""
     import yaml
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -280,19 +288,22 @@ def megatron_bridge(folder: Path, expected: dict[str, Any]) -> str:
     assert overrides.pop("mixed_precision") in precisions
     for section, settings in overrides.items():
         assert not settings.keys() - fields[section], (section, settings.keys() - fields[section])
-    return "megatron-bridge 0.3.1: every key found in its config classes; not imported, which needs CUDA"
+    return ("keys found in the config classes of megatron-bridge 0.3.1 by reading them",)
 
 
-def deepspeed(folder: Path, expected: dict[str, Any]) -> str:
+def deepspeed(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The config by DeepSpeedConfig, on as many processes as the plan has devices; a step where it is ZeRO alone."""
     path, degrees = str(folder / "ds_config.json"), expected["mesh"]
     os.environ["DS_ACCELERATOR"] = "cpu"
     in_processes(expected["devices"], 29613, _deepspeed_config, path, expected)
-    told = "deepspeed 0.19.8: DeepSpeedConfig settles the plan's batch, ZeRO stage and degrees"
+    shown = ("parsed by deepspeed 0.19.8's DeepSpeedConfig, which settles the plan's batch, ZeRO stage and degrees",)
     if degrees["tp"] * degrees["pp"] * degrees["cp"] > 1:
-        return told
+        return shown
     in_processes(expected["devices"], 29618, _deepspeed_step, path, expected)
-    return f"{told}; a step of its engine on CPUs is one process's, and its shards are of the plan's size"
+    step = (
+        "a step of its engine with ZeRO 1, 2 and 3 on 4 CPU processes is one process's, with shards of the plan's size"
+    )
+    return (*shown, step)
 
 
 def _deepspeed_step(rank: int, path: str, expected: dict[str, Any]) -> None:
@@ -351,7 +362,7 @@ def _deepspeed_config(rank: int, path: str, expected: dict[str, Any]) -> None:
     assert config.bfloat16_config.enabled
 
 
-def accelerate(folder: Path, expected: dict[str, Any]) -> str:
+def accelerate(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The config by accelerate's own loader and launcher; a step of FSDP2 through `phaze.backends.accelerate`."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -365,7 +376,13 @@ def accelerate(folder: Path, expected: dict[str, Any]) -> str:
     assert arguments.use_fsdp
     assert arguments.parallelism_config_dp_shard_size == expected["mesh"]["dp_shard"]
     in_processes(expected["devices"], 29614, _accelerate_step, str(folder / "plan.json"), expected)
-    return "accelerate 1.15.0: config parsed; its mesh is the plan's, and FSDP2 on it has one process's gradients"
+    shown = (
+        "parsed by accelerate 1.15.0's launch code",
+        "the mesh of its ParallelismConfig on 4 processes of gloo is the plan's",
+    )
+    # Its context parallelism runs on accelerators only.
+    is_run = expected["mesh"]["cp"] == 1
+    return (*shown, "a step of torch's FSDP2 on that mesh has one process's gradients") if is_run else shown
 
 
 def _accelerate_step(rank: int, plan_path: str, expected: dict[str, Any]) -> None:
@@ -402,14 +419,17 @@ def _accelerate_step(rank: int, plan_path: str, expected: dict[str, Any]) -> Non
         torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, rtol=1e-5, atol=1e-6)
 
 
-def lightning(folder: Path, expected: dict[str, Any]) -> str:
+def lightning(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The module's Trainer and strategy are built; its `shard` on the strategy's mesh makes the plan's shards."""
     module = load(folder / "lightning_plan.py")
     trainer = module.trainer(accelerator="cpu", logger=False, enable_checkpointing=False, precision="32-true")
     assert trainer.accumulate_grad_batches == expected["micro_batches"]
     assert trainer.strategy._data_parallel_size == expected["mesh"]["dp_shard"]
     in_processes(expected["devices"], 29615, _lightning_shards, str(folder / "lightning_plan.py"), expected)
-    return "lightning 2.6.6: Trainer and ModelParallelStrategy built; shards and gradients on its mesh are the plan's"
+    return (
+        "imported, and its Trainer and ModelParallelStrategy built, by lightning 2.6.6",
+        "shards and gradients of a step on the mesh of its own code on 4 processes of gloo are the plan's",
+    )
 
 
 def _lightning_shards(rank: int, path: str, expected: dict[str, Any]) -> None:
@@ -432,10 +452,10 @@ def _lightning_shards(rank: int, path: str, expected: dict[str, Any]) -> None:
         assert parameter.to_local().shape[0] == whole.shape[0] // size
 
 
-def torchrun(folder: Path, expected: dict[str, Any]) -> str:
+def torchrun(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     """The mesh that torch makes of `mesh.json` has the plan's ranks."""
     in_processes(expected["devices"], 29616, _torch_mesh, str(folder / "mesh.json"))
-    return "torch 2.13: init_device_mesh of mesh.json has the plan's ranks in every stage"
+    return ("the mesh that init_device_mesh of torch 2.13 makes of mesh.json on 8 processes has the plan's ranks",)
 
 
 def _torch_mesh(rank: int, path: str) -> None:
@@ -462,9 +482,9 @@ CHECKS = {
 
 
 def main() -> None:
-    """Check the folder that the arguments name: one line, or a traceback."""
+    """Check the folder that the arguments name: one line of JSON with what was shown, or a traceback."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    print(CHECKS[name](folder, json.loads((folder / "expected.json").read_text())))
+    print(json.dumps(CHECKS[name](folder, json.loads((folder / "expected.json").read_text()))))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import phaze
 from phaze.backends.tools.tool_target import block_counts
+from phaze.installed import installed_plugins
 from phaze.plan.plan import Plan
 
 PACKAGES = (
@@ -165,8 +166,8 @@ def expected(plan: Plan) -> dict[str, Any]:
     }
 
 
-def check(python: Path, name: str, strategy: dict[str, Any]) -> bool:
-    """Export one plan, run its check, and print what it said."""
+def check(python: Path, name: str, strategy: dict[str, Any]) -> tuple[str, ...] | None:
+    """Export one plan, run its check, and print what it showed; None where it failed."""
     with tempfile.TemporaryDirectory() as text:
         folder, plan = Path(text), planned(strategy)
         plan.save(folder / "plan.json")
@@ -175,9 +176,21 @@ def check(python: Path, name: str, strategy: dict[str, Any]) -> bool:
         (folder / "expected.json").write_text(json.dumps(expected(plan)))
         program = Path(__file__).with_name("tool_checks.py")
         done = subprocess.run([python, program, folder, name], capture_output=True, text=True)
-    told = done.stdout.strip().splitlines()[-1:] if done.returncode == 0 else done.stderr.strip().splitlines()[-8:]
-    print(f"{'ok  ' if done.returncode == 0 else 'FAIL'} {name}: {strategy}\n     " + "\n     ".join(told), flush=True)
-    return done.returncode == 0
+    is_fine = done.returncode == 0
+    told = json.loads(done.stdout.strip().splitlines()[-1]) if is_fine else done.stderr.strip().splitlines()[-8:]
+    print(f"{'ok  ' if is_fine else 'FAIL'} {name}: {strategy}\n     " + "\n     ".join(told), flush=True)
+    return tuple(told) if is_fine else None
+
+
+def holds(python: Path, name: str) -> list[bool]:
+    """Whether each check of a tool holds, and whether together they show what `phaze export --list` says."""
+    shown = [check(python, name, strategy) for strategy in STRATEGIES[name]]
+    said = installed_plugins().targets().get(name).checked
+    claims = {claim for claim in said.split("; ") if not claim.startswith("not ")}
+    differing = claims ^ {claim for claims_of_one in shown for claim in claims_of_one or ()}
+    if differing:
+        print(f"FAIL {name}: said and shown differ: {differing}", flush=True)
+    return [*(claims_of_one is not None for claims_of_one in shown), not differing]
 
 
 def main() -> int:
@@ -189,7 +202,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         python = environment(arguments.environment or Path(folder) / "tools")
         names = [arguments.only] if arguments.only else list(STRATEGIES)
-        results = [check(python, name, strategy) for name in names for strategy in STRATEGIES[name]]
+        results = [result for name in names for result in holds(python, name)]
     print(f"{sum(results)} of {len(results)} checks hold")
     return 0 if all(results) else 1
 

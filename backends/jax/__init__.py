@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-__all__ = ["JaxTarget", "ScanStages", "StableHloTarget", "phaze_stage_builders", "phaze_targets"]
+__all__ = ["JaxTarget", "ModuleTarget", "ScanStages", "phaze_stage_builders", "phaze_targets"]
 
 _GPIPE = PipelineSchedule.GPIPE
 
@@ -129,14 +129,19 @@ class JaxTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class StableHloTarget:
-    """The target "stablehlo": writes a function that `jax.jit(...).lower(...)` lowered, annotated.
+class ModuleTarget:
+    """The targets "stablehlo" and "hlo": write a function that `jax.jit(...).lower(...)` lowered, annotated.
 
-    `model.mlir` has Shardy's annotations, `model_gspmd.mlir` those that XLA had before.
+    `model.mlir` or `model.hlo.txt` has Shardy's annotations, `model_gspmd.*` those that XLA had before.
     """
 
     name: str = "stablehlo"
     libraries: tuple[str, ...] = ("jax",)
+    tool: str = "XLA of jaxlib 0.10"
+    checked: str = (
+        "both modules are parsed by jaxlib, and run on 8 devices of a host have the loss of one device and the plan's "
+        "shards"
+    )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -144,16 +149,19 @@ class StableHloTarget:
         return Capabilities(zero_stages=frozenset({0, 1, 2, 3}))
 
     def export(self, plan: Plan, model: object) -> Mapping[str, str]:
-        """The annotated module; it has been verified and parsed again."""
+        """The annotated module, as StableHLO or HLO text; it has been verified and parsed again."""
         if not hasattr(model, "compiler_ir"):
             raise PlanError(
-                f"stablehlo annotates a lowered function, and got {type(model).__name__}; pass one: "
-                "plan.export('stablehlo', jax.jit(jax.value_and_grad(loss)).lower(params, batch))."
+                f"{self.name} annotates a lowered function, and got {type(model).__name__}; pass one: "
+                f"plan.export({self.name!r}, jax.jit(jax.value_and_grad(loss)).lower(params, batch))."
             )
-        from phaze.backends.jax.stablehlo_export import annotated_module  # the door: this imports jax
+        from phaze.backends.jax.stablehlo_export import annotated_module, hlo_text  # the door: this imports jax
 
-        older = annotated_module(plan, model, uses_shardy=False)
-        return {"model.mlir": annotated_module(plan, model), "model_gspmd.mlir": older}
+        texts = {"model": annotated_module(plan, model)}
+        texts["model_gspmd"] = annotated_module(plan, model, uses_shardy=False)
+        if self.name == "hlo":
+            return {f"{name}.hlo.txt": hlo_text(plan, text) for name, text in texts.items()}
+        return {f"{name}.mlir": text for name, text in texts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ class ScanStages:
 @hookimpl
 def phaze_targets() -> tuple[Target, ...]:
     """JAX itself, and what is written for pjit and XLA."""
-    return (JaxTarget(), PjitTarget(), StableHloTarget())
+    return (JaxTarget(), PjitTarget(), ModuleTarget(), ModuleTarget(name="hlo"))
 
 
 @hookimpl

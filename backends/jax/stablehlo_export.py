@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+from jaxlib._hlo import hlo_module_from_text
+from jaxlib._jax.mlir import mlir_module_to_xla_computation
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from phaze.backends.jax.parameter_storage import choose_storage
 from phaze.plan.plan import Plan
 
-__all__ = ["annotated_module"]
+__all__ = ["annotated_module", "hlo_text"]
 
 
 def annotated_module(plan: Plan, lowered: jax.stages.Lowered, *, uses_shardy: bool = True) -> str:
@@ -44,6 +46,16 @@ def annotated_module(plan: Plan, lowered: jax.stages.Lowered, *, uses_shardy: bo
         text = str(copy)
         ir.Module.parse(text).operation.verify()
     return text
+
+
+def hlo_text(plan: Plan, module: str) -> str:
+    """An annotated module as HLO text; Shardy's annotations stand there as attributes for the frontend."""
+    text = mlir_module_to_xla_computation(module, use_tuple_args=False, return_tuple=False).as_hlo_text()
+    head, _, body = text.partition("\n")
+    # The translation leaves the number of partitions out.
+    partitioned = f"{head}, num_partitions={math.prod(_mesh_sizes(plan).values())}\n{body}"
+    hlo_module_from_text(partitioned)
+    return partitioned
 
 
 def _argument_axes(plan: Plan, main: ir.Operation) -> list[tuple[str, list[str | None]]]:

@@ -45,7 +45,8 @@ class AccelerateTarget(ToolTarget):
     tool = "Accelerate 1.15.0"
     checked = (
         "parsed by accelerate 1.15.0's launch code; the mesh of its ParallelismConfig on 4 processes of gloo is the "
-        "plan's, and a step of torch's FSDP2 on it is right; Accelerate itself runs FSDP on accelerators only"
+        "plan's; a step of torch's FSDP2 on that mesh has one process's gradients; not run: Accelerate's own FSDP and "
+        "context parallelism, which take accelerators only"
     )
 
     @property

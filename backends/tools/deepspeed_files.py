@@ -43,7 +43,11 @@ class DeepSpeedTarget(ToolTarget):
 
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
-    checked = "parsed by deepspeed 0.19.8's DeepSpeedConfig, which settles the same batch and world size; not run"
+    checked = (
+        "parsed by deepspeed 0.19.8's DeepSpeedConfig, which settles the plan's batch, ZeRO stage and degrees; a step "
+        "of its engine with ZeRO 1, 2 and 3 on 4 CPU processes is one process's, with shards of the plan's size; not "
+        "run: tp, cp and pipelines"
+    )
 
     @property
     def capabilities(self) -> Capabilities:

@@ -36,8 +36,10 @@ class MegatronTarget(ToolTarget):
     name = "megatron-lm"
     tool = "Megatron-LM core_v0.16"
     checked = (
-        "values accepted by megatron-core 0.16.1's TransformerConfig and DistributedDataParallelConfig, groups of its "
-        "parallel_state on 8 processes are the plan's; option names as in megatron/training/arguments.py; not run"
+        "values accepted by megatron-core 0.16.1's TransformerConfig and DistributedDataParallelConfig; groups of its "
+        "parallel_state on 8 processes of gloo are the plan's; loss and gradients of its GPTModel at tp 2 on CPUs are "
+        "those at tp 1; not run: its trainer, whose recompute asks for CUDA's generator, and pipelines, contexts and "
+        "experts; not parsed: option names, read in megatron/training/arguments.py, which the package does not have"
     )
 
     @property

@@ -36,7 +36,7 @@ class TorchrunTarget(ToolTarget):
 
     name = "torchrun"
     tool = "torch 2.13's torchrun"
-    checked = "the mesh that init_device_mesh makes of it on 8 processes has the plan's ranks; the script runs"
+    checked = "the mesh that init_device_mesh of torch 2.13 makes of mesh.json on 8 processes has the plan's ranks"
 
     @property
     def capabilities(self) -> Capabilities:

@@ -112,8 +112,9 @@ class TorchtitanTarget(ToolTarget):
     name = "torchtitan"
     tool = "torchtitan 0.3.0"
     checked = (
-        "parsed by torchtitan 0.3.0's ConfigManager, the TOML by 0.2.2's; the mesh of its ParallelDims on 8 processes "
-        "is the plan's; its trainer was not run"
+        "parsed by torchtitan 0.3.0's ConfigManager; the mesh of its ParallelDims on 8 processes of gloo is the plan's"
+        "; its own functions cut its debug models into the plan's stages and shards; not run: its language models have "
+        "flex attention only, which has no backward on CPUs; not checked: the TOML for version 0.2"
     )
 
     @property

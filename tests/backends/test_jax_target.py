@@ -304,8 +304,13 @@ def test_stablehlo_carries_the_mesh_and_a_sharding_for_every_argument() -> None:
 def test_annotated_modules_run_on_eight_devices_with_the_plan_s_shards(tmp_path: Path) -> None:
     loss, inputs = small(stacked=True)
     lowered = jax.jit(jax.value_and_grad(loss), keep_unused=True).lower(*inputs)
-    written = plan_of(2, 4, stacked=True, zero=3).export("stablehlo", lowered)
+    plan = plan_of(2, 4, stacked=True, zero=3)
+    written = plan.export("stablehlo", lowered)
     assert sorted(written) == ["model.mlir", "model_gspmd.mlir"]
+    for name, text in plan.export("hlo", lowered).items():
+        (tmp_path / name).write_text(text)
+        assert "num_partitions=8" in text.splitlines()[0]
+        assert ("xla.sdy.sharding" in text) == (name == "model.hlo.txt")
     for name, text in written.items():
         (tmp_path / name).write_text(text)
         assert "mhlo.num_partitions = 8" in text
@@ -320,9 +325,10 @@ def test_annotated_modules_run_on_eight_devices_with_the_plan_s_shards(tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads((tmp_path / "results.json").read_text())
     expected = float(loss(*inputs))
+    assert sorted(measured) == ["model.hlo.txt", "model.mlir", "model_gspmd.hlo.txt", "model_gspmd.mlir"]
     for found in measured.values():
         assert found["losses"] == pytest.approx([expected] * 8, rel=1e-5)
-    assert measured["model.mlir"]["shapes"] == measured["model_gspmd.mlir"]["shapes"]
+        assert found["shapes"] == measured["model.mlir"]["shapes"]
     whole = [leaf.size for leaf in leaves]
     held = [int(np.prod(shape)) for shape in measured["model.mlir"]["shapes"]]
     assert min(part / size for part, size in zip(held, whole, strict=True)) == 1 / 8

@@ -1,10 +1,15 @@
 """Capabilities of tools are true: what they allow is written, what they do not is named, and no search leaves them."""
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import ROOT
 from tool_plans import TOOLS, Case, any_cases, parallelism_of, plan_of
 
 import phaze
@@ -48,6 +53,42 @@ def test_what_capabilities_allow_is_written_and_what_they_do_not_is_named(case: 
             strategy["micro_batch_size"] = case.strategy.micro_batch_size
             strategy["recompute"] = case.strategy.recompute[0] if case.strategy.zero == 0 else strategy["recompute"]
         assert parallelism_of(strategy, len(case.stages)) == case.strategy
+
+
+def shown_claims() -> dict[str, set[str]]:
+    """By function of the checks with the tools' own code: the sentences in what it returns as shown."""
+    tree = ast.parse((ROOT / "benchmarks" / "tool_checks.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {
+        function.name: {
+            node.value for node in ast.walk(function) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        for function in functions
+    }
+
+
+def test_what_is_said_to_be_checked_is_what_the_checks_show() -> None:
+    functions = shown_claims()
+    for name in sorted(TOOLS.keys() - {"maxtext", "fsdp", "pjit"}):  # in no registry; run by tests here
+        claims = TOOLS[name].checked.split("; ")
+        shown = functions[name.replace("-", "_")]
+        unknown = [claim for claim in claims if claim not in shown and not claim.startswith("not ")]
+        assert unknown == [], name
+        assert len(claims) > len(unknown)
+
+
+@pytest.fixture(scope="module")
+def environment_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `benchmarks/tools.py` installs the tools, from the package registry."""
+    return tmp_path_factory.mktemp("tools") / "environment"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(TOOLS.keys() - {"maxtext", "fsdp", "pjit"}))
+def test_the_tools_own_code_takes_the_files_as_said(environment_of_tools: Path, name: str) -> None:
+    program = [sys.executable, str(ROOT / "benchmarks" / "tools.py"), "--environment", str(environment_of_tools)]
+    done = subprocess.run([*program, "--only", name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_readme_says_the_command_and_what_was_left_out() -> None:
     text = TOOLS["megatron-lm"].export(plan_of(strategy, stages=(3, 3), slices=2), None)["README.md"]
     assert "    torchrun --nnodes 2 --nproc-per-node 4 " in text
     assert "one recompute mode for all stages: full is written; the plan has full, none" in text
-    assert "not run." in text
+    assert "not run: its trainer" in text
 
 
 @pytest.mark.parametrize("target", ["accelerate", "deepspeed"])

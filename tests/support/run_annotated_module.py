@@ -1,9 +1,9 @@
-"""Compile and run a module of StableHLO on eight devices of this host, by what its own annotations say.
+"""Compile and run modules of StableHLO and HLO on eight devices of this host, by what their own annotations say.
 
     python run_annotated_module.py FOLDER
 
-FOLDER has modules (`*.mlir`) and `arguments.npz` with their arguments in order; the first result of each, by every
-device, is written to `results.json`, with the shapes that the first device holds of each argument.
+FOLDER has modules (`*.mlir`, `*.hlo.txt`) and `arguments.npz` with their arguments in order; the first result of each,
+by every device, is written to `results.json`, with the shapes that the first device holds of each argument.
 """
 
 import json
@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import jax
 import numpy as np
 from jax._src import sharding_impls
-from jaxlib import xla_client
+from jaxlib import _hlo, _jax, xla_client
 
 
 def run(text: str, arguments: list[np.ndarray]) -> dict[str, object]:
@@ -39,12 +39,20 @@ def run(text: str, arguments: list[np.ndarray]) -> dict[str, object]:
     return {"losses": [float(np.asarray(part)) for part in outputs[0]], "shapes": shapes}
 
 
+def parsed_hlo(text: str) -> str:
+    """HLO text, parsed by jaxlib and in the form that its compiler takes."""
+    computation = xla_client.XlaComputation(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    return str(_jax.mlir.xla_computation_to_mlir_module(computation))
+
+
 def main() -> None:
     """Run every module of the folder."""
     folder = Path(sys.argv[1])
     stored = np.load(folder / "arguments.npz")
     arguments = [stored[f"arr_{index}"] for index in range(len(stored.files))]
-    results = {path.name: run(path.read_text(), arguments) for path in sorted(folder.glob("*.mlir"))}
+    texts = {path.name: path.read_text() for path in sorted(folder.glob("*.mlir"))}
+    texts |= {path.name: parsed_hlo(path.read_text()) for path in sorted(folder.glob("*.hlo.txt"))}
+    results = {name: run(text, arguments) for name, text in texts.items()}
     (folder / "results.json").write_text(json.dumps(results))
 
 
