@@ -46,6 +46,7 @@ class JaxTarget:
     name: str = "jax"
     libraries: tuple[str, ...] = ("jax",)
     options: tuple[str, ...] = ("inputs", "optimizer", "takes_mean")
+    checked: str = "steps of plan.apply on 8 devices of a host have the losses and gradients of one device"
 
     @property
     def capabilities(self) -> Capabilities:

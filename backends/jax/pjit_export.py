@@ -47,25 +47,33 @@ class PjitTarget(ShardingModuleTarget):
             zero_stages=frozenset({0, 1, 2, 3}),
             recompute_modes=frozenset({"none", "dots", "full"}),
             allows_strided_parameters=True,
+            allows_shard_groups=True,
         )
 
     def mesh_axes(self, plan: Plan) -> dict[str, int]:
-        """Data and tensor parallelism."""
-        return {"dp": plan.strategy.dp, "tp": plan.strategy.tp}
+        """Data and tensor parallelism; where ZeRO shards over some copies only, dp counts their groups."""
+        strategy = plan.strategy
+        if strategy.zero and strategy.shard_devices < strategy.dp:
+            shards = strategy.shard_devices
+            return {"dp": strategy.dp // shards, "shard": shards, "tp": strategy.tp}
+        return {"dp": strategy.dp, "tp": strategy.tp}
 
     def tables(self, plan: Plan, model: object) -> str:
         """Specs by the paths of parameters; `model` is their tree, or None where only those cut by tp are known."""
         parameters, state = _planned_specs(plan) if model is None else _tree_specs(plan, model)
         sequence_axis = "tp" if plan.layouts.boundaries else None
+        has_groups = "shard" in self.mesh_axes(plan)
+        batch_axes = ("dp", "shard") if has_groups else "dp"
+        zero_axis = "shard" if has_groups else "dp"
         return "\n".join(
             [
-                "# By path in the tree of parameters. Where ZeRO cuts an array over dp and no such cut stands here,",
-                "# the program cuts the longest dimension that dp divides and tp leaves whole.",
+                f"# By path in the tree of parameters. Where ZeRO cuts an array over {zero_axis} and no such cut",
+                f"# stands here, the program cuts the longest dimension that {zero_axis} divides and tp leaves whole.",
                 literal_table("PARAMETERS", parameters),
                 "# Of the optimizer's arrays, which have the path and the shape of a parameter.",
                 "STATE = PARAMETERS\n" if state == parameters else literal_table("STATE", state),
-                "BATCH = P('dp')",
-                f"ACTIVATIONS = {_literal(('dp', sequence_axis, None))}  # samples, sequence, width, between layers\n",
+                f"BATCH = {_literal((batch_axes,))}",
+                f"ACTIVATIONS = {_literal((batch_axes, sequence_axis, None))}  # samples, sequence, width\n",
             ]
         )
 
@@ -83,7 +91,7 @@ class PjitTarget(ShardingModuleTarget):
             "`train_step.py` says in its first lines how your script calls it.",
             "Call `constrain(x)` between layers of your model: activations then lie as ACTIVATIONS says. The compiler "
             "chooses all collectives, and may send more than the plan counts.",
-            "`plan.export('pjit', params)` names all parameters, with their cuts over dp.",
+            "`plan.export('pjit', params)` names all parameters, with ZeRO's cuts.",
         ]
         blocks = sorted(
             {
@@ -103,7 +111,7 @@ class PjitTarget(ShardingModuleTarget):
 
 
 def _planned_specs(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """The specs of parameters that tp cuts, and of their state, as literals; without shapes dp's cuts are unknown."""
+    """The specs of parameters that tp cuts, and of their state, as literals; without shapes ZeRO's cuts are unknown."""
     specs = {}
     for name, splits in plan.layouts.parameters.items():
         if splits:

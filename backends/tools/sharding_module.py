@@ -105,8 +105,9 @@ class ShardingModuleTarget(ToolTarget):
         step = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith("step.")}
         mesh = {key.partition(".")[2]: whole(value) or 1 for key, value in settings.items() if key.startswith("mesh.")}
         tp, zero = mesh.get("tp", 1), whole(step.get("zero")) or 0
-        shards = mesh.get("shard", mesh.get("dp", 1))
-        dp = mesh["dp"] if "dp" in mesh else shards * mesh.get("replicate", 1)
+        groups = mesh.get("replicate", mesh.get("dp", 1))  # copies of all states, where an axis counts their shards
+        dp = groups * mesh.get("shard", 1)
+        shards = mesh.get("shard", dp)
         read = {f"step.{key}" for key in _STEP_KEYS} | {f"mesh.{axis}" for axis in _AXES}
         return StrategyFile(
             tool=self.name,

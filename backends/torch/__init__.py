@@ -48,6 +48,7 @@ class TorchTarget:
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
     options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm", "weights")
+    checked: str = "steps of plan.apply on processes of gloo have the losses and gradients of one process"
 
     @property
     def capabilities(self) -> Capabilities:

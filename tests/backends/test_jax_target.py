@@ -352,13 +352,14 @@ def test_pjit_writes_specs_as_data_and_a_program() -> None:
 @cache
 def fused_plan() -> Plan:
     inputs = (models.weights(models.fused_shapes()), models.batch(16))
-    strategy = {**FIXED, "dp": 2, "tp": 4, "zero": 3, "micro_batch_size": 4}
+    strategy = {**FIXED, "dp": 4, "shard": 2, "tp": 2, "zero": 3, "micro_batch_size": 2}
     question = {**QUESTION, "cluster": "cpu:8", "compares": False}
     return phaze.evaluate(models.fused_loss, inputs, strategy=strategy, **question).plan
 
 
 def test_fused_projections_are_written_as_blocks_and_the_readme_names_them() -> None:
     written = fused_plan().export("pjit")
+    assert "BATCH = P(('dp', 'shard'))" in written["sharding.py"].splitlines()
     assert "    'layers.0.qkv': P(None, 'tp')," in written["sharding.py"].splitlines()
     assert (
         "every one of several fused parts, or two dimensions, of layers.0.gate_up, layers.0.qkv" in written["README.md"]

@@ -48,12 +48,12 @@ def scanned_loss(program: ModuleType) -> Any:
 
 
 def specs_differ(specs: dict[str, Any], tree: Any, *, is_whole: bool) -> list[str]:
-    """The arrays of a tree that do not lie as the data say; unless they are whole, they do not know what dp cuts."""
+    """The arrays of a tree that do not lie as the data say; unless they are whole, they do not know what ZeRO cuts."""
     differing = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = ".".join(re.findall(r"\w+", jax.tree_util.keystr(path)))
         said = [*specs.get(name, ()), *[None] * leaf.ndim][: leaf.ndim]
-        lies = [axes if is_whole or axes != "dp" else None for axes in leaf.sharding.spec]
+        lies = [axes if is_whole or axes not in ("dp", "shard") else None for axes in leaf.sharding.spec]
         if lies != said or (is_whole and name not in specs):
             differing.append(f"{name}: {leaf.sharding.spec}, said {said}")
     return differing
