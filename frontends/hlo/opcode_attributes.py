@@ -140,6 +140,8 @@ def _convolution(instruction: Instruction, shapes: Sequence[Shape]) -> dict[str,
         attributes[name] = next(iter(instruction.integers(name)), 1)
     if "lhs_dilate" in window:
         attributes["lhs_dilation"] = window["lhs_dilate"]
+    if "stride" in window:
+        attributes["window_strides"] = window["stride"]
     return attributes
 
 

@@ -119,7 +119,7 @@ def _of_stablehlo_text(text: str) -> list[Document]:
         for form in dict.fromkeys((part, upgraded(part))):
             try:
                 with make_ir_context():
-                    documents.append(read_module(ir.Module.parse(form)))
+                    documents += _read_all(ir.Module.parse(form))
                 break
             except Exception as error:  # jaxlib's own, which is no common class
                 errors.append(error)
@@ -127,6 +127,14 @@ def _of_stablehlo_text(text: str) -> list[Document]:
         return documents
     sentence = explained(str(errors[-1]))
     raise errors[-1] if sentence is None else ForeignTextError(sentence)
+
+
+def _read_all(module: ir.Module) -> list[Document]:
+    """The document of a module, or those of the modules that alone stand in it."""
+    inner = [op for op in module.body.operations if op.operation.name == "builtin.module"]
+    if not inner or len(inner) < len(list(module.body.operations)):
+        return [read_module(module)]
+    return [read_module(op) for op in inner]
 
 
 def unwrapped(data: bytes) -> bytes:

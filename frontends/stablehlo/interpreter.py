@@ -186,7 +186,7 @@ class Interpreter:
     def _apply(self, operation: Operation, values: Values, scope: Scope) -> Values:
         """Fold an operation on constants, record one by its rule, or record an opaque op."""
         if all(is_constant(value) for value in values) or all(0 in kind.shape for kind in operation.types):
-            return fold(self.recorder, operation, values)
+            return self._as_data(fold(self.recorder, operation, values))
         empty = [index for index, kind in enumerate(operation.types) if 0 in kind.shape]
         if empty:
             return self._apply_without(empty, operation, values, scope)
@@ -201,6 +201,17 @@ class Interpreter:
             with contextlib.suppress(Unsupported, IndexError, ValueError, GraphError):
                 return op_rule(call)
         return _opaque(call)
+
+    def _as_data(self, values: Values) -> Values:
+        """Constants of a program without arguments as tensors: they are its data, and not known before it runs."""
+        if self.module.main.arguments:
+            return values
+        return tuple(
+            self.recorder.tensor(value, Scope())
+            if isinstance(value, Constant) and value.value is None and value.shape and not is_empty(value)
+            else value
+            for value in values
+        )
 
     def _apply_without(self, empty: Sequence[int], operation: Operation, values: Values, scope: Scope) -> Values:
         """An operation some of whose results have no elements, such as the workspace of a kernel: constants."""

@@ -136,10 +136,16 @@ def find_model(text: str) -> tuple[object, object]:
         return text, None
     where, _, name = text.removeprefix(PYTHON).rpartition(":")
     if not where or not name:
-        raise ImportModelError(f"{text!r} is not of the form python:MODULE_OR_FILE:ATTRIBUTE.")
+        raise ImportModelError(
+            f"{text!r} is not of the form python:MODULE_OR_FILE:ATTRIBUTE; the attribute is a model (a torch module, "
+            "a JAX loss of parameters and batch, a lowered function), or a pair of a model and its inputs."
+        )
     module = _load(where)
     if not hasattr(module, name):
-        raise ImportModelError(f"{where} has no attribute {name!r}; it has {', '.join(_public(module)) or 'none'}.")
+        raise ImportModelError(
+            f"{where} has no attribute {name!r}; it has {', '.join(_public(module)) or 'none'}. The attribute holds a "
+            "model, or a pair of a model and its inputs."
+        )
     attribute = getattr(module, name)
     return attribute if isinstance(attribute, tuple) and len(attribute) == 2 else (attribute, None)
 

@@ -91,7 +91,8 @@ def _convolution(call: Call) -> Values:
     """A convolution of x with a kernel, for any order of dimensions.
 
     A dilated x has zeros between its elements, which need not be multiplied: this is the gradient of a convolution
-    with strides, and its loop runs over the positions of x instead of those of the result.
+    with strides, and its loop runs over the positions of x instead of those of the result. Compilers for TPUs write a
+    batch dimension of a product as a window of n elements on n elements with zeros between them, with strides of n - 1.
     """
     given = call.attribute("dimension_numbers")
     match = _CONVOLUTION_LAYOUTS.search(str(given["text"] if isinstance(given, dict) else given))
@@ -100,7 +101,8 @@ def _convolution(call: Call) -> Values:
     x, kernel, y = (_Layout(part) for part in match.groups())
     groups, batch_groups = _group_count(call, "feature_group_count"), _group_count(call, "batch_group_count")
     shapes = call.shape(0), call.shape(1), call.out_shape()
-    is_dilated = math.prod(_integers_or_ones(call, "lhs_dilation", len(x.spatial))) > 1
+    dilations = _integers_or_ones(call, "lhs_dilation", len(x.spatial))
+    strides = _integers_or_ones(call, "window_strides", len(x.spatial))
     sizes = {
         "b": shapes[0][x.batch] // batch_groups,
         "g": groups,
@@ -108,11 +110,20 @@ def _convolution(call: Call) -> Values:
         "i": shapes[1][kernel.batch],
         "o": shapes[1][kernel.feature] // (groups * batch_groups),
     }
-    windows, positions, taps = [], [], []
+    windows: list[Dim] = []
+    positions: list[Dim] = []
+    taps: list[Dim] = []
     for n in range(len(x.spatial)):
-        small, large = shapes[0][x.spatial[n]], shapes[2][y.spatial[n]]
-        sizes |= {f"p{n}": small if is_dilated else large, f"k{n}": shapes[1][kernel.spatial[n]]}
-        whole, part = Dim((f"p{n}", f"k{n}"), large if is_dilated else small), Dim((f"p{n}",))
+        small, large, size = shapes[0][x.spatial[n]], shapes[2][y.spatial[n]], shapes[1][kernel.spatial[n]]
+        part = Dim((f"p{n}",))
+        if small == large == size == dilations[n] == strides[n] + 1:  # a batch dimension, as TPUs write it
+            sizes[f"p{n}"] = size
+            for side in (windows, positions, taps):
+                side.append(part)
+            continue
+        is_dilated = dilations[n] > 1
+        sizes |= {f"p{n}": small if is_dilated else large, f"k{n}": size}
+        whole = Dim((f"p{n}", f"k{n}"), large if is_dilated else small)
         windows.append(part if is_dilated else whole)
         positions.append(whole if is_dilated else part)
         taps.append(Dim((f"k{n}",)))
@@ -126,7 +137,7 @@ def _convolution(call: Call) -> Values:
     factors = tuple(Factor(name, size) for name, size in sizes.items() if name in used)
     return call.emit(
         OpKind.CONVOLUTION,
-        "convolution_input" if is_dilated else "convolution",
+        "convolution_input" if max(dilations, default=1) > 1 else "convolution",
         Rule((operand, weight), (result,), factors),
         call.id(0),
         call.id(1),
@@ -141,7 +152,9 @@ def _group_count(call: Call, name: str) -> int:
 
 
 def _integers_or_ones(call: Call, name: str, count: int) -> Shape:
-    return call.integers(name) if call.attribute(name) is not None else (1,) * count
+    given = call.attribute(name)
+    splat = given.get("splat") if isinstance(given, dict) else 1 if given is None else None
+    return (splat,) * count if isinstance(splat, int) else call.integers(name)
 
 
 PRODUCTS: dict[str, Callable[[Call], Values]] = {

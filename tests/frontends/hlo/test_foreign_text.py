@@ -146,3 +146,26 @@ def test_functions_that_jump_between_blocks_and_programs_of_constants_alone_say_
     constant = b"func.func @main() -> tensor<2xf32> {\n  %0 = stablehlo.constant dense<1.0> : tensor<2xf32>\n"
     with pytest.raises(ImportModelError, match="takes no arguments and computes from constants of the module alone"):
         phaze.import_graph(constant + b"  return %0 : tensor<2xf32>\n}\n", frontend="hlo")
+
+
+def test_constants_are_the_data_of_a_program_that_takes_no_arguments() -> None:
+    text = b"""func.func @main() -> tensor<2x2xf32> {
+      %0 = stablehlo.constant dense<[[1.0, 2.0], [3.0, 4.0]]> : tensor<2x2xf32>
+      %1 = stablehlo.dot %0, %0 : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>
+      return %1 : tensor<2x2xf32>\n}"""
+    assert flops_of(text) == 2 * 2 * 2 * 2
+
+
+def test_modules_inside_a_module_are_modules_of_their_own() -> None:
+    text = "module @small {{\n{}}}\nmodule @large {{\n{}}}\n".format(OLD, OLD.replace("5", "7"))
+    assert flops_of(text.encode()) == 2 * 3 * 2 * 7
+    assert flops_of(text.encode(), module="small") == 2 * 3 * 2 * 5
+
+
+def test_a_window_with_zeros_between_elements_is_a_batch_dimension_where_it_meets_each_once() -> None:
+    window = "window={size=4x16 stride=3x1 lhs_dilate=4x1}, dim_labels=0bf1_0oi1->0bf1"
+    text = f"""ENTRY main {{
+      x = f32[4,3,5,16] parameter(0)
+      w = f32[4,7,5,16] parameter(1)
+      ROOT y = f32[4,3,7,1] convolution(x, w), {window}\n}}"""
+    assert flops_of(text.encode()) == 2 * 4 * 3 * 7 * 5 * 16
