@@ -284,7 +284,7 @@ class LayerTable:
         forward, to_inputs, to_weights = (
             table[:, kinds][tp_index].T for table in (self.forward_s, self.input_s, self.weight_s)
         )
-        counts = np.bincount(self.kind_of_layer).astype(float)
+        counts = np.bincount(self.kind_of_layer).astype(float)[:, None]
         data = self._data_terms(strategies)
         is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
         overlap = self.problem.calibration.hidden_share
@@ -306,7 +306,7 @@ class LayerTable:
         between_s = self.network.least_s_per_byte_between(least_used)
         return LayerTerms(
             kind_of_layer=self.kind_of_layer,
-            counts=counts,
+            counts=counts[:, 0],
             run_s=run,
             through_s=run + back,
             weight_s=np.where(is_split, _overlapped_over_model(to_weights, data.scattered_s, counts, overlap), 0.0),
@@ -338,7 +338,7 @@ def _overlapped_over_model(
     A stage takes ``overlap`` times the longer of the two and the rest of both, as `stage_costs.py` prices it. Which of
     the two is longer is asked of the whole model.
     """
-    longer = np.where(counts @ layers_s >= counts @ collectives_s, layers_s, collectives_s)
+    longer = np.where((counts * layers_s).sum(axis=0) >= (counts * collectives_s).sum(axis=0), layers_s, collectives_s)
     return np.asarray(overlap * longer + (1 - overlap) * (layers_s + collectives_s))
 
 

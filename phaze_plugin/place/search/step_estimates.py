@@ -41,8 +41,8 @@ def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) ->
     best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
     likely = strategies.take(best).narrowed()  # with the prices of their own links
     terms = layers.terms(likely)
-    passes_s = rounds[best] * (terms.counts @ (terms.through_s + terms.weight_s))
-    priced_s = passes_s + terms.counts @ terms.finish_s / likely.pp + least_again_s[best]
+    passes_s = rounds[best] * terms.over_model(terms.through_s + terms.weight_s)
+    priced_s = passes_s + terms.over_model(terms.finish_s) / likely.pp + least_again_s[best]
     return float(np.maximum(step_s[best], priced_s).min())
 
 

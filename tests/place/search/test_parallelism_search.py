@@ -131,6 +131,21 @@ def test_the_bound_of_a_strategy_does_not_depend_on_which_others_were_bounded_be
         assert alone[0] == together[index]
 
 
+@examples(25)
+@given(seeds)
+def test_equal_layers_are_bounded_together_as_they_are_apart(seed: int) -> None:
+    prepared = PreparedProblem.of(with_axes(random_problem(seed, largest=9, most_devices=12), seed))
+    together, strategies = prepared.layer_table, prepared.strategies()
+    layers = np.arange(len(together.kind_of_layer))
+    apart = replace(together, kinds=layers, kind_of_layer=layers)
+    assert together.tightened(strategies, 50.0) == pytest.approx(apart.tightened(strategies, 50.0), rel=1e-9)
+
+
+def test_equal_layers_are_priced_once() -> None:
+    table = PreparedProblem.of(stage_sharded_problem(0, largest=9, most_devices=4)).layer_table
+    assert table.kind_of_layer.tolist() == [0, 1, 1, 1, 1, 1, 2]
+
+
 @examples(15)
 @given(seeds)
 @example(33943)  # an interleaved strategy with more pipelines than the default effort searches
