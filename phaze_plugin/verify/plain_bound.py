@@ -111,6 +111,7 @@ def prove_plainly(problem: PlacementProblem, time_s: float, effort: PlainEffort)
     proof, downsets = PlainProof(), plain_downsets(problem, _MOST_DOWNSETS)
     enough_s = time_s * (1 - EQUAL_RESULTS)
     sums: dict[int, _LayerSums] = {}
+    known_s: dict[tuple[object, ...], float] = {}
     for strategy in plain_strategies(problem):
         layer_sums = sums.get(strategy.tp)
         if layer_sums is None:
@@ -125,7 +126,7 @@ def prove_plainly(problem: PlacementProblem, time_s: float, effort: PlainEffort)
         if not downsets:
             proof.left_open += 1
             continue
-        shown = _StageProof.of(problem, strategy, enough_s, effort, layer_sums, downsets)
+        shown = _StageProof.of(problem, strategy, enough_s, effort, layer_sums, downsets, known_s)
         shown.add_to(proof)
         if proof.faster is not None:
             return proof
@@ -248,15 +249,16 @@ class _StageProof:
         effort: PlainEffort,
         sums: _LayerSums,
         downsets: Sequence[frozenset[int]],
+        known_s: dict[tuple[object, ...], float],
     ) -> _StageProof:
-        """The proof for one strategy, of which nothing is shown yet."""
+        """The proof for one strategy, of which nothing is shown yet; `known_s` are prices that other ones paid."""
         allows_mixed_tp = problem.capabilities.allows_mixed_tp and strategy.chunks == 1
         is_single = strategy.schedule is PipelineSchedule.NONE
         splits = strategy.schedule is PipelineSchedule.ZERO_BUBBLE
         return cls(
             problem=problem,
             strategy=strategy,
-            costs=PlainCosts(problem, strategy, allows_mixed_tp, uses_bounds=True),
+            costs=PlainCosts(problem, strategy, allows_mixed_tp, uses_bounds=True, known_s=known_s),
             schedule=PipelineSchedule.ONE_F_ONE_B.value if is_single else strategy.schedule.value,
             micro_batches=strategy.micro_batches_per_pipeline(problem.micro_batches),
             enough_s=enough_s,

@@ -65,7 +65,8 @@ class PlainCosts:
     """Seconds and bytes of stages under one parallelism, added up layer by layer.
 
     With `allows_mixed_tp`, a stage none of whose layers is split takes one device instead of tp. With `uses_bounds`,
-    layers take what no schedule of theirs beats.
+    layers take what no schedule of theirs beats. `known_s` are prices and sums so far, which serve all strategies of
+    a problem.
     """
 
     problem: PlacementProblem
@@ -74,6 +75,7 @@ class PlainCosts:
     uses_bounds: bool = False
     energy: EnergyModel = field(default_factory=energy_model)
     known_s: dict[tuple[object, ...], float] = field(default_factory=dict)
+    known_groups: dict[bool, _Groups] = field(default_factory=dict)
 
     def stage(self, before: set[int], layers: set[int], mode: RecomputeMode) -> PlainStage:
         """One stage with some layers and a recompute mode, given the layers that come before it."""
@@ -114,11 +116,13 @@ class PlainCosts:
 
     def _groups(self, is_expert: bool) -> _Groups:
         """How copies of dense parameters, or of those of experts, are divided into groups that share ZeRO's states."""
-        shard, ep = self.parallelism.shard, self.problem.ep if is_expert else 1
-        members = [copy for copy in range(self._copies) if copy % ep == 0]  # devices that hold the same as the first
-        size = self._copies if isinstance(shard, str) else shard
-        first_group = [copy for copy in members if copy < size]
-        return _Groups(len(first_group), len(members) // len(first_group), ep)
+        if is_expert not in self.known_groups:
+            shard, ep = self.parallelism.shard, self.problem.ep if is_expert else 1
+            members = [copy for copy in range(self._copies) if copy % ep == 0]  # devices with the same as the first
+            size = self._copies if isinstance(shard, str) else shard
+            first_group = [copy for copy in members if copy < size]
+            self.known_groups[is_expert] = _Groups(len(first_group), len(members) // len(first_group), ep)
+        return self.known_groups[is_expert]
 
     def _in_pass_s(self, collective: Collective, profile: LayerProfile, devices: int) -> float:
         """Seconds of gathering a layer's parameters for a pass (ZeRO-3), or of scattering its gradients after one."""
@@ -166,10 +170,10 @@ class PlainCosts:
         return self.problem.profile(layer, self.parallelism.tp, mode or self.problem.choices.recompute[0])
 
     def _over_copies_s(self, collective: Collective, size: float, members: int, stride: int) -> float:
-        """Seconds of a collective over some copies of a stage."""
+        """Seconds of a collective over some copies, or parts, of a stage."""
         if members == 1 or size <= 0:
             return 0.0
-        key = (collective, size, members, stride)
+        key = (collective, size, members, stride, self._used_devices)
         if key not in self.known_s:
             self.known_s[key] = self._seconds(collective, size, self._used_cluster(), members, stride)
         return self.known_s[key]
@@ -194,9 +198,10 @@ class PlainCosts:
         """Seconds of a collective between stages, on the links that reach farthest."""
         if self.parallelism.pp == 1 or size <= 0:
             return 0.0
-        key = (collective, size, members, "between")
+        stride = self._copies * self.parallelism.tp
+        key = (collective, size, members, "between", self.parallelism.pp, stride)
         if key not in self.known_s:
-            cluster, stride = self.problem.cluster, self._copies * self.parallelism.tp
+            cluster = self.problem.cluster
             far, is_inner = cluster.levels[-1], cluster.inner_levels[-1]
             if self._used_devices <= math.prod(level.size for level in cluster.levels):
                 span = self._used_cluster().axis_spans(self.parallelism.pp, stride)[-1]
@@ -213,7 +218,7 @@ class PlainCosts:
         tp = self.parallelism.tp
         if self.parallelism.pp == 1 or tp == 1 or whole <= 0:
             return sent_s
-        gather_s = self._seconds(Collective.ALL_GATHER, whole, self._used_cluster(), tp)
+        gather_s = self._over_copies_s(Collective.ALL_GATHER, whole, tp, 1)
         parts_s = self._between_stages_s(Collective.POINT_TO_POINT, size - whole + whole / tp, 2)
         return min(sent_s, parts_s + gather_s)
 
@@ -295,9 +300,12 @@ class PlainCosts:
         spread = self.problem.stage_sharded_layers
         if self.parallelism.pp == 1 or not spread.any():
             return 0.0
-        layers = range(len(spread))
-        shared = sum(tie.held for tie in self._ties(layers))
-        return sum(self._untied_parameters(layer) for layer in layers if spread[layer]) + shared
+        key = ("spread", self.parallelism.tp)
+        if key not in self.known_s:
+            layers = range(len(spread))
+            shared = sum(tie.held for tie in self._ties(layers))
+            self.known_s[key] = sum(self._untied_parameters(layer) for layer in layers if spread[layer]) + shared
+        return self.known_s[key]
 
     def _held_parameters(self, order: Sequence[int]) -> float:
         """Parameters of a stage: shared ones are counted once, spread ones by the stage's part."""

@@ -37,16 +37,20 @@ def brute_force(problem: PlacementProblem, *, uses_bounds: bool = False) -> dict
 
     With `uses_bounds`, layers take what no schedule of theirs beats.
     """
-    times = {strategy: _least_time_s(problem, strategy, uses_bounds) for strategy in plain_strategies(problem)}
+    known_s: dict[tuple[object, ...], float] = {}
+    times = {strategy: _least_time_s(problem, strategy, uses_bounds, known_s) for strategy in plain_strategies(problem)}
     return {strategy: time_s for strategy, time_s in times.items() if time_s < math.inf}
 
 
-def _least_time_s(problem: PlacementProblem, strategy: Parallelism, uses_bounds: bool) -> float:
+def _least_time_s(
+    problem: PlacementProblem, strategy: Parallelism, uses_bounds: bool, known_s: dict[tuple[object, ...], float]
+) -> float:
     """The least simulated time of all stages and recompute modes of one strategy; infinite if nothing fits."""
     pp, chunks = strategy.pp, strategy.chunks
     micro_batches = -(-problem.micro_batches // strategy.dp)
     name = str(strategy.schedule or "1f1b")
-    costs = PlainCosts(problem, strategy, problem.capabilities.allows_mixed_tp and chunks == 1, uses_bounds)
+    allows_mixed_tp = problem.capabilities.allows_mixed_tp and chunks == 1
+    costs = PlainCosts(problem, strategy, allows_mixed_tp, uses_bounds, known_s=known_s)
     flight = [
         [plain_in_flight(name, pp, micro_batches, chunks, device, chunk) for chunk in range(chunks)]
         for device in range(pp)
