@@ -70,6 +70,8 @@ class ClosedFormBounds:
         problem: what is placed.
         sums: sums over stages, of which only the stage that is the whole model is read.
         degrees: dp and ZeRO's groups, of each strategy.
+        parameters: trained parameters of the whole model on one tensor-parallel rank, dense ones and experts apart,
+            with what is held and moved of them.
         whole_model: the stage that holds everything.
         s_per_byte: seconds per byte on the fastest link.
         least_cut_s: seconds of the smallest boundary between stages on that link.
@@ -78,6 +80,7 @@ class ClosedFormBounds:
     problem: PlacementProblem
     sums: StageSums
     degrees: DataDegrees
+    parameters: tuple[tuple[DataShares, float], ...]
     whole_model: int
     s_per_byte: float
     least_cut_s: float
@@ -93,24 +96,21 @@ class ClosedFormBounds:
     ) -> ClosedFormBounds:
         """The bounds of a problem."""
         cuts = sums.received_bytes[space.source > 0]
+        whole_model = int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0])
+        parameters = (float(kind.parameters[whole_model]) for kind in sums.kinds(problem.ep))
         return cls(
             problem=problem,
             sums=sums,
             degrees=degrees,
-            whole_model=int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0]),
+            parameters=tuple(zip(degrees.shares(problem), parameters, strict=True)),
+            whole_model=whole_model,
             s_per_byte=network.least_s_per_byte,
             least_cut_s=float(cuts.min(initial=np.inf)) * network.least_s_per_byte if len(cuts) else 0.0,
         )
 
-    @property
-    def _parameters(self) -> list[tuple[DataShares, float]]:
-        """Trained parameters of the whole model on one tensor-parallel rank, dense ones and experts apart."""
-        parameters = (float(kind.parameters[self.whole_model]) for kind in self.sums.kinds(self.problem.ep))
-        return list(zip(self.degrees.shares(self.problem), parameters, strict=True))
-
     def least_bytes(self) -> FloatArray:
         """What all stages of a pipeline hold together at least."""
-        held = sum(kind.sharding.held_bytes_per_parameter * parameters for kind, parameters in self._parameters)
+        held = sum(kind.sharding.held_bytes_per_parameter * parameters for kind, parameters in self.parameters)
         stash = float(self.sums.stashed_bytes[:, self.whole_model].min())
         return np.asarray(held + self.sums.frozen_bytes[self.whole_model] + stash)
 
@@ -121,7 +121,7 @@ class ClosedFormBounds:
             for seconds in (self.sums.forward_s, self.sums.backward_input_s, self.sums.backward_weight_s)
         )
         gathered, scattered = np.zeros((2, len(pp)))
-        for kind, parameters in self._parameters:
+        for kind, parameters in self.parameters:
             moved_s = kind.within * parameters * self.s_per_byte
             gathered += moved_s * kind.sharding.gathered_bytes_per_pass
             scattered += moved_s * kind.sharding.scattered_bytes_per_backward
@@ -174,7 +174,7 @@ class ClosedFormBounds:
     def _after_last_backward_s(self, update_s: float, hidden_s: float) -> FloatArray:
         """Update, gather and the reduction that backward cannot hide, summed over stages."""
         finish, reduced = np.zeros((2, len(self.degrees.dp)))
-        for kind, parameters in self._parameters:
+        for kind, parameters in self.parameters:
             sharding, sent_s = kind.sharding, parameters * self.s_per_byte
             finish += parameters * update_s / sharding.optimizer_shards
             finish += kind.within * sent_s * sharding.gathered_bytes_per_batch

@@ -156,15 +156,20 @@ def list_parallelisms(
     parts: list[ParallelismTable] = []
     for sums in stage_sums.values():
         all_dp, all_pp = _degrees(problem, space, sums)
+        by_degrees: dict[tuple[int, bytes], tuple[ClosedFormBounds, IntArray]] = {}  # most schedules allow the same
         for schedule, chunks in _schedules(problem):
             zero_stages = _zero_stages(problem, schedule)
             is_allowed = _allowed(problem, space, schedule, chunks, all_dp, all_pp)
             for zero in zero_stages:
                 # A single copy has nothing to shard: only the least ZeRO stage is listed for it.
                 is_listed = is_allowed & (all_dp * problem.cp > 1) if zero > min(zero_stages) else is_allowed
-                degrees, pp = _joined_degrees(problem, sums, zero, all_dp[is_listed], all_pp[is_listed], joins_rows)
-                bounds = ClosedFormBounds.of(problem, space, sums, network, degrees)
-                least_bytes = bounds.least_bytes() / pp
+                key = (zero, is_listed.tobytes())
+                if key not in by_degrees:
+                    dp, pp = all_dp[is_listed], all_pp[is_listed]
+                    degrees, pp = _joined_degrees(problem, sums, zero, dp, pp, joins_rows)
+                    by_degrees[key] = ClosedFormBounds.of(problem, space, sums, network, degrees), pp
+                bounds, pp = by_degrees[key]
+                degrees, least_bytes = bounds.degrees, bounds.least_bytes() / pp
                 has_room = least_bytes <= problem.usable_bytes * (1 + MEMORY_MARGIN)
                 part = ParallelismTable(
                     tp=np.full(len(pp), sums.tp),
