@@ -14,8 +14,11 @@ MAIN_JOB ?= optimize gpt2-xl --cluster a100-80gb:8 --global-batch 512 --explain
 # Two workers, and the process groups that tests start, share the cores: more threads in each only wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
 
+# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile every module anew.
+COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
+
 # A file's tests run in one process and share its fixtures; files are handed out in order, those with processes first.
-PYTEST := $(ONE_THREAD) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
+PYTEST := $(ONE_THREAD) $(COMPILED_ONCE) $(PYTHON_IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
 
 # Where no test imports torch or JAX, or starts a process that does, but in files whose names say so.
 QUICK_ROOMS := calibration_fitting cost explore hardware hooks ir place plan planner profile schedule shard solvers verify
