@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, fields
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from phaze.errors import FormatError, shown
@@ -57,9 +58,10 @@ def _count_contradictions(plan: Plan) -> Iterator[str]:
         yield "step_time_s, its bound and its throughput are not all above 0"
     if len(plan.stages) != strategy.stages or len(strategy.recompute) != strategy.stages:
         yield f"stages are {len(plan.stages)} where the strategy has {strategy.stages}"
-    indices = [layer.index for stage in plan.stages for layer in stage.layers]
-    if indices != list(range(plan.model.layers)):
-        yield f"stages do not hold the model's {plan.model.layers} layers in order"
+    # Where a model branches, as into an encoder and a decoder, a stage may begin with a layer of lower number.
+    indices = [[layer.index for layer in stage.layers] for stage in plan.stages]
+    if any(each != sorted(each) for each in indices) or sorted(chain(*indices)) != list(range(plan.model.layers)):
+        yield f"stages do not hold the model's {plan.model.layers} layers in order, each once"
     if not 0 <= plan.provenance.schedules_proven <= plan.provenance.schedules:
         yield "provenance has more proven schedules than schedules"
 

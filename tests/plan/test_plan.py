@@ -36,6 +36,20 @@ def test_json_has_the_documented_names() -> None:
     assert list(document["hashes"]) == ["graph", "hardware", "question", "version"]
 
 
+def test_a_stage_may_begin_with_an_earlier_layer_where_a_model_branches() -> None:
+    """As the embedding of a decoder does that is used only behind the encoder; every layer is still held once."""
+    strategy = {"dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "micro_batch_size": 1}
+    asked = {"cluster": small_cluster(devices=2), "global_batch_size": 4, "compares": False}
+    document = json.loads(phaze.evaluate(small_graph(), strategy=strategy, **asked).plan.to_json())
+    (first, *rest), last = (stage["layers"] for stage in document["stages"])
+    branched = [{**document["stages"][0], "layers": rest}, {**document["stages"][1], "layers": [first, *last]}]
+    assert plan_from_document(forged(document, stages=branched)).stages[1].layers[0].index == 0
+    twice = [document["stages"][0], branched[1]]
+    for wrong in (twice, [branched[0], {**branched[1], "layers": [*last, first]}]):
+        with pytest.raises(FormatError, match="layers in order, each once"):
+            plan_from_document(forged(document, stages=wrong))
+
+
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     target.mkdir()
