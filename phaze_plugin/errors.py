@@ -25,7 +25,7 @@ Bad argument values are ValueError or TypeError as everywhere in Python; these a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "CostError",
@@ -124,9 +124,11 @@ class JournalWarning(UserWarning):
 class UnknownNameError(PhazeError):
     """A name that nobody registered; the message offers near names and lists the known ones."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str], advice: str = "") -> None:
+    def __init__(
+        self, what: str, name: str, known: Iterable[str], advice: str = "", *, near: Sequence[str] | None = None
+    ) -> None:
         names = sorted(known)
-        near = near_names(str(name), names)
+        near = near_names(str(name), names) if near is None else near
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         listed = ", ".join(names) if names else "none"
         super().__init__(f"unknown {what} {shown(name)}.{hint} Known: {listed}.{advice and f' {advice}'}")

@@ -32,7 +32,6 @@ from phaze.hardware import (
     PrecisionRecipe,
     parse_cluster,
     precision_recipe,
-    precision_recipe_names,
     recipe_of,
 )
 from phaze.hardware.hardware_files import cluster_to_json
@@ -408,11 +407,7 @@ def _recipe(precision: str | PrecisionRecipe, optimizer: str) -> PrecisionRecipe
         raise QuestionError(f"precision is {shown(precision)}; expected text such as 'bf16' or a PrecisionRecipe.")
     if optimizer not in OPTIMIZERS:
         raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
-    if precision in precision_recipe_names():
-        return precision_recipe(precision)
-    if precision not in PRECISIONS:
-        raise UnknownNameError("precision", precision, (*PRECISIONS, *precision_recipe_names()))
-    return recipe_of(precision, optimizer)
+    return recipe_of(precision, optimizer) if precision in PRECISIONS else precision_recipe(precision)
 
 
 def _check_target(target: ChosenTarget, recipe: PrecisionRecipe, cluster: Cluster) -> None:

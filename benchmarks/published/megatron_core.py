@@ -11,7 +11,8 @@ What the pages do not say, and what is assumed for all of them:
 - "dgxc" (nvidia_dgxc_benchmarking.csv): recompute is the one of v24.11's files. 405B has 8 key heads, whatever some
   file says. Titles with "PP=41" are wrong, and rows whose tokens do not fit their sequences are marked; both are
   listed.
-- "megatron-bridge": recompute is not on the page; none is assumed. "FP8" is current scaling, "FP8-MX" is MXFP8.
+- "megatron-bridge": recompute is not on the page; none is assumed. Collectives of tensor parallelism run in pieces
+  beside products (`tp_comm_overlap` of its performance recipes). "FP8" is current scaling, "FP8-MX" is MXFP8.
   Experts were forced to be balanced. DeepSeek-V3 is without multi-token prediction unless its name says so.
 - "nemo-2024": as above; Nemotron-8B and -22B are GPTs with squared ReLU of 32 x 4096 and 40 x 6144 and a vocabulary
   of 256,000 (from general knowledge). Long contexts give TFLOP/s without a formula.
@@ -187,6 +188,8 @@ def _why_not_dgxc(values: Mapping[str, str]) -> str | None:
         return "its tokens per second do not fit its sequence length"
     if values["stack"] in ("MaxText", "PaxML") or not values["tp"]:
         return "the page says neither degrees nor recompute"
+    if values["pp"] not in ("", "1") and values["vp"].upper() == "NA":
+        return "the page does not say how many chunks a stage of its pipeline has"
     if values["recompute_yaml"] == "?":
         return "recompute is not stated"
     model = values["model"].lower()
@@ -277,6 +280,7 @@ def _bridge_row(name: str, values: Mapping[str, str]) -> Row:
     rate = quantity(values["tokens_per_s_per_gpu"])
     devices, batch, length = (whole(values, key) for key in ("gpus", "gbs", "seq"))
     chip = _chip(values["system"])
+    stack = MEGATRON_CORE | ({"pipelines_products": True} if whole(values, "tp", 1) > 1 else {})
     return _row(
         "megatron-bridge",
         name,
@@ -284,6 +288,7 @@ def _bridge_row(name: str, values: Mapping[str, str]) -> Row:
         model,
         layers,
         chip=values["system"],
+        stack=stack,
         split=f"{chip} {'mixtures' if is_mixture else 'dense'}",
         seconds=None if rate is None else batch * length / (rate * devices),
     )

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost import Calibration
+from phaze.cost.calibration import MOST_NARROW_MATRIX
 from phaze.errors import QuestionError
 
 __all__ = [
@@ -63,7 +64,7 @@ _UNSEEN = 1e-3
 """A term is not seen, and not moved, if no run's log seconds change by this much per unit of its variable."""
 _SHOWN = 0.02
 """A term is worth fitting if some run's log seconds change by at least this much per unit of its variable."""
-_RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0)}
+_RANGES = {"overhead_s": (1e-7, 1e-2), "overlap": (0.0, 1.0), "narrow_matrix": (0.5, MOST_NARROW_MATRIX)}
 PRIOR_SPREADS = {"overhead_s": 0.7, "overlap": 0.3}
 _EFFICIENCY_SPREAD = 0.15
 """How far a machine's terms lie from those fitted to others of its chip, in variables: efficiencies by some 15 %, the

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from phaze.cost import Calibration, OpGroup, Stack, Work, fuse_epilogues, group_work, price_works
 from phaze.cost.product_kernels import ProductKernels
 from phaze.hardware import Accelerator
+from phaze.hardware.element_types import dtype_bytes
 from phaze.ir import Graph, Op, OpKind
 from phaze.profile.layer_jobs import group_edges, pieces_of_products
 from phaze.shard import Axis
@@ -68,7 +69,7 @@ class RingParts:
 class PassParts:
     """Ideal seconds per op (tensor, vector, memory), of rings, and of all other collectives together.
 
-    `attentions` are the ops that are fused attention.
+    `attentions` are the ops that are fused attention, `narrow_products` those that run as measured 8-bit products.
     """
 
     tensor_s: _Floats
@@ -79,11 +80,13 @@ class PassParts:
     links: int
     hides_memory: bool
     attentions: tuple[int, ...] = ()
+    narrow_products: tuple[int, ...] = ()
 
     def seconds(self, calibration: Calibration) -> float:
         """The pass under a calibration of the same stack."""
         tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
         tensor[list(self.attentions)] /= calibration.attention
+        tensor[list(self.narrow_products)] /= calibration.narrow_matrix
         run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
         ops = np.maximum(run, self.vector_s / calibration.vector)
         for ring in self.rings:
@@ -145,7 +148,12 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
         links=len(links),
         hides_memory=stack.hides_memory,
         attentions=tuple(index for index, work in enumerate(works) if work.is_fused_attention),
+        narrow_products=tuple(index for index, work in enumerate(works) if products and _is_narrow_product(work)),
     )
+
+
+def _is_narrow_product(work: Work) -> bool:
+    return work.is_plain_product and dtype_bytes(work.products[0].dtype) <= 1
 
 
 def _rings(local: Graph, groups: Sequence[OpGroup], links: Sequence[Op], axis: Axis) -> list[RingParts]:

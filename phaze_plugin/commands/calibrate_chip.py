@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate_chip"]
 
 _STACKS = ("eager", "library", "perfect")
-_CANDIDATES = ("matrix", "attention", "memory", "link", "network", "overhead_s", "overlap")
+_CANDIDATES = ("matrix", "narrow_matrix", "attention", "memory", "link", "network", "overhead_s", "overlap")
 
 
 def configure(parser: ArgumentParser) -> None:

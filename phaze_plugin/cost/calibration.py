@@ -38,11 +38,12 @@ from enum import StrEnum
 from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
 from phaze.cost.product_kernels import ProductKernels, product_kernels_of
 from phaze.digests import with_digest, without_digest
-from phaze.errors import FormatError, shown
+from phaze.errors import FormatError, HardwareError, shown
 from phaze.file_reading import read_document
 from phaze.file_writing import write_whole
 from phaze.hardware import Accelerator, preset
 from phaze.hardware.chip_presets import preset_names
+from phaze.hardware.element_types import dtype_bytes
 from phaze.hardware.field_checks import fraction, non_negative, positive_integer
 from phaze.hardware.packaged_data import Table, packaged_table
 from phaze.json_records import from_document, to_document
@@ -66,8 +67,10 @@ __all__ = [
     "why_ideal",
 ]
 
-TERMS = ("matrix", "attention", "vector", "memory", "link", "network", "overhead_s", "overlap")
+TERMS = ("matrix", "narrow_matrix", "attention", "vector", "memory", "link", "network", "overhead_s", "overlap")
 """The numbers of a calibration that can be fitted to measured steps."""
+MOST_NARROW_MATRIX = 1.3
+"""How much quicker than the measured ones 8-bit products may be: no measured kernel then exceeds its chip's peak."""
 
 
 class Fusion(StrEnum):
@@ -143,12 +146,15 @@ class Calibration:
 
     The name is "ideal", or says what it was fitted on. Efficiencies are the reached shares of the tensor cores' and the
     vector cores' rates and of HBM, link and network bandwidth; the overhead is launch and synchronisation of each op.
-    Where ``products`` says how a GPU's library runs matrix products, ``matrix`` is the share of that rate.
+    Where ``products`` says how a GPU's library runs matrix products, ``matrix`` is the share of that rate, and 8-bit
+    products take ``narrow_matrix`` of it besides, which may be above 1: the measured library is one of inference, whose
+    rows have scales of their own, and that of training may be quicker.
     Where ``links`` has the protocols of a GPU's own links, ``link`` is the share of theirs.
     """
 
     name: str = "ideal"
     matrix: float = 1.0
+    narrow_matrix: float = 1.0
     attention: float = 1.0
     vector: float = 1.0
     memory: float = 1.0
@@ -167,6 +173,11 @@ class Calibration:
         owner = f"calibration {self.name}"
         for name in ("matrix", "attention", "vector", "memory", "link", "network"):
             fraction(owner, name, getattr(self, name))
+        if not 0 < self.narrow_matrix <= MOST_NARROW_MATRIX:
+            raise HardwareError(
+                f"{owner}: narrow_matrix is {self.narrow_matrix}; expected a number above 0 and up to "
+                f"{MOST_NARROW_MATRIX}."
+            )
         non_negative(owner, "overhead_s", self.overhead_s)
         non_negative(owner, "reserve", self.reserve)
         if self.margin:
@@ -199,6 +210,10 @@ class Calibration:
     def hidden_share(self) -> float:
         """Of what passes could hide of data-parallel collectives, the share that they do hide."""
         return self.overlap if self.stack.hides_reductions else 0.0
+
+    def product_share(self, dtype: str) -> float:
+        """Of the rate at which a library ran products of a type, the share that is reached."""
+        return self.matrix * (self.narrow_matrix if dtype_bytes(dtype) <= 1 else 1.0)
 
     def together_s(self, first: float, second: float) -> float:
         """Seconds of passes and the collectives behind them: the longer, and what of the shorter is not hidden."""
@@ -256,9 +271,10 @@ def _changed_fields(accelerator: Accelerator) -> list[str]:
     return [name for name in names if getattr(shipped, name) != getattr(accelerator, name)]
 
 
-KIND, VERSION = "phaze calibration", 3
+KIND, VERSION = "phaze calibration", 4
 """What a calibration's file says of itself; a file of another version is refused instead of being read wrongly. Since
-version 2 it carries a digest of its content; version 3 says how products and collectives are run."""
+version 2 it carries a digest of its content, version 3 says how products and collectives are run, and version 4 how
+8-bit products compare with the measured ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

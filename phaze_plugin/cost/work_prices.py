@@ -289,8 +289,9 @@ def _kernel_times(works: Sequence[Work], terms: _ChipTerms) -> _KernelTimes:
         assert kernels is not None
         sizes = [_column([getattr(product, name) for _, product, _ in members]) for name in _SIZES]
         moved = _column([size for _, _, size in members])
-        seconds[[place for place, _, _ in members]] = kernel_seconds(kernels, dtype, sizes, moved, chips)
-    return _KernelTimes(rows, seconds / terms.calibration.matrix)
+        share = terms.calibration.product_share(dtype)
+        seconds[[place for place, _, _ in members]] = kernel_seconds(kernels, dtype, sizes, moved, chips) / share
+    return _KernelTimes(rows, seconds)
 
 
 def _time(

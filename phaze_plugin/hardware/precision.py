@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from phaze.errors import HardwareError, UnknownNameError
+from phaze.errors import HardwareError, UnknownNameError, near_names
 from phaze.hardware.element_types import dtype_bytes, element_type, rate_name
 from phaze.hardware.field_checks import non_negative, positive
 from phaze.ir import DType, Graph, Op, OpKind
@@ -236,9 +236,16 @@ def precision_recipe_names() -> tuple[str, ...]:
 
 
 def precision_recipe(name: str = "bf16-adam") -> PrecisionRecipe:
-    """The recipe called ``name``; an `UnknownNameError` lists near names where there is none."""
-    if name not in precision_recipe_names():
-        raise UnknownNameError("precision recipe", name, precision_recipe_names())
+    """The recipe called ``name``, a precision with its optimizer; a precision alone is with Adam.
+
+    An `UnknownNameError` offers near names where there is none.
+    """
+    if name in PRECISIONS:
+        return recipe_of(name, "adam")
+    known = precision_recipe_names()
+    if name not in known:
+        advice = f"Recipes are such a name, a dash and one of {', '.join(OPTIMIZERS)}; {known[0]} is one."
+        raise UnknownNameError("precision", name, PRECISIONS, advice, near=near_names(str(name), (*PRECISIONS, *known)))
     pair = name.removesuffix(_LOW_GRADIENTS)
     precision = max((known for known in PRECISIONS if pair.startswith(f"{known}-")), key=len)
     return recipe_of(precision, pair.removeprefix(f"{precision}-"), low_gradients=pair != name)

@@ -49,7 +49,7 @@ def _least_pass_s(graph: Graph, axis: Axis, ops: Iterable[Op]) -> float:
     """The bound of the module's docstring for the ops of one pass of one layer."""
     chip, calibration = axis.cluster.accelerator, axis.calibration
     kernels = calibration.products
-    share = calibration.matrix * (max(kernels.arithmetic, kernels.attention) if kernels else 1.0)
+    share = _largest_product_share(calibration) * (max(kernels.arithmetic, kernels.attention) if kernels else 1.0)
     product_s = moved_bytes = 0.0
     for op in ops:
         if not op.kind.is_matrix:
@@ -66,4 +66,9 @@ def _largest_memory_share(calibration: Calibration) -> float:
     """The share of HBM's bandwidth at which no product moves its operands any quicker."""
     if calibration.products is None:
         return calibration.memory
-    return max(calibration.memory, calibration.products.memory * calibration.matrix)
+    return max(calibration.memory, calibration.products.memory * _largest_product_share(calibration))
+
+
+def _largest_product_share(calibration: Calibration) -> float:
+    """The share of the measured or the ideal rate that products of no type exceed."""
+    return calibration.matrix * max(1.0, calibration.narrow_matrix)

@@ -110,9 +110,15 @@ def test_an_unknown_precision_or_optimizer_lists_near_names() -> None:
         recipe_of("bf16", "moun")
 
 
-def test_an_unknown_recipe_lists_near_names() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean bf16-adam"):
+def test_an_unknown_recipe_lists_near_names_and_few_others() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean bf16-adam") as refused:
         precision_recipe("bf16-adm")
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_precision_alone_is_with_adam(name: str) -> None:
+    assert precision_recipe(name) == recipe_of(name, "adam")
 
 
 @pytest.mark.parametrize(
