@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 FORMAT = "phaze-search"
-VERSION = 5
-"""Version 5 tells power, utilisation, networks, the best few and the best one's neighbours; version 4 carries a digest
-of its content; version 3 has the designs that were evaluated."""
+VERSION = 6
+"""Version 6 has plans of version 6; version 5 tells power, utilisation, networks, the best few and the best one's
+neighbours; version 4 carries a digest of its content; version 3 has the designs that were evaluated."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
 """The parts of a strategy that a line about a model shows."""

@@ -61,8 +61,9 @@ FORMAT = "phaze-plan"
 _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
-VERSION = 5
-"""Version 5 says how products and exchanges of keys are run and which imbalance of experts was assumed."""
+VERSION = 6
+"""Version 6 has calibrations with a share of 8-bit products; version 5 says how products and exchanges of keys are run
+and which imbalance of experts was assumed."""
 
 
 @dataclass(frozen=True, slots=True)
