@@ -41,8 +41,8 @@ __all__ = ["FORMAT", "LINE_SCHEMA", "Journal", "JournalRecord", "is_journal", "r
 FORMAT = "phaze-search-journal"
 
 VERSION = 5
-"""Version 5 has calibrations with a share of 8-bit products, version 4 ones that say how products are run, and version 3
-a digest in every line."""
+"""Version 5 has calibrations with a share of 8-bit products, version 4 ones that say how products are run, version 3 a
+digest in every line."""
 
 _BEGINNING = f'{{"format": "{FORMAT}"'.encode()
 
