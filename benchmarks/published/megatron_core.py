@@ -41,8 +41,8 @@ from published.rows import (
 
 __all__ = ["read_bridge", "read_dgxc", "read_megatron_lm_h100", "read_moe_zoo", "read_nemo"]
 
-MEGATRON_CORE = {"accumulates_in_products": True, "fuses_update": True}
-"""What Megatron-Core with Transformer Engine does otherwise than Megatron-LM of 2021."""
+MEGATRON_CORE = {"accumulates_in_products": True, "fuses_update": True, "overlaps_softmax": True}
+"""What Megatron-Core with Transformer Engine, whose attention is cuDNN's, does otherwise than Megatron-LM of 2021."""
 
 _LINKS = {
     "h100": (8, 450e9, 50e9),

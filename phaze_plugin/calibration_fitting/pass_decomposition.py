@@ -78,16 +78,16 @@ class PassParts:
     moved: LinkParts
     rings: tuple[RingParts, ...]
     links: int
-    hides_memory: bool
+    stack: Stack
     attentions: tuple[int, ...] = ()
     narrow_products: tuple[int, ...] = ()
 
     def seconds(self, calibration: Calibration) -> float:
         """The pass under a calibration of the same stack."""
         tensor, memory = self.tensor_s / calibration.matrix, self.memory_s / calibration.memory
-        tensor[list(self.attentions)] /= calibration.attention
+        tensor[list(self.attentions)] /= replace(calibration, stack=self.stack).attention_share
         tensor[list(self.narrow_products)] /= calibration.narrow_matrix
-        run = np.maximum(tensor, memory) if self.hides_memory else tensor + memory
+        run = np.maximum(tensor, memory) if self.stack.hides_memory else tensor + memory
         ops = np.maximum(run, self.vector_s / calibration.vector)
         for ring in self.rings:
             blocks_s = ops[ring.op] + (ring.blocks - 1) * calibration.op_overhead_s
@@ -146,7 +146,7 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
         moved=_link_parts(axis, local, [op for op in links if op.id not in beside]),
         rings=tuple(rings),
         links=len(links),
-        hides_memory=stack.hides_memory,
+        stack=stack,
         attentions=tuple(index for index, work in enumerate(works) if work.is_fused_attention),
         narrow_products=tuple(index for index, work in enumerate(works) if products and _is_narrow_product(work)),
     )

@@ -266,7 +266,7 @@ def _matrix_s(passes: Sequence[PassParts], matrix: float, memory: float) -> floa
     total = 0.0
     for parts in passes:
         tensor_s, memory_s = parts.tensor_s / matrix, parts.memory_s / memory
-        op_s = np.maximum(tensor_s, memory_s) if parts.hides_memory else tensor_s + memory_s
+        op_s = np.maximum(tensor_s, memory_s) if parts.stack.hides_memory else tensor_s + memory_s
         total += float(op_s[parts.tensor_s > 0].sum())
     return total
 

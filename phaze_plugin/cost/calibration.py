@@ -92,6 +92,8 @@ class Stack:
         hides_reductions: whether collectives of data parallelism run beside passes; else they wait for all of them.
         pipelines_products: whether gathers before a product and scatters behind one run in pieces beside it, as many as
             devices share it (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism).
+        overlaps_softmax: whether fused attention computes softmax beside its products (FlashAttention-3 and cuDNN on
+            Hopper and Blackwell), which makes it `SOFTMAX_OVERLAP_GAIN` times as fast.
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
         recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
         alignment_bytes: batched products with a side of no multiple of this run at the rate of float32.
@@ -106,6 +108,7 @@ class Stack:
     hides_links: bool = True
     hides_reductions: bool = True
     pipelines_products: bool = False
+    overlaps_softmax: bool = False
     accumulates_in_products: bool = True
     recomputes_ends: bool = True
     alignment_bytes: int = 1
@@ -117,6 +120,10 @@ class Stack:
         object.__setattr__(self, "fusion", Fusion(self.fusion))
         positive_integer("stack", "alignment_bytes", self.alignment_bytes)
 
+
+SOFTMAX_OVERLAP_GAIN = 1.6
+"""How much faster attention is whose softmax runs beside its products. FlashAttention-3 is 1.5 to 2.0 times as fast as
+FlashAttention-2 forward on H100, and 1.5 to 1.75 times backward (arXiv:2407.08608); nothing here is fitted."""
 
 PERFECT_STACK = Stack()
 LIBRARY_STACK = Stack(
@@ -214,6 +221,11 @@ class Calibration:
     def product_share(self, dtype: str) -> float:
         """Of the rate at which a library ran products of a type, the share that is reached."""
         return self.matrix * (self.narrow_matrix if dtype_bytes(dtype) <= 1 else 1.0)
+
+    @property
+    def attention_share(self) -> float:
+        """Of the rate that is assumed of fused attention, the share that is reached."""
+        return min(1.0, self.attention * (SOFTMAX_OVERLAP_GAIN if self.stack.overlaps_softmax else 1.0))
 
     def together_s(self, first: float, second: float) -> float:
         """Seconds of passes and the collectives behind them: the longer, and what of the shorter is not hidden."""

@@ -357,7 +357,7 @@ def _tensor_time(
     share = terms.calibration.matrix * (terms.calibration.products.attention if terms.calibration.products else 1.0)
     for (row, dtype), group_cycles in zip(groups, total, strict=True):
         rate = terms.chips.clock_hz * terms.chips.rate(dtype)
-        reached = share * terms.calibration.attention if works[row].is_fused_attention else share
+        reached = share * terms.calibration.attention_share if works[row].is_fused_attention else share
         seconds[row] += group_cycles[triples] / (rate * reached)
 
 

@@ -18,7 +18,7 @@ PASS = PassParts(
     moved=LinkParts(latency_s=0.0, inner_s=0.0, outer_s=0.0),
     rings=(),
     links=0,
-    hides_memory=False,
+    stack=EAGER_STACK,
 )
 
 

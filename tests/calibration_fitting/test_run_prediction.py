@@ -92,6 +92,28 @@ def test_a_prepared_run_on_a_gpu_has_its_measured_kernels_as_evaluate_does(stack
     assert None not in (products, links)
 
 
+def test_8_bit_products_and_attention_beside_its_softmax_take_as_long_as_evaluate_says() -> None:
+    stack, asked = replace(LIBRARY_STACK, overlaps_softmax=True), {"cluster": "h100:8", "attention": "fused"}
+    prepared = prepare_run(replace(run("one stage, sharded"), precision="fp8", **asked), stack, PluginManager.load())
+    chip, seconds = prepared.problem.cluster.accelerator, []
+    kernels = {"products": product_kernels_of(chip), "links": link_protocols_of(chip)}
+    for terms in ({}, {"narrow_matrix": 1.2}, {"attention": 0.2}):
+        calibration = Calibration(name="fitted", stack=stack, **kernels, **FITTED, **terms)
+        plan = phaze.evaluate(
+            small_graph(),
+            strategy=strategy("one stage, sharded"),
+            global_batch_size=32,
+            precision="fp8",
+            calibration=calibration,
+            target=None,
+            compares=False,
+            **asked,
+        ).plan
+        assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
+        seconds.append(plan.step_time_s)
+    assert seconds[1] < seconds[0] < seconds[2]
+
+
 def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
     config = {**TINY_CONFIGS["mixtral"], "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
     model = graph_from_config(config, name="mixture", sequence_length=256)

@@ -9,7 +9,8 @@ from graphs import tiny_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaze.cost import IDEAL, LIBRARY_STACK, Calibration, calibration_of, matmul_work, op_work, price_works
+from phaze.cost import IDEAL, LIBRARY_STACK, Calibration, Stack, calibration_of, matmul_work, op_work, price_works
+from phaze.cost.calibration import SOFTMAX_OVERLAP_GAIN
 from phaze.cost.off_chip_traffic import AttentionTiling
 from phaze.cost.operator_work import Work
 from phaze.cost.product_kernels import (
@@ -121,6 +122,16 @@ def test_products_of_a_measured_chip_are_priced_by_its_kernels_and_ideal_prices_
     assert price_works([work], A100, calibration=IDEAL).spread_s[0, 0] < expected
 
 
+def test_8_bit_products_alone_have_a_share_of_their_own() -> None:
+    h100 = preset("h100").accelerator
+    works = [matmul_work(1, 4096, 4096, 4096, dtype=dtype) for dtype in ("bfloat16", "float8")]
+    plain, scaled = (
+        price_works(works, h100, calibration=Calibration(products=kernels_of(h100), narrow_matrix=share)).spread_s[:, 0]
+        for share in (1.0, 1.25)
+    )
+    assert (plain / scaled).tolist() == pytest.approx([1.0, 1.25])
+
+
 def test_what_streams_beside_a_product_is_added_where_the_stack_hides_no_memory() -> None:
     calibration = Calibration(memory=0.5, stack=LIBRARY_STACK, products=kernels_of(A100))
     bare = matmul_work(1, 4096, 4096, 4096)
@@ -148,6 +159,11 @@ def test_products_inside_of_fused_attention_run_on_the_arrays_at_their_share() -
         for products in (None, kernels)
     )
     assert real == pytest.approx(ideal / kernels.attention)
+    stack, shares = Stack(overlaps_softmax=True), []
+    for share in (0.4, 0.9):
+        calibration = Calibration(products=kernels, attention=share, stack=stack)
+        shares.append(real / price_works([attention], A100, calibration=calibration).spread_s[0, 0])
+    assert shares == pytest.approx([0.4 * SOFTMAX_OVERLAP_GAIN, 1.0])
 
 
 @pytest.mark.parametrize("chip", ["a100-80gb", "b200"])
@@ -156,7 +172,7 @@ def test_the_least_time_of_a_model_is_below_that_of_its_products(chip: str) -> N
     from phaze.hooks import PluginManager
 
     cluster = parse_cluster(f"{chip}:1", PluginManager.load())
-    calibration = calibration_of(cluster.accelerator)
+    calibration = replace(calibration_of(cluster.accelerator), narrow_matrix=1.25)
     graph = tiny_graph("gpt2").with_backward()
     works = [op_work(op, graph.tensors) for op in graph.ops if op.kind.is_matrix]
     priced = price_works(works, cluster.accelerator, calibration=calibration).spread_s.sum()
