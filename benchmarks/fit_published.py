@@ -4,11 +4,12 @@
 
 One fit per family of chips over all rows on its chips, whatever dataset they are of: at most six numbers, none of
 which depends on a dataset, a model or a row. Every part of a dataset counts the same, however many rows it has, and
-rows of one question (the same run published in several versions) share one weight. Fits go in rounds: the logarithms
-of seconds are linear in the terms near a point, so that each round solves a robust least-squares problem on
-derivatives at the last point and moves there. Printed are the terms, and for each part of a dataset the error in
-sample, and with each group of rows that differ only in strategy left out as a whole (the others refitted on
-derivatives at the optimum, what was left out predicted exactly).
+rows of one question (the same run published in several versions) share one weight. A part that has one question twice
+with times that differ by more than `LARGEST_CONTRADICTION` is not fitted to: its releases differ more than its runs.
+Fits go in rounds: the logarithms of seconds are linear in the terms near a point, so that each round solves a robust
+least-squares problem on derivatives at the last point and moves there. Printed are the terms, and for each part of a
+dataset the error in sample, and with each group of rows that differ only in strategy left out as a whole (the others
+refitted on derivatives at the optimum, what was left out predicted exactly).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ ROUNDS = 8
 """Linear fits one after the other, enough for a term to move by a factor of 25 from where it begins."""
 LARGEST_STEP = 1.5
 """The factor by which a term may change in one round."""
+LARGEST_CONTRADICTION = 1.5
+"""The ratio of two published times of one run beyond which no constants of a chip explain both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +72,15 @@ FAMILIES = {
     ),
     "h100": Family(
         chips=("h100", "h200", "h800", "gh200"),
-        terms=("narrow_matrix", "attention", "memory", "network", "overhead_s"),
-        start=replace(_GPU_START, matrix=1.0, link=1.0),  # as measured; the reserve makes six
+        terms=("narrow_matrix", "attention", "memory", "network"),
+        start=replace(_GPU_START, matrix=1.0, link=1.0),  # as measured; the reserve makes five
         origin="torchtitan's, llm-foundry's, nanotron's, NVIDIA DGX Cloud's, NeMo's and Megatron-Bridge's tables on "
         "H100; H200, H800 and GH200 share its multiprocessors and were in no row",
     ),
     "blackwell": Family(
         chips=("b200", "b300", "gb200", "gb300"),
-        terms=("matrix", "memory", "network"),
-        start=_GPU_START,
+        terms=("narrow_matrix", "attention", "memory", "network"),
+        start=replace(_GPU_START, matrix=1.0, link=1.0),
         origin="NVIDIA DGX Cloud's and Megatron-Bridge's tables on B200, B300, GB200 and GB300; the rest is assumed",
     ),
     "tpuv4": Family(
@@ -125,8 +128,10 @@ class Sample:
 
 
 def sample_of(rows: Sequence[Row], family: Family, scorer: Scorer) -> Sample:
-    """Every row on the family's chips that can be priced."""
+    """Every row on the family's chips that can be priced, but for parts that contradict themselves."""
     usable = [row for row in distinct(rows) if row.chip in family.chips]
+    contradicting = contradicting_parts(usable)
+    usable = [row for row in usable if part_of(row) not in contradicting]
     prepared = [(row, scorer.prepare(row, family.start.stack)) for row in usable]
     kept = [(row, run) for row, run in prepared if isinstance(run, PreparedRun)]
     repeats = Counter(row.question for row, _ in kept)
@@ -139,6 +144,18 @@ def sample_of(rows: Sequence[Row], family: Family, scorer: Scorer) -> Sample:
         runs=tuple(run for _, run in kept),
         weights=np.array(weights) / max(weights, default=1.0),
     )
+
+
+def contradicting_parts(rows: Sequence[Row]) -> set[str]:
+    """Parts of datasets in which one run has published times that differ too much; printed."""
+    times: dict[tuple[str, object], list[float]] = {}
+    for row in rows:
+        if row.seconds is not None:
+            times.setdefault((part_of(row), row.question), []).append(row.seconds)
+    found = {part for (part, _), seconds in times.items() if max(seconds) > LARGEST_CONTRADICTION * min(seconds)}
+    for part in sorted(found):
+        print(f"{part}: not fitted to, one of its runs was published with times that contradict each other")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
