@@ -27,6 +27,9 @@ from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["CandidateSlicing", "quick_profiles"]
 
+MOST_KEPT_STRATEGIES = 100_000
+"""Rows of a table that is kept, about 10 MB: more than any question on 16,384 devices with 126 layers has."""
+
 
 def quick_profiles(model: ShardedModel, options: ProfileOptions) -> ModelProfiles:
     """The profiles of a slicing by list schedules, with bounds that hold for every schedule."""
@@ -41,13 +44,14 @@ class CandidateSlicing:
         slices: its quick profiles.
         bounded: its placement problem on their lower bounds.
         estimate_s: a guess at the step time of its best plan; infinite where nothing seems to fit.
-        strategies: all strategies, with a closed-form bound under each.
+        kept: all strategies, with a closed-form bound under each; None where they are so many that they are listed
+            anew when they are needed, so that memory does not grow with slicings times devices times layers.
     """
 
     slices: ModelProfiles
     bounded: PreparedProblem
     estimate_s: float
-    strategies: ParallelismTable
+    kept: ParallelismTable | None
 
     @classmethod
     def of(cls, slices: ModelProfiles, problem: PlacementProblem, network: Network) -> CandidateSlicing:
@@ -55,8 +59,16 @@ class CandidateSlicing:
         bounded = PreparedProblem.of(problem, use_bounds=True, network=network)
         strategies = bounded.strategies()
         return cls(
-            slices=slices, bounded=bounded, estimate_s=estimated_step_s(bounded, strategies), strategies=strategies
+            slices=slices,
+            bounded=bounded,
+            estimate_s=estimated_step_s(bounded, strategies),
+            kept=strategies if len(strategies) <= MOST_KEPT_STRATEGIES else None,
         )
+
+    @property
+    def strategies(self) -> ParallelismTable:
+        """All strategies, with a closed-form bound under each."""
+        return self.bounded.strategies() if self.kept is None else self.kept
 
     @property
     def micro_batch_size(self) -> int:
