@@ -1,11 +1,16 @@
 """Equal questions have byte-equal answers, whatever seeds hashes have and how many threads and workers there are."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from plans import QUESTION, small_cluster, small_graph
+
+import phaze
+from phaze.planner import candidate_slicings
 
 PROGRAM = """
 import sys
@@ -55,3 +60,12 @@ def test_answers_are_byte_equal_over_hash_seeds_threads_and_workers(runs: list[t
         answers.add(subprocess.run(program, capture_output=True, env=environment, check=True).stdout)
     assert len(answers) == 1
     assert len(answers.pop().splitlines()) == 3
+
+
+def test_a_plan_is_the_same_where_strategies_are_listed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for most in (candidate_slicings.MOST_KEPT_STRATEGIES, 0):
+        monkeypatch.setattr(candidate_slicings, "MOST_KEPT_STRATEGIES", most)
+        document = json.loads(phaze.optimize(small_graph(), cluster=small_cluster(), **QUESTION).to_json())
+        plans.append({name: value for name, value in document.items() if name != "run"})
+    assert plans[0] == plans[1]
