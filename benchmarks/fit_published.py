@@ -83,9 +83,7 @@ FAMILIES = {
         start=replace(_GPU_START, matrix=1.0, link=1.0),
         origin="NVIDIA DGX Cloud's and Megatron-Bridge's tables on B200, B300, GB200 and GB300; the rest is assumed",
     ),
-    "tpuv4": Family(
-        chips=("tpuv4",), terms=("matrix", "network"), start=_TPU_START, origin=f"{_MAXTEXT}; the rest is assumed"
-    ),
+    "tpuv4": Family(chips=("tpuv4",), terms=("matrix",), start=_TPU_START, origin=f"{_MAXTEXT}; the rest is assumed"),
     "tpuv5e": Family(
         chips=("tpuv5e",),
         terms=("matrix", "memory", "network"),
@@ -94,7 +92,7 @@ FAMILIES = {
     ),
     "tpuv5p": Family(
         chips=("tpuv5p",),
-        terms=("matrix", "link", "network"),
+        terms=("matrix", "link"),
         start=_TPU_START,
         origin=f"{_MAXTEXT}; the rest is assumed",
     ),

@@ -62,8 +62,7 @@ _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
 VERSION = 6
-"""Version 6 has calibrations with a share of 8-bit products; version 5 says how products and exchanges of keys are run
-and which imbalance of experts was assumed."""
+"""Version 6 has calibrations with a share of 8-bit products, version 5 how products and exchanges of keys are run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def test_chips_stand_under_their_maker_and_say_how_they_are_priced(capsys: pytes
     assert "mi355x" in amd
     assert "gb200" in nvidia
     assert " calibrated " in lines["h100"]
-    assert " kernels " in lines["b200"]
+    assert " calibrated " in lines["b200"]
     assert " ideal " in lines["v100"]
 
 

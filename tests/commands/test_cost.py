@@ -61,7 +61,7 @@ def test_precision_changes_the_price(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["cost", "gpt2", "--chip", "a100"], "Did you mean a100-"),
         (["cost", "gpt7", "--chip", "a100-80gb"], "unknown model"),
-        ([*SMALL, "--precision", "bf17"], "unknown precision recipe"),
+        ([*SMALL, "--precision", "bf17"], "unknown precision"),
     ],
 )
 def test_unknown_names_are_one_readable_block(
