@@ -48,6 +48,10 @@ _ELEMENTS = {"pred": "i1", "c64": "complex<f32>", "c128": "complex<f64>", "token
 _GENERIC_NAME = re.compile(r"(arg|param|parameter|p|input)?[._]?\d*(\.\d+)*(\.clone)*", re.IGNORECASE)
 """Names that compilers give to parameters, which say nothing about what they are."""
 
+_TORCH_DATA = "xla__device_data"
+_MOVED_BY_MODULE = "torch/nn/modules/module.py"
+"""The file of torch that moves the parameters of a module to a device; data is moved by the caller's own file."""
+
 _REGION_ATTRIBUTES = ("to_apply", "select", "scatter", "comparator")
 _PASSES_THROUGH = frozenset({"domain", "add-dependency", "async-update", "copy-update"})
 """Opcodes that give their first operand, tuple or not."""
@@ -167,6 +171,8 @@ class _Lowering:
 def _argument_name(parameter: Instruction) -> str:
     """What the metadata calls a parameter, else its own name, where that says anything."""
     name = op_name(parameter).replace("\\'", "'").replace('\\"', '"')
+    if name == _TORCH_DATA:  # all arguments of torch_xla are called so; those that a module moved are its parameters
+        return f"params.{parameter.name}" if _MOVED_BY_MODULE in parameter.attributes["metadata"] else parameter.name
     if name and not name.startswith("jit("):
         return name
     return "" if _GENERIC_NAME.fullmatch(parameter.name) else parameter.name

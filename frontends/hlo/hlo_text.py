@@ -16,7 +16,7 @@ where a value is anything up to the next comma outside of brackets and quotes. W
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Computation", "HloModule", "HloTextError", "Instruction", "Shape", "read_hlo_text", "split_list"]
@@ -113,6 +113,12 @@ _CALL = re.compile(r"[a-z0-9_-]\(")
 """The end of an opcode and its parenthesis; tiles of layouts, `T(8,128)`, are written in capitals."""
 
 _OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
+_TOLD_BY_OPERANDS = frozenset(
+    {"abs", "add", "copy", "divide", "exponential", "log", "maximum", "minimum", "multiply", "negate", "power", "rsqrt"}
+    | {"sqrt", "subtract", "tanh", "tuple"}
+)
+"""Opcodes whose shape follows from those of their operands alone."""
+
 _OPENING = {"(": ")", "{": "}", "[": "]"}
 
 
@@ -212,8 +218,9 @@ def _add_instruction(computation: Computation, statement: str, line: int) -> Non
     if assignment is None:
         raise HloTextError(f"line {line}: expected NAME = SHAPE OPCODE(...), not {statement.strip()[:MOST_SHOWN]!r}")
     try:
-        shape, offset = _shape(statement, assignment.end(), 0)
-        opcode = _OPCODE.match(statement, offset)
+        opcode = _OPCODE.match(statement, assignment.end())  # some write no shape where operands tell it
+        shape, offset = (None, 0) if opcode else _shape(statement, assignment.end(), 0)
+        opcode = opcode or _OPCODE.match(statement, offset)
         if opcode is None:
             raise HloTextError("no opcode follows the shape")
         end = _closing(statement, opcode.end() - 1)
@@ -222,6 +229,7 @@ def _add_instruction(computation: Computation, statement: str, line: int) -> Non
     inside = statement[opcode.end() : end]
     is_literal = opcode[1] in ("constant", "parameter", "iota")
     operands = () if is_literal else tuple(_operand_name(part) for part in split_list(inside))
+    shape = _told_shape(computation, opcode[1], operands, line) if shape is None else shape
     instruction = Instruction(
         name=assignment[2],
         shape=shape,
@@ -236,6 +244,14 @@ def _add_instruction(computation: Computation, statement: str, line: int) -> Non
     computation.instructions.append(instruction)
     if assignment[1]:
         computation.root = instruction.name
+
+
+def _told_shape(computation: Computation, opcode: str, operands: Sequence[str], line: int) -> Shape:
+    """The shape of an instruction without one: a tuple has those of its operands, others here that of the first."""
+    known = {instruction.name: instruction.shape for instruction in computation.instructions}
+    if not operands or any(name not in known for name in operands) or opcode not in _TOLD_BY_OPERANDS:
+        raise HloTextError(f"line {line}: expected a shape such as f32[2,3] before {opcode!r}.")
+    return Shape(parts=tuple(known[name] for name in operands)) if opcode == "tuple" else known[operands[0]]
 
 
 def _shape(text: str, start: int, depth: int) -> tuple[Shape, int]:

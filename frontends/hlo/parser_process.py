@@ -118,15 +118,16 @@ def _of_stablehlo_text(text: str) -> list[Document]:
     for part in split_stablehlo_modules(text):
         for form in dict.fromkeys((part, upgraded(part))):
             try:
-                with make_ir_context():
+                with make_ir_context() as context:
+                    context.allow_unregistered_dialects = True  # their attributes, and operations in generic form
                     documents += _read_all(ir.Module.parse(form))
                 break
             except Exception as error:  # jaxlib's own, which is no common class
                 errors.append(error)
     if documents:
         return documents
-    sentence = explained(str(errors[-1]))
-    raise errors[-1] if sentence is None else ForeignTextError(sentence)
+    sentence = explained(str(errors[0]))
+    raise errors[0] if sentence is None else ForeignTextError(sentence)
 
 
 def _read_all(module: ir.Module) -> list[Document]:

@@ -169,3 +169,37 @@ def test_a_window_with_zeros_between_elements_is_a_batch_dimension_where_it_meet
       w = f32[4,7,5,16] parameter(1)
       ROOT y = f32[4,3,7,1] convolution(x, w), {window}\n}}"""
     assert flops_of(text.encode()) == 2 * 4 * 3 * 7 * 5 * 16
+
+
+def test_a_shape_that_is_not_written_follows_from_the_operands() -> None:
+    graph = phaze.import_graph(
+        b"ENTRY e {\n  a = f32[2,3] parameter(0)\n  b = tanh(a)\n  ROOT t = tuple(b, a)\n}", frontend="hlo"
+    )
+    assert [op.function for op in graph.ops] == ["tanh"]
+    with pytest.raises(FormatError, match=r"line 3: expected a shape such as f32\[2,3\] before 'reshape'"):
+        phaze.import_graph(b"ENTRY e {\n  a = f32[2,3] parameter(0)\n  ROOT b = reshape(a)\n}", frontend="hlo")
+
+
+def test_attributes_and_generic_operations_of_other_dialects_are_read() -> None:
+    text = b"""#mark = #other.mark<a|b>
+    func.func @main(%a: tensor<2x3xf32>) -> tensor<2x3xf32> {
+      %0 = stablehlo.tanh %a {kept = #mark} : tensor<2x3xf32>
+      %1 = "other.op"(%0) : (tensor<2x3xf32>) -> tensor<2x3xf32>
+      return %1 : tensor<2x3xf32>\n}"""
+    assert [op.origin for op in phaze.import_graph(text, frontend="hlo").ops] == ["tanh", "op"]
+
+
+def test_arguments_of_torch_xla_that_a_module_moved_to_the_device_are_its_parameters() -> None:
+    def metadata(file: str) -> str:
+        return f'metadata={{op_type="xla__device_data" op_name="xla__device_data" source_file="{file}" source_line=1}}'
+
+    text = f"""HloModule SyncTensorsGraph.9
+      add {{\n a = f32[] parameter(0)\n b = f32[] parameter(1)\n ROOT c = f32[] add(a, b)\n }}
+      ENTRY SyncTensorsGraph.9 {{
+        p0.1 = f32[4,3] parameter(0), {metadata("site-packages/torch/nn/modules/module.py")}
+        p1.2 = f32[8,4] parameter(1), {metadata("train.py")}
+        dot.3 = f32[8,3] dot(p1.2, p0.1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        zero = f32[] constant(0)
+        ROOT loss = f32[] reduce(dot.3, zero), dimensions={{0,1}}, to_apply=add\n }}"""
+    graph = phaze.import_graph(text.encode(), frontend="hlo")
+    assert (graph.parameter_count, graph.micro_batch_size) == (12, 8)
