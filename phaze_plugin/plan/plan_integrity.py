@@ -34,6 +34,9 @@ __all__ = ["MEMORY_ITEMS", "check_integrity"]
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 """What a stage's memory is made of."""
 
+_LARGEST_COUNT = 2**62
+"""No count of a model is larger; floats hold products of such counts."""
+
 
 def check_integrity(plan: Plan, where: str) -> None:
     """Raise FormatError naming the first part that contradicts another."""
@@ -50,8 +53,8 @@ def _count_contradictions(plan: Plan) -> Iterator[str]:
         yield "hardware has no accelerator of its own"
     check_limit("devices", plan.cluster.device_count, "the plan's device_count")
     check_limit("batch", plan.question.global_batch_size, "the plan's global_batch_size")
-    if min(counts) < 1:
-        yield f"model has a count of {min(counts)}"
+    if not 1 <= min(counts) <= max(counts) <= _LARGEST_COUNT:
+        yield f"model has a count of {shown(min(counts) if min(counts) < 1 else max(counts))}"
     if plan.micro_batches < 1:
         yield f"question has a batch that is smaller than microbatches of {strategy.micro_batch_size}"
     if min(plan.step_time_s, plan.bound_s, plan.samples_per_s, plan.tokens_per_s) <= 0:
@@ -60,7 +63,9 @@ def _count_contradictions(plan: Plan) -> Iterator[str]:
         yield f"stages are {len(plan.stages)} where the strategy has {strategy.stages}"
     # Where a model branches, as into an encoder and a decoder, a stage may begin with a layer of lower number.
     indices = [[layer.index for layer in stage.layers] for stage in plan.stages]
-    if any(each != sorted(each) for each in indices) or sorted(chain(*indices)) != list(range(plan.model.layers)):
+    held = sorted(chain(*indices))
+    is_whole = len(held) == plan.model.layers and held == list(range(len(held)))
+    if not is_whole or any(each != sorted(each) for each in indices):
         yield f"stages do not hold the model's {plan.model.layers} layers in order, each once"
     if not 0 <= plan.provenance.schedules_proven <= plan.provenance.schedules:
         yield "provenance has more proven schedules than schedules"

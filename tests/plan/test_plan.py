@@ -96,6 +96,14 @@ def test_a_damaged_plan_is_refused_by_field(change: dict[str, object], message: 
         plan_from_document(forged(document, **change))
 
 
+@pytest.mark.parametrize("name", ["layers", "tokens_per_sample", "parameter_count"])
+@pytest.mark.parametrize("count", [0, 10**20, 10**400])
+def test_a_plan_with_an_absurd_count_contradicts_itself(name: str, count: int) -> None:
+    document = json.loads(small_plan().to_json())
+    with pytest.raises(FormatError, match="contradicts itself"):
+        plan_from_document(forged(document, model={**document["model"], name: count}))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "not json", "\x00"])
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
