@@ -143,12 +143,14 @@ def arranged(model: ZooModel, strategy: Mapping[str, int]) -> Any:
     copies, stages = int(str(settled["dp"])), int(str(settled["pp"]))
     settled["micro_batch_size"] = BATCH // copies if model.is_step else max(1, BATCH // copies // 2)
     settled |= {"schedule": "gpipe" if stages > 1 else "none", "chunks": 1}
-    if settled["tp"] != 1:
+    if settled["tp"] != 1 and "sequence_parallel" not in strategy:
         settled["sequence_parallel"] = False
     devices = copies * stages * int(str(settled["tp"])) * strategy.get("cp", 1)
     asked = {"global_batch_size": BATCH, "precision": "fp32", "target": "jax", "compares": False}
     plan = phaze.evaluate(model.model, model.inputs, cluster=f"cpu:{devices}", strategy=settled, **asked).plan
-    options = {} if model.is_step else {"optimizer": optimizer()}
+    options: dict[str, Any] = {} if model.is_step else {"optimizer": optimizer()}
+    if model.takes_mean:
+        options["takes_mean"] = True
     return plan.apply(model.model, inputs=model.inputs, **options)
 
 

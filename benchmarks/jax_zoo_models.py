@@ -34,6 +34,7 @@ class ZooModel:
         batch: the arguments behind them.
         loss: the loss of parameters, where the model is a module.
         is_step: whether the model is a whole step, which returns (state, loss).
+        takes_mean: whether the loss is a mean over samples although its trace does not show it.
     """
 
     model: Any
@@ -41,6 +42,7 @@ class ZooModel:
     batch: tuple[Tree, ...]
     loss: Callable[..., jax.Array] | None = None
     is_step: bool = False
+    takes_mean: bool = False
 
     @property
     def inputs(self) -> tuple[Tree, ...]:
@@ -311,10 +313,11 @@ def capacity_block(p: Tree, x: jax.Array) -> jax.Array:
     return x + jnp.einsum("bsec,ebci,bse->bsi", dispatch, results, gates)
 
 
-def mixture(block: Callable[[Tree, jax.Array], jax.Array]) -> ZooModel:
+def mixture(block: Callable[[Tree, jax.Array], jax.Array], *, takes_mean: bool = False) -> ZooModel:
     """A scanned mixture."""
     params = weights({**llama_ends(), "blocks": moe_shapes(2)})
-    return ZooModel(model=partial(llama_loss, block=block), start=params, batch=(words(),))
+    model = partial(llama_loss, block=block)
+    return ZooModel(model=model, start=params, batch=(words(),), takes_mean=takes_mean)
 
 
 def lora() -> ZooModel:
@@ -453,7 +456,7 @@ FUNCTIONS: dict[str, Callable[[], ZooModel]] = {
     "t5": t5,
     "moe by einsum": partial(mixture, einsum_block),
     "moe with capacity": partial(mixture, capacity_block),
-    "moe by ragged dot": partial(mixture, ragged_block),
+    "moe by ragged dot": partial(mixture, ragged_block, takes_mean=True),
     "lora": lora,
     "several losses": several_losses,
     "recurrent": recurrent,

@@ -29,7 +29,7 @@ from phaze.backends.jax.traced_loss import (
     read_variables,
     trace_loss,
 )
-from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState
+from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState, asks_for_shapes
 from phaze.backends.jax.training_step import TrainingStep, WholeBatch, gradients_on_mesh
 from phaze.backends.jax.whole_step import AppliedStep, apply_plan_to_step, is_whole_step, planned_graph
 from phaze.errors import PlanError, shown
@@ -62,7 +62,7 @@ class AppliedPlan:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in dict(self.mesh.shape).items())
-        calls = "start(parameters), step(state, *batch), gradients(state, *batch), parameters(state)"
+        calls = "start(parameters), step(state, *batch), gradients(state, *batch), parameters(state), checkpoint(state)"
         return f"AppliedPlan({sizes}: {calls})"
 
     def start(self, parameters: PyTree) -> TrainState:
@@ -71,6 +71,28 @@ class AppliedPlan:
         Instead of arrays it takes a function without arguments that makes them: then each device makes its own part.
         """
         return self._layout.start(parameters)
+
+    def checkpoint(self, state: TrainState) -> TrainState:
+        """The state in the shapes of the user's parameters: any library saves such a tree, any plan resumes it."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.checkpoint_shapes())
+        saved: TrainState = jax.jit(self._layout.in_user_shapes, out_shardings=shardings)(state)
+        return saved
+
+    def checkpoint_shapes(self) -> TrainState:
+        """Shapes, types and shardings of what `checkpoint` gives, as restoring libraries such as Orbax take them."""
+        return self._layout.checkpoint_shapes()
+
+    def resume(self, saved: TrainState) -> TrainState:
+        """The state that goes on from a checkpoint, of this plan or of another one of the same model."""
+        layout = self._layout
+        if jax.tree.structure(saved) != jax.tree.structure(self.checkpoint_shapes()):
+            raise PlanError(
+                f"the checkpoint has the structure {jax.tree.structure(saved)}; expected that of checkpoint_shapes(): "
+                "the same model, precision and optimizer."
+            )
+        shardings = layout.shardings(layout.state_specs())
+        state: TrainState = jax.jit(layout.in_stored_shapes, out_shardings=shardings)(saved)
+        return state
 
     def parameters(self, state: TrainState) -> PyTree:
         """The parameters of a state as the user has them."""
@@ -327,6 +349,7 @@ def _applied_plan(
         user_storages=_storages(plan, loss_function, training_step.arranged.trace, keeps_shape=True),
         mesh=mesh,
         optimizer=optimizer,
+        sees_user_shapes=asks_for_shapes(optimizer, training_step.storages, loss_function.structure),
         zero=training_step.zero,
         shard_axes=training_step.axes.shards,
         has_stages=training_step.pp > 1,

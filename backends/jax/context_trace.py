@@ -28,7 +28,7 @@ from jax.extend import core
 
 from phaze.backends.jax.traced_loss import TracedLoss, loss_of_trace, primitive_name
 
-__all__ = ["AXIS", "loss_of_context"]
+__all__ = ["AXIS", "ELEMENTWISE", "loss_of_context"]
 
 AXIS = "cp"
 """The mesh axis over which sequences are split."""
@@ -45,7 +45,7 @@ class _Part:
 
 _Value: TypeAlias = jax.Array | _Part
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         *("abs", "add", "add_any", "and", "atan2", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"),
         *("cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
@@ -156,7 +156,7 @@ class _OneContext:
     ) -> list[_Value] | None:
         """The results where some operands are parts, the first along `dim`; None where all must be whole."""
         name = primitive_name(equation)
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             return self._elementwise(equation, operands, dim)
         if name in _MOVES:
             return self._moved(equation, operands[0], dim)

@@ -4,7 +4,8 @@ The tensor axis cuts every part of a fused dimension: the columns of a fused pro
 side, and each device has its heads of all three. No sharding of one dimension says so, but a sharding of two, (parts,
 part), does. So a parameter that is stored like this, and what is made with it, keep that view through elementwise
 equations and broadcasts until a split, a slice or a reshape separates the parts. Any other equation sees the tensor
-flat, for which the compiler must gather it.
+flat, for which the compiler must gather it. Where the parts are heads, of which there are fewer than devices, each
+device has a piece of every head; the compiler finds no way from that to whole heads, and is told to gather them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from enum import StrEnum
 
 import jax
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
-from phaze.backends.jax.traced_loss import Equation, primitive_name, run_equation
+from phaze.backends.jax.traced_loss import Equation, primitive_name, read_variables, run_equation
 
 __all__ = ["FusedView", "join_parts", "separate_parts", "with_fused_views"]
 
@@ -29,6 +31,10 @@ _ELEMENTWISE = frozenset(
     }
 )
 """Primitives that may run on views as they are, because they treat every element alike."""
+
+
+_TAKES = frozenset({"slice", "dynamic_slice", "split", "gather"})
+"""Primitives that take single parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class _Effect(StrEnum):
     SPLIT = "split"
     SLICE = "slice"
     RESHAPE = "reshape"
+    HEADS = "heads"
     NEEDS_FLAT = "needs flat"
 
 
@@ -97,6 +104,9 @@ class _EquationOnViews:
                 return [_parts(operands[0], view)[number].squeeze(view.dim)]
             case _Effect.RESHAPE:
                 return [operands[0].reshape(self.equation.params["new_sizes"])]
+            case _Effect.HEADS:
+                whole = jax.lax.with_sharding_constraint(operands[0], PartitionSpec())
+                return [whole.reshape(self.equation.params["new_sizes"])]
             case _Effect.NEEDS_FLAT:
                 pairs = zip(operands, self.views, strict=True)
                 flat = [value if its_view is None else join_parts(value, its_view.dim) for value, its_view in pairs]
@@ -130,6 +140,8 @@ def with_fused_views(equations: Sequence[Equation], viewed: Mapping[core.Var, Fu
             rewritten.append(equation)
             continue
         effect, result_view = _effect(equation, operand_views)
+        if effect is _Effect.RESHAPE and _makes_heads(equation, operand_views, equations):
+            effect = _Effect.HEADS
         if result_view is not None:
             views[equation.outvars[0]] = result_view
         rewritten.append(_EquationOnViews(equation=equation, views=operand_views, effect=effect))
@@ -159,6 +171,18 @@ def _effect(equation: Equation, views: Sequence[FusedView | None]) -> tuple[_Eff
     if is_plain_reshape and _separates_parts(shape, params["new_sizes"], view, part_size):
         return _Effect.RESHAPE, None
     return _Effect.NEEDS_FLAT, None
+
+
+def _makes_heads(equation: Equation, views: Sequence[FusedView | None], equations: Sequence[Equation]) -> bool:
+    """Whether a reshape leaves whole parts, none of which is taken alone afterwards: then they are heads."""
+    view = next(view for view in views if view is not None)
+    (source,), (result,) = equation.invars, equation.outvars
+    leaves_parts_whole = len(result.aval.shape) == len(source.aval.shape) + 1
+    readers = [reader for reader in equations if result in read_variables(reader)]
+    taken_alone = any(
+        primitive_name(reader) in _TAKES and reader.outvars[0].aval.shape[view.dim] < view.parts for reader in readers
+    )
+    return leaves_parts_whole and not taken_alone
 
 
 def _takes_one_part(equation: core.JaxprEqn, view: FusedView, part_size: int) -> bool:

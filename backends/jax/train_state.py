@@ -1,26 +1,32 @@
 """The training state: stored parameters, the optimizer's state and the fp32 master copy, and how they lie on the mesh.
 
 Optimizers have the shape that optax has: `init(parameters)` and `update(gradients, state, parameters)`. They see whole
-arrays; what they compute element by element runs on the shards that each device holds. `Adam` and `Sgd` are there for
-those who pass no optimizer.
+arrays; what they compute element by element runs on the shards that each device holds. Some parameters are stored in
+another shape than the user's (see `parameter_storage.py`). An optimizer that asks for shapes (weight decay of matrices
+only, factored moments, products) sees the user's, for which the compiler gathers fused parameters; any other sees the
+stored ones (`asks_for_shapes`). `Adam` and `Sgd` are there for those who pass no optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
+from phaze.backends.jax.context_trace import ELEMENTWISE
 from phaze.backends.jax.loss_function import LossFunction, PyTree, is_nnx_module, user_parameters
 from phaze.backends.jax.parameter_storage import ParameterStorage
+from phaze.backends.jax.trace_rewriting import inlined
 from phaze.errors import PlanError
 
-__all__ = ["Adam", "Optimizer", "Sgd", "StateLayout", "TrainState"]
+__all__ = ["Adam", "Optimizer", "Sgd", "StateLayout", "TrainState", "asks_for_shapes"]
 
 Tree = TypeVar("Tree")
 
@@ -112,6 +118,7 @@ class StateLayout:
         user_storages: how each parameter lies on the mesh in the user's own shape.
         mesh: the plan's mesh.
         optimizer: whose state lies beside the parameters.
+        sees_user_shapes: whether the optimizer sees parameters, and keeps its state, in the user's shapes.
         zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
         shard_axes: the axes over which ZeRO's shards lie.
         has_stages: whether there is more than one pipeline stage.
@@ -124,6 +131,7 @@ class StateLayout:
     user_storages: tuple[ParameterStorage, ...]
     mesh: Mesh
     optimizer: Optimizer
+    sees_user_shapes: bool
     zero: int
     shard_axes: tuple[str, ...]
     has_stages: bool
@@ -166,18 +174,93 @@ class StateLayout:
 
         What lies in a parameter's place inside that state and has its shape is laid out like the parameter.
         """
-        shapes = [jax.ShapeDtypeStruct(storage.stored_shape, jnp.float32) for storage in self.storages]
-        numbered = self.in_user_structure(range(len(shapes)))
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-        known = {(path, leaf.shape): spec for path, leaf, spec in zip(paths, shapes, owned, strict=True)}
+        if self.sees_user_shapes:
+            owned = self._owned_user_specs()
+        storages = self.user_storages if self.sees_user_shapes else self.storages
+        shapes = [storage.stored_shape for storage in storages]
 
         def spec(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-            # Optimizers nest trees of parameters at some depth: every end of the path may be a parameter's path.
-            ends = ((path[start:], tuple(leaf.shape)) for start in range(len(path) + 1))
-            return next((known[end] for end in ends if end in known), PartitionSpec())
+            number = self._parameter_at(path, tuple(leaf.shape), shapes)
+            return PartitionSpec() if number is None else owned[number]
 
-        state_shapes = jax.eval_shape(self.optimizer.init, self.in_user_structure(shapes))
-        return jax.tree_util.tree_map_with_path(spec, state_shapes)
+        parameters = self.in_user_structure([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+        return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.optimizer.init, parameters))
+
+    def _owned_user_specs(self) -> list[PartitionSpec]:
+        """What belongs to a parameter, in the user's own shape."""
+        return self._specs(self.user_storages, self.mesh.axis_names, has_shards=self.zero > 0)
+
+    def _as_optimizer_sees(self, stored: PyTree) -> PyTree:
+        """Stored arrays, one for each parameter, in the shapes that the optimizer sees."""
+        if not self.sees_user_shapes:
+            return stored
+        return self.constrain(self.in_user_structure(self._owned_user_specs()), self.as_user_has_them(stored))
+
+    def _parameter_at(
+        self, path: jax.tree_util.KeyPath, shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
+    ) -> int | None:
+        """The number of the parameter that something in the optimizer's state belongs to, by its path and shape.
+
+        Optimizers nest trees of parameters at some depth: every end of the path may be a parameter's path.
+        """
+        numbered = jax.tree_util.tree_leaves_with_path(self.in_user_structure(range(len(shapes))))
+        known = {(own_path, shapes[number]): number for own_path, number in numbered}
+        ends = ((path[start:], shape) for start in range(len(path) + 1))
+        return next((known[end] for end in ends if end in known), None)
+
+    def checkpoint_shapes(self) -> TrainState:
+        """Shape, type and layout of everything in a state that has the user's shapes."""
+        owned = self._owned_user_specs()
+        shapes = [storage.user_shape for storage in self.user_storages]
+        state = jax.eval_shape(self.in_user_shapes, jax.eval_shape(self._first_state, self.loss_function.parameters))
+
+        def laid_out(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        def of_optimizer(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            number = self._parameter_at(path, tuple(leaf.shape), shapes)
+            return laid_out(leaf, PartitionSpec() if number is None else owned[number])
+
+        master = None if state.master is None else jax.tree.map(laid_out, state.master, self.in_user_structure(owned))
+        return TrainState(
+            jax.tree.map(laid_out, state.parameters, self.in_user_structure(self.user_specs())),
+            jax.tree_util.tree_map_with_path(of_optimizer, state.optimizer),
+            master,
+        )
+
+    def in_user_shapes(self, state: TrainState) -> TrainState:
+        """A state with everything in the shapes of the user's parameters, which every plan of the model can take."""
+        return self._reshaped(
+            state,
+            [storage.stored_shape for storage in self.storages],
+            lambda number, value: self.storages[number].to_user_shape(self.storages[number].from_stored(value)),
+        )
+
+    def in_stored_shapes(self, state: TrainState) -> TrainState:
+        """A state in the user's shapes, as it is stored."""
+        shapes = [storage.user_shape for storage in self.user_storages]
+        return self._reshaped(state, shapes, lambda number, value: self.storages[number].to_stored(value))
+
+    def _reshaped(
+        self,
+        state: TrainState,
+        shapes: Sequence[tuple[int, ...]],
+        reshape: Callable[[int, jax.Array], jax.Array],
+    ) -> TrainState:
+        """A state with `reshape` applied to all that belongs to a parameter; parameters have these shapes."""
+
+        def of_parameters(tree: PyTree) -> PyTree:
+            return self.in_user_structure([reshape(number, leaf) for number, leaf in enumerate(jax.tree.leaves(tree))])
+
+        def of_optimizer(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+            number = self._parameter_at(path, tuple(leaf.shape), shapes)
+            return leaf if number is None or self.sees_user_shapes else reshape(number, leaf)
+
+        return TrainState(
+            of_parameters(state.parameters),
+            jax.tree_util.tree_map_with_path(of_optimizer, state.optimizer),
+            None if state.master is None else of_parameters(state.master),
+        )
 
     def constrain(self, specs: PyTree, values: Tree) -> Tree:
         """Values laid out by specs, inside a compiled function."""
@@ -228,7 +311,8 @@ class StateLayout:
         stored = [storage.to_stored(leaf) for storage, leaf in pairs]
         exact = self.in_user_structure([value.astype(jnp.float32) for value in stored])
         cast = self.in_user_structure([value.astype(self.compute_dtype) for value in stored])
-        return TrainState(cast, self.optimizer.init(exact), exact if self.has_master else None)
+        seen = self.as_user_has_them(exact) if self.sees_user_shapes else exact
+        return TrainState(cast, self.optimizer.init(seen), exact if self.has_master else None)
 
     def as_user_has_them(self, stored: PyTree) -> PyTree:
         """Stored arrays (parameters or gradients) in the shapes and the structure of the user's parameters."""
@@ -243,7 +327,11 @@ class StateLayout:
         owned_specs, specs = self.in_user_structure(self.owned_specs(*self.mesh.axis_names)), self.state_specs()
         before = self.constrain(owned_specs, state.parameters) if state.master is None else state.master
         owned_gradients = self.constrain(owned_specs, self.in_user_structure(gradients))
-        changes, optimizer = self.optimizer.update(owned_gradients, state.optimizer, before)
+        seen_gradients, seen = self._as_optimizer_sees(owned_gradients), self._as_optimizer_sees(before)
+        changes, optimizer = self.optimizer.update(seen_gradients, state.optimizer, seen)
+        if self.sees_user_shapes:
+            pairs = zip(self.storages, jax.tree.leaves(changes), strict=True)
+            changes = self.in_user_structure([storage.to_stored(change) for storage, change in pairs])
         after = jax.tree.map(lambda value, change: value + change.astype(value.dtype), before, changes)
         after = self.constrain(owned_specs, after)
         cast = jax.tree.map(lambda value: value.astype(self.compute_dtype), after)
@@ -251,6 +339,29 @@ class StateLayout:
         parameters = self.constrain(specs.parameters, self.constrain(owned_specs, cast))
         master = None if state.master is None else after
         return TrainState(parameters, self.constrain(specs.optimizer, optimizer), master)
+
+
+def asks_for_shapes(optimizer: Optimizer, storages: Sequence[ParameterStorage], structure: PyTreeDef) -> bool:
+    """Whether an optimizer does with stored shapes anything else than with the user's, in the user's tree.
+
+    It does not where both shapes give the same equations, each of which treats all elements alike or sums up all.
+    """
+    shapes = [[storage.stored_shape for storage in storages], [storage.user_shape for storage in storages]]
+    if shapes[0] == shapes[1]:
+        return False
+    traces = []
+    for kind in shapes:
+        arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kind])
+        state = jax.eval_shape(optimizer.init, arrays)
+        traces.append(inlined(jax.make_jaxpr(optimizer.update)(arrays, state, arrays)).jaxpr.eqns)
+    names = [[str(equation.primitive) for equation in equations] for equations in traces]
+    return names[0] != names[1] or not all(_treats_elements_alike(equation) for equation in traces[0])
+
+
+def _treats_elements_alike(equation: core.JaxprEqn) -> bool:
+    reads_scalars = all(variable.aval.shape == () for variable in equation.invars)
+    makes_scalars = all(variable.aval.shape == () for variable in equation.outvars)
+    return str(equation.primitive) in ELEMENTWISE or reads_scalars or makes_scalars
 
 
 def _is_spec(value: object) -> bool:

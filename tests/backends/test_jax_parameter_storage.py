@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 from phaze.backends.jax.parameter_storage import choose_storage
+from phaze.backends.jax.train_state import Adam, asks_for_shapes
 from phaze.errors import PlanError
 from phaze.plan.plan import SplitDim
 
@@ -55,3 +58,30 @@ def test_stages_and_shards_share_the_only_dimension_of_a_vector() -> None:
     storage = choose_storage("w", (12,), (), is_stacked=False, tp=4, shards=2, pp=3)
     assert storage.partition_spec("pp", "dp", "tp") == PartitionSpec(("pp", "dp"))
     assert choose_storage("w", (10,), (), is_stacked=False, tp=4, shards=2, pp=3).stage_dim is None
+
+
+def is_matrix(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+OPTIMIZERS = {
+    "adam": (optax.adam(1e-3), False),
+    "clipped": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), False),
+    "scheduled": (optax.sgd(optax.linear_schedule(1.0, 0.0, 10), momentum=0.9), False),
+    "ours": (Adam(), False),
+    "decay of matrices": (optax.adamw(1e-3, mask=is_matrix), True),
+    "factored": (optax.adafactor(1e-3, min_dim_size_to_factor=2), True),
+    "norms by a reshape": (optax.lamb(1e-3), True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_sees_stored_shapes_only_where_it_does_not_ask_for_them(name: str) -> None:
+    fused = split(dim=0, outer=3, chunk=2, ways=4)
+    bias = choose_storage("bias", (24,), (fused,), is_stacked=False, tp=4, shards=1)
+    whole = choose_storage("whole", (24,), (), is_stacked=False, tp=4, shards=1)
+    structure = jax.tree.structure({"bias": 0, "other": 0})
+    optimizer, asks = OPTIMIZERS[name]
+    assert bias.stored_shape == (3, 8)
+    assert asks_for_shapes(optimizer, [bias, whole], structure) is asks
+    assert not asks_for_shapes(optimizer, [whole, whole], structure)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from phaze.shard import Layout, Split
 
 SCRIPT = ROOT / "tests" / "support" / "jax_user_runs.py"
 FLAGS = f"--xla_force_host_platform_device_count=8 {QUICK_COMPILER}"
+ENVIRONMENT = {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
 Results = dict[str, dict[str, Any]]
 
 
@@ -32,21 +34,16 @@ Results = dict[str, dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases, run in one process with eight devices."""
     folder: Path = tmp_path_factory.mktemp("jax")
-    environment = {
-        "XLA_FLAGS": FLAGS,
-        "OMP_NUM_THREADS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)],
-        env=os.environ | environment,
+        env=os.environ | ENVIRONMENT,
         cwd=SCRIPT.parent,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+    measured = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+    return {**measured, "partitioner": {"words": done.stderr}}
 
 
 def test_a_whole_optax_step_trains_as_on_one_device(results: Results) -> None:
@@ -95,6 +92,49 @@ def test_a_callable_module_with_leaves_that_are_no_arrays_trains_on_rows_that_co
     assert measured["loss"] == pytest.approx(measured["expected"], rel=1e-6)
     assert measured["error"] < 1e-6
     assert measured["is_callable"]
+
+
+def test_a_checkpoint_of_one_plan_is_resumed_by_another(results: Results) -> None:
+    measured = results["checkpoint"]
+    assert measured["loss"] == pytest.approx(measured["expected"], rel=1e-6)
+    assert measured["error"] < 1e-6, "weight decay of matrices spares a fused bias, however a plan stores it"
+    assert measured["state_error"] < 1e-6
+    assert "dp" in measured["moment"]
+
+
+def test_more_tensor_parallel_devices_than_heads_of_keys_train_as_one_device(results: Results) -> None:
+    measured = results["grouped heads"]
+    assert measured["loss"] == pytest.approx(measured["expected"], rel=1e-6)
+    assert measured["error"] < 1e-6
+
+
+def test_the_partitioner_never_replicates_a_tensor_for_want_of_a_way(results: Results) -> None:
+    assert "Involuntary full rematerialization" not in results["partitioner"]["words"]
+
+
+@pytest.mark.exhaustive
+def test_two_processes_of_four_devices_each_train_as_one_device(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = {**ENVIRONMENT, "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_COMPILER}"}
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--process"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), port], env=os.environ | settings, cwd=SCRIPT.parent) for rank in (0, 1)
+    ]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    for rank in (0, 1):
+        measured = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (measured["devices"], measured["own"]) == (8, 4)
+        for losses in measured["losses"].values():
+            assert losses == pytest.approx(measured["expected"], rel=1e-6)
+
+
+def test_a_row_of_the_zoo_trains_as_on_one_device() -> None:
+    script = ROOT / "benchmarks" / "jax_zoo.py"
+    command = [sys.executable, str(script), "llama, padded batch", "--strategy", "cp2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "1 equal one device, 0 refused" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def regression(params: Any, x: Any, y: Any) -> Any:

@@ -1,10 +1,12 @@
 """What JAX users bring along, on eight host devices; started by the tests as `... FOLDER CASE...`, one JSON per case.
 
-Each case is compared with the same in one process on one device.
+Each case is compared with the same in one process on one device. Started as `... FOLDER --process RANK PORT` it is one
+of two processes that train together.
 """
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,11 @@ import jax_dividing as small
 import jax_training as models
 import numpy as np
 import optax
+import orbax.checkpoint
 from flax import linen
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
+from jax_models import attend, cross_entropy
 
 import phaze
 from phaze.plan.plan import Plan
@@ -29,13 +33,13 @@ STEPS = 3
 
 
 def planned(
-    model: Any, inputs: Any, *, dp: int, tp: int = 1, zero: int = 0, micro_batch_size: int | None = None
+    model: Any, inputs: Any, *, dp: int, tp: int = 1, zero: int = 0, micro_batch_size: int | None = None, **options: Any
 ) -> Plan:
     strategy = {**FIXED, "dp": dp, "tp": tp, "zero": zero, "micro_batch_size": micro_batch_size or BATCH // dp}
     if tp > 1:
         strategy["sequence_parallel"] = False
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32", "compares": False}
-    return phaze.evaluate(model, inputs, strategy=strategy, **question).plan
+    return phaze.evaluate(model, inputs, strategy=strategy, **question, **options).plan
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -228,18 +232,100 @@ def module() -> dict[str, Any]:
     }
 
 
+def checkpoint() -> dict[str, Any]:
+    """A state saved by Orbax under one plan and restored under others goes on as it would have."""
+    state, batch = fused_state()
+    inputs = (state.params, batch)
+
+    def run_of(**degrees: int) -> Any:
+        return planned(models.fused_loss, inputs, **degrees).apply(
+            models.fused_loss, inputs=inputs, optimizer=optimizer()
+        )
+
+    first, second = run_of(dp=2, tp=4, zero=1), run_of(dp=8, zero=3)
+    trained, _ = first.step(first.start(state.params), batch)
+    with tempfile.TemporaryDirectory() as folder, orbax.checkpoint.StandardCheckpointer() as library:
+        library.save(Path(folder) / "step", first.checkpoint(trained))
+        library.wait_until_finished()
+        restored = second.resume(library.restore(Path(folder) / "step", second.checkpoint_shapes()))
+    expected, loss = first.step(trained, batch)
+    resumed, resumed_loss = second.step(restored, batch)
+    return {
+        "error": error(second.parameters(resumed), first.parameters(expected)),
+        "state_error": error(second.checkpoint(resumed).optimizer, first.checkpoint(expected).optimizer),
+        "loss": float(resumed_loss),
+        "expected": float(loss),
+        "moment": str(restored.optimizer[1][0].mu["layers"][0]["qkv"].sharding.spec),
+    }
+
+
+def grouped_loss(params: Any, batch: Any) -> Any:
+    """A scanned transformer with two heads of keys for eight of queries."""
+
+    def block(x: Any, p: Any) -> tuple[Any, None]:
+        query, key, value = ((x @ p[name]).reshape(*x.shape[:2], -1, models.SIZE) for name in ("q", "k", "v"))
+        key, value = (jnp.repeat(part, models.HEADS // 2, axis=2) for part in (key, value))
+        return x + attend(query, key, value).reshape(*x.shape[:2], -1) @ p["o"], None
+
+    x, _ = jax.lax.scan(block, params["embed"][batch["ids"]], params["layers"])
+    return cross_entropy(x @ params["embed"].T, batch["labels"])
+
+
+def grouped_heads() -> dict[str, Any]:
+    """More tensor-parallel devices than heads of keys."""
+    width, heads = models.WIDTH, {"q": models.HEADS, "k": 2, "v": 2}
+    layers = {name: (2, width, count * models.SIZE) for name, count in heads.items()}
+    layers |= {"o": (2, models.HEADS * models.SIZE, width)}
+    inputs = (models.weights({"embed": (models.WORDS, width), "layers": layers}), models.batch(BATCH))
+    columns = {"params.layers.k*": 1, "params.layers.v*": 1}
+    plan = planned(grouped_loss, inputs, dp=2, tp=4, constraints=columns)
+    run = plan.apply(grouped_loss, inputs=inputs, optimizer=optax.sgd(0.1))
+    state, loss = run.step(run.start(inputs[0]), inputs[1])
+    expected, gradients = jax.value_and_grad(grouped_loss)(*inputs)
+    trained = jax.tree.map(lambda array, gradient: array - 0.1 * gradient, inputs[0], gradients)
+    return {
+        "error": error(run.parameters(state), trained),
+        "loss": float(loss),
+        "expected": float(expected),
+        "key": str(run.specs["layers"]["k"]),
+    }
+
+
 RUNS = {
     "whole step": whole_step,
     "hand-written": hand_written,
     "own mesh": own_mesh,
     "statistics": statistics,
     "module": module,
+    "grouped heads": grouped_heads,
+    "checkpoint": checkpoint,
 }
+
+
+def in_two_processes(folder: Path, rank: int, port: str) -> None:
+    """Some steps on the devices of two processes, under plans whose axes lie within and across them."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+    state, batch = fused_state()
+    inputs, losses = (state.params, batch), {}
+    for name, degrees in {"dp2 tp4": {"dp": 2, "tp": 4, "zero": 1}, "dp8": {"dp": 8, "zero": 3}}.items():
+        run = planned(models.fused_loss, inputs, **degrees).apply(
+            models.fused_loss, inputs=inputs, optimizer=optimizer()
+        )
+        trained, losses[name] = run.start(state.params), []
+        for _ in range(STEPS):
+            trained, loss = run.step(trained, batch)
+            losses[name].append(float(loss))
+    _, expected = steps(jax.jit(train_step), state, batch)
+    measured = {"losses": losses, "expected": expected, "devices": len(jax.devices()), "own": jax.local_device_count()}
+    (folder / f"{rank}.json").write_text(json.dumps(measured))
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Run some cases, one after the other."""
     jax.config.update("jax_disable_most_optimizations", True)
+    if names[:1] == ["--process"]:
+        in_two_processes(folder, int(names[1]), names[2])
+        return
     for name in names or RUNS:
         (folder / f"{name}.json").write_text(json.dumps(RUNS[name](), indent=1))
 
