@@ -200,7 +200,7 @@ def megatron_lm(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:
     )
     if expected["mesh"]["tp"] * expected["mesh"]["dp_shard"] < expected["devices"] or expected["ep"] > 1:
         return shown
-    in_processes(expected["devices"], 29617, _megatron_step, chosen)
+    in_processes(expected["devices"], 29617, _megatron_step, expected["mesh"]["tp"])
     return (*shown, "loss and gradients of its GPTModel at tp 2 on CPUs are those at tp 1")
 
 
@@ -232,8 +232,11 @@ def _megatron_groups(rank: int, options: dict[str, Any], degrees: dict[str, int]
         assert dist.get_process_group_ranks(group) == list(range(first, first + ep * tp, tp)), rank
 
 
-def _megatron_step(rank: int, chosen: dict[str, Any]) -> None:
-    """A GPTModel of the local layers: its loss and gradients as the plan divides it, against those at tp 1."""
+def _megatron_step(rank: int, planned_tp: int) -> None:
+    """A GPTModel of the local layers: its loss and gradients as the plan divides it, against those at tp 1.
+
+    Sequences stay whole: the local layers' norm is torch's, and splits none.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -247,22 +250,20 @@ def _megatron_step(rank: int, chosen: dict[str, Any]) -> None:
     tokens = torch.arange(64).reshape(2, 32)
     positions, mask = torch.arange(32).repeat(2, 1), torch.triu(torch.ones(1, 1, 32, 32), 1).bool()
     measured = []
-    alone = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
     plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "gradient_accumulation_fusion": False}
-    for settings in ({**chosen, **alone}, chosen):
-        parallel_state.initialize_model_parallel(settings["tensor_model_parallel_size"])
+    for tp in (1, planned_tp):
+        parallel_state.initialize_model_parallel(tp)
         torch.manual_seed(0)
         sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "use_cpu_initialization": True}
-        config = TransformerConfig(**sizes, **plain, **{key: settings[key] for key in alone})
+        config = TransformerConfig(**sizes, **plain, tensor_model_parallel_size=tp)
         model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=32)
         loss = model(tokens, positions, mask, labels=tokens.roll(1, 1)).mean()
         loss.backward()
         measured.append((loss.detach(), model.decoder.layers[0].mlp.linear_fc1.weight.grad))
         parallel_state.destroy_model_parallel()
     (whole_loss, whole), (loss, part) = measured
-    tp = chosen["tensor_model_parallel_size"]
     torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(part, whole.chunk(tp)[rank % tp], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(part, whole.chunk(planned_tp)[rank % planned_tp], rtol=1e-4, atol=1e-6)
 
 
 def megatron_bridge(folder: Path, expected: dict[str, Any]) -> tuple[str, ...]:

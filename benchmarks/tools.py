@@ -66,7 +66,7 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
         {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 1, "recompute": "none", "precision": "fp8"},
         {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 1, "recompute": "none"},
         {"dp": 4, "ep": 2, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": True},
-        {"dp": 4, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": True},
+        {"dp": 4, "tp": 2, "pp": 1, "zero": 1, "recompute": "none", "sequence_parallel": False},
     ],
     "megatron-bridge": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
     "deepspeed": [
