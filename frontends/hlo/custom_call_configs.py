@@ -14,6 +14,7 @@ from typing import Any
 
 from phaze.frontends.hlo.hlo_text import Instruction, Shape
 from phaze.frontends.hlo.opcode_attributes import attributes_of
+from phaze.frontends.stablehlo.op_rules.kernels import find_value
 
 __all__ = ["Kernel", "configuration", "known_kernel"]
 
@@ -58,7 +59,7 @@ def configuration(instruction: Instruction) -> Mapping[str, Any]:
 
 def _dot_numbers(config: Mapping[str, Any], shapes: Sequence[Shape]) -> dict[str, list[int]] | None:
     """The dimension numbers in a configuration, wherever it nests them; those of a plain product where it has none."""
-    found = _find(config, "dot_dimension_numbers")
+    found = find_value(config, "dot_dimension_numbers")
     if not isinstance(found, Mapping):
         if len(shapes[0].dims) != 2 or len(shapes[1].dims) != 2 or shapes[0].dims[1] != shapes[1].dims[0]:
             return None
@@ -73,12 +74,3 @@ def _dot_numbers(config: Mapping[str, Any], shapes: Sequence[Shape]) -> dict[str
         name: [int(dim) for spelling in spellings for dim in found.get(spelling, ())]
         for name, spellings in names.items()
     }
-
-
-def _find(config: object, name: str) -> object:
-    """The value of a key, in a mapping or in one inside of it."""
-    if not isinstance(config, Mapping):
-        return None
-    if name in config:
-        return config[name]
-    return next((value for value in (_find(inner, name) for inner in config.values()) if value is not None), None)

@@ -18,7 +18,7 @@ from phaze.frontends.stablehlo.symbols import Call, Shape, Unsupported, Value, V
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
 from phaze.ir.shape_rules import elementwise_rule
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "find_value"]
 
 _PASSES_THROUGH = re.compile(
     r"xla\.sdy\.FuncResultSharding|AwsNeuronTransferWithStaticRing|AwsNeuronModuleMarker\w*|MoveTo(Host|Device)|"
@@ -62,7 +62,11 @@ def _custom_call(call: Call) -> Values:
 
 def _kernel_name(call: Call, target: str) -> str:
     """The target and the name of the kernel: attributes or the configuration have it."""
-    named = call.attribute("kernel_name") or _find(_config(call), "kernel_name") or _find(_config(call), "func_name")
+    named = (
+        call.attribute("kernel_name")
+        or find_value(_config(call), "kernel_name")
+        or find_value(_config(call), "func_name")
+    )
     return f"{target} {named}" if named else target
 
 
@@ -81,17 +85,17 @@ def _config(call: Call) -> object:
     return {}
 
 
-def _find(config: object, name: str) -> object:
-    """The value of a key, in a dictionary or in one inside of it."""
+def find_value(config: object, name: str) -> object:
+    """The value of a key of a configuration, in a dictionary or in one inside of it."""
     if not isinstance(config, dict):
         return None
     if name in config:
         return config[name]
-    return next((value for value in (_find(inner, name) for inner in config.values()) if value is not None), None)
+    return next((value for value in (find_value(inner, name) for inner in config.values()) if value is not None), None)
 
 
 def _note_flops(call: Call, name: str) -> None:
-    estimate = _find(_config(call), "cost_estimate")
+    estimate = find_value(_config(call), "cost_estimate")
     flops = estimate.get("flops") if isinstance(estimate, dict) else None
     if isinstance(flops, int | float) and flops > 0:
         call.recorder.note(
@@ -172,7 +176,7 @@ class _AttentionLayout:
         self.context = (b, grouped, s, e)
 
     def _heads_dim(self, query: Shape) -> int:
-        scores = _find(_find(_config(self.call), "intermediate_tensor_shape"), "dimensions")
+        scores = find_value(find_value(_config(self.call), "intermediate_tensor_shape"), "dimensions")
         if isinstance(scores, list) and len(scores) == 4 and query[1] != query[2]:
             return 1 if query[1] == int(scores[1]) else 2
         return 2 if query[2] <= query[1] else 1
