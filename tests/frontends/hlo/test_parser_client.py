@@ -86,7 +86,7 @@ DYNAMIC = (
     'module { func.func @main(%a: tensor<2xf32>, %b: tensor<?x3xf32> loc("batch")) -> tensor<?x3xf32> '
     "{ return %b : tensor<?x3xf32> } }"
 )
-UNKNOWN = 'module { func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> { %0 = "foo.bar"(%a) : (tensor<2xf32>) -> '
+UNKNOWN = "module { func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> { %0 = foo.bar %a : "
 UNKNOWN += "tensor<2xf32>\n return %0 : tensor<2xf32> } }"
 
 
@@ -98,7 +98,7 @@ UNKNOWN += "tensor<2xf32>\n return %0 : tensor<2xf32> } }"
         ("\0\0\0\0", ImportModelError, "has no function 'main'"),
         (NO_MAIN, ImportModelError, r"has no function 'main' \(functions: other, more\); name the one to import"),
         (DYNAMIC, ImportModelError, r"argument 1 \('batch'\) has the dynamic shape \[\?, 3\]; export the model with"),
-        (UNKNOWN, FormatError, r"could not be read as StableHLO text: .*unregistered dialect"),
+        (UNKNOWN, FormatError, r"as StableHLO text: line 1 has foo\.bar, an operation of the dialect 'foo'"),
         ("module { this is not MLIR", FormatError, "could not be read as StableHLO text"),
         ("once upon a time", FormatError, "could not be read as StableHLO text"),
     ],
