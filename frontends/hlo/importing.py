@@ -60,12 +60,12 @@ def _import(sources: Sequence[ModuleBytes], options: Mapping[str, object], parse
     limit = options.get("time_limit_s") or TIME_LIMIT_S
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
         raise ImportModelError(f"time_limit_s is {limit!r}; expected a positive number of seconds.")
-    found = [
+    candidates = [
         _FoundModule(source, Module.from_document(document))
         for source in sources
         for document in parser.parse(source.data, source.form, time_limit_s=float(limit), name=source.name)
     ]
-    source, module = _chosen(found, options.get("module"))
+    source, module = _chosen(candidates, options.get("module"))
     try:
         graph = _graph(module, options, is_shuffled=source.form in (Form.HLO_TEXT, Form.HLO_PROTO))
     except RecursionError:
@@ -89,21 +89,23 @@ class _FoundModule:
         return (self.module.name, self.module.name.removeprefix("jit_"), file, file.partition(".")[0])
 
 
-def _chosen(found: Sequence[_FoundModule], wanted: object) -> tuple[ModuleBytes, Module]:
+def _chosen(candidates: Sequence[_FoundModule], wanted: object) -> tuple[ModuleBytes, Module]:
     """The module of a name, else the one with the most flops in products, with a note where there are others."""
     if wanted is not None:
-        named = [one for one in found if str(wanted) in one.names]
+        named = [candidate for candidate in candidates if str(wanted) in candidate.names]
         if not named:
-            listed = ", ".join(dict.fromkeys(one.module.name for one in found[:MOST_LISTED]))
-            raise ImportModelError(f"there is no module {str(wanted)!r}; the {len(found)} modules here are {listed}.")
+            listed = ", ".join(dict.fromkeys(candidate.module.name for candidate in candidates[:MOST_LISTED]))
+            raise ImportModelError(
+                f"there is no module {str(wanted)!r}; the {len(candidates)} modules here are {listed}."
+            )
         return named[0].source, named[0].module
-    if len(found) == 1:
-        return found[0].source, found[0].module
-    flops = [product_flops(one.module) for one in found]
-    best = found[flops.index(max(flops))]
+    if len(candidates) == 1:
+        return candidates[0].source, candidates[0].module
+    flops = [product_flops(candidate.module) for candidate in candidates]
+    best = candidates[flops.index(max(flops))]
     note = (
         f"took the module {best.module.name} of {Path(best.source.name).name}, which has the most flops in products "
-        f"({max(flops):.3g}) of {len(found)} modules; pass module= (--module NAME) to take another"
+        f"({max(flops):.3g}) of {len(candidates)} modules; pass module= (--module NAME) to take another"
     )
     return replace(best.source, notes=(*best.source.notes, note)), best.module
 
