@@ -59,6 +59,7 @@ def import_with_plugins(
         if inputs is not None:
             raise ImportModelError(f"{model!r} describes its own inputs; pass sequence_length instead of inputs.")
         return _build_named(plugins.named_models().offer(model), options)
+    failed: list[tuple[Offer[Frontend], Exception]] = []
     for offer in _accepting(plugins, model):
         _check_options(offer, options, offer.value.options)
         _check_libraries(offer)
@@ -68,6 +69,9 @@ def import_with_plugins(
             raise
         except Exception as error:
             plugins.report_failure(offer.origin, f"frontend {offer.name!r}", error)
+            failed.append((offer, error))
+    if failed:
+        raise _plugin_error("frontend", *failed[0]) from failed[0][1]
     raise _nobody_imports(plugins, model)
 
 

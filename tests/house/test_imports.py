@@ -120,15 +120,21 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
 
 
 def test_a_model_that_nobody_imports_lists_the_frontends_and_the_failures() -> None:
-    manager = manager_of(a=frontends(SampleFrontend("breaks", int, ZeroDivisionError("by nought"))))
+    asking = SampleFrontend("asks", ZeroDivisionError("by nought"), graph_called("A"))  # type: ignore[arg-type]
+    manager = manager_of(a=frontends(asking))
     with (
         pytest.warns(PluginWarning),
-        pytest.raises(
-            ImportModelError, match=r"no frontend imports an object of type int. Frontends: breaks"
-        ) as raised,
+        pytest.raises(ImportModelError, match=r"no frontend imports an object of type int. Frontends: asks") as raised,
     ):
         imported(manager, 3)
-    assert "plugin 'a' of a-dist 1.0 failed in frontend 'breaks'" in raised.value.__notes__[0]
+    assert "plugin 'a' of a-dist 1.0 failed in frontend 'asks'" in raised.value.__notes__[0]
+
+
+def test_a_model_whose_only_frontend_fails_says_how_that_failed() -> None:
+    manager = manager_of(a=frontends(SampleFrontend("breaks", int, ZeroDivisionError("by nought"))))
+    failure = r"frontend 'breaks' \(plugin 'a' of a-dist 1.0\) failed: ZeroDivisionError: by nought"
+    with pytest.warns(PluginWarning), pytest.raises(PluginError, match=failure):
+        imported(manager, 3)
 
 
 def test_a_graph_and_a_saved_graph_import_as_themselves(tmp_path: Path) -> None:
