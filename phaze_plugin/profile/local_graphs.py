@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from phaze.cost import Collective, price_ops
 from phaze.cost.attention_masks import BALANCED_OVER
+from phaze.errors import GraphError, ShardError
 from phaze.hardware.precision import cast_graph
 from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.question import Question
@@ -52,12 +53,20 @@ class LocalGraphs:
         exchanges = self._chosen(size, tp, cp) if cp > 1 else {}
         key = (cp, ep, tuple(exchanges.items()))
         if (key, size) not in self._at_size:
-            if key not in self._sliced:
-                imbalance = self.question.expert_imbalance
-                self._sliced[key] = device_graph(
-                    self.graph, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance
-                )
-            sized = self._sliced[key].with_micro_batch(size)
+            try:
+                if key not in self._sliced:
+                    imbalance = self.question.expert_imbalance
+                    self._sliced[key] = device_graph(
+                        self.graph, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance
+                    )
+                sized = self._sliced[key].with_micro_batch(size)
+            except GraphError as error:
+                if cp == ep == 1:
+                    raise
+                # Some captured graphs have ops whose slices contradict each other: such degrees are left out by name.
+                raise ShardError(
+                    f"model {self.graph.name!r} cannot be split for cp={cp} and ep={ep}: {error}"
+                ) from error
             self._at_size[key, size] = cast_graph(sized, self.question.recipe)
         return self._at_size[key, size]
 

@@ -1,11 +1,14 @@
-"""One GPT through torch, JAX unrolled, JAX scanned and config: one plan."""
+"""One GPT through torch, JAX unrolled, JAX scanned and config: one plan; and what cannot be split is left out."""
 
+import jax
+import jax.numpy as jnp
 import jax_models
 import pytest
 import torch_models
 from plans import checked, small_cluster
 
 import phaze
+from phaze.errors import PlanError
 from phaze.ir import Graph
 
 LENGTH, WIDTH, HEADS, LAYERS, WORDS = 512, 2048, 16, 2, 1000
@@ -44,3 +47,25 @@ def test_one_model_from_four_frontends_gets_one_plan(graphs: dict[str, Graph]) -
     assert len(cuts) == 1
     times = [plan.step_time_s for plan in plans.values()]
     assert max(times) < 1.5 * min(times)
+
+
+def test_degrees_that_a_captured_model_does_not_allow_are_left_out_by_name() -> None:
+    """An associative scan over time is captured as slices that split sequences contradict."""
+
+    def loss(parameters: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        x = parameters["embed"][batch["ids"]]
+        keep = jax.nn.sigmoid(x @ parameters["decay"])
+        _, states = jax.lax.associative_scan(
+            lambda early, late: (early[0] * late[0], early[1] * late[0] + late[1]), (keep, (1 - keep) * x), axis=1
+        )
+        chosen = jax.nn.log_softmax(states @ parameters["head"])
+        return -jnp.take_along_axis(chosen, batch["labels"][..., None], -1).mean()
+
+    shapes = {"embed": (32, 16), "decay": (16, 16), "head": (16, 32)}
+    parameters = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("ids", "labels")}
+    graph = phaze.import_graph(loss, (parameters, batch))
+    question = {"cluster": small_cluster(devices=4), "global_batch_size": 8, "target": None}
+    assert phaze.optimize(graph, cp=(1, 2), **question).strategy.cp == 1
+    with pytest.raises(PlanError, match="cannot be split for cp=2"):
+        phaze.optimize(graph, cp=(2,), **question)
