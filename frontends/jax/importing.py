@@ -354,7 +354,10 @@ def _lower(function: Any, *arguments: Any) -> jax.stages.Lowered:
             return for_platform
         except Exception as error:  # a kernel of the one chip fails in the lowering of the other in any way
             refusal = ValueError(f"{refusal}; for {platform}: {type(error).__name__}: {error}")
-    raise ImportModelError(f"the function has Pallas kernels that cannot be lowered: {refusal}")
+    raise ImportModelError(
+        f"the function has Pallas kernels that cannot be lowered: {refusal}. Import it where their chip is, or with "
+        "the same computation in plain JAX in their place."
+    )
 
 
 def _fitting_primes(task: _ImportTask) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class LocalGraphs:
                     raise
                 # Some captured graphs have ops whose slices contradict each other: such degrees are left out by name.
                 raise ShardError(
-                    f"model {self.graph.name!r} cannot be split for cp={cp} and ep={ep}: {error}"
+                    f"model {self.graph.name!r} cannot be split for cp={cp} and ep={ep}: {error} Use cp=1 and ep=1."
                 ) from error
             self._at_size[key, size] = cast_graph(sized, self.question.recipe)
         return self._at_size[key, size]
