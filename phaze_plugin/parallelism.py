@@ -114,6 +114,11 @@ class Parallelism:
         return self.dp * self.cp
 
     @property
+    def devices(self) -> int:
+        """Devices that it takes, where every stage takes tp of them."""
+        return self.replicas * self.tp * self.pp
+
+    @property
     def shard_devices(self) -> int:
         """How many of them ZeRO divides its states over."""
         return self.replicas if self.shard == ALL_DEVICES else int(self.shard)

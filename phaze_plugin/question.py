@@ -38,6 +38,7 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import Graph
 from phaze.ir.graph_json import graph_content_json
 from phaze.limits import check_limit
+from phaze.objective import Objective, settled_objective
 from phaze.offered_choices import (
     growing,
     marks_batch,
@@ -103,7 +104,11 @@ class QuestionOptions(TypedDict, total=False):
         constraints: layouts that parameters or tensors must have.
         calibration: a Calibration or the file of one, instead of the chip's own.
         attention: "fused" (one kernel that stores no scores) or "unfused"; by default what the chip's software does.
-        gap: how far from the proven optimum the answer may stay, as a part of the step time.
+        objective: what is made small: "throughput" (the step time on all devices, the default), "cost" (money per
+            million tokens), "energy" (joules per token) or "devices"; all but the first choose how many are used.
+        price: money for one device-hour, for the cost; by default the cluster's.
+        step_time: seconds that a step may take at most, for the fewest devices; by default whatever fits.
+        gap: how far from the proven optimum the answer may stay, as a part of what is made small.
         solver: the linear solver of sharding and schedules (highs, scip, cp-sat, gurobi, or a plugin's); by default the
             built-in ones shard, and an exact search schedules.
     """
@@ -125,6 +130,9 @@ class QuestionOptions(TypedDict, total=False):
     constraints: Sequence[LayoutConstraint] | Mapping[str, int | None] | None
     calibration: Calibration | str | PathLike[str] | None
     attention: str | None
+    objective: str
+    price: float | None
+    step_time: float | None
     gap: float
     solver: str | None
 
@@ -148,6 +156,8 @@ class Question:
         attention: how attention runs, which the graph shows already.
         expert_imbalance: how many times its equal share of tokens each expert is priced with.
         prices: prices of ops that plugins bring.
+        objective: what is made small.
+        most_devices: how many devices a plan might have used, where `cluster` is as many of them as it uses.
         gap: how far from the proven optimum the answer may stay.
         solver: the solver that was asked for, with the ones behind it; None for the automatic choice.
         notes: which defaults were taken.
@@ -168,6 +178,8 @@ class Question:
     fixed: Mapping[str, object] = field(default_factory=dict)
     constraints: tuple[LayoutConstraint, ...] = ()
     prices: Mapping[str, OpPricer] = field(default_factory=dict)
+    objective: Objective = field(default_factory=Objective)
+    most_devices: int | None = None
     gap: float = 0.01
     solver: SolverChain | None = None
     notes: tuple[str, ...] = ()
@@ -331,12 +343,18 @@ def ask(
         attention=attention,
         expert_imbalance=imbalance,
         prices=plugin_prices(plugins),
+        objective=_objective(options, cluster),
         gap=float(options.get("gap", 0.01)),
         solver=_solver(options.get("solver"), plugins),
         grows=growing(options, graph),
         notes=(*graph.notes, *notes),
     )
     return question if strategy is None else question.with_strategy(strategy)
+
+
+def _objective(options: QuestionOptions, cluster: Cluster) -> Objective:
+    named = (options.get("objective", "throughput"), options.get("price"), options.get("step_time"))
+    return settled_objective(*named, cluster.price_per_device_hour)
 
 
 def _expert_imbalance(given: object, graph: Graph) -> float:

@@ -89,6 +89,7 @@ def add_question_options(parser: ArgumentParser) -> None:
     )
     add_attention_option(parser)
     parser.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
+    add_objective_options(parser)
     parser.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
     )
@@ -98,6 +99,18 @@ def add_question_options(parser: ArgumentParser) -> None:
         help="solver of sharding and schedules: highs, scip, cp-sat or gurobi",
     )
     add_file_arguments(parser)
+
+
+def add_objective_options(parser: ArgumentParser) -> None:
+    """Add what is made small."""
+    parser.add_argument(
+        "--objective",
+        default="throughput",
+        metavar="NAME",
+        help="throughput (default), cost, energy or devices; the last three take as many devices as serve them best",
+    )
+    parser.add_argument("--price", type=float, metavar="X", help="money for one device-hour, for the cost")
+    parser.add_argument("--step-time", type=float, metavar="S", help="seconds that a step may take, for the devices")
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -124,6 +137,9 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "attention": arguments.attention,
         "expert_imbalance": arguments.expert_imbalance,
         "target": None if arguments.target == "none" else arguments.target,
+        "objective": arguments.objective,
+        "price": arguments.price,
+        "step_time": arguments.step_time,
         "gap": arguments.gap,
         "solver": arguments.solver,
         "frontend_options": file_options(arguments) or None,

@@ -86,12 +86,14 @@ class AxisSpan:
 class Cluster:
     """``device_count`` equal accelerators joined by ``levels``, innermost first.
 
-    Levels that join fewer devices than there are, and fields of other types, are a `HardwareError`.
+    ``price_per_device_hour`` is the money that one device costs in an hour, where that is known. Levels that join fewer
+    devices than there are, and fields of other types, are a `HardwareError`.
     """
 
     accelerator: Accelerator
     device_count: int
     levels: tuple[InterconnectLevel, ...] = ()
+    price_per_device_hour: float | None = None
 
     def __post_init__(self) -> None:
         """Check types, and that the levels join all devices."""
@@ -107,6 +109,9 @@ class Cluster:
             )
         object.__setattr__(self, "device_count", positive_integer("cluster", "device_count", self.device_count))
         object.__setattr__(self, "levels", levels)
+        if self.price_per_device_hour is not None:
+            price = positive("cluster", "price_per_device_hour", self.price_per_device_hour)
+            object.__setattr__(self, "price_per_device_hour", price)
         joined = math.prod(level.size for level in self.levels)
         if joined < self.device_count:
             sizes = " x ".join(str(level.size) for level in self.levels) or "no levels"

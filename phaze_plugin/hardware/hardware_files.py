@@ -4,7 +4,8 @@
 {"version": 1, "kind": "cluster", "cluster": {"device_count": n, "accelerator": {...} or "NAME",
  "levels": [{"size": n, "bandwidth_bytes_per_s": x, "latency_s": x}, ...]}}
 
-A level may also have "links": "ring" or "line" for a dimension of a torus; a switch is not written.
+A level may also have "links": "ring" or "line" for a dimension of a torus; a switch is not written. A cluster may have
+"price_per_device_hour": money that one device costs in an hour.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def cluster_to_json(cluster: Cluster) -> dict[str, object]:
         links = level.pop("links")
         if links.is_row:
             level["links"] = links.value
+    if document["price_per_device_hour"] is None:
+        del document["price_per_device_hour"]
     return document
 
 

@@ -21,6 +21,7 @@ from phaze.file_writing import write_whole
 from phaze.hardware import PrecisionRecipe
 from phaze.installed import installed_plugins
 from phaze.json_records import from_document, to_document
+from phaze.objective import Objective, ObjectiveValue
 from phaze.parallelism import Parallelism
 from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
 from phaze.plan.plan_integrity import check_integrity
@@ -61,8 +62,8 @@ FORMAT = "phaze-plan"
 _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
-VERSION = 6
-"""Version 6 has calibrations with a share of 8-bit products, version 5 how products and exchanges of keys are run."""
+VERSION = 7
+"""Version 7 has objectives, version 6 calibrations with a share of 8-bit products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,8 @@ class StageLayer:
 class Stage:
     """One stage: its layers, and the ranks that run it, all copies, tensor-parallel neighbours side by side.
 
-    `place` is the stage's position along pp and `chunk` its number among the stages of that position. The memory is
-    that of one device there, all its chunks together, by item, with `total` and `capacity`. `passes` are the parts of
-    its seconds, of which `Plan.timeline` is made.
+    `place` is its position along pp, `chunk` its number among the stages there. The memory is that of one device, all
+    its chunks together, by item, with `total` and `capacity`. `passes` are what `Plan.timeline` is made of.
     """
 
     layers: tuple[StageLayer, ...]
@@ -103,8 +103,8 @@ class Stage:
 class OpTime:
     """One op of a layer, with what is fused into it, for one microbatch on one device.
 
-    `phase` is forward, backward or recompute. `binding` says what decides its time: compute, memory, fill or overhead
-    of the chip, or the link of a collective. Views take no time and are left out.
+    `phase` is forward, backward or recompute. `binding` says what decides its time: compute, memory, fill, overhead or
+    the link of a collective. Views are left out.
     """
 
     name: str
@@ -130,9 +130,8 @@ class LayerKind:
 class Landscape:
     """Strategies that the search met, as columns: simulated ones, then the others by the bound under their time.
 
-    `memory_bytes` is that of the fullest device, or a bound under it where nothing was simulated. `state` is
-    "simulated", "pruned" (its bound does not beat the plan) or "open" (not looked at before the effort was spent). Of
-    `met` strategies the fastest are listed. `shard` is the number of devices that states are divided over, or 1.
+    `memory_bytes` is that of the fullest device, or a bound under it. `state` is "simulated", "pruned" (its bound does
+    not beat the plan) or "open" (not looked at). Of `met` strategies the fastest are listed. `shard` may be 1.
     """
 
     met: int
@@ -176,10 +175,7 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Where a step goes on the device that ends last; the parts add up to the step.
-
-    Compute includes what is recomputed; exposed communication is what no work hides.
-    """
+    """Where a step goes on the device that ends last: compute (recompute included), links that nothing hides, .."""
 
     compute_s: float
     exposed_communication_s: float
@@ -202,7 +198,7 @@ class ModelFacts:
 class QuestionFacts:
     """What was asked, defaults settled; `strategy` is what the user fixed, as `phaze.evaluate` took it.
 
-    `has_shard_groups` says whether ZeRO may shard over groups of the data-parallel devices.
+    `has_shard_groups`: ZeRO may shard over groups of devices. `most_devices` are those that might have been used.
     """
 
     global_batch_size: int
@@ -215,6 +211,8 @@ class QuestionFacts:
     calibration: Calibration
     attention: AttentionMode
     expert_imbalance: float
+    objective: Objective
+    most_devices: int
     target: str | None
     gap: float
     solver: str | None
@@ -226,9 +224,9 @@ class QuestionFacts:
 class Provenance:
     """How the numbers were obtained.
 
-    `prices` is "ideal" or names the calibration; `comparable` says how far known runs like it lay from predictions;
-    `target` is what the plan was written for; `schedules` counts the passes of layers that were scheduled and those
-    proven within one percent; `coverage_bytes` is the share of the model's bytes in ops that have a rule.
+    `prices` names the calibration or is "ideal"; `comparable` says how far runs like it lay from predictions;
+    `schedules` counts scheduled passes of layers and those proven within one percent; `coverage_bytes` is the share of
+    the model's bytes in ops that have a rule.
     """
 
     prices: str
@@ -302,9 +300,10 @@ class Explainer(Protocol):
 class Plan:
     """What `phaze.optimize` returns; see the module's words and those of its parts.
 
-    `bound_s`: no plan of any slicing that was offered (of the strategy, where one was given) is faster. `gap` is
-    (step_time_s - bound_s) / step_time_s. `is_explained` is False while nobody has looked for runners-up and changes;
-    `explain()` does, by the `explainer`.
+    `bound_s`: no plan of any slicing that was offered (of the strategy, where one was given) is faster on as many
+    devices. `value` is what was made small. `gap` is (reached - bound) / reached of it, and where the fewest devices
+    were asked for at least that of the step. `is_explained` is False while nobody has looked for runners-up and
+    changes; `explain()` does, by the `explainer`.
     """
 
     model: ModelFacts
@@ -321,6 +320,7 @@ class Plan:
     mfu: float
     energy: Mapping[str, float]
     bound_s: float
+    value: ObjectiveValue
     gap: float
     provenance: Provenance
     hashes: Hashes

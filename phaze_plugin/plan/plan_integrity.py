@@ -20,9 +20,10 @@ from phaze.errors import FormatError, shown
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.json_records import to_document
 from phaze.limits import check_limit
+from phaze.objective import ObjectiveKind
 from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
-from phaze.plan.plan_status import PlanStatus, proven_status
+from phaze.plan.plan_status import PlanStatus, objective_gap, proven_status
 from phaze.question import content_hash
 from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 
@@ -33,6 +34,9 @@ __all__ = ["MEMORY_ITEMS", "check_integrity"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 """What a stage's memory is made of."""
+
+_LONGER = 1 + 1e-6
+"""How much longer than asked a step may be, so that rounding decides nothing."""
 
 _LARGEST_COUNT = 2**62
 """No count of a model is larger; floats hold products of such counts."""
@@ -158,6 +162,7 @@ def _claim_contradictions(plan: Plan) -> Iterator[str]:
         yield "energy.total_j is not the sum of its items"
     if not _is_same(plan.energy["per_token_j"], plan.energy["total_j"] / (batch * facts.tokens_per_sample)):
         yield "energy.per_token_j is not its total over the tokens"
+    yield from _value_contradictions(plan)
     yield from _proof_contradictions(plan)
     if plan.provenance.prices != plan.question.calibration.name:
         yield "provenance.prices is not the name of the question's calibration"
@@ -167,10 +172,36 @@ def _claim_contradictions(plan: Plan) -> Iterator[str]:
         yield "hashes.question is not that of the question"
 
 
+def _value_contradictions(plan: Plan) -> Iterator[str]:
+    """A value that is not what the plan's other numbers make of what was made small, or devices that are too many."""
+    objective, devices, most = plan.question.objective, plan.cluster.device_count, plan.question.most_devices
+    tokens = float(plan.question.global_batch_size * plan.model.tokens_per_sample)
+    check_limit("devices", most, "the plan's most_devices")
+    if devices > most or (devices < most and not objective.chooses_devices):
+        yield f"question.most_devices is {most} where the plan takes {devices}"
+    derived = {
+        ObjectiveKind.THROUGHPUT: plan.step_time_s,
+        ObjectiveKind.COST: objective.money(devices * plan.step_time_s, tokens),
+        ObjectiveKind.ENERGY: plan.energy["per_token_j"],
+        ObjectiveKind.DEVICES: float(devices),
+    }[objective.kind]
+    if derived is None or not _is_same(plan.value.reached, derived):
+        yield f"value.reached is {plan.value.reached:.9g} where its other numbers make {derived}"
+    if not 0 <= plan.value.bound <= plan.value.reached * (1 + EQUAL_RESULTS) or plan.value.reached <= 0:
+        yield "value.bound is not between 0 and what is reached"
+    if objective.kind is ObjectiveKind.THROUGHPUT and not _is_same(plan.value.bound, plan.bound_s):
+        yield "value.bound is not bound_s"
+    limit_s = objective.step_time_s
+    if limit_s is not None and plan.is_feasible and not plan.question.strategy and plan.step_time_s > limit_s * _LONGER:
+        yield f"step_time_s is {plan.step_time_s:.9g} where at most {limit_s:.9g} was asked"
+
+
 def _proof_contradictions(plan: Plan) -> Iterator[str]:
     """A gap that is not between bound and step, and a status that is not what gap and memory make it."""
-    gap = (plan.step_time_s - plan.bound_s) / plan.step_time_s
-    if not -EQUAL_RESULTS <= gap < 1 or not math.isclose(plan.gap, gap, abs_tol=EQUAL_RESULTS):
+    step_gap = (plan.step_time_s - plan.bound_s) / plan.step_time_s
+    gap = objective_gap(plan.question.objective, plan.value, step_gap)
+    is_gap = -EQUAL_RESULTS <= step_gap < 1 and -EQUAL_RESULTS <= gap <= 1
+    if not is_gap or not math.isclose(plan.gap, gap, abs_tol=EQUAL_RESULTS):
         yield f"gap is {plan.gap:.9g} where step and bound make {gap:.9g}"
     is_fitting = all(stage.fit == Fit.FITS for stage in plan.stages)
     if plan.is_feasible != is_fitting:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from phaze.objective import Objective, ObjectiveKind, ObjectiveValue
 from phaze.tolerances import EQUAL_RESULTS
 
-__all__ = ["PlanStatus", "proven_status"]
+__all__ = ["PlanStatus", "objective_gap", "proven_status"]
 
 
 class PlanStatus(StrEnum):
@@ -24,3 +25,12 @@ def proven_status(gap: float, asked_gap: float) -> PlanStatus:
     if gap <= EQUAL_RESULTS:
         return PlanStatus.OPTIMAL
     return PlanStatus.WITHIN_GAP if gap <= asked_gap + EQUAL_RESULTS else PlanStatus.ABOVE_GAP
+
+
+def objective_gap(objective: Objective, value: ObjectiveValue, step_gap: float) -> float:
+    """How much better another plan could be, as a part of what the plan reaches.
+
+    Of the fewest devices the plan is to be the fastest one, too: the larger of both gaps counts.
+    """
+    gap = (value.reached - value.bound) / value.reached
+    return max(gap, step_gap) if objective.kind is ObjectiveKind.DEVICES else gap

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from phaze.plan.plan import Change, Plan, PlanStatus, RunnerUp
 from phaze.planner import explanation
+from phaze.planner.device_counts import answered_question, find_answer
 from phaze.planner.progress import TimeLimitError, Watch
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question
 
-__all__ = ["FoundSearch", "PlanExplainer"]
+__all__ = ["FoundSearch", "PlanExplainer", "found_search"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +25,12 @@ class FoundSearch:
 
     question: Question
     answer: Answer
+
+
+def found_search(question: Question, watch: Watch) -> FoundSearch:
+    """A question with its search, on the devices that its plan takes."""
+    answer = find_answer(question, watch)
+    return FoundSearch(answered_question(question, answer), answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

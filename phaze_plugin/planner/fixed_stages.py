@@ -27,12 +27,11 @@ from phaze.place.memory.remedies import explain_infeasibility
 from phaze.place.model.data_degrees import listed_shards
 from phaze.plan.plan import Plan
 from phaze.planner.least_step_time import least_time_s
-from phaze.planner.progress import TimeLimitError, Watch
+from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.planner.strategy_search import (
     Answer,
     Candidate,
     nearest_tp,
-    nothing_found,
     placement_problem,
 )
 from phaze.profile.local_graphs import LocalGraphs

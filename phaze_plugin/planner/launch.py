@@ -19,11 +19,11 @@ from phaze.capabilities import Capabilities
 from phaze.errors import FormatError, PhazeError, PlanError
 from phaze.json_records import to_document
 from phaze.plan.plan import VERSION, Plan, PlanStatus, RunFacts, plan_from_document, read_plan
-from phaze.planner.explainer import FoundSearch, PlanExplainer
+from phaze.planner.device_counts import on_devices
+from phaze.planner.explainer import PlanExplainer, found_search
 from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.plan_building import build_plan, question_facts
 from phaze.planner.progress import Watch
-from phaze.planner.strategy_search import choose
 from phaze.question import Question, content_hash
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def plan_together(world: World, ask: Callable[[], Question], answer: Callable[[Q
     _raise_together(error, answers := _gather(world, outcome))
     plan = plan_from_document(answers[0]["plan"], "the plan of rank 0")
     asked = question
-    return replace(plan, explainer=PlanExplainer(lambda model, inputs: FoundSearch(asked, choose(asked, Watch()))))
+    return replace(plan, explainer=PlanExplainer(lambda model, inputs: found_search(asked, Watch())))
 
 
 def _gather(world: World, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,6 +135,8 @@ def _still_holds(kept: Plan, question: Question) -> bool:
     """
     asked = replace(question_facts(question), micro_batch_size=(), tp=())  # what was offered may have grown
     said = replace(kept.question, micro_batch_size=(), tp=())
+    if question.objective.chooses_devices:
+        question = on_devices(question, kept.cluster.device_count)
     hashes = (kept.hashes.graph, kept.hashes.hardware, kept.hashes.version)
     if hashes != (question.graph_hash, question.hardware_hash, phaze.__version__):
         return False

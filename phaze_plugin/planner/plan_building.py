@@ -12,6 +12,7 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.ir import RecomputeMode
 from phaze.ir.layers import Boundary
 from phaze.json_records import from_document, to_document
+from phaze.objective import ObjectiveKind, ObjectiveValue
 from phaze.parallelism import Parallelism
 from phaze.place import DeviceMemory, Fit, Placement
 from phaze.plan.plan import (
@@ -28,9 +29,9 @@ from phaze.plan.plan import (
     TimeSplit,
 )
 from phaze.plan.plan_integrity import MEMORY_ITEMS
-from phaze.plan.plan_status import proven_status
+from phaze.plan.plan_status import objective_gap, proven_status
 from phaze.planner.layer_times import LayerKinds, layer_kinds
-from phaze.planner.least_step_time import least_time_s, step_flops
+from phaze.planner.least_step_time import least_time_s, least_value, step_flops
 from phaze.planner.plan_energy import step_energy
 from phaze.planner.search_landscape import landscape
 from phaze.planner.strategy_search import Answer, Candidate
@@ -55,13 +56,16 @@ def build_plan(question: Question, answer: Answer) -> Plan:
     placement = answer.placement
     if answer.is_interrupted:
         answer = replace(answer, candidates=(), pruned=(), refused={}, bound_s=least_time_s(question))
+        answer = replace(answer, bound_value=least_value(question))
     else:
         question = replace(question, choices=answer.question.choices)  # the sizes and tp that were looked at
     tokens = question.graph.tokens_per_sample
     seconds = placement.time_s
     samples_per_s = question.global_batch_size / seconds
     bound_s = min(answer.bound_s, seconds)
-    gap = (seconds - bound_s) / seconds
+    energy = step_energy(question, answer, float(question.global_batch_size * tokens))
+    value = _value(question, answer, bound_s, energy["per_token_j"])
+    gap = objective_gap(question.objective, value, (seconds - bound_s) / seconds)
     kinds = layer_kinds(answer)
     # A plan keeps what its JSON keeps, so that a saved plan equals the one in memory.
     facts = from_document(QuestionFacts, to_document(question_facts(question)), "question")
@@ -85,8 +89,9 @@ def build_plan(question: Question, answer: Answer) -> Plan:
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens,
         mfu=step_flops(question) / seconds / peak,
-        energy=step_energy(question, answer, float(question.global_batch_size * tokens)),
+        energy=energy,
         bound_s=bound_s,
+        value=value,
         gap=gap,
         provenance=_provenance(question, answer),
         hashes=Hashes(
@@ -98,6 +103,26 @@ def build_plan(question: Question, answer: Answer) -> Plan:
         layer_kinds=kinds.listed,
         landscape=landscape(answer),
     )
+
+
+def _value(question: Question, answer: Answer, bound_s: float, per_token_j: float) -> ObjectiveValue:
+    """What the plan reaches of what was made small, and the bound under it."""
+    objective, devices, seconds = question.objective, question.cluster.device_count, answer.placement.time_s
+    tokens = float(question.global_batch_size * question.graph.tokens_per_sample)
+    least = answer.bound_value
+    match objective.kind:
+        case ObjectiveKind.THROUGHPUT:
+            return ObjectiveValue(reached=seconds, bound=bound_s)
+        case ObjectiveKind.COST:
+            reached = objective.money(devices * seconds, tokens)
+            bound = reached if least is None else objective.money(least, tokens)
+        case ObjectiveKind.ENERGY:
+            reached, bound = per_token_j, per_token_j if least is None else least / tokens
+        case ObjectiveKind.DEVICES:
+            reached, bound = float(devices), float(devices) if least is None else least
+    assert reached is not None
+    assert bound is not None
+    return ObjectiveValue(reached=reached, bound=min(reached, bound))
 
 
 def question_facts(question: Question) -> QuestionFacts:
@@ -113,6 +138,8 @@ def question_facts(question: Question) -> QuestionFacts:
         calibration=question.calibration,
         attention=question.attention,
         expert_imbalance=question.expert_imbalance,
+        objective=question.objective,
+        most_devices=question.most_devices or question.cluster.device_count,
         target=question.target.name,
         gap=question.gap,
         solver=None if question.solver is None else question.solver.solvers[0].name,

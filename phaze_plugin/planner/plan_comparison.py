@@ -13,7 +13,7 @@ from phaze.plan.plan import Plan
 from phaze.printable_text import with_printable_text
 from phaze.report.comparison_page import comparison_page
 from phaze.report.notebook_views import comparison_view
-from phaze.report.plan_text import TOO_NEAR, certainty_text, is_too_near, seconds_text
+from phaze.report.plan_text import TOO_NEAR, certainty_text, is_too_near, reached_text, seconds_text
 
 __all__ = ["Comparison", "compare"]
 
@@ -90,6 +90,7 @@ _FACTS: dict[str, Callable[[Plan], str]] = {
     "global batch": lambda plan: str(plan.question.global_batch_size),
     "precision": lambda plan: plan.question.precision.name,
     "status": lambda plan: plan.status.value,
+    "objective": lambda plan: f"{plan.question.objective.kind.value}: {reached_text(plan)}",
 }
 
 _SECONDS: dict[str, Callable[[Plan], float]] = {

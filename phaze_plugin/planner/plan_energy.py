@@ -6,53 +6,106 @@ compute        every pass of every microbatch on every device of its stage, what
 communication  bytes that devices send (tensor-parallel collectives, gradients, gathered parameters, boundaries)
 update         the optimizer on every shard
 static         leakage and clocks of all devices of the cluster for the whole step
+
+`EnergyFloor` says what no plan of a slicing falls below: its layers without recompute that memory does not force, each
+op on the cores that take least, and for a strategy its update, its gradients and its gathered parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from phaze.cost import price_works, update_work
 from phaze.hardware import AcceleratorArray, energy_model
-from phaze.place import Flow, PlacedStage
+from phaze.parallelism import Parallelism
+from phaze.place import Flow, PlacedStage, PlacementProblem
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.planner.strategy_search import Answer
+from phaze.profile.layer_passes import PassReport
+from phaze.profile.model_profiles import ModelProfiles
 from phaze.question import Question
 
-__all__ = ["step_energy"]
+__all__ = ["EnergyFloor", "static_power_w", "step_energy", "update_j_per_parameter"]
 
 
 def step_energy(question: Question, answer: Answer, tokens: float) -> dict[str, float]:
     """Joules by item, in all, and per token."""
-    placement, model = answer.placement, energy_model()
-    problem, parallelism, update_j = answer.candidate.problem, placement.parallelism, _update_j_per_parameter(question)
+    placement = answer.placement
+    problem, parallelism, update_j = answer.candidate.problem, placement.parallelism, update_j_per_parameter(question)
     compute = links = update = sent = 0.0
     batches = float(problem.micro_batches)
-    sharding = ZeroSharding(question.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
     for stage in placement.stages:
         passes, devices = list(_passes(answer, stage)), stage.tp * parallelism.cp
         compute += devices * batches * sum(energy for energy, _ in passes)
         links += devices * batches * sum(energy for _, energy in passes)
         sent += devices * batches * 2 * _received_bytes(answer, stage)
-        profiles = [problem.profile(layer, parallelism.tp, stage.recompute) for layer in stage.layers]
-        experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
-        dense = sum(profile.parameters for profile in profiles) - experts
-        for part, parameters in zip(sharding.by_kind(problem.ep), (dense, experts), strict=False):
-            on_devices = stage.tp * parallelism.replicas * parameters
-            update += on_devices / float(part.optimizer_shards) * update_j
-            sent += on_devices * _sent_bytes_per_parameter(part, batches / parallelism.dp)
+        updated, sent_bytes = _of_parameters(problem, parallelism, stage.layers, stage.tp)
+        update, sent = update + updated * update_j, sent + sent_bytes
     sent += _sent_of_spread(question, answer)
-    power = float(model.static_power_w(AcceleratorArray.of([question.cluster.accelerator]))[0])
     items = {
         "compute_j": compute,
-        "communication_j": links + sent * model.link_j_per_byte,
+        "communication_j": links + sent * energy_model().link_j_per_byte,
         "update_j": update,
-        "static_j": power * question.cluster.device_count * placement.time_s,
+        "static_j": static_power_w(question) * question.cluster.device_count * placement.time_s,
     }
     total = sum(items.values())
     return {**items, "total_j": total, "per_token_j": total / tokens}
+
+
+def static_power_w(question: Question) -> float:
+    """Watts that one device takes whatever it does."""
+    return float(energy_model().static_power_w(AcceleratorArray.of([question.cluster.accelerator]))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyFloor:
+    """Joules of a step of one slicing that no plan falls below, beside what devices take for as long as it lasts."""
+
+    question: Question
+    slices: ModelProfiles
+    problem: PlacementProblem
+
+    def of_passes(self) -> float:
+        """Joules of all passes of all microbatches, in the recompute mode that takes least."""
+        devices, modes = self.slices.tp * self.slices.cp, self.problem.choices.recompute
+        least = 0.0
+        for layer in range(len(self.problem.graph.layers)):
+            reports = [self.slices.report(layer, mode) for mode in modes]
+            passes = [reports[0].forward, reports[0].backward]
+            again = min(_least_j(report.recompute) for report in reports)
+            least += sum(map(_least_j, passes)) + again
+        return least * devices * self.problem.micro_batches
+
+    def of_strategy(self, parallelism: Parallelism) -> float:
+        """Joules of a strategy's update and of what it sends for gradients and parameters, however layers are cut."""
+        layers = range(len(self.problem.graph.layers))
+        updated, sent_bytes = _of_parameters(self.problem, parallelism, layers, parallelism.tp)
+        return updated * update_j_per_parameter(self.question) + sent_bytes * energy_model().link_j_per_byte
+
+
+def _least_j(report: PassReport) -> float:
+    """Joules of a pass whose ops run on the cores, one or all, that take least."""
+    jobs = () if report.schedule is None else report.schedule.problem.jobs
+    return sum(min(job.energy_j, job.spread_energy_j) for job in jobs) + report.link_energy_j
+
+
+def _of_parameters(
+    problem: PlacementProblem, parallelism: Parallelism, layers: Sequence[int], tp: int
+) -> tuple[float, float]:
+    """Parameters of some layers that all devices together update, and bytes that they send for them in a step."""
+    sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
+    profiles = [problem.profile(layer, parallelism.tp, problem.choices.recompute[0]) for layer in layers]
+    experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
+    dense = sum(profile.parameters for profile in profiles) - experts
+    batches, updated, sent = problem.micro_batches / parallelism.dp, 0.0, 0.0
+    for part, parameters in zip(sharding.by_kind(problem.ep), (dense, experts), strict=False):
+        on_devices = tp * parallelism.replicas * parameters
+        updated += on_devices / float(part.optimizer_shards)
+        sent += on_devices * _sent_bytes_per_parameter(part, batches)
+    return updated, sent
 
 
 def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]:
@@ -63,7 +116,7 @@ def _passes(answer: Answer, stage: PlacedStage) -> Iterator[tuple[float, float]]
             yield layer_pass.energy_j, layer_pass.link_energy_j
 
 
-def _update_j_per_parameter(question: Question) -> float:
+def update_j_per_parameter(question: Question) -> float:
     """Joules of the optimizer's update per parameter, from the price of an update that is large enough to be linear."""
     probe = 1 << 30
     estimate = price_works(

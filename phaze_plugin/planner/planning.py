@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Unpack
 from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
+from phaze.objective import ObjectiveKind
 from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
+from phaze.planner.device_counts import answered_question, find_answer, price_given_stages
 from phaze.planner.explainer import FoundSearch, PlanExplainer
-from phaze.planner.fixed_stages import price_fixed_stages
 from phaze.planner.launch import active_world, plan_together
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Progress, Watch
-from phaze.planner.strategy_search import Answer, choose
+from phaze.planner.strategy_search import Answer
 from phaze.question import Question, QuestionOptions, ask
 from phaze.report.notebook_views import evaluation_view
-from phaze.report.plan_text import seconds_text, strategy_text, summary
+from phaze.report.plan_text import reached_text, strategy_text, summary
 from phaze.tolerances import EQUAL_RESULTS
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def optimize(
     plugins: PluginManager | None = None,
     **options: Unpack[QuestionOptions],
 ) -> Plan:
-    """Find the fastest way to train a model on a cluster.
+    """Find the fastest way to train a model on a cluster, or the best one by another objective.
 
     Args:
         model: anything that `import_graph` takes: a torch module, a JAX function, a built-in name, a file, a Graph.
@@ -59,8 +60,9 @@ def optimize(
             sequence_length, loss_fn and targets (for a module that returns no loss; its plan is applied with the same
             loss_fn), target (what is to run the plan: a name, "auto" for the model's own framework, None for analysis),
             constraints (layouts that tensors must have), calibration, attention ("fused" or "unfused"; by default what
-            the chip's software does), gap (how near to the proven optimum), solver (the linear solver of sharding and
-            schedules).
+            the chip's software does), objective ("throughput", "cost", "energy" or "devices") with price (money for a
+            device-hour) and step_time (seconds that a step may take), gap (how near to the proven optimum), solver (the
+            linear solver of sharding and schedules).
 
     A model that does not fit gets a plan that says so, with the changes after which it would. In a launch of several
     processes rank 0 plans for all.
@@ -81,6 +83,14 @@ def optimize(
 
 
 _SO_FAR = " of those that there was time for"
+
+_COMPARED = {
+    ObjectiveKind.THROUGHPUT: ("faster", "slower"),
+    ObjectiveKind.COST: ("cheaper", "dearer"),
+    ObjectiveKind.ENERGY: ("below it", "above it"),
+    ObjectiveKind.DEVICES: ("below it", "above it"),
+}
+"""What is said of a strategy that has less, or more, of what is made small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +121,22 @@ class Evaluation:
         """By which part the strategy's step takes longer than the best plan's."""
         return None if self.best is None else self.plan.step_time_s / self.best.step_time_s - 1
 
+    @property
+    def worse_than_best(self) -> float | None:
+        """By which part the strategy has more than the best plan of what is made small: seconds, money, joules, .."""
+        return None if self.best is None else self.plan.value.reached / self.best.value.reached - 1
+
     def _repr_html_(self) -> str:
         return evaluation_view(self.plan, self.best, self.change)
 
     def __str__(self) -> str:
         lines = [summary(self.plan)]
-        if self.best is not None and self.slower_than_best is not None:
+        if self.best is not None and self.worse_than_best is not None:
+            less, more = _COMPARED[self.plan.question.objective.kind]
             lines += [
                 "",
-                f"the best plan takes {seconds_text(self.best.step_time_s)}; this strategy is "
-                f"{abs(self.slower_than_best):.2%} {'slower' if self.slower_than_best >= 0 else 'faster'}"
+                f"the best plan takes {reached_text(self.best)}; this strategy is "
+                f"{abs(self.worse_than_best):.2%} {more if self.worse_than_best >= 0 else less}"
                 f"{'' if self.is_feasible else ', but does not fit'}.",
                 f"best: {strategy_text(self.best.strategy)}",
                 f"most valuable single change{_SO_FAR if self.is_interrupted else ''}: {self.change or 'none helps'}",
@@ -219,7 +235,8 @@ def plan_for(question: Question, watch: Watch, *, explain: bool = False) -> Plan
     """
     if question.strategy:
         return _priced_plan(question, watch)
-    answer = choose(question, watch)
+    answer = find_answer(question, watch)
+    question = answered_question(question, answer)
     plan = build_plan(question, answer)
     plan = replace(plan, binds=explanation.binding(plan))
     if not answer.is_feasible:
@@ -239,12 +256,12 @@ def _priced_plan(question: Question, watch: Watch) -> Plan:
     _check_devices(question)
     _check_target(question)
     if question.choices.stages is not None:
-        answer = price_fixed_stages(question, watch)
+        answer = price_given_stages(question, watch)
     else:
-        answer = choose(question, watch)
+        answer = find_answer(question, watch)
         if not answer.is_feasible:
             answer = _without_memory_limit(answer)
-    plan = build_plan(question, answer)
+    plan = build_plan(answered_question(question, answer), answer)
     return replace(plan, binds=explanation.binding(plan), run=RunFacts(seconds=watch.elapsed_s))
 
 
@@ -326,13 +343,13 @@ def _without_memory_limit(answer: Answer) -> Answer:
 
 
 def _best_change(free: Question, asked: Question, plan: Plan, watch: Watch) -> tuple[str | None, bool]:
-    """The key whose release makes the strategy fastest with the value that it then takes, and whether time was over."""
+    """The key whose release makes the strategy best with the value that it then takes, and whether time was over."""
     best: tuple[float, str] | None = None
     is_interrupted = False
     for name in (field.name for field in fields(Parallelism) if field.name in asked.fixed):
         kept = {key: value for key, value in asked.fixed.items() if key not in (name, "stages")}
         try:
-            answer = choose(free.with_fixed(kept), watch)
+            answer = find_answer(free.with_fixed(kept), watch)
         except KeyboardInterrupt:
             is_interrupted = True
         except PlanError:  # nothing has these values, or the time was over before something was found
@@ -343,10 +360,10 @@ def _best_change(free: Question, asked: Question, plan: Plan, watch: Watch) -> t
             break
         if not answer.is_feasible:
             continue
-        released = build_plan(free, answer)
-        value = getattr(released.strategy, name)
-        is_faster = not plan.is_feasible or released.step_time_s < plan.step_time_s * (1 - EQUAL_RESULTS)
-        if value != getattr(plan.strategy, name) and is_faster and (best is None or released.step_time_s < best[0]):
+        released = build_plan(answered_question(free, answer), answer)
+        value, reached = getattr(released.strategy, name), released.value.reached
+        is_better = not plan.is_feasible or reached < plan.value.reached * (1 - EQUAL_RESULTS)
+        if value != getattr(plan.strategy, name) and is_better and (best is None or reached < best[0]):
             shown_value = ", ".join(dict.fromkeys(value)) if isinstance(value, tuple) else value
-            best = (released.step_time_s, f"{name} {shown_value}: {seconds_text(released.step_time_s)} per step")
+            best = (reached, f"{name} {shown_value}: {reached_text(released)}")
     return (None if best is None else best[1]), is_interrupted

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Progress", "TimeLimitError", "Watch"]
+from phaze.errors import PlanError
+
+__all__ = ["Progress", "TimeLimitError", "Watch", "nothing_found"]
 
 
 class TimeLimitError(Exception):
@@ -89,3 +91,13 @@ class Watch:
     def step(self) -> None:
         """One announced step is done."""
         self.done += 1
+
+
+def nothing_found(watch: Watch, error: BaseException) -> BaseException:
+    """What to raise where the time limit or the user ended a search that had found nothing yet."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    return PlanError(
+        f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of micro_batch_size "
+        "and tp."
+    )

@@ -1,13 +1,12 @@
 """The search for the best strategy over microbatch sizes, tp, cp, ep and slicings: slice, bound, schedule, place.
 
 Every slicing of a microbatch size, tp, cp and ep is a placement problem of its own (`candidate_slicings.py`). All are
-sliced, and looked at in the order of an estimate (`_Search.look_at`). The best step time so far is handed to the next
-one: where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing of it
-is searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are
+sliced, and looked at in the order of an estimate (`StrategySearch.look_at`). The best step time so far is handed to the
+next one: where closed-form bounds prove that it is not beaten by more than the gap, the slicing is pruned and nothing
+of it is searched. Otherwise its layers are scheduled, and placement looks only for plans that are faster. Schedules are
 solved to the requested gap and placements to half of it; the gap that is reached in all is measured afterwards. At the
-end `_Search.polish` searches what was placed briefly for plans that are better by less than the gap, and
-`_Search.settle` gives the best strategy the stages that it gets when it is evaluated alone, so that both say the same
-of it.
+end `StrategySearch.polish` searches what was placed briefly for plans that are better by less than the gap, and
+`StrategySearch.settle` gives the best strategy the stages that it gets when it is evaluated alone.
 
 When the time limit or the user ends the work, what was not looked at is bounded by `least_time_s`: the matrix products
 of the whole step at peak speed on all devices.
@@ -18,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from phaze.errors import PlanError, ShardError
 from phaze.hardware import Cluster, cast_graph
@@ -40,7 +40,7 @@ from phaze.place.simulation.placement import assemble
 from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
 from phaze.planner.least_step_time import least_time_s
 from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
-from phaze.planner.progress import TimeLimitError, Watch
+from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import (
@@ -58,11 +58,11 @@ __all__ = [
     "Answer",
     "Candidate",
     "Pruned",
+    "StrategySearch",
     "choose",
     "graph_at",
     "narrowed_problem",
     "nearest_tp",
-    "nothing_found",
     "placement_problem",
     "strategy_problem",
 ]
@@ -108,7 +108,8 @@ class Answer:
     """The best placement with its slices, everything else that was looked at, and a lower bound on every plan's time.
 
     Where nothing fits, `placement` is the one that needs least memory. `refused` says by degrees why the model cannot
-    be sliced so many ways. `question` names all microbatch sizes and degrees that were looked at.
+    be sliced so many ways. `question` names all microbatch sizes and degrees that were looked at. `bound_value` is the
+    bound under another objective than throughput, over all numbers of devices (`device_counts.py`).
     """
 
     question: Question
@@ -118,6 +119,7 @@ class Answer:
     pruned: tuple[Pruned, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     bound_s: float
+    bound_value: float | None = None
     is_interrupted: bool = False
 
     @property
@@ -127,7 +129,7 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class StrategySearch:
     """The state of one search: what was placed, pruned and refused so far, and prices that serve all slicings."""
 
     question: Question
@@ -142,11 +144,25 @@ class _Search:
     cp_degrees: list[int] = field(default_factory=lambda: [1])
     ep_degrees: list[int] = field(default_factory=lambda: [1])
 
+    @classmethod
+    def of(cls, question: Question, watch: Watch) -> Self:
+        """A search in which nothing was looked at yet."""
+        return cls(
+            question=question,
+            watch=watch,
+            options=profile_options(question, profiled_modes(question)),
+            network=Network(question.cluster, question.calibration),
+            graphs=LocalGraphs(question),
+        )
+
+    def value(self, candidate: Candidate) -> float:
+        """What is made small: the step time of a candidate's best plan; infinite where it has none."""
+        return math.inf if candidate.result.best is None else candidate.result.best.time_s
+
     @property
     def best_s(self) -> float:
-        """The least step time so far."""
-        results = [candidate.result for candidate in self.candidates]
-        return min((result.best.time_s for result in results if result.best), default=math.inf)
+        """The least value so far."""
+        return min(map(self.value, self.candidates), default=math.inf)
 
     @property
     def bound_s(self) -> float:
@@ -201,14 +217,14 @@ class _Search:
 
     def _best_recomputes(self) -> bool:
         """Whether the best plan so far recomputes something."""
-        best = min(self.candidates, key=_time_s).result.best
+        best = min(self.candidates, key=self.value).result.best
         return best is not None and any(stage.recompute is not RecomputeMode.NONE for stage in best.stages)
 
     def _has_best(self, **wanted: int) -> bool:
         """Whether the best plan so far has a microbatch size or tp."""
         if self.best_s == math.inf:
             return False
-        slices = min(self.candidates, key=_time_s).slices
+        slices = min(self.candidates, key=self.value).slices
         return all(getattr(slices, name) == value for name, value in wanted.items())
 
     def _look_at_each(
@@ -302,7 +318,7 @@ class _Search:
         settled: set[int] = set()
         while self.best_s < math.inf and not _is_one_strategy(self.question):
             self.watch.report("settling the best strategy")
-            index = min(range(len(self.candidates)), key=lambda place: _time_s(self.candidates[place]))
+            index = min(range(len(self.candidates)), key=lambda place: self.value(self.candidates[place]))
             if index in settled:
                 return
             settled.add(index)
@@ -318,12 +334,6 @@ class _Search:
         result = replace(candidate.result, best=placement, status=PlacementStatus.WITHIN)
         self.candidates[index] = replace(candidate, result=result)
         self.watch.best_step_time_s = placement.time_s
-
-
-def _time_s(candidate: Candidate) -> float:
-    """The step time of a candidate's best plan; infinite where it has none."""
-    best = candidate.result.best
-    return math.inf if best is None else best.time_s
 
 
 def _degrees(slices: ModelProfiles) -> tuple[int, int, int, int]:
@@ -348,13 +358,7 @@ def choose(question: Question, watch: Watch) -> Answer:
     Raises PlanError if nothing was found before the time was over, or if nothing is possible.
     """
     watch.best_step_time_s, watch.bound_s = None, least_time_s(question)
-    search = _Search(
-        question=question,
-        watch=watch,
-        options=profile_options(question, profiled_modes(question)),
-        network=Network(question.cluster, question.calibration),
-        graphs=LocalGraphs(question),
-    )
+    search = StrategySearch.of(question, watch)
     is_interrupted = False
     try:
         search.look_at_all()
@@ -383,16 +387,6 @@ def choose(question: Question, watch: Watch) -> Answer:
 def _divided(values: Sequence[int], most: int) -> tuple[list[int], list[int]]:
     """Values up to a number, and those beyond."""
     return [value for value in values if value <= most], [value for value in values if value > most]
-
-
-def nothing_found(watch: Watch, error: BaseException) -> BaseException:
-    """What to raise where the time limit or the user ended a search that had found nothing yet."""
-    if isinstance(error, KeyboardInterrupt):
-        return error
-    return PlanError(
-        f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of micro_batch_size "
-        "and tp."
-    )
 
 
 def nearest_tp(question: Question, size: int, tp: int) -> str:
@@ -440,12 +434,11 @@ def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProb
 
     A strategy that fixes tp fixes it for every stage, and one that fixes dp, cp, tp or pp may leave devices idle.
     """
-    fixed, capabilities = question.fixed, question.capabilities.at_degrees(tp=slices.tp, cp=slices.cp, ep=slices.ep)
-    if "tp" in fixed:
-        capabilities = replace(capabilities, allows_mixed_tp=False)
-    if fixed.keys() & {"dp", "cp", "tp", "pp"}:
-        capabilities = replace(capabilities, allows_idle_devices=True)
-    return replace(placement_problem(question, slices), choices=question.choices, capabilities=capabilities)
+    problem, fixed = placement_problem(question, slices), question.fixed
+    runs = problem.capabilities
+    idles = runs.allows_idle_devices or bool(fixed.keys() & {"dp", "cp", "tp", "pp"})
+    runs = replace(runs, allows_idle_devices=idles, allows_mixed_tp=runs.allows_mixed_tp and "tp" not in fixed)
+    return replace(problem, choices=question.choices, capabilities=runs)
 
 
 def strategy_problem(question: Question, slices: ModelProfiles, parallelism: Parallelism) -> PlacementProblem:

@@ -14,6 +14,7 @@ from phaze.report.html_elements import Markup, element, joined, table
 from phaze.report.page import build_page, chart, section
 from phaze.report.plan_text import (
     degrees_text,
+    objective_text,
     provenance_lines,
     seconds_text,
     strategy_text,
@@ -210,6 +211,12 @@ def step_bar(plan: Plan) -> Markup:
     )
 
 
+def _objective(plan: Plan) -> list[Markup]:
+    """What was made small, and the cost, where either is known."""
+    text = objective_text(plan)
+    return [element("p", element("strong", "Objective. "), _sentence(text))] if text else []
+
+
 def _headline(plan: Plan) -> Markup:
     cluster = plan.cluster
     size = f"{plan.model.parameter_count:,} parameters, {plural(plan.model.layers, 'layer')}"
@@ -228,6 +235,11 @@ def _headline(plan: Plan) -> Markup:
             ),
             element(
                 "div",
+                *(
+                    [element("p", element("strong", "Objective. "), _sentence(text))]
+                    if (text := objective_text(plan))
+                    else []
+                ),
                 element("p", element("strong", "Proof. "), _sentence(verdict(plan))),
                 element("p", element("strong", "Certainty. "), uncertainty_text(plan)),
                 element("ul", *(element("li", _sentence(text)) for text in plan.binds), class_="findings"),

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from phaze.objective import ObjectiveKind
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 from phaze.printable_text import with_printable_text
@@ -13,7 +14,9 @@ from phaze.printable_text import with_printable_text
 __all__ = [
     "degrees_text",
     "explanation",
+    "objective_text",
     "provenance_lines",
+    "reached_text",
     "seconds_text",
     "strategy_text",
     "summary",
@@ -46,6 +49,7 @@ def summary(plan: Plan) -> str:
             f" MFU {plan.mfu:.1%}, about {plan.energy['per_token_j']:.3g} J per {unit[:-1]}",
         ),
         *_paragraph("of it     ", ", ".join(f"{name} {seconds_text(s)} ({s / total:.1%})" for name, s in named)),
+        *(_paragraph("objective ", text) if (text := objective_text(plan)) else ()),
         *_paragraph("proof     ", verdict(plan)),
         *_paragraph(
             "prices    ",
@@ -55,6 +59,59 @@ def summary(plan: Plan) -> str:
         *_stage_table(plan.stages),
     ]
     return "\n".join(lines)
+
+
+def objective_text(plan: Plan) -> str:
+    """What was made small where that is not the step time, and what a step costs where a price is known."""
+    objective, devices = plan.question.objective, plan.cluster.device_count
+    texts = []
+    if objective.chooses_devices:
+        limit_s = objective.step_time_s
+        asked = "" if limit_s is None else f" whose steps take at most {seconds_text(limit_s)}"
+        texts.append(f"the least {_OBJECTIVE_WORDS[objective.kind]}{asked}, on {devices} of up to {_most(plan)}")
+    tokens = plan.question.global_batch_size * plan.model.tokens_per_sample
+    money = objective.money(devices * plan.step_time_s, tokens)
+    if money is not None:
+        unit = "tokens" if plan.model.tokens_per_sample > 1 else "samples"
+        texts.append(f"{money:.4g} per million {unit} at {objective.price:.6g} per device-hour")
+    return "; ".join(texts)
+
+
+_OBJECTIVE_WORDS = {
+    ObjectiveKind.THROUGHPUT: "step time",
+    ObjectiveKind.COST: "cost",
+    ObjectiveKind.ENERGY: "energy",
+    ObjectiveKind.DEVICES: "number of devices",
+}
+"""What each objective makes small."""
+
+
+def _most(plan: Plan) -> str:
+    """The devices that might have been used."""
+    return _devices_text(plan.question.most_devices)
+
+
+def _devices_text(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def reached_text(plan: Plan) -> str:
+    """What the plan reaches of what was made small."""
+    return _value_text(plan, plan.value.reached)
+
+
+def _value_text(plan: Plan, value: float) -> str:
+    """A number of what was made small, with its unit."""
+    unit = "token" if plan.model.tokens_per_sample > 1 else "sample"
+    match plan.question.objective.kind:
+        case ObjectiveKind.THROUGHPUT:
+            return f"{seconds_text(value)} per step"
+        case ObjectiveKind.COST:
+            return f"{value:.4g} per million {unit}s"
+        case ObjectiveKind.ENERGY:
+            return f"{value:.4g} J per {unit}"
+        case ObjectiveKind.DEVICES:
+            return _devices_text(round(value))
 
 
 def certainty_text(plan: Plan) -> str:
@@ -126,8 +183,9 @@ _SEQUENCE_WORDS: dict[bool | str, str] = {
 
 def verdict(plan: Plan) -> str:
     """What is proven, in words."""
-    bound = f"{_bounded_plans(plan)} takes less than {seconds_text(plan.bound_s)}"
+    bound = _bound_text(plan)
     of_what = "the best of this strategy" if plan.question.strategy else "the best"
+    of_what = of_what.replace("best", _BEST_WORDS[plan.question.objective.kind])
     match plan.status:
         case PlanStatus.OPTIMAL:
             return f"optimal: {bound}"
@@ -137,11 +195,30 @@ def verdict(plan: Plan) -> str:
             asked = f"{plan.question.gap * 100:.4g} %"
             return f"ended at {_percent_up(plan.gap)} of {of_what}, {asked} was asked: {bound}"
         case PlanStatus.INTERRUPTED:
-            return f"interrupted: the best so far, within {_percent_up(plan.gap)} of the best: {bound}"
+            return f"interrupted: the best so far, within {_percent_up(plan.gap)} of {of_what}: {bound}"
         case PlanStatus.DOES_NOT_FIT:
             if plan.question.strategy:
                 return "DOES NOT FIT: priced as if it did"
             return "DOES NOT FIT: this is the plan that needs least memory; explain() lists what would fit"
+
+
+def _bound_text(plan: Plan) -> str:
+    """What no plan falls below, and over what that holds, as a sentence."""
+    plans, kind, bound = _bounded_plans(plan), plan.question.objective.kind, plan.value.bound
+    taken = f"{plans} on {_devices_text(plan.cluster.device_count)} takes less than {seconds_text(plan.bound_s)}"
+    match kind:
+        case ObjectiveKind.THROUGHPUT:
+            return f"{plans} takes less than {seconds_text(plan.bound_s)}"
+        case ObjectiveKind.COST:
+            takes = f"costs less than {_value_text(plan, bound)}"
+        case ObjectiveKind.ENERGY:
+            takes = f"takes less than {_value_text(plan, bound)}"
+        case ObjectiveKind.DEVICES:
+            limit_s = plan.question.objective.step_time_s
+            does = "fits" if limit_s is None else f"takes at most {seconds_text(limit_s)}"
+            fewer = f"{plans} on fewer than {_value_text(plan, bound)} {does}"
+            return f"{fewer}, each stage on tp of them, and {taken}" if bound > 1 else taken
+    return f"{plans} on 1 to {_most(plan)}, each stage on tp of them, {takes}"
 
 
 def _bounded_plans(plan: Plan) -> str:
@@ -156,6 +233,14 @@ def _bounded_plans(plan: Plan) -> str:
         return "no way that was tried to fill in what this strategy leaves open"
     return "no plan of this strategy"
 
+
+_BEST_WORDS = {
+    ObjectiveKind.THROUGHPUT: "best",
+    ObjectiveKind.COST: "cheapest",
+    ObjectiveKind.ENERGY: "least energy",
+    ObjectiveKind.DEVICES: "fewest devices and the fastest on them",
+}
+"""What a plan is compared with, by objective."""
 
 _FILLED_IN = ("dp", "tp", "zero", "micro_batch_size", "sequence_parallel", "recompute")
 """What is tried, and not optimised in every way, where a strategy gives its stages and leaves these out."""

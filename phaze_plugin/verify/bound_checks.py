@@ -8,21 +8,24 @@ is shown by `plain_bound.py`: that no strategy with any stages takes less than t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from phaze.errors import ShardError
 from phaze.parallelism import Parallelism
+from phaze.place import PlacementProblem
 from phaze.planner.candidate_slicings import quick_profiles
+from phaze.planner.device_counts import on_any_devices
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import narrowed_problem
 from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import ModelProfiles, profile_model, profile_options, profiled_modes, slicings
 from phaze.question import Question
 from phaze.verify.plain_bound import PlainEffort, PlainProof, prove_plainly
+from phaze.verify.plain_values import plain_times_below
 
-__all__ = ["BoundProof", "derive_bound"]
+__all__ = ["BoundProof", "derive_bound", "derive_value_bound"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +66,46 @@ class BoundProof:
 
 def derive_bound(question: Question, time_s: float, watch: Watch, effort: PlainEffort | None = None) -> BoundProof:
     """Show that nothing that a question offers takes less than a time, or with an infinite time that nothing fits."""
+    return _derived(question, time_s, lambda slices, problem: time_s, watch, effort)
+
+
+def derive_value_bound(question: Question, value: float, watch: Watch, effort: PlainEffort | None = None) -> BoundProof:
+    """Show that nothing on any number of the devices falls below a value of what the question makes small.
+
+    The value is in device-seconds of a step, joules of a step, or devices; see `plain_values.py`.
+    """
+
+    def times_s(slices: ModelProfiles, problem: PlacementProblem) -> Callable[[Parallelism], float]:
+        return plain_times_below(question, slices, problem, value)
+
+    return _derived(on_any_devices(question), value, times_s, watch, effort)
+
+
+_Time = float | Callable[[Parallelism], float]
+"""Seconds that no strategy beats, or those of each strategy."""
+
+
+def _derived(
+    question: Question,
+    bound: float,
+    times_s: Callable[[ModelProfiles, PlacementProblem], _Time],
+    watch: Watch,
+    effort: PlainEffort | None,
+) -> BoundProof:
     if question.choices.stages is not None:
-        return BoundProof(time_s=time_s, slicings=0, proof=PlainProof(), is_given=True)
+        return BoundProof(time_s=bound, slicings=0, proof=PlainProof(), is_given=True)
     effort, proof, count = effort or PlainEffort(), PlainProof(), 0
     for slices in _sliced(question, watch):
         count += 1
         watch.report(f"microbatch {slices.micro_batch_size}: bounding strategies of tp {slices.tp} plainly")
+        time_s = times_s(slices, narrowed_problem(question, slices))
         proof.add(_proof_of(question, slices, time_s, effort))
         if proof.faster is not None:
             break
-    return BoundProof(time_s=time_s, slicings=count, proof=proof)
+    return BoundProof(time_s=bound, slicings=count, proof=proof)
 
 
-def _proof_of(question: Question, slices: ModelProfiles, time_s: float, effort: PlainEffort) -> PlainProof:
+def _proof_of(question: Question, slices: ModelProfiles, time_s: _Time, effort: PlainEffort) -> PlainProof:
     """The proof on quick bounds of the layers' passes where they suffice, else on those that planning schedules."""
     quick = prove_plainly(narrowed_problem(question, slices), time_s, effort)
     if quick.faster is None and not quick.left_open:

@@ -20,7 +20,7 @@ What takes more than the effort allowed is left open, and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -106,13 +106,18 @@ class PlainProof:
         self.faster = self.faster or other.faster
 
 
-def prove_plainly(problem: PlacementProblem, time_s: float, effort: PlainEffort) -> PlainProof:
-    """Show for every strategy that it does not take less than a time; with an infinite time, that nothing fits."""
+def prove_plainly(
+    problem: PlacementProblem, time_s: float | Callable[[Parallelism], float], effort: PlainEffort
+) -> PlainProof:
+    """Show for every strategy that it does not take less than a time; with an infinite time, that nothing fits.
+
+    The time may be another one for each strategy: that at which it would have a certain value.
+    """
     proof, downsets = PlainProof(), plain_downsets(problem, _MOST_DOWNSETS)
-    enough_s = time_s * (1 - EQUAL_RESULTS)
     sums: dict[int, _LayerSums] = {}
     known_s: dict[tuple[object, ...], float] = {}
     for strategy in plain_strategies(problem):
+        enough_s = (time_s(strategy) if callable(time_s) else time_s) * (1 - EQUAL_RESULTS)
         layer_sums = sums.get(strategy.tp)
         if layer_sums is None:
             layer_sums = sums[strategy.tp] = _LayerSums.of(problem, strategy.tp)

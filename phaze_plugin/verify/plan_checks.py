@@ -27,10 +27,12 @@ import phaze
 from phaze.errors import PhazeError
 from phaze.installed import installed_plugins
 from phaze.json_records import to_document
+from phaze.objective import ObjectiveKind
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan, PlanStatus
 from phaze.plan.plan_integrity import MEMORY_ITEMS, check_integrity
 from phaze.planner import explanation
+from phaze.planner.device_counts import on_devices
 from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.planning import plan_for
@@ -38,7 +40,7 @@ from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
-from phaze.verify.bound_checks import BoundProof, derive_bound
+from phaze.verify.bound_checks import BoundProof, derive_bound, derive_value_bound
 from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.saved_plan import differences, question_for
@@ -89,12 +91,14 @@ class Derivation:
     Attributes:
         answer: the strategy's price.
         again: the plan asked for again.
-        bound: what plain code shows of the bound that the plan claims.
+        bound: what plain code shows of the bound on the step that the plan claims, on as many devices.
+        value_bound: what it shows of the bound on what was made small, where the objective chooses the devices.
     """
 
     answer: Answer
     again: Plan
     bound: BoundProof
+    value_bound: BoundProof | None = None
 
 
 def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
@@ -103,14 +107,32 @@ def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
     A plan that was interrupted is built from its strategy alone, which is all that it claims.
     """
     watch.report("pricing the strategy a second time")
-    answer = price_fixed_stages(question.with_strategy(strategy_with_stages(plan)), watch)
     asked = question.with_strategy(plan.question.strategy)
-    bound = derive_bound(asked, plan.bound_s if plan.is_feasible else math.inf, watch)
+    used, value_bound = question, None
+    if question.objective.chooses_devices:
+        used = on_devices(question, plan.cluster.device_count)
+        if plan.is_feasible:
+            value_bound = derive_value_bound(asked, _claimed_value(plan), watch)
+    answer = price_fixed_stages(used.with_strategy(strategy_with_stages(plan)), watch)
+    used = used.with_strategy(plan.question.strategy)
+    bound = derive_bound(used, plan.bound_s if plan.is_feasible else math.inf, watch)
     if plan.status is not PlanStatus.INTERRUPTED:
-        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained), bound)
-    again = build_plan(asked, replace(answer, question=asked, is_interrupted=True))
+        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained), bound, value_bound)
+    again = build_plan(used, replace(answer, question=used, is_interrupted=True))
     again = replace(again, binds=explanation.binding(again), is_explained=bool(asked.strategy))
-    return Derivation(answer, again, bound)
+    return Derivation(answer, again, bound, value_bound)
+
+
+def _claimed_value(plan: Plan) -> float:
+    """The bound that a plan claims of what was made small: device-seconds or joules of a step, or devices."""
+    objective, tokens = plan.question.objective, plan.question.global_batch_size * plan.model.tokens_per_sample
+    match objective.kind:
+        case ObjectiveKind.COST:
+            return plan.value.bound / (objective.money(1.0, tokens) or 1.0)
+        case ObjectiveKind.ENERGY:
+            return plan.value.bound * tokens
+        case _:
+            return plan.value.bound
 
 
 def compare_plan(plan: Plan, derivation: Derivation) -> list[Finding]:
@@ -118,6 +140,7 @@ def compare_plan(plan: Plan, derivation: Derivation) -> list[Finding]:
     return [
         *_plain_findings(plan, derivation.answer),
         _bound_finding(plan, derivation.bound),
+        *_value_findings(plan, derivation.value_bound),
         *_asked_again_findings(plan, derivation.again),
     ]
 
@@ -131,6 +154,13 @@ def _bound_finding(plan: Plan, bound: BoundProof) -> Finding:
     is_within = plan.bound_s <= bound.time_s * (1 + EQUAL_CLAIMS)
     holds = bound.faster is None and is_within
     return Finding("no strategy beats the bound, shown plainly", f"{plan.bound_s}", str(bound), holds, says_how=True)
+
+
+def _value_findings(plan: Plan, bound: BoundProof | None) -> Iterator[Finding]:
+    """What plain code shows of the bound on what was made small, over all numbers of devices."""
+    if bound is not None:
+        what = f"no strategy on up to {plan.question.most_devices} devices beats its bound, shown plainly"
+        yield Finding(what, f"{plan.value.bound}", str(bound), bound.faster is None, says_how=True)
 
 
 def _integrity_findings(plan: Plan) -> Iterator[Finding]:

@@ -16,12 +16,12 @@ from phaze.ir import Graph
 from phaze.json_records import to_document
 from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, read_plan
-from phaze.planner.explainer import FoundSearch, PlanExplainer
+from phaze.planner.device_counts import answered_question, price_given_stages
+from phaze.planner.explainer import FoundSearch, PlanExplainer, found_search
 from phaze.planner.explanation import binding
-from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
+from phaze.planner.fixed_stages import strategy_with_stages
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
-from phaze.planner.strategy_search import choose
 from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _with_explainer(plan: Plan, model: object, inputs: object, plugins: PluginMa
             return f"the plan was saved without its explanation, and its model cannot be had again ({error}) {_PASS}"
         if question.graph_hash != plan.hashes.graph:
             return f"the plan was saved without its explanation, and {shown(search_model)} is another model; {_PASS}"
-        return FoundSearch(question, choose(question, Watch()))
+        return found_search(question, Watch())
 
     return replace(plan, explainer=PlanExplainer(find))
 
@@ -90,7 +90,7 @@ def question_for(
     """The question that a plan answers, asked of a model and a cluster (the plan's own ones where None)."""
     facts = plan.question
     options: QuestionOptions = {
-        "cluster": plan.cluster if cluster is None else cluster,
+        "cluster": _asked_cluster(plan) if cluster is None else cluster,
         "global_batch_size": facts.global_batch_size,
         "precision": facts.precision,
         "micro_batch_size": facts.micro_batch_size,
@@ -102,10 +102,18 @@ def question_for(
         "calibration": facts.calibration,
         "attention": facts.attention,
         "expert_imbalance": facts.expert_imbalance,
+        "objective": facts.objective.kind.value,
+        "price": facts.objective.price,
+        "step_time": facts.objective.step_time_s,
         "gap": facts.gap,
         "solver": facts.solver,
     }
     return ask(model, inputs, options, plugins)
+
+
+def _asked_cluster(plan: Plan) -> Cluster:
+    """The devices that a plan was chosen from."""
+    return replace(plan.cluster, device_count=plan.question.most_devices)
 
 
 def differences(
@@ -114,8 +122,10 @@ def differences(
     """What differs between what the plan was made for and what is given; nothing where it still holds."""
     differing: list[str] = []
     if cluster is not None:
-        now = to_document(cluster_to_json(settled_cluster(cluster, plugins)))
-        differing += _changed("hardware", plan.hardware, now)
+        now, planned = to_document(cluster_to_json(settled_cluster(cluster, plugins))), plan.hardware
+        if now != planned:  # a plan that takes fewer devices was made for all of them, too
+            planned = to_document(cluster_to_json(_asked_cluster(plan)))
+        differing += _changed("hardware", planned, now)
     if model is not None:
         differing += model_differences(plan, import_with_plugins(plugins, model, inputs, frontend=None, options={}))
     return differing
@@ -162,5 +172,6 @@ def priced_anew(
 ) -> Plan:
     """The plan's strategy and cuts on another model or cluster; its bound is its own time, for nothing was searched."""
     question = question_for(plan, model, inputs, plugins, cluster).with_strategy(strategy_with_stages(plan))
-    anew = build_plan(question, price_fixed_stages(question, Watch()))
+    answer = price_given_stages(question, Watch())
+    anew = build_plan(answered_question(question, answer), answer)
     return replace(anew, binds=binding(anew))

@@ -30,6 +30,7 @@ ORDER = (
     "hardware",
     "space",
     "cost",
+    "objective",
     "solvers",
     # what comes in from outside, and the question asked
     "interfaces",

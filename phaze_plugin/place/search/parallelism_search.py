@@ -30,15 +30,18 @@ from phaze.place.search.found_plans import FoundPlan, PlanKind, best_by_kind
 from phaze.place.search.interleaved_starts import interleaved_start
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_search import Pipeline, StageSearch, best_stages
+from phaze.place.search.stage_search import Pipeline, StageSearch, StageSearchAnswer, best_stages
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
 __all__ = [
     "SearchAnswer",
     "SearchEffort",
+    "closed_bounds",
     "is_refuted",
     "refuted_below",
     "search_parallelisms",
+    "split_strategies",
+    "stages_below",
     "try_parallelism",
 ]
 
@@ -273,7 +276,7 @@ def refuted_below(prepared: PreparedProblem, strategies: ParallelismTable, targe
     below = np.flatnonzero(strategies.bound_s < target_s)
     while len(below):
         rows = strategies.take(below)
-        bounds = _closed_bounds(prepared, rows)
+        bounds = closed_bounds(prepared, rows)
         left = np.flatnonzero(bounds < target_s)
         left_rows = rows.take(left)
         bounds[left[prepared.layer_table.refuted(left_rows, np.full(len(left), min(target_s, _FOREVER_S)))]] = target_s
@@ -281,14 +284,15 @@ def refuted_below(prepared: PreparedProblem, strategies: ParallelismTable, targe
         wide = below[(bounds < target_s) & rows.is_wide]
         if not len(wide):
             break
-        parts = _split(prepared, strategies.take(wide))
+        parts = split_strategies(prepared, strategies.take(wide))
         strategies.bound_s[wide] = math.inf
         below = np.arange(len(strategies), len(strategies) + len(parts))
         strategies = ParallelismTable.joined([strategies, parts])
     return strategies
 
 
-def _split(prepared: PreparedProblem, rows: ParallelismTable) -> ParallelismTable:
+def split_strategies(prepared: PreparedProblem, rows: ParallelismTable) -> ParallelismTable:
+    """Two rows for each, as `split_rows` makes them."""
     return split_rows(prepared.problem, prepared.ends, prepared.end_sums, rows)
 
 
@@ -383,7 +387,7 @@ def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target
     below = np.flatnonzero(strategies.bound_s < target_s)
     strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
     while len(wide := below[(strategies.bound_s[below] < target_s) & strategies.is_wide[below]]):
-        parts = _split(prepared, strategies.take(wide))
+        parts = split_strategies(prepared, strategies.take(wide))
         parts.bound_s[:] = _raise_bounds(prepared, parts, target_s)
         strategies.bound_s[wide] = math.inf
         below = np.arange(len(strategies), len(strategies) + len(parts))
@@ -405,7 +409,7 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
 
     A strategy that provably does not beat the target gets at least the target as its bound.
     """
-    bounds, layer_table = _closed_bounds(prepared, strategies), prepared.layer_table
+    bounds, layer_table = closed_bounds(prepared, strategies), prepared.layer_table
     refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     bounds[refuted] = target_s
     if target_s < math.inf:
@@ -414,7 +418,7 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
     return bounds
 
 
-def _closed_bounds(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
+def closed_bounds(prepared: PreparedProblem, strategies: ParallelismTable) -> FloatArray:
     """The bounds of strategies, raised for interleaved ones by their own closed form."""
     bounds = strategies.bound_s.copy()
     interleaved = np.flatnonzero((strategies.chunks > 1) & prepared.space.is_chain)
@@ -430,15 +434,9 @@ def _solve(
     search, effort = waiting.search, progress.effort
     reach_s = min(progress.cutoff_s, waiting.reach_s)
     node_limit = min(effort.nodes_per_strategy, max(effort.nodes - progress.nodes, 0))
-    known_pipelines: tuple[Pipeline, ...] = ()
-    known_s = waiting.bound_s
-    if isinstance(search.bounds, InterleavedBounds):
-        known_s = max(known_s, search.simulated_bound(reach_s))
-        if not progress.rejects(known_s):
-            start = interleaved_start(search, search.bounds, reach_s, progress.gap, prepared.space.is_chain)
-            known_pipelines, known_s = start.pipelines, max(known_s, start.bound_s)
-        node_limit = node_limit if search.bounds.count_pipelines() <= _HOPELESS * node_limit else 0
-    answer = best_stages(search, reach_s, node_limit, known_pipelines, progress.gap, known_s)
+    answer, known_s = stages_below(
+        prepared, search, reach_s, waiting.bound_s, node_limit, progress.gap, best_s=progress.cutoff_s
+    )
     progress.nodes += answer.nodes
     progress.simulated += answer.simulated
     is_proven = answer.bound_s >= min(answer.time_s, reach_s)
@@ -450,3 +448,27 @@ def _solve(
     if answer.time_s < progress.slowest_s:
         stages = search.candidates.stages_and_modes(answer.pipeline)
         progress.keep(FoundPlan(time_s=answer.time_s, parallelism=waiting.parallelism, stages=stages))
+
+
+def stages_below(
+    prepared: PreparedProblem,
+    search: StageSearch,
+    cutoff_s: float,
+    known_s: float,
+    node_limit: int,
+    gap: float,
+    *,
+    best_s: float,
+) -> tuple[StageSearchAnswer, float]:
+    """The best stages of a strategy below the cutoff but for the gap, and what is known to be under all of them.
+
+    ``known_s`` is a bound that is known before; one that does not beat ``best_s`` is not worth a start.
+    """
+    known_pipelines: tuple[Pipeline, ...] = ()
+    if isinstance(search.bounds, InterleavedBounds):
+        known_s = max(known_s, search.simulated_bound(cutoff_s))
+        if known_s < best_s * (1 - max(gap, EQUAL_SEARCH_TIMES)):
+            start = interleaved_start(search, search.bounds, cutoff_s, gap, prepared.space.is_chain)
+            known_pipelines, known_s = start.pipelines, max(known_s, start.bound_s)
+        node_limit = node_limit if search.bounds.count_pipelines() <= _HOPELESS * node_limit else 0
+    return best_stages(search, cutoff_s, node_limit, known_pipelines, gap, known_s), known_s
