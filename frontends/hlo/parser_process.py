@@ -1,9 +1,9 @@
 """Parse HLO files with jaxlib, in a process of its own: `python -m phaze.frontends.hlo.parser_process DESCRIPTOR`.
 
-XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process. `parser.py`
-starts it with the descriptor of a connection. A request on it is two messages, the form and the bytes; the answer is
-one, JSON with the documents of the modules in them or an error. The process ends when its connection does, and takes no
-more memory than `MOST_BYTES`.
+XLA's and MLIR's parsers can abort or hang on damaged input, so they run here and not in the user's process.
+`parser_client.py` starts it with the descriptor of a connection. A request on it is two messages, the form and the
+bytes; the answer is one, JSON with the documents of the modules in them or an error. The process ends when its
+connection does, and takes no more memory than `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import jax.extend.mlir
@@ -81,25 +82,21 @@ def main(descriptor: int) -> None:
 def _answer(form: Form, data: bytes) -> bytes:
     try:
         return json.dumps({"documents": _documents(form, data)}).encode()
-    except (HloTextError, ForeignTextError) as error:
-        return json.dumps({"error": str(error)}).encode()
     except Exception as error:  # whatever a parser says of foreign input is the answer
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"{type(error).__name__}: {' '.join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]}"
-        return json.dumps({"error": text}).encode()
+        return json.dumps({"error": _complaint(error)}).encode()
 
 
 def _documents(form: Form, data: bytes) -> list[Document]:
     """The documents of the modules in a file, which is one but for text; raises what the parsers raise."""
     if form is Form.HLO_TEXT:
-        return [lower_module(read_hlo_text(text)) for text in split_hlo_modules(data.decode())]
+        return _all_readable(split_hlo_modules(data.decode()), lambda text: [lower_module(read_hlo_text(text))])
     if form is Form.HLO_PROTO:
         options = _hlo.HloPrintOptions()
         options.print_large_constants = False
         module = _hlo.HloModule.from_serialized_hlo_module_proto(unwrapped(data))
         return [lower_module(read_hlo_text(module.to_string(options)))]
     if form is Form.STABLEHLO_TEXT:
-        return _of_stablehlo_text(data.decode())
+        return _all_readable(split_stablehlo_modules(data.decode()), _read_stablehlo)
     data = exported_module(data) if form is Form.JAX_EXPORT else data
     # A context keeps all that was parsed in it, so each module has its own.
     with make_ir_context():
@@ -111,23 +108,45 @@ def _documents(form: Form, data: bytes) -> list[Document]:
         return [read_module(module)]
 
 
-def _of_stablehlo_text(text: str) -> list[Document]:
-    """The documents of all modules of a text that can be read; raises what is wrong with the first where none can."""
+def _all_readable(parts: Sequence[str], read: Callable[[str], list[Document]]) -> list[Document]:
+    """The documents of all modules of a text that can be read; raises what is wrong with the first where none can.
+
+    Where only some can be read, a note of each says how many others there are and what is wrong with the first of them.
+    """
     documents: list[Document] = []
-    errors: list[Exception] = []
-    for part in split_stablehlo_modules(text):
-        for form in dict.fromkeys((part, upgraded(part))):
-            try:
-                with make_ir_context() as context:
-                    context.allow_unregistered_dialects = True  # their attributes, and operations in generic form
-                    documents += _read_all(ir.Module.parse(form))
-                break
-            except Exception as error:  # jaxlib's own, which is no common class
-                errors.append(error)
-    if documents:
+    unread: list[Exception] = []
+    for part in parts:
+        try:
+            documents += read(part)
+        except Exception as error:  # whatever a parser says of foreign input
+            unread.append(error)
+    if not unread:
         return documents
-    sentence = explained(str(errors[0]))
-    raise errors[0] if sentence is None else ForeignTextError(sentence)
+    if not documents:
+        raise unread[0]
+    note = f"{len(unread)} of {len(parts)} modules of the text cannot be read and were left out; the first: "
+    return [{**document, "notes": [*document.get("notes", ()), note + _complaint(unread[0])]} for document in documents]
+
+
+def _complaint(error: Exception) -> str:
+    """What a parser says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]
+    return text if isinstance(error, HloTextError | ForeignTextError) else f"{type(error).__name__}: {text}"
+
+
+def _read_stablehlo(text: str) -> list[Document]:
+    """The documents of one part of a text, as it is or in today's form of attributes; raises what is wrong with it."""
+    complaints: list[Exception] = []
+    for form in dict.fromkeys((text, upgraded(text))):
+        try:
+            with make_ir_context() as context:
+                context.allow_unregistered_dialects = True  # their attributes, and operations in generic form
+                return _read_all(ir.Module.parse(form))
+        except Exception as error:  # jaxlib's own, which is no common class
+            complaints.append(error)
+    sentence = explained(str(complaints[0]))
+    raise complaints[0] if sentence is None else ForeignTextError(sentence)
 
 
 def _read_all(module: ir.Module) -> list[Document]:

@@ -103,9 +103,20 @@ def test_text_of_today_is_not_changed() -> None:
     assert split_stablehlo_modules(text) == [text]
 
 
-def test_parts_that_cannot_be_read_do_not_hide_the_others() -> None:
+def test_parts_that_cannot_be_read_do_not_hide_the_others_and_are_counted() -> None:
     text = f"func.func @broken() {{\n  foreign.op\n}}\n// -----\n{OLD}\n// -----\n// a comment alone\n"
-    assert flops_of(text.encode()) == 2 * 3 * 2 * 5
+    graph = phaze.import_graph(text.encode(), frontend="hlo")
+    assert graph.matmul_flops("forward") == 2 * 3 * 2 * 5
+    (note,) = [note for note in graph.notes if "left out" in note]
+    assert note.startswith("1 of 2 modules of the text cannot be read and were left out; the first: ")
+    assert "foreign" in note
+
+
+def test_hlo_modules_that_cannot_be_read_do_not_hide_the_others_and_are_counted() -> None:
+    whole = jax.jit(lambda w, x: x @ w).lower(models.shape(4, 3), models.shape(2, 4)).compiler_ir("hlo").as_hlo_text()
+    graph = phaze.import_graph(f"{whole}\nHloModule broken\n\nENTRY main {{ x = f32[2 }}\n".encode(), frontend="hlo")
+    assert graph.matmul_flops("forward") == 2 * 2 * 4 * 3
+    assert any(note.startswith("1 of 2 modules of the text cannot be read") for note in graph.notes)
 
 
 def test_operations_of_other_dialects_are_named_with_their_line() -> None:
