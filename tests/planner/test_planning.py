@@ -79,7 +79,7 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(("hbm_mib", "every"), [(80, 5), pytest.param(80, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("hbm_mib", "every"), [(80, 8), pytest.param(80, 1, marks=pytest.mark.exhaustive)])
 def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> None:
     cluster, graph = small_cluster(hbm_mib * 2**20), small_graph()
     asked = {**QUESTION, "tp": (1, 2), "gap": 0.0}

@@ -6,7 +6,7 @@ import pytest
 from graphs import TINY_CONFIGS, graphs, tiny_graph
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from property_examples import examples
+from property_examples import examples, one_of_each
 from sharding import A100S, whole_problem
 
 import phaze
@@ -19,8 +19,9 @@ from phaze.shard.sharding_problem import seconds_of_splits, splits_of_layer
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
 
 HIGHS = SolverChain(AUTOMATIC_SOLVERS.solvers[:1])
-LARGE = pytest.param("t5-large", marks=pytest.mark.exhaustive)
-MODELS = ["gpt2", "bert-large", "llama3-8b", "mixtral-8x7b", "opt-350m", LARGE]
+MODELS = ["gpt2", "bert-large", "llama3-8b", "mixtral-8x7b", "opt-350m"]
+CLUSTERS = ("a100-80gb:8", "tpuv4:8")
+LARGE = [pytest.param("t5-large", cluster, marks=pytest.mark.exhaustive) for cluster in CLUSTERS]
 
 
 def assert_as_good_as_a_solver(problem: ShardingProblem) -> None:
@@ -39,8 +40,7 @@ def assert_as_good_as_a_solver(problem: ShardingProblem) -> None:
     assert answer.seconds == pytest.approx(solved.seconds, rel=1e-4)
 
 
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize(("family", "norms"), one_of_each(TINY_CONFIGS, (False, True)))
 def test_whole_toy_models_are_as_cheap_as_a_solver_finds(family: str, norms: bool) -> None:
     tp = 2 if "num_key_value_heads" in TINY_CONFIGS[family] else 3
     assert_as_good_as_a_solver(whole_problem(tiny_graph(family), tp, may_split_norms=norms))
@@ -57,8 +57,7 @@ def test_random_graphs_are_as_cheap_as_a_solver_finds(graph: Graph, tp: int, nor
     assert_as_good_as_a_solver(problem)
 
 
-@pytest.mark.parametrize("cluster", ["a100-80gb:8", "tpuv4:8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cluster"), [*one_of_each(MODELS, CLUSTERS), *LARGE])
 def test_models_are_as_cheap_as_a_solver_finds_and_no_layer_needs_one(name: str, cluster: str) -> None:
     graph, axis = phaze.import_graph(name, sequence_length=256), Axis(parse_cluster(cluster), 2)
     options = ShardOptions(sequence_parallel=SequenceParallel.FREE)
