@@ -1,10 +1,9 @@
 """Arrows point inward: the core knows no framework, no frontend and no backend."""
 
-import ast
 from pathlib import Path
 
 import pytest
-from repository import ROOMS, ROOT, imported_modules, source_files
+from repository import ROOMS, ROOT, imported_modules, parsed, source_files
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "transformers", "tensorflow", "functorch", "torchvision")
 FORBIDDEN = {
@@ -16,7 +15,7 @@ FORBIDDEN = {
 
 
 def forbidden_imports(path: Path, forbidden: tuple[str, ...]) -> list[str]:
-    found = imported_modules(ast.parse(path.read_text()))
+    found = imported_modules(parsed(path))
     return [name for name in found if any(name == ban or name.startswith(f"{ban}.") for ban in forbidden)]
 
 
@@ -35,7 +34,7 @@ def test_the_installed_name_is_the_only_one_imported() -> None:
         (str(path.relative_to(ROOT)), name)
         for folder in (*ROOMS, "tests", "benchmarks")
         for path in source_files(folder)
-        for name in imported_modules(ast.parse(path.read_text()))
+        for name in imported_modules(parsed(path))
         if name.split(".")[0] in ROOMS
     ]
     assert broken == []

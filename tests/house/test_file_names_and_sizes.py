@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from repository import ROOMS, ROOT, source_files
+from repository import ROOMS, ROOT, parsed, source_files
 
 FILES = [path for folder in ROOMS for path in source_files(folder)]
 MOST_LINES_OF_A_FILE = 500
@@ -58,14 +58,13 @@ def test_no_file_is_called_utils() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_and_its_functions_are_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE
-    long = {function.name for function in functions(ast.parse(text)) if lines_of(function) > MOST_LINES_OF_A_FUNCTION}
+    assert len(path.read_text().splitlines()) <= MOST_LINES_OF_A_FILE
+    long = {function.name for function in functions(parsed(path)) if lines_of(function) > MOST_LINES_OF_A_FUNCTION}
     assert long == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_says_in_its_first_line_what_it_holds(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(parsed(path))
     assert docstring
     assert docstring.splitlines()[0].endswith((".", ":"))

@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from repository import ROOT, imported_modules, module_name, source_files
+from repository import ROOT, imported_modules, module_name, parsed, source_files
 
 ORDER = (
     # words that everything else is said in
@@ -107,7 +107,7 @@ def test_every_room_stands_in_the_order() -> None:
 @pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
     importer = room_of(module_name(path))
-    imported = {room_of(name) for name in loaded_modules(ast.parse(path.read_text()))} & set(ORDER)
+    imported = {room_of(name) for name in loaded_modules(parsed(path))} & set(ORDER)
     allowed = BACKWARD.keys()
     assert [room for room in imported if not is_forward(importer, room) and (importer, room) not in allowed] == []
 
@@ -125,6 +125,6 @@ def test_every_exception_is_needed() -> None:
     imports = {
         (room_of(module_name(path)), room_of(name))
         for path in core_files()
-        for name in loaded_modules(ast.parse(path.read_text()))
+        for name in loaded_modules(parsed(path))
     }
     assert [pair for pair in BACKWARD if is_forward(*pair) or pair not in imports] == []

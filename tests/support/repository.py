@@ -3,6 +3,7 @@
 import ast
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,6 +13,12 @@ ROOMS = {"phaze_plugin": "phaze", "frontends": "phaze.frontends", "backends": "p
 def source_files(folder: str) -> list[Path]:
     """Every Python file of a top-level folder, sorted."""
     return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which several tests look at."""
+    return ast.parse(path.read_text())
 
 
 def module_name(path: Path) -> str:
