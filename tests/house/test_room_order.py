@@ -123,8 +123,6 @@ def test_a_room_that_imports_a_later_one_is_seen() -> None:
 
 def test_every_exception_is_needed() -> None:
     imports = {
-        (room_of(module_name(path)), room_of(name))
-        for path in core_files()
-        for name in loaded_modules(parsed(path))
+        (room_of(module_name(path)), room_of(name)) for path in core_files() for name in loaded_modules(parsed(path))
     }
     assert [pair for pair in BACKWARD if is_forward(*pair) or pair not in imports] == []
