@@ -175,8 +175,9 @@ def built_row(dataset: str, name: str, build: Callable[..., Row], *values: Any, 
     """The row that ``build`` makes of its values, or the reason why there is none."""
     try:
         row = build(*values, **facts)
-    except (ValueError, ArithmeticError, KeyError, PhazeError) as error:
-        return unscored(dataset, name, f"not readable: {error}")
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, PhazeError) as error:
+        kind = f"no {error.args[0]!r} is known" if isinstance(error, KeyError) and error.args else str(error)
+        return unscored(dataset, name, f"not readable: {kind}")
     if row.reason is not None or row.cluster is None:
         return row
     degrees = {key: row.strategy.get(key, 1) for key in ("dp", "cp", "tp", "pp")}

@@ -66,7 +66,9 @@ def read_internevo(path: Path) -> Iterator[Row]:
 def _internevo_row(name: str, values: Mapping[str, str]) -> Row:
     keys = ("gpus", "tp", "dp", "pp", "micro_bsz", "micro_num", "seq")
     devices, tp, dp, pp, size, count, length = (whole(values, key) for key in keys)
-    model = next(config for known, config in _INTERNLM.items() if values["model"].startswith(known))
+    model = next((config for known, config in _INTERNLM.items() if values["model"].startswith(known)), None)
+    if model is None:
+        raise ValueError(f"model is {values['model']!r}, which is not one of {', '.join(_INTERNLM)}")
     shard = dp if values["zero1_group"] == "-1" else min(dp, whole(values, "zero1_group"))
     strategy = {
         "dp": dp,

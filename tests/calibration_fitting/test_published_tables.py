@@ -1,6 +1,8 @@
 """The readers of published tables in `benchmarks/published`, on tables that are written here."""
 
+import csv
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "published"
 VTRAIN = "set,gpu,gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,recompute,gradient_bucket,step_ms\n"
+INTERNEVO = "model,table,gpu,gpus,tp,dp,pp,micro_bsz,micro_num,seq,zero1_group,act_ckpt,tokens_per_s_per_gpu,mem_GB\n"
 BRIDGE = "task,model,system,gpus,precision,gbs,mbs,seq,fsdp,tp,pp,cp,vp,ep,tokens_per_s_per_gpu\n"
 
 
@@ -66,6 +69,36 @@ def test_seconds_of_a_bridge_line_follow_from_its_tokens_per_second(published: M
     assert first.strategy["dp"] == 8
     assert sum(first.strategy["stages"]) == 82
     assert second.reason == "frozen parameters (LoRA) are not priced"
+
+
+GOOD_LINES = {
+    "vtrain_a100_measured.csv": VTRAIN + "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,2,full,False,219.5\n",
+    "megatron_bridge.csv": BRIDGE + "Pre-Training,LLAMA3_70B,DGX-GB200,64,NVFP4,256,1,8192,0,2,4,1,5,n/a,4096\n",
+    "internevo_7b_hybrid_zero.csv": INTERNEVO + "InternLM 7B,fsdp=False,A100,16,1,16,1,2,4,2048,8,no,3900,60\n",
+}
+ODD_CELLS = ("", "?", "-1", "0", "1.5", "1e400", "nan", "unheard of", "64?", "OOM", "99999999999999", "2,4")
+
+
+@pytest.mark.parametrize("file", GOOD_LINES)
+def test_a_line_with_an_odd_cell_is_still_a_row_or_a_reason(published: ModuleType, tmp_path: Path, file: str) -> None:
+    header, line = csv.reader(GOOD_LINES[file].splitlines())
+    _, reader = published.READERS[file]
+    odd_lines = [
+        [*line[:place], odd, *line[place + 1 :]] for place, odd in itertools.product(range(len(line)), ODD_CELLS)
+    ]
+    with (tmp_path / file).open("w", newline="", encoding="utf-8") as written:
+        csv.writer(written).writerows([header, line, *odd_lines])
+    good, *rows = reader(tmp_path / file)
+    assert good.reason is None
+    assert len(rows) == len(odd_lines)
+    assert all(row.reason is None or row.reason.strip() for row in rows)
+
+
+def test_a_model_that_a_table_never_had_is_named_with_those_that_it_has(published: ModuleType, tmp_path: Path) -> None:
+    line = "InternLM 104B,fsdp=False,A100,16,1,16,1,2,4,2048,8,no,3900,60\n"
+    (tmp_path / "internevo_7b_hybrid_zero.csv").write_text(INTERNEVO + line, encoding="utf-8")
+    (row,) = published.read_rows(tmp_path)
+    assert row.reason == "not readable: model is 'InternLM 104B', which is not one of InternLM 7B, InternLM 20B"
 
 
 def test_rows_that_differ_in_strategy_only_share_a_group(published: ModuleType, tmp_path: Path) -> None:
