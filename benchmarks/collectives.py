@@ -9,7 +9,8 @@ mean error of the ideal links and of all rows. Left out of the fit are every fif
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,24 +101,51 @@ class Collectives:
 
 
 def read_collectives(path: Path) -> list[Collectives]:
-    """The table by system; those that are not fitted are named and left out."""
+    """The table by system; rows that are not fitted, and such that cannot be read, are counted and named."""
     plugins, groups = PluginManager.load(), defaultdict[str, list[tuple[str, int, float, float]]](list)
+    left_out: Counter[str] = Counter()
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            size = float(row["message_size"]) * ELEMENT_BYTES[row["dtype"]]
-            entry = (str(COLLECTIVES[row["op"]]), int(row["gpus"]), size, float(row["latency_ms"]) / 1e3)
-            groups[row["system"]].append(entry)
-    found = []
+            system, kind, dtype = (row.get(name) or "" for name in ("system", "op", "dtype"))
+            try:
+                elements, latency_ms = (positive_number(row, name) for name in ("message_size", "latency_ms"))
+                devices = int(positive_number(row, "gpus"))
+            except ValueError as error:
+                left_out[str(error)] += 1
+                continue
+            if system not in SYSTEMS:
+                left_out[f"system {system!r}: cards on PCIe, whose rate is the host's, or unknown"] += 1
+            elif kind not in COLLECTIVES or dtype not in ELEMENT_BYTES or devices < 2:
+                left_out[f"{kind!r} of {dtype!r} on {devices} GPUs is not fitted"] += 1
+            else:
+                size = elements * ELEMENT_BYTES[dtype]
+                groups[system].append((str(COLLECTIVES[kind]), devices, size, latency_ms / 1e3))
+    print_left_out(path.name, left_out)
+    systems = []
     for system, rows in groups.items():
-        if system not in SYSTEMS:
-            print(f"{system}: {len(rows)} rows not scored: cards on PCIe, whose rate is the host's")
-            continue
-        kinds, devices, sizes, seconds = (np.array(column) for column in zip(*rows, strict=True))
+        kinds, counts, sizes, seconds = (np.array(column) for column in zip(*rows, strict=True))
         clusters = {
-            count: parse_cluster(f"{SYSTEMS[system][0]}:{count}", plugins) for count in np.unique(devices).tolist()
+            count: parse_cluster(f"{SYSTEMS[system][0]}:{count}", plugins) for count in np.unique(counts).tolist()
         }
-        found.append(Collectives(system, kinds, devices, sizes, seconds, clusters))
-    return found
+        systems.append(Collectives(system, kinds, counts, sizes, seconds, clusters))
+    return systems
+
+
+def positive_number(row: Mapping[str, str | None], name: str) -> float:
+    """The number of a cell; raises ValueError for what is no finite number above 0."""
+    try:
+        value = float(row.get(name) or "")
+    except ValueError:
+        raise ValueError(f"{name} is {row.get(name)!r}") from None
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {row.get(name)!r}")
+    return value
+
+
+def print_left_out(table: str, reasons: Mapping[str, int]) -> None:
+    """How many rows of a table are not scored, and why."""
+    for reason, count in reasons.items():
+        print(f"{table}: {count} rows not scored: {reason}")
 
 
 def protocols_at(point: Floats, bandwidth_bytes_per_s: float) -> LinkProtocols:

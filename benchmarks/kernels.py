@@ -21,14 +21,20 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 from collectives import TABLE as COLLECTIVES_TABLE
-from collectives import fitted_collectives, read_collectives, show_collectives
+from collectives import (
+    fitted_collectives,
+    positive_number,
+    print_left_out,
+    read_collectives,
+    show_collectives,
+)
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -123,14 +129,24 @@ class Products:
 
 
 def read_products(path: Path) -> list[Products]:
-    """The table by chip and type; a GPU that is not known here is an error."""
+    """The table by chip and type; rows of other GPUs or types, and such that cannot be read, are counted and named."""
     groups: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
+    left_out: Counter[str] = Counter()
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            numbers = [float(row[name]) for name in ("m", "n", "k")] + [float(row["latency_ms"]) / 1e3]
-            groups[row["gpu"], TYPES[row["dtype"]]].append(numbers)
-    found = [(CHIPS[gpu], dtype, np.array(rows)) for (gpu, dtype), rows in groups.items()]
-    return [Products(chip, dtype, rows[:, :3], rows[:, 3]) for chip, dtype, rows in found]
+            gpu, dtype = row.get("gpu") or "", row.get("dtype") or ""
+            try:
+                m, n, k, latency_ms = (positive_number(row, name) for name in ("m", "n", "k", "latency_ms"))
+            except ValueError as error:
+                left_out[str(error)] += 1
+                continue
+            if gpu in CHIPS and dtype in TYPES:
+                groups[gpu, TYPES[dtype]].append([m, n, k, latency_ms / 1e3])
+            else:
+                left_out[f"{gpu or 'no GPU'} with {dtype or 'no type'} is not fitted"] += 1
+    print_left_out(path.name, left_out)
+    measured = [(CHIPS[gpu], dtype, np.array(rows)) for (gpu, dtype), rows in groups.items()]
+    return [Products(chip, dtype, rows[:, :3], rows[:, 3]) for chip, dtype, rows in measured]
 
 
 def kernel_of(point: Floats) -> tuple[ProductKernel, float]:
@@ -263,7 +279,11 @@ def main() -> None:
         TARGET.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     for products in tables:
-        show(products, *shipped(products), buckets=arguments.buckets)
+        chip = products.chip.presets[0]
+        if products.dtype in packaged_table("kernels")["products"].get(chip, {}):
+            show(products, *shipped(products), buckets=arguments.buckets)
+        else:
+            print_left_out(TABLE, {f"products of {chip} in {products.dtype} were not fitted": len(products.seconds)})
     for rows in collectives:
         links = link_protocols_of(preset(rows.chips[0]).accelerator)
         assert links is not None
