@@ -165,31 +165,39 @@ def main() -> None:
     """Solve every instance and print a row each: our time over NEST's and over the known optimum, and solving times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=Path, required=True, metavar="DIR")
-    ratios, rows, answered = [], 0, 0
+    ratios, rows, answered = list[float](), 0, 0
     print(f"{'instance':<42}{'dp':>5}{'pp':>4}{'tp':>4}{'of NEST':>12}{'of exact':>12}{'seconds':>9}{'NEST s':>8}")
     for file in sorted(parser.parse_args().instances.glob("*.json")):
-        instance = json.loads(file.read_text())
-        if instance.get("format") != "nest-instance":
+        try:
+            instance = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(instance, dict) or instance.get("format") != "nest-instance":
+                continue
+            started = time.process_time()
+            plan = solve(instance)
+        except (ValueError, LookupError, TypeError) as error:
+            print(f"{file.stem:<42} cannot be read: {type(error).__name__}: {error}")
             continue
-        started = time.process_time()
-        plan = solve(instance)
         seconds = time.process_time() - started
-        assert plan is not None, f"nothing fits in {file.name}"
-        nest, exact = instance.get("nest", {}).get("time"), instance["exact"]["time"]
-        nest_s = instance["solving"]["placement_processor_s"]
         rows += 1
+        nest, exact = (instance.get(name, {}).get("time") for name in ("nest", "exact"))
+        if plan is None:
+            print(f"{file.stem:<42} nothing fits")
+            continue
+        nest_s = instance.get("solving", {}).get("placement_processor_s")
         if nest is not None:
             answered += plan.time <= nest * (1 + 1e-9)
-            ratios.append(nest_s / max(seconds, 1e-4))
-        of_nest = "-" if nest is None else f"{plan.time / nest:.9f}"
+            ratios.append((nest_s or math.nan) / max(seconds, 1e-4))
+        of_nest, of_exact = ("-" if other is None else f"{plan.time / other:.9f}" for other in (nest, exact))
         print(
-            f"{file.stem:<42}{plan.dp:>5}{plan.pp:>4}{plan.tp:>4}{of_nest:>12}{plan.time / exact:>12.9f}"
+            f"{file.stem:<42}{plan.dp:>5}{plan.pp:>4}{plan.tp:>4}{of_nest:>12}{of_exact:>12}"
             f"{seconds:>9.3f}{nest_s or math.nan:>8.1f}"
         )
-    print(
-        f"{rows} instances; at least as good as NEST on {answered} of the {len(ratios)} that it answered, in "
-        f"1/{min(ratios):,.0f} to 1/{max(ratios):,.0f} of its processor time (median 1/{np.median(ratios):,.0f})."
-    )
+    print(f"{rows} instances; at least as good as NEST on {answered} of the {len(ratios)} that it answered", end="")
+    timed = [ratio for ratio in ratios if not math.isnan(ratio)]
+    if timed:
+        print(f", in 1/{min(timed):,.0f} to 1/{max(timed):,.0f} of its processor time", end="")
+        print(f" (median 1/{np.median(timed):,.0f})", end="")
+    print(".")
 
 
 if __name__ == "__main__":
