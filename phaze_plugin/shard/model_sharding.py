@@ -20,6 +20,7 @@ from phaze.cost import PriceTables
 from phaze.errors import GraphError, ShardError
 from phaze.ir import Graph, Layer
 from phaze.shard.combination_choice import choose_combinations
+from phaze.shard.elimination import Minimum
 from phaze.shard.layer_boundaries import (
     Combination,
     SequenceParallel,
@@ -40,6 +41,7 @@ from phaze.shard.sharding_problem import (
     check_heads,
     compute_seconds,
     has_equal_splits,
+    sequence_splits,
     splits_of_layer,
 )
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
@@ -106,12 +108,12 @@ def shard_variants(
     """
     options, tables = options or ShardOptions(), tables or ShardingTables()
     check_constraints(options.constraints, graph.tensors)
-    compute_s: dict[str, dict[tuple[str, Ways], float]] = {layer.key: {} for layer in graph.distinct_layers}
+    priced: dict[str, _PricedLayer] = {}
     variants: dict[SequenceParallel, ShardedModel] = {}
     errors: list[ShardError] = []
     for mode in modes:
         try:
-            variants[mode] = _shard(graph, axis, replace(options, sequence_parallel=mode), tables, compute_s)
+            variants[mode] = _shard(graph, axis, replace(options, sequence_parallel=mode), tables, priced)
         except ShardError as error:
             errors.append(error)
     if errors and not variants:
@@ -124,13 +126,13 @@ def _shard(
     axis: Axis,
     options: ShardOptions,
     tables: ShardingTables,
-    compute_s: Mapping[str, dict[tuple[str, Ways], float]],
+    priced: dict[str, _PricedLayer],
 ) -> ShardedModel:
-    """The best sharding; `compute_s` keeps the seconds of splits, by layer, that other modes may have, too."""
+    """The best sharding; `priced` keeps what serves other modes, too, by layer."""
     answers: dict[str, _LayerAnswers] = {}
     for layer in graph.distinct_layers:
         try:
-            answers[layer.key] = _answers(graph, layer, axis, options, tables, compute_s[layer.key])
+            answers[layer.key] = _answers(graph, layer, axis, options, tables, priced)
         except (GraphError, ShardError) as error:  # a GraphError says which factor of a rule cannot be split
             raise ShardError(f"layer {layer.name!r}, {error}") from error
         if not answers[layer.key].seconds:
@@ -168,7 +170,8 @@ class _LayerAnswers:
 class _KnownLayer:
     """What of a layer's problem does not depend on prices: its splits, what it is solved for, and its tables.
 
-    The tables are None where elimination would take too long or a solver is named.
+    It serves all modes of sequence parallelism: sequences may be split, and what a mode forbids is left out later. The
+    tables are None where elimination would take too long or a solver is named.
     """
 
     problem: ShardingProblem
@@ -198,11 +201,12 @@ class ShardingTables:
             options.may_split_norms,
         )
         axis = problem.axis
-        key = (problem.layer.index, (axis.tp, axis.cp, axis.ep), options.sequence_parallel, rules, is_automatic)
+        key = (problem.layer.index, (axis.tp, axis.cp, axis.ep), rules, is_automatic)
         known = self._known.get(key)
         if known is None or not has_equal_splits(known.problem, problem):
+            problem = replace(problem, may_split_sequence=True)
             splits = splits_of_layer(problem, problem.ops)
-            kept = _kept_values(problem, options, splits)
+            kept = _kept_values(problem, splits)
             tables = layer_tables(problem, splits, kept.variables(problem)) if is_automatic else None
             known = self._known[key] = _KnownLayer(problem=problem, splits=splits, kept=kept, tables=tables)
         return known
@@ -221,6 +225,14 @@ class _KeptValues:
         for enters_split, leaves_split in itertools.product(self.enters, self.leaves):
             for layouts in itertools.product(*self.tied):
                 yield Combination(enters_split, leaves_split, layouts)
+
+    def within(self, mode: SequenceParallel) -> _KeptValues:
+        """What a mode of sequence parallelism leaves of the values; what has no sequence enters and leaves whole."""
+        enters, leaves = (
+            tuple(value for value in values if value in mode.may_be_split) or (False,)
+            for values in (self.enters, self.leaves)
+        )
+        return _KeptValues(enters, leaves, self.tied)
 
     def places(self, combination: Combination) -> tuple[int, ...]:
         """The place of a combination's values among those of each variable."""
@@ -242,12 +254,10 @@ class _KeptValues:
         return choices + [BoundaryChoice(len(layouts), {name: layouts}) for name, layouts in tied]
 
 
-def _kept_values(
-    problem: ShardingProblem, options: ShardOptions, splits: Mapping[str, Sequence[OpSplit]]
-) -> _KeptValues:
-    """What a layer is solved for under these options."""
+def _kept_values(problem: ShardingProblem, splits: Mapping[str, Sequence[OpSplit]]) -> _KeptValues:
+    """What a layer is solved for, whatever becomes of sequences."""
     graph, layer = problem.graph, problem.layer
-    allowed = options.sequence_parallel.may_be_split
+    allowed = SequenceParallel.FREE.may_be_split
     return _KeptValues(
         enters=allowed if sequence_layouts(graph, layer.inputs, problem.axis) else (False,),
         leaves=allowed if sequence_layouts(graph, layer.outputs, problem.axis) else (False,),
@@ -273,7 +283,7 @@ def _answers(
     axis: Axis,
     options: ShardOptions,
     tables: ShardingTables,
-    compute_s: dict[tuple[str, Ways], float],
+    priced: dict[str, _PricedLayer],
 ) -> _LayerAnswers:
     """The answers of a layer under all combinations, without a solver where none is named and tables stay small."""
     problem = ShardingProblem(
@@ -296,32 +306,57 @@ def _answers(
         if not options.constraints:
             raise
         return _solved_answers(problem, ())
+    kept = known.kept.within(options.sequence_parallel)
     if known.tables is None:
-        return _solved_answers(problem, tuple(known.kept.combinations()))
-    return _eliminated_answers(problem, known, known.tables, tables.prices, compute_s)
+        return _solved_answers(problem, tuple(kept.combinations()))
+    if layer.key not in priced:
+        priced[layer.key] = _PricedLayer.of(problem, known, known.tables, tables.prices)
+    answers = priced[layer.key].answers(problem, kept)
+    if not answers.seconds and not options.constraints:
+        splits_of_layer(problem, problem.ops)  # which says what op has no split, where that is the reason
+    return answers
 
 
-def _eliminated_answers(
-    problem: ShardingProblem,
-    known: _KnownLayer,
-    tables: LayerTables,
-    prices: PriceTables,
-    compute_s: dict[tuple[str, Ways], float],
-) -> _LayerAnswers:
-    """The answers under all combinations at once."""
-    table = prices.on(problem.axis.cluster.accelerator, problem.axis.calibration)
-    compute_s |= compute_seconds(problem, problem.ops, known.splits, compute_s, table)
-    minimum = tables.minimise(tables.prices(problem, compute_s))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PricedLayer:
+    """A layer at one microbatch size: the seconds of its splits, and the least cost of all its combinations.
 
-    def sharded(combination: Combination) -> ShardedLayer:
-        chosen = tables.chosen(minimum, known.kept.places(combination))
-        return eliminated(_at(problem, combination), chosen, compute_s)
+    `minima` are those found so far, by whether sequences may be split inside of the layer.
+    """
 
-    costs = {
-        combination: float(minimum.costs[known.kept.places(combination)]) / MICROSECONDS
-        for combination in known.kept.combinations()
-    }
-    return _LayerAnswers({combination: cost for combination, cost in costs.items() if math.isfinite(cost)}, sharded)
+    known: _KnownLayer
+    tables: LayerTables
+    compute_s: Mapping[tuple[str, Ways], float]
+    minima: dict[bool, Minimum]
+
+    @classmethod
+    def of(cls, problem: ShardingProblem, known: _KnownLayer, tables: LayerTables, prices: PriceTables) -> _PricedLayer:
+        """The layer with prices of its ops."""
+        table = prices.on(problem.axis.cluster.accelerator, problem.axis.calibration)
+        compute_s = compute_seconds(problem, problem.ops, known.splits, table=table)
+        return cls(known=known, tables=tables, compute_s=compute_s, minima={})
+
+    def minimum(self, problem: ShardingProblem) -> Minimum:
+        """The least cost where sequences may be split inside of the layer, or where no op may split one."""
+        if problem.may_split_sequence not in self.minima:
+            forbidden = set() if problem.may_split_sequence else sequence_splits(problem, self.known.splits)
+            seconds = self.compute_s if not forbidden else self.compute_s | dict.fromkeys(forbidden, math.inf)
+            minimum = self.tables.minimise(self.tables.prices(problem, seconds))
+            self.minima[problem.may_split_sequence] = minimum
+        return self.minima[problem.may_split_sequence]
+
+    def answers(self, problem: ShardingProblem, kept: _KeptValues) -> _LayerAnswers:
+        """The answers under all combinations of some values at once."""
+        minimum, places = self.minimum(problem), self.known.kept.places
+
+        def sharded(combination: Combination) -> ShardedLayer:
+            chosen = self.tables.chosen(minimum, places(combination))
+            return eliminated(_at(problem, combination), chosen, self.compute_s)
+
+        costs = {
+            combination: float(minimum.costs[places(combination)]) / MICROSECONDS for combination in kept.combinations()
+        }
+        return _LayerAnswers({combination: cost for combination, cost in costs.items() if math.isfinite(cost)}, sharded)
 
 
 def _solved_answers(problem: ShardingProblem, combinations: Sequence[Combination]) -> _LayerAnswers:

@@ -29,6 +29,7 @@ __all__ = [
     "has_equal_splits",
     "leaving_tensors",
     "seconds_of_splits",
+    "sequence_splits",
     "settle_s",
     "splits_of_layer",
 ]
@@ -108,6 +109,25 @@ def splits_of_layer(problem: ShardingProblem, ops: Sequence[Op]) -> dict[str, li
         if not splits[op.id]:
             raise _no_split(problem, op, had_candidates=bool(candidates))
     return splits
+
+
+def sequence_splits(problem: ShardingProblem, splits: Mapping[str, Sequence[OpSplit]]) -> set[tuple[str, Ways]]:
+    """The splits, by op and factors split, that a problem forbids which splits no sequence: forward, and what follows.
+
+    A backward op that follows a forward op may split what some split of that one does which is left.
+    """
+    sequence_factors = _sequence_factors(problem)
+    forbidden: set[tuple[str, Ways]] = set()
+    for op in problem.ops:
+        ways_of_op = dict.fromkeys(split.ways for split in splits[op.id])
+        if op.phase is Phase.FORWARD or chooses_its_split(op):
+            along = sequence_factors[op.id]
+            forbidden |= {(op.id, ways) for ways in ways_of_op if along.intersection(name for name, _ in ways)}
+        else:
+            left = [split.ways for split in splits[op.gradient_of] if (op.gradient_of, split.ways) not in forbidden]
+            allowed = _choices_of_gradient(op, left)
+            forbidden |= {(op.id, ways) for ways in ways_of_op if ways not in allowed}
+    return forbidden
 
 
 def _choices_of_gradient(op: Op, forward_choices: Sequence[Ways]) -> list[Ways]:
