@@ -177,20 +177,20 @@ def op_work(op: Op, tensors: Tensors) -> Work:
     return build(op, tensors)
 
 
-def read_bytes(op: Op, tensors: Tensors) -> tuple[float, ...]:
+def read_bytes(op: Op, tensors: Tensors) -> list[float]:
     """Bytes that each operand gives."""
-    return tuple(
+    return [
         float(count) * tensors[tensor_id].dtype.size_bytes
         for tensor_id, count in zip(op.inputs, op.elements_read, strict=True)
-    )
+    ]
 
 
-def written_bytes(op: Op, tensors: Tensors) -> tuple[float, ...]:
+def written_bytes(op: Op, tensors: Tensors) -> list[float]:
     """Bytes that each result receives."""
-    return tuple(
+    return [
         float(count) * tensors[tensor_id].dtype.size_bytes
         for tensor_id, count in zip(op.outputs, op.elements_written, strict=True)
-    )
+    ]
 
 
 def _view(op: Op, tensors: Tensors) -> Work:

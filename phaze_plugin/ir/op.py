@@ -213,7 +213,8 @@ def attention_gemms(op: Op, *, rows: int | None = None, keys: int | None = None)
 def _elements_read(rule: Rule, index: int) -> int:
     dims = rule.operands[index]
     whole = math.prod(rule.shape(dims))
-    if any(rule.factor(name).kind is FactorKind.LOOKUP for name in names_of(dims)):
+    looked_up = [factor.name for factor in rule.factors if factor.kind is FactorKind.LOOKUP]
+    if looked_up and not names_of(dims).isdisjoint(looked_up):
         return min(whole, rule.work)
     return whole
 

@@ -15,7 +15,7 @@ import numpy as np
 from phaze.schedule.core_timeline import Cores, Placed, makespan
 from phaze.schedule.reduced_problem import FloatArray, ReducedProblem
 
-__all__ = ["list_schedule", "place_in_order", "tails"]
+__all__ = ["list_schedule", "place_in_order", "spread_one_by_one", "tails"]
 
 _SHARES = (0.0, 0.1, 0.3, 0.55, 0.7, 0.9, 1.0)
 """Shares of spread time to latency up to which jobs are spread; more of them find better schedules and take longer."""
@@ -34,6 +34,18 @@ def list_schedule(reduced: ReducedProblem) -> tuple[Placed, ...]:
         for first_come in (True, False)
     ]
     return min(tried, key=makespan)
+
+
+def spread_one_by_one(reduced: ReducedProblem) -> tuple[Placed, ...]:
+    """All jobs spread, one after another, that with the longest way to the end first."""
+    spread_s = reduced.spread_s.tolist()
+    if reduced.count == 1:
+        return (Placed(0, 0.0, spread_s[0], True, -1),)
+    placed, end_s, priority = list[Placed](), 0.0, tails(reduced).tolist()
+    for job in sorted(range(reduced.count), key=lambda job: (-priority[job], job)):
+        placed.append(Placed(job, end_s, end_s + spread_s[job], True, -1))
+        end_s += spread_s[job]
+    return tuple(placed)
 
 
 def tails(reduced: ReducedProblem) -> FloatArray:

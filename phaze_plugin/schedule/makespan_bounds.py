@@ -19,11 +19,13 @@ Weights that add up to 1 build such rates (T and V are the numbers of tensor and
 
 `_fill` divides greedily: the chain whose unsaturated jobs (u_i l_i < v_i s_i) last longest gets share until one of them
 is saturated; `heavy_chains` finds the chains that can matter. Within half a percent this is the optimum of the linear
-program. If on every antichain the s_i/l_i add up to at most 1, all z_i = s_i: spreading everything is optimal.
+program. If on every antichain the s_i/l_i add up to at most 1, all z_i = s_i: spreading everything is optimal
+(`spreading_is_best`). So it is on chips of many small cores, without links that something could hide.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +35,7 @@ from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, Redu
 from phaze.schedule.scheduling_problem import SchedulingProblem
 from phaze.tolerances import NOTHING_LEFT
 
-__all__ = ["Rates", "best_bound_s", "lower_bounds", "rates"]
+__all__ = ["Rates", "best_bound_s", "lower_bounds", "rates", "spreading_is_best"]
 
 _TENSOR, _VECTOR, _CHAIN, _LINK, _PATH = range(5)
 """The columns of a row of weights: w_tensor, w_vector, w_chain, w_link, w_path."""
@@ -129,6 +131,29 @@ class Rates:
 def rates(reduced: ReducedProblem) -> Rates:
     """Every row of weights for one problem."""
     return _rates_of_rows(reduced, weight_rows(reduced), _own_chains(reduced))
+
+
+def spreading_is_best(reduced: ReducedProblem) -> bool:
+    """Whether no schedule is shorter than all jobs one after another, each spread, as far as chains prove it.
+
+    Jobs are dealt out to chains of the precedence, each to the first one that it can extend. An antichain has at most
+    one job of each, so that its s_i/l_i add up to no more than the largest of each chain do. With exclusive spreading
+    u_i = s_i/l_i and v_i = 1 are then valid rates.
+    """
+    if not reduced.is_exclusive or np.isinf(reduced.spread_s).any():
+        return False
+    if reduced.count == 1:
+        return True
+    ends, largest = list[int](), list[float]()
+    for job, share in enumerate((reduced.spread_s / reduced.latency_s).tolist()):
+        before = reduced.is_before[:, job]
+        chain = next((number for number, end in enumerate(ends) if before[end]), -1)
+        if chain < 0:
+            ends.append(job)
+            largest.append(share)
+        else:
+            ends[chain], largest[chain] = job, max(largest[chain], share)
+    return math.fsum(largest) <= 1.0
 
 
 def best_bound_s(reduced: ReducedProblem, enough_s: float) -> float:

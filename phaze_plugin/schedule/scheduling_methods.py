@@ -22,8 +22,8 @@ from enum import StrEnum
 from phaze.schedule.core_timeline import Placed, makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
 from phaze.schedule.exact import search_exact
-from phaze.schedule.list_scheduling import list_schedule
-from phaze.schedule.makespan_bounds import best_bound_s
+from phaze.schedule.list_scheduling import list_schedule, spread_one_by_one
+from phaze.schedule.makespan_bounds import best_bound_s, spreading_is_best
 from phaze.schedule.paper_ilp import solve_milp
 from phaze.schedule.proven_schedule import (
     Schedule,
@@ -171,7 +171,13 @@ def _schedule(problem: SchedulingProblem, question: _Question) -> Schedule:
 
 
 def _first_answer(segment: ReducedProblem) -> _Segment:
-    """The list schedule and the closed-form bound of a segment. A lone job is its own optimum."""
+    """The list schedule and the closed-form bound of a segment.
+
+    A lone job is its own optimum, and so are all jobs one after another, each spread, where nothing beats that.
+    """
+    if spreading_is_best(segment):
+        placed = spread_one_by_one(segment)
+        return _Segment(segment, placed, makespan(placed))
     placed = list_schedule(segment)
     length_s = makespan(placed)
     return _Segment(segment, placed, length_s if segment.count == 1 else min(best_bound_s(segment, length_s), length_s))

@@ -9,7 +9,7 @@ import pytest
 from scheduling import random_problem
 
 from phaze.schedule import Job, Resource, SchedulingProblem, lower_bounds, schedule_layer
-from phaze.schedule.makespan_bounds import best_bound_s, rates
+from phaze.schedule.makespan_bounds import best_bound_s, rates, spreading_is_best
 from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
 
 
@@ -105,6 +105,28 @@ def test_wide_spreading_is_proven_optimal_without_search() -> None:
     answer = schedule_layer(wide, gap=0.0)
     assert (answer.makespan_s, answer.work) == (30.0, 0)
     assert answer.gap <= 1e-9
+
+
+def test_where_spreading_is_best_no_schedule_is_shorter() -> None:
+    """Proven apart by CP-SAT; with shares of up to a third, chains prove some of the problems and not others."""
+    proven = 0
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        template = random_problem(seed, 7, exclusive=True)
+        latency = random.uniform(1.0, 9.0, 7)
+        spread = latency * random.uniform(0.02, 0.35, 7)
+        jobs = tuple(
+            Job(job.name, Resource.TENSOR, *times) for job, *times in zip(template.jobs, latency, spread, strict=True)
+        )
+        problem = SchedulingProblem(jobs=jobs, edges=template.edges, tensor_cores=8, vector_cores=1)
+        if not spreading_is_best(reduce_problem(problem)):
+            continue
+        proven += 1
+        answer, other = schedule_layer(problem, gap=0.0), schedule_layer(problem, gap=0.0, method="cp-sat")
+        assert answer.work == 0
+        assert answer.makespan_s == answer.bound_s == pytest.approx(float(spread.sum()), rel=1e-12)
+        assert other.makespan_s == pytest.approx(answer.makespan_s, rel=1e-6)
+    assert 5 < proven < 35
 
 
 def test_views_join_what_they_stand_between() -> None:

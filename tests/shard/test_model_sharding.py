@@ -21,6 +21,7 @@ from phaze.shard import (
     SequenceParallel,
     ShardedModel,
     ShardOptions,
+    shard_layer,
     shard_model,
     shard_variants,
     slice_layer,
@@ -208,6 +209,16 @@ def test_variants_are_what_each_mode_gives_alone(name: str) -> None:
         assert model.seconds == alone.seconds
         assert model.parameters == alone.parameters
         assert model.is_sequence_split == alone.is_sequence_split
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5-large", "mixtral-8x7b"])
+def test_without_split_sequences_a_layer_is_what_it_is_among_whole_splits_alone(name: str) -> None:
+    """Tables hold splits of sequences, too, which are forbidden by their price; shard_layer lists none of them."""
+    variants = shard_variants(phaze.import_graph(name), Axis(A100S, 2), modes=tuple(SequenceParallel))
+    model = variants[SequenceParallel.OFF]
+    for answer in {id(layer): layer for layer in model.layers}.values():
+        assert not answer.problem.may_split_sequence
+        assert shard_layer(answer.problem).seconds == pytest.approx(answer.seconds, rel=1e-9)
 
 
 def test_a_variant_that_constraints_forbid_is_left_out() -> None:
