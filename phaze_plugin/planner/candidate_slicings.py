@@ -3,6 +3,8 @@
 A slicing of a microbatch size and a tp gets quick profiles first: list schedules with closed-form bounds
 (`ProfileOptions.is_quick`). On them stand
 
+- a first bound (`CandidateSlicing.least_s`): the passes of all microbatches through all layers, divided over all
+  devices without a gap. Most slicings that are far from the best are ruled out by it before anything is listed;
 - a bound (`CandidateSlicing.bounded_below`): placement's closed forms and stage filling on the profiles' lower bounds,
   with bubbles, collectives, the update and what memory forces to be recomputed, prove that no plan beats a time;
 - an estimate (`CandidateSlicing.estimate_s`), which proves nothing: it says what to look at first, so that a good time
@@ -13,7 +15,11 @@ What is left is scheduled to the gap that was asked for (`CandidateSlicing.sched
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 from phaze.place import BoundedStrategies, PlacementProblem, PreparedProblem
 from phaze.place.model.network_prices import Network
@@ -23,9 +29,9 @@ from phaze.place.search.step_estimates import estimated_step_s
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import ModelProfiles, profile_model
 from phaze.shard import ShardedModel
-from phaze.tolerances import EQUAL_RESULTS
+from phaze.tolerances import BOUND_MARGIN, EQUAL_RESULTS
 
-__all__ = ["CandidateSlicing", "quick_profiles"]
+__all__ = ["CandidateSlicing", "most_promising", "quick_profiles"]
 
 MOST_KEPT_STRATEGIES = 100_000
 """Rows of a table that is kept, about 10 MB: more than any question on 16,384 devices with 126 layers has."""
@@ -36,39 +42,57 @@ def quick_profiles(model: ShardedModel, options: ProfileOptions) -> ModelProfile
     return profile_model(model, replace(options, is_quick=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CandidateSlicing:
-    """A slicing that waits to be searched.
+    """A slicing that waits to be searched; its strategies are listed when somebody asks for them.
 
     Attributes:
         slices: its quick profiles.
-        bounded: its placement problem on their lower bounds.
-        estimate_s: a guess at the step time of its best plan; infinite where nothing seems to fit.
-        kept: all strategies, with a closed-form bound under each; None where they are so many that they are listed
-            anew when they are needed, so that memory does not grow with slicings times devices times layers.
+        problem: its placement problem, within what the question allows.
+        network: prices of links, which serve all slicings.
     """
 
     slices: ModelProfiles
-    bounded: PreparedProblem
-    estimate_s: float
-    kept: ParallelismTable | None
+    problem: PlacementProblem
+    network: Network
 
-    @classmethod
-    def of(cls, slices: ModelProfiles, problem: PlacementProblem, network: Network) -> CandidateSlicing:
-        """A slicing with quick profiles, within what a question allows."""
-        bounded = PreparedProblem.of(problem, use_bounds=True, network=network)
-        strategies = bounded.strategies()
-        return cls(
-            slices=slices,
-            bounded=bounded,
-            estimate_s=estimated_step_s(bounded, strategies),
-            kept=strategies if len(strategies) <= MOST_KEPT_STRATEGIES else None,
-        )
+    @cached_property
+    def least_s(self) -> float:
+        """No plan of the slicing takes less: all passes of all microbatches, on all devices all the time."""
+        problem, (tp,) = self.problem, {tp for _, tp, _ in self.problem.profiles}
+        counts = Counter(layer.key for layer in problem.graph.layers)
+        device_s = 0.0
+        for key, count in counts.items():
+            profiles = [problem.profiles[key, tp, mode] for mode in problem.choices.recompute]
+            for name in ("forward_s", "backward_input_s", "backward_weight_s"):
+                pass_s = min(float(getattr(profile, name).bound[problem.accelerator]) for profile in profiles)
+                device_s += count * pass_s * (tp if profiles[0].is_tensor_parallel else 1)
+        passed = problem.micro_batches * problem.cp
+        return passed * device_s / problem.cluster.device_count * (1 - BOUND_MARGIN)
+
+    @cached_property
+    def bounded(self) -> PreparedProblem:
+        """Its placement problem on lower bounds of its profiles."""
+        return PreparedProblem.of(self.problem, use_bounds=True, network=self.network)
+
+    @cached_property
+    def _kept(self) -> ParallelismTable | None:
+        """All strategies; None where they are so many that they are listed anew when they are needed.
+
+        So memory does not grow with slicings times devices times layers.
+        """
+        strategies = self.bounded.strategies()
+        return strategies if len(strategies) <= MOST_KEPT_STRATEGIES else None
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """A guess at the step time of its best plan; infinite where nothing seems to fit."""
+        return estimated_step_s(self.bounded, self.strategies)
 
     @property
     def strategies(self) -> ParallelismTable:
         """All strategies, with a closed-form bound under each."""
-        return self.bounded.strategies() if self.kept is None else self.kept
+        return self.bounded.strategies() if self._kept is None else self._kept
 
     @property
     def micro_batch_size(self) -> int:
@@ -100,3 +124,23 @@ class CandidateSlicing:
         if max(report.gap for report in self.slices.reports.values()) <= options.gap + EQUAL_RESULTS:
             return self.slices
         return profile_model(self.slices.sharded, options)
+
+
+def most_promising(
+    waiting: Sequence[CandidateSlicing], target_s: Callable[[], float]
+) -> Iterator[tuple[CandidateSlicing, bool]]:
+    """Slicings in the order of their estimates, and whether the first bound rules each out.
+
+    An estimate is made only when no first bound of another slicing says that it comes earlier. `target_s` is what a
+    plan must beat by then; a slicing whose first bound is not below it is ruled out, and never estimated.
+    """
+    queue = [(slicing.least_s, number, False) for number, slicing in enumerate(waiting)]
+    heapify(queue)
+    while queue:
+        least_s, number, is_estimated = heappop(queue)
+        slicing = waiting[number]
+        is_ruled_out = slicing.least_s >= target_s()
+        if is_estimated or is_ruled_out:
+            yield slicing, is_ruled_out
+        else:
+            heappush(queue, (max(least_s, slicing.estimate_s), number, True))

@@ -37,7 +37,7 @@ from phaze.place import (
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
-from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
+from phaze.planner.candidate_slicings import CandidateSlicing, most_promising, quick_profiles
 from phaze.planner.least_step_time import least_time_s
 from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
@@ -250,8 +250,11 @@ class StrategySearch:
             waiting += self._sliced(size, tp, each_cp, each_ep)
             self.watch.step()
         self.watch.expect(len(waiting))
-        for slicing in sorted(waiting, key=lambda slicing: slicing.estimate_s):
-            self.look_at(slicing)
+        for slicing, is_ruled_out in most_promising(waiting, lambda: self._target_s):
+            if is_ruled_out:
+                self.pruned.append(Pruned(slicing, slicing.least_s))
+            else:
+                self.look_at(slicing)
             self.watch.step()
 
     def _sliced(self, size: int, tp: int, cp: int, ep: int) -> list[CandidateSlicing]:
@@ -268,17 +271,27 @@ class StrategySearch:
             return []
         profiles = [quick_profiles(model, self.options) for model in models]
         return [
-            CandidateSlicing.of(slices, narrowed_problem(self.question, slices), self.network) for slices in profiles
+            CandidateSlicing(slices=slices, problem=narrowed_problem(self.question, slices), network=self.network)
+            for slices in profiles
         ]
+
+    @property
+    def _placement_gap(self) -> float:
+        """The gap to which strategies are placed: half of that of the answer, and none where there is but one."""
+        return 0.0 if _is_one_strategy(self.question) else self.question.gap / 2
+
+    @property
+    def _target_s(self) -> float:
+        """What a plan must beat to be of use: the best so far, by as much as the gap to which strategies are placed."""
+        return self.best_s * (1 - self._placement_gap)
 
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
         question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
-        gap = 0.0 if _is_one_strategy(question) else question.gap / 2
+        gap, target_s = self._placement_gap, self._target_s
         ways, known = _ways(slicing.tp, slicing.cp, slicing.ep), None
         if best_s < math.inf:
             self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
-            target_s = best_s * (1 - gap)
             known = slicing.bounded_below(target_s)
             if not len(known.promising):
                 self.pruned.append(Pruned(slicing, target_s))
@@ -290,7 +303,7 @@ class StrategySearch:
             return
         self.watch.report(f"microbatch {size}: placing layers sliced {ways}")
         is_same = slices is slicing.slices
-        problem = slicing.bounded.problem if is_same else narrowed_problem(question, slices)
+        problem = slicing.problem if is_same else narrowed_problem(question, slices)
         result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network, known=known)
         self.candidates.append(Candidate(slices=slices, problem=problem, result=result, known=known))
         if result.best is not None:

@@ -17,7 +17,7 @@ from phaze.installed import installed_plugins
 from phaze.ir import Graph
 from phaze.place import Bounded, find_placement
 from phaze.place.model.network_prices import Network
-from phaze.planner.candidate_slicings import CandidateSlicing, quick_profiles
+from phaze.planner.candidate_slicings import CandidateSlicing, most_promising, quick_profiles
 from phaze.planner.strategy_search import graph_at, narrowed_problem
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.local_graphs import LocalGraphs
@@ -35,7 +35,9 @@ def candidates(question: Question, size: int, tp: int, options: ProfileOptions) 
     network = Network(question.cluster, question.calibration)
     models = slicings(question, graph_at(question, size), tp)
     quick = [quick_profiles(model, options) for model in models]
-    return [CandidateSlicing.of(slices, narrowed_problem(question, slices), network) for slices in quick]
+    return [
+        CandidateSlicing(slices=slices, problem=narrowed_problem(question, slices), network=network) for slices in quick
+    ]
 
 
 @examples(6)
@@ -63,12 +65,31 @@ def test_no_plan_takes_less_than_the_time_that_prunes_its_slicing(
         best = find_placement(narrowed_problem(question, slices), top=1).best
         if best is None:
             continue
+        assert slicing.least_s <= best.time_s
+        assert slicing.least_s <= slicing.strategies.bound_s.min() * (1 + 1e-9), "the first bound is the weakest"
         assert len(slicing.bounded_below(best.time_s * (1 + 1e-6)).promising)
         assert not len(slicing.bounded_below(best.time_s / 50).promising), (
             "a bound that is far away would hold and be of no use"
         )
         if ample == 1.0:
             assert slicing.estimate_s < math.inf
+
+
+def test_slicings_come_by_their_estimates_and_those_ruled_out_are_never_estimated() -> None:
+    question = small_question(small_graph(num_layers=2), parse_cluster("a100-80gb:8"))
+    options = profile_options(question, profiled_modes(question))
+
+    def listed() -> list[CandidateSlicing]:
+        return [slicing for size in (1, 4) for tp in (1, 2, 8) for slicing in candidates(question, size, tp, options)]
+
+    every = [slicing.estimate_s for slicing, is_ruled_out in most_promising(listed(), lambda: math.inf)]
+    assert every == sorted(slicing.estimate_s for slicing in listed())
+    target_s = every[0]
+    answers = list(most_promising(listed(), lambda: target_s))
+    assert {is_ruled_out for _, is_ruled_out in answers} == {True, False}
+    for slicing, is_ruled_out in answers:
+        assert is_ruled_out == (slicing.least_s >= target_s)
+        assert not is_ruled_out or "estimate_s" not in vars(slicing)
 
 
 @pytest.mark.parametrize("chip", ["a100-80gb:8", "tpuv4-paper:8"])
