@@ -61,22 +61,24 @@ def price_groups(
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
     table: PriceTable | None = None,
+    known_works: dict[tuple[str, ...], Work] | None = None,
 ) -> Estimate:
     """Prices of groups: row i is ``groups[i]``; the ``prices`` of plugins win over the built-in ones.
 
-    A ``table`` is that of the one accelerator and the calibration, and gives the built-in prices. An op that nobody
+    A ``table`` is that of the one accelerator and the calibration, and gives the built-in prices. ``known_works`` are
+    those of groups of this graph that were priced before, by the ids of their ops; others are added. An op that nobody
     prices is a `CostError`; a price that fails or cannot be a `PluginError`.
     """
-    chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
+    chips = _chips(accelerators, table)
     offered = prices or {}
     works: dict[Work, int] = {}
     rows: list[int | Estimate] = []  # the place of a group's work among the distinct ones, or a plugin's price
     for group in groups:
-        if any(plugin_price_name(op, offered) for op in group.ops):
+        if offered and any(plugin_price_name(op, offered) for op in group.ops):
             single_estimates = [_price_alone(graph, op, chips, calibration, offered) for op in group.ops]
             rows.append(total_estimate(stack_estimates(single_estimates)))
         else:
-            rows.append(works.setdefault(group_work(group, graph.tensors), len(works)))
+            rows.append(works.setdefault(_work_of(group, graph, known_works), len(works)))
     if not rows:
         return Estimate.empty([], len(chips))
     distinct = tuple(works)
@@ -85,6 +87,23 @@ def price_groups(
     if len(places) == len(rows):
         return built_in.rows(places)
     return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
+
+
+def _chips(accelerators: AcceleratorArray | Accelerator, table: PriceTable | None) -> AcceleratorArray:
+    """The accelerators as an array; that of a table of prices on the only one is there already."""
+    if isinstance(accelerators, AcceleratorArray):
+        return accelerators
+    return AcceleratorArray.of([accelerators]) if table is None else table.chips
+
+
+def _work_of(group: OpGroup, graph: Graph, known: dict[tuple[str, ...], Work] | None) -> Work:
+    """The work of a group, looked up among those that are known where there are any."""
+    if known is None:
+        return group_work(group, graph.tensors)
+    key = (group.head.id, *[op.id for op in group.epilogue])
+    if key not in known:
+        known[key] = group_work(group, graph.tensors)
+    return known[key]
 
 
 def _price_alone(

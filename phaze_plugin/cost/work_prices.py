@@ -129,7 +129,8 @@ class PriceTable:
 
     def __init__(self, accelerator: Accelerator, calibration: Calibration = IDEAL) -> None:
         self.accelerator, self.calibration = accelerator, calibration
-        self._terms = _chip_terms(AcceleratorArray.of([accelerator]), calibration, energy_model())
+        self.chips = AcceleratorArray.of([accelerator])
+        self._terms = _chip_terms(self.chips, calibration, energy_model())
         self._rows: dict[Work, int] = {}
         self._prices = Estimate.empty([], 1)
 
@@ -150,13 +151,18 @@ class PriceTables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[Accelerator, Calibration], PriceTable] = {}
+        self._last: PriceTable | None = None
 
     def on(self, accelerator: Accelerator, calibration: Calibration) -> PriceTable:
         """The table of an accelerator under a calibration."""
+        last = self._last  # most often the same one is asked for again, and both values are large to hash
+        if last is not None and last.accelerator is accelerator and last.calibration is calibration:
+            return last
         key = (accelerator, calibration)
         if key not in self._tables:
             self._tables[key] = PriceTable(accelerator, calibration)
-        return self._tables[key]
+        self._last = self._tables[key]
+        return self._last
 
 
 def distinct_accelerators(kind: CoreKind, chips: AcceleratorArray) -> tuple[_Indices, _Indices]:

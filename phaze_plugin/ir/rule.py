@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from phaze.errors import GraphError, shown
@@ -147,7 +147,10 @@ class Rule:
 
     def factor(self, name: str) -> Factor:
         """The factor of that name."""
-        return next(factor for factor in self.factors if factor.name == name)
+        for factor in self.factors:
+            if factor.name == name:
+                return factor
+        raise KeyError(name)
 
     def size(self, name: str) -> int:
         """The size of a factor."""
@@ -188,10 +191,7 @@ class Rule:
         batch = frozenset(factor.name for factor in self.factors if factor.is_batch)
         if not batch:
             return self
-        factors = tuple(
-            replace(factor, size=_scaled(factor.size, old, new, f"factor {factor}", old)) if factor.is_batch else factor
-            for factor in self.factors
-        )
+        factors = tuple(_scaled_factor(factor, old, new) if factor.is_batch else factor for factor in self.factors)
 
         def scaled(dims: Dims) -> Dims:
             return tuple(
@@ -202,7 +202,9 @@ class Rule:
             )
 
         if all(dim.size is None for dims in self.tensors() for dim in dims):
-            return Rule(self.operands, self.results, factors)
+            if max(factor.size for factor in factors) > LARGEST_FACTOR:
+                return Rule(self.operands, self.results, factors)  # says what is wrong
+            return self._with_factors(factors)
         return Rule(
             tuple(scaled(dims) for dims in self.operands), tuple(scaled(dims) for dims in self.results), factors
         )
@@ -230,22 +232,25 @@ class Rule:
         sizes = dict(self._sizes)
         for name, count in ways.items():
             sizes[name] = _part_size(self.factor(name), count, parts.get(name))
-        # Names and dimensions are those of a checked rule, and parts are no larger than the whole: nothing to check.
-        local = object.__new__(Rule)
-        object.__setattr__(local, "operands", self.operands)
-        object.__setattr__(local, "results", self.results)
-        factors = (
+        factors = [
             Factor(f.name, sizes[f.name], f.kind, f.is_batch, f.is_sequence) if f.name in ways else f
             for f in self.factors
-        )
-        object.__setattr__(local, "factors", tuple(factors))
-        object.__setattr__(local, "_sizes", sizes)
-        return local
+        ]
+        return self._with_factors(tuple(factors))
+
+    def _with_factors(self, factors: tuple[Factor, ...]) -> Rule:
+        """The rule with other sizes of the same factors, all of them possible: names and dimensions were checked."""
+        changed = object.__new__(Rule)
+        object.__setattr__(changed, "operands", self.operands)
+        object.__setattr__(changed, "results", self.results)
+        object.__setattr__(changed, "factors", factors)
+        object.__setattr__(changed, "_sizes", {factor.name: factor.size for factor in factors})
+        return changed
 
 
 def names_of(dims: Dims) -> frozenset[str]:
     """The factors that a tensor's dimensions are made of."""
-    return frozenset(name for dim in dims for name in dim.factors)
+    return frozenset([name for dim in dims for name in dim.factors])
 
 
 def factor_names(dims: Dims) -> list[str]:
@@ -263,6 +268,12 @@ def _part_size(factor: Factor, ways: int, shard: int | None) -> int:
             f"factor {factor.name}={factor.size} split {ways} ways in parts of {largest} has no part {shard}."
         )
     return size
+
+
+def _scaled_factor(factor: Factor, old: int, new: int) -> Factor:
+    if factor.size % old:
+        _scaled(factor.size, old, new, f"factor {factor}", old)  # says what is wrong
+    return Factor(factor.name, factor.size * new // old, factor.kind, factor.is_batch, factor.is_sequence)
 
 
 def _scaled(size: int, old: int, new: int, what: str, unit: int) -> int:

@@ -27,7 +27,7 @@ from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, Sche
 from phaze.shard.mesh_axes import TENSOR_AXIS, WAYS, axis_of, is_ring
 
 if TYPE_CHECKING:
-    from phaze.cost import OpGroup, PriceTable
+    from phaze.cost import OpGroup, PriceTable, Work
     from phaze.interfaces import OpPricer
 
 __all__ = ["PricedPass", "group_edges", "pieces_of_products", "price_pass"]
@@ -97,6 +97,7 @@ def price_pass(
     calibration: Calibration = IDEAL,
     prices: Mapping[str, OpPricer] | None = None,
     table: PriceTable | None = None,
+    known_works: dict[tuple[str, ...], Work] | None = None,
     tp: int = 1,
     intra_op_exclusive: bool = True,
     compatibility: Compatibility = Compatibility.PHAZE,
@@ -105,10 +106,14 @@ def price_pass(
 
     `tp` devices share the products, which matters to a stack that runs collectives in pieces beside them.
 
-    `table` holds prices of the only accelerator that were found so far, where there are any.
+    `table` holds prices of the only accelerator that were found so far, where there are any, and `known_works` what was
+    found out about groups of this graph.
     Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
     """
-    chips = AcceleratorArray.of([accelerators]) if isinstance(accelerators, Accelerator) else accelerators
+    if isinstance(accelerators, AcceleratorArray):
+        chips = accelerators
+    else:
+        chips = AcceleratorArray.of([accelerators]) if table is None else table.chips
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
     edges = group_edges(groups)
     links = {
@@ -119,7 +124,9 @@ def price_pass(
     rings = _rings(groups, edges, links) | _pieces(groups, edges, links, calibration, tp)
     links |= dict.fromkeys((index for ring in rings.values() for index in ring.links), 0.0)
     local = [group for group in groups if not _is_link(group.head)]
-    estimate = price_groups(graph, local, chips, calibration=calibration, prices=prices, table=table)
+    estimate = price_groups(
+        graph, local, chips, calibration=calibration, prices=prices, table=table, known_works=known_works
+    )
     placed = [index for index in range(len(groups)) if index not in links]
     on_cores = {placed.index(index): ring for index, ring in rings.items()}
     estimate = _behind_rings(estimate, on_cores, calibration.op_overhead_s)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phaze.cost import PriceTables
+from phaze.cost import PriceTables, Work
 from phaze.hardware import AcceleratorArray
 from phaze.ir import (
     SEARCHED_MODES,
@@ -140,16 +140,17 @@ def profile_and_report(
     """One microbatch of a sharded layer on one device, under each recompute mode."""
     local = slice_layer(sharded)
     layer = single_layer(local)
-    forward = _schedule(sharded, local, layer.forward, options)
-    backward = _schedule(sharded, local, layer.backward, options)
-    first = _schedule(sharded, local, leading_to_inputs(local, layer), options)
+    works: dict[tuple[str, ...], Work] = {}
+    forward = _schedule(sharded, local, layer.forward, options, works)
+    backward = _schedule(sharded, local, layer.backward, options, works)
+    first = _schedule(sharded, local, leading_to_inputs(local, layer), options, works)
     to_inputs, to_weights = _backward_parts(backward, first)
     to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
     tied = sharded.problem.graph.layer_graph.tied_parameters
     profiles = {}
     for mode in modes:
         ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
-        again = forward if ops is layer.forward else _schedule(sharded, local, ops, options)
+        again = forward if ops is layer.forward else _schedule(sharded, local, ops, options, works)
         profile = LayerProfile(
             forward_s=_timed(forward),
             backward_input_s=to_inputs,
@@ -237,10 +238,16 @@ def _bounded(value: float, bound: float) -> Bounded:
     return Bounded(value, min(value, max(0.0, bound)))  # type: ignore[arg-type]
 
 
-def _schedule(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> Schedule | None:
+def _schedule(
+    sharded: ShardedLayer,
+    local: Graph,
+    ops: Sequence[Op],
+    options: ProfileOptions,
+    known_works: dict[tuple[str, ...], Work],
+) -> Schedule | None:
     if not ops:
         return None
-    problem = priced_pass(sharded, local, ops, options).problem()
+    problem = priced_pass(sharded, local, ops, options, known_works=known_works).problem()
     return schedule_layer(
         problem,
         gap=options.gap,
@@ -258,6 +265,7 @@ def priced_pass(
     options: ProfileOptions,
     accelerators: AcceleratorArray | None = None,
     compatibility: Compatibility = Compatibility.PHAZE,
+    known_works: dict[tuple[str, ...], Work] | None = None,
 ) -> PricedPass:
     """Some ops of a sharded layer, priced on its own accelerator or on many others."""
     axis = sharded.problem.axis
@@ -275,6 +283,7 @@ def priced_pass(
         calibration=axis.calibration,
         prices=options.prices,
         table=options.tables.on(axis.cluster.accelerator, axis.calibration) if accelerators is None else None,
+        known_works=known_works,
         tp=axis.tp,
         compatibility=compatibility,
     )

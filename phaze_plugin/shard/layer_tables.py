@@ -172,6 +172,7 @@ class _TableBuilder:
         self.price_list = _PriceList()
         self.tables: dict[tuple[int, ...], list[Codes]] = {}
         self.gradient_of_parameter = {gradient: name for name, gradient in self.graph.gradients}
+        self.is_stored: dict[str, bool] = {}  # whether a tensor is a parameter, or a view of one
 
     def build(self) -> LayerTables | None:
         try:
@@ -295,8 +296,9 @@ class _TableBuilder:
         """The code of a move. A view of a parameter stays where the parameter is: parameters are never gathered."""
         if before == after:
             return FREE
-        is_stored = self.graph.tensors[self.graph.storage(name)].role is Role.PARAMETER
-        if not is_possible(before, after) or (is_stored and not is_settling):
+        if name not in self.is_stored:
+            self.is_stored[name] = self.graph.tensors[self.graph.storage(name)].role is Role.PARAMETER
+        if not is_possible(before, after) or (self.is_stored[name] and not is_settling):
             return FORBIDDEN
         collective = collective_of(before, after)
         if collective is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from phaze.cost import Collective, PriceTable, price_ops
@@ -294,9 +294,18 @@ def _rules_alike(known: Rule, rule: Rule) -> bool:
         return False
     batch = set()
     for factor, other in zip(known.factors, rule.factors, strict=True):
-        if factor.is_batch and replace(factor, size=other.size) == other:
+        if factor is other:
+            continue
+        if (factor.name, factor.kind, factor.is_batch, factor.is_sequence) != (
+            other.name,
+            other.kind,
+            other.is_batch,
+            other.is_sequence,
+        ):
+            return False
+        if factor.is_batch:
             batch.add(factor.name)
-        elif factor != other:
+        elif factor.size != other.size:
             return False
     return all(len(dim.factors) == 1 or batch.isdisjoint(dim.factors) for dims in rule.tensors() for dim in dims)
 
