@@ -78,6 +78,11 @@ class Graph:
         """The parameters, each once however often it is used."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.role is Role.PARAMETER)
 
+    @cached_property
+    def parameter_of_gradient(self) -> dict[str, str]:
+        """The parameter of each gradient, in the order of `gradients`."""
+        return {gradient: parameter for parameter, gradient in self.gradients}
+
     @property
     def parameter_count(self) -> int:
         """Number of scalar parameters; a tied one counts once."""

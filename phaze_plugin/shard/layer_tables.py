@@ -171,7 +171,7 @@ class _TableBuilder:
         self.graph = problem.graph
         self.price_list = _PriceList()
         self.tables: dict[tuple[int, ...], list[Codes]] = {}
-        self.gradient_of_parameter = {gradient: name for name, gradient in self.graph.gradients}
+        self.gradient_of_parameter = self.graph.parameter_of_gradient
         self.is_stored: dict[str, bool] = {}  # whether a tensor is a parameter, or a view of one
 
     def build(self) -> LayerTables | None:

@@ -340,7 +340,7 @@ class _PricedLayer:
         """The least cost where sequences may be split inside of the layer, or where no op may split one."""
         if problem.may_split_sequence not in self.minima:
             forbidden = set() if problem.may_split_sequence else sequence_splits(problem, self.known.splits)
-            seconds = self.compute_s if not forbidden else self.compute_s | dict.fromkeys(forbidden, math.inf)
+            seconds = {**self.compute_s, **dict.fromkeys(forbidden, math.inf)}
             minimum = self.tables.minimise(self.tables.prices(problem, seconds))
             self.minima[problem.may_split_sequence] = minimum
         return self.minima[problem.may_split_sequence]

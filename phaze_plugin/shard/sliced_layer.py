@@ -41,9 +41,8 @@ class _Slicer:
             inputs = [self._fetch(name, wanted, op) for name, wanted in zip(op.inputs, wanted_layouts, strict=True)]
             self._write(op, inputs)
         outputs = [self._deliver(name) for name, _ in leaving_tensors(self.graph, self.problem.layer)]
-        self.builder.gradients.extend(
-            (parameter, gradient) for parameter, gradient in self.graph.gradients if gradient in self.layouts
-        )
+        parameter_of = self.graph.parameter_of_gradient
+        self.builder.gradients.extend((parameter_of[name], name) for name in self.layouts if name in parameter_of)
         return self.builder.build(outputs, (f"sliced {self.problem.axis.tp} ways along mesh axis {TENSOR_AXIS}",))
 
     def _fetch(self, name: str, wanted: Layout, op: Op) -> str:
