@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
 
 __all__ = [
+    "accelerator_array",
     "plugin_price",
     "plugin_price_name",
     "plugin_prices",
@@ -69,7 +70,7 @@ def price_groups(
     those of groups of this graph that were priced before, by the ids of their ops; others are added. An op that nobody
     prices is a `CostError`; a price that fails or cannot be a `PluginError`.
     """
-    chips = _chips(accelerators, table)
+    chips = accelerator_array(accelerators, table)
     offered = prices or {}
     works: dict[Work, int] = {}
     rows: list[int | Estimate] = []  # the place of a group's work among the distinct ones, or a plugin's price
@@ -89,7 +90,7 @@ def price_groups(
     return stack_estimates([built_in.rows([row]) if isinstance(row, int) else row for row in rows])
 
 
-def _chips(accelerators: AcceleratorArray | Accelerator, table: PriceTable | None) -> AcceleratorArray:
+def accelerator_array(accelerators: AcceleratorArray | Accelerator, table: PriceTable | None) -> AcceleratorArray:
     """The accelerators as an array; that of a table of prices on the only one is there already."""
     if isinstance(accelerators, AcceleratorArray):
         return accelerators

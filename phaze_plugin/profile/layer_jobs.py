@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost import BINDINGS, IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
+from phaze.cost.graph_prices import accelerator_array
 from phaze.errors import ScheduleError
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.ir import Graph, Op, OpKind
@@ -104,16 +105,11 @@ def price_pass(
 ) -> PricedPass:
     """Price `ops` (of one phase) on all accelerators; `link_s` gives the seconds of a collective.
 
-    `tp` devices share the products, which matters to a stack that runs collectives in pieces beside them.
-
-    `table` holds prices of the only accelerator that were found so far, where there are any, and `known_works` what was
-    found out about groups of this graph.
+    `tp` devices share the products, which matters to a stack that runs collectives in pieces beside them. `table` holds
+    prices of the only accelerator and `known_works` the works of this graph that were found so far, if there are any.
     Raises ScheduleError if there is a collective and nobody prices it, and what pricing raises.
     """
-    if isinstance(accelerators, AcceleratorArray):
-        chips = accelerators
-    else:
-        chips = AcceleratorArray.of([accelerators]) if table is None else table.chips
+    chips = accelerator_array(accelerators, table)
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
     edges = group_edges(groups)
     links = {
