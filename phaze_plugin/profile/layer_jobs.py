@@ -112,14 +112,11 @@ def price_pass(
     chips = accelerator_array(accelerators, table)
     groups = fuse_epilogues(graph, ops, calibration.stack.fusion) if is_fused else single_groups(ops)
     edges = group_edges(groups)
-    links = {
-        index: _seconds(group.head, link_s) + calibration.op_overhead_s
-        for index, group in enumerate(groups)
-        if _is_link(group.head)
-    }
+    heads = {index: group.head for index, group in enumerate(groups) if _is_link(group.head)}
+    links = {index: _seconds(head, link_s) + calibration.op_overhead_s for index, head in heads.items()}
     rings = _rings(groups, edges, links) | _pieces(groups, edges, links, calibration, tp)
     links |= dict.fromkeys((index for ring in rings.values() for index in ring.links), 0.0)
-    local = [group for group in groups if not _is_link(group.head)]
+    local = [group for index, group in enumerate(groups) if index not in heads]
     estimate = price_groups(
         graph, local, chips, calibration=calibration, prices=prices, table=table, known_works=known_works
     )
