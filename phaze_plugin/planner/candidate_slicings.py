@@ -42,7 +42,7 @@ def quick_profiles(model: ShardedModel, options: ProfileOptions) -> ModelProfile
     return profile_model(model, replace(options, is_quick=True))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CandidateSlicing:
     """A slicing that waits to be searched; its strategies are listed when somebody asks for them.
 

@@ -163,9 +163,14 @@ class ValuedSearch(StrategySearch):
         """How much better than the best plan another may be; devices are counted exactly."""
         return 0.0 if self.question.objective.kind is ObjectiveKind.DEVICES else self.question.gap / 2
 
+    @property
+    def target_s(self) -> float:
+        """Without end: what is made small is no step time, so that no step time rules a slicing out."""
+        return math.inf
+
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and search one slicing, unless it cannot be better than what is known."""
-        best, quick = self.best_s, plan_value(self.question, slicing.slices, slicing.bounded.problem)
+        best, quick = self.best_s, plan_value(self.question, slicing.slices, slicing.problem)
         self.watch.report(f"microbatch {slicing.micro_batch_size}, tp {slicing.tp}: bounding all numbers of devices")
         strategies, rows = slicing.strategies, None
         if best < math.inf:

@@ -250,7 +250,7 @@ class StrategySearch:
             waiting += self._sliced(size, tp, each_cp, each_ep)
             self.watch.step()
         self.watch.expect(len(waiting))
-        for slicing, is_ruled_out in most_promising(waiting, lambda: self._target_s):
+        for slicing, is_ruled_out in most_promising(waiting, lambda: self.target_s):
             if is_ruled_out:
                 self.pruned.append(Pruned(slicing, slicing.least_s))
             else:
@@ -270,25 +270,22 @@ class StrategySearch:
             self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []
         profiles = [quick_profiles(model, self.options) for model in models]
-        return [
-            CandidateSlicing(slices=slices, problem=narrowed_problem(self.question, slices), network=self.network)
-            for slices in profiles
-        ]
+        return [CandidateSlicing(slices, narrowed_problem(self.question, slices), self.network) for slices in profiles]
 
     @property
-    def _placement_gap(self) -> float:
+    def gap(self) -> float:
         """The gap to which strategies are placed: half of that of the answer, and none where there is but one."""
         return 0.0 if _is_one_strategy(self.question) else self.question.gap / 2
 
     @property
-    def _target_s(self) -> float:
-        """What a plan must beat to be of use: the best so far, by as much as the gap to which strategies are placed."""
-        return self.best_s * (1 - self._placement_gap)
+    def target_s(self) -> float:
+        """The step time that a plan must beat to be of use."""
+        return self.best_s * (1 - self.gap)
 
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
         question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
-        gap, target_s = self._placement_gap, self._target_s
+        gap, target_s = self.gap, self.target_s
         ways, known = _ways(slicing.tp, slicing.cp, slicing.ep), None
         if best_s < math.inf:
             self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
