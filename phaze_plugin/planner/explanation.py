@@ -24,6 +24,7 @@ from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.plan.plan_integrity import MEMORY_ITEMS
+from phaze.planner.candidate_slicings import most_promising
 from phaze.planner.plan_building import complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
@@ -241,33 +242,42 @@ class _Searchable:
             self._prepared[id(candidate)] = PreparedProblem.of(candidate.problem)
         return self._prepared[id(candidate)]
 
-    def with_plans_of(self, kind: _Kind) -> Iterator[tuple[Candidate, PlacementProblem]]:
-        """Candidates that may have plans of a kind, narrowed to it: the placed ones first, then what was pruned."""
+    def with_plans_of(self, kind: _Kind, cutoff_s: Callable[[], float]) -> Iterator[tuple[Candidate, PlacementProblem]]:
+        """Candidates that may have plans of a kind, narrowed to it: the placed ones first, then what was pruned.
+
+        Of these, the ones that provably have no plan below the cutoff by then are left out.
+        """
         for candidate in _promising(self.answer):
             slices = candidate.slices
             if kind.includes(slices) and (problem := kind.narrow(candidate.problem)):
                 yield candidate, problem
-        for pruned in sorted(self.answer.pruned, key=lambda pruned: pruned.slicing.estimate_s):
-            slicing = pruned.slicing
-            if kind.includes(slicing.slices) and kind.narrow(slicing.bounded.problem):
-                if id(pruned) not in self._unpruned:
-                    self._unpruned[id(pruned)] = pruned.candidate(self.answer.question)
-                candidate = self._unpruned[id(pruned)]
-                problem = kind.narrow(candidate.problem)
-                assert problem is not None  # the slicing's own problem has plans of the kind
-                yield candidate, problem
+        pruned = {id(pruned.slicing): pruned for pruned in self.answer.pruned if kind.includes(pruned.slicing.slices)}
+        waiting = [entry.slicing for entry in pruned.values() if kind.narrow(entry.slicing.problem)]
+        for slicing, is_ruled_out in most_promising(waiting, cutoff_s):
+            if is_ruled_out:
+                continue
+            if id(slicing) not in self._unpruned:
+                self._unpruned[id(slicing)] = pruned[id(slicing)].candidate(self.answer.question)
+            candidate = self._unpruned[id(slicing)]
+            problem = kind.narrow(candidate.problem)
+            assert problem is not None  # the slicing's own problem has plans of the kind
+            yield candidate, problem
 
 
 def _runner_up(kind: _Kind, searchable: _Searchable) -> RunnerUp:
     """The best plan of a kind, or why there is none."""
     best: tuple[Candidate, Placement] | None = None
     is_proven, tried = True, 0
-    for candidate, problem in searchable.with_plans_of(kind):
+
+    def reached_s() -> float:
+        return math.inf if best is None else best[1].time_s
+
+    for candidate, problem in searchable.with_plans_of(kind, reached_s):
         if tried == _MOST_SLICES:
             is_proven = False
             break
         tried += 1
-        cutoff_s = math.inf if best is None else best[1].time_s
+        cutoff_s = reached_s()
         placement: Placement | None
         if problem is candidate.problem and candidate.result.best is not None:
             placement, is_searched = candidate.result.best, True
