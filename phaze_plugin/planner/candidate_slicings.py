@@ -15,7 +15,6 @@ What is left is scheduled to the gap that was asked for (`CandidateSlicing.sched
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +26,7 @@ from phaze.place.search.parallelism_search import refuted_below
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.search.step_estimates import estimated_step_s
 from phaze.profile.layer_passes import ProfileOptions
-from phaze.profile.model_profiles import ModelProfiles, profile_model
+from phaze.profile.model_profiles import ModelProfiles, least_pass_s, profile_model
 from phaze.shard import ShardedModel
 from phaze.tolerances import BOUND_MARGIN, EQUAL_RESULTS
 
@@ -44,31 +43,38 @@ def quick_profiles(model: ShardedModel, options: ProfileOptions) -> ModelProfile
 
 @dataclass(frozen=True, eq=False)
 class CandidateSlicing:
-    """A slicing that waits to be searched; its strategies are listed when somebody asks for them.
+    """A slicing that waits to be searched; what is worth making only for some of them is made when it is asked for.
 
     Attributes:
-        slices: its quick profiles.
-        problem: its placement problem, within what the question allows.
+        sharded: the layouts of every layer.
+        options: how its passes are priced and scheduled in the end.
+        micro_batches: how many microbatches all pipelines pass together.
         network: prices of links, which serve all slicings.
+        problem_of: the placement problem of profiles, within what the question allows.
     """
 
-    slices: ModelProfiles
-    problem: PlacementProblem
+    sharded: ShardedModel
+    options: ProfileOptions
+    micro_batches: int
     network: Network
+    problem_of: Callable[[ModelProfiles], PlacementProblem]
 
     @cached_property
     def least_s(self) -> float:
         """No plan of the slicing takes less: all passes of all microbatches, on all devices all the time."""
-        problem, (tp,) = self.problem, {tp for _, tp, _ in self.problem.profiles}
-        counts = Counter(layer.key for layer in problem.graph.layers)
-        device_s = 0.0
-        for key, count in counts.items():
-            profiles = [problem.profiles[key, tp, mode] for mode in problem.choices.recompute]
-            for name in ("forward_s", "backward_input_s", "backward_weight_s"):
-                pass_s = min(float(getattr(profile, name).bound[problem.accelerator]) for profile in profiles)
-                device_s += count * pass_s * (tp if profiles[0].is_tensor_parallel else 1)
-        passed = problem.micro_batches * problem.cp
-        return passed * device_s / problem.cluster.device_count * (1 - BOUND_MARGIN)
+        axis = self.sharded.axis
+        device_s = axis.tp * axis.cp * least_pass_s(self.sharded, replace(self.options, is_quick=True))
+        return self.micro_batches * device_s / axis.cluster.device_count * (1 - BOUND_MARGIN)
+
+    @cached_property
+    def slices(self) -> ModelProfiles:
+        """Its quick profiles."""
+        return quick_profiles(self.sharded, self.options)
+
+    @cached_property
+    def problem(self) -> PlacementProblem:
+        """Its placement problem on these."""
+        return self.problem_of(self.slices)
 
     @cached_property
     def bounded(self) -> PreparedProblem:
@@ -97,22 +103,22 @@ class CandidateSlicing:
     @property
     def micro_batch_size(self) -> int:
         """Sequences in a microbatch."""
-        return self.slices.micro_batch_size
+        return self.sharded.graph.micro_batch_size
 
     @property
     def tp(self) -> int:
         """Devices that share a layer."""
-        return self.slices.tp
+        return self.sharded.axis.tp
 
     @property
     def cp(self) -> int:
         """Devices that share a sequence."""
-        return self.slices.cp
+        return self.sharded.axis.cp
 
     @property
     def ep(self) -> int:
         """Devices that experts are divided over."""
-        return self.slices.ep
+        return self.sharded.axis.ep
 
     def bounded_below(self, step_time_s: float) -> BoundedStrategies:
         """All strategies, with the step time as bound where provably no plan of theirs takes less."""
@@ -123,7 +129,7 @@ class CandidateSlicing:
         """The profiles with schedules to the gap of the options: these ones, if they happen to be within it."""
         if max(report.gap for report in self.slices.reports.values()) <= options.gap + EQUAL_RESULTS:
             return self.slices
-        return profile_model(self.slices.sharded, options)
+        return profile_model(self.sharded, options)
 
 
 def most_promising(

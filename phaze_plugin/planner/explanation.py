@@ -24,7 +24,7 @@ from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
 from phaze.plan.plan_integrity import MEMORY_ITEMS
-from phaze.planner.candidate_slicings import most_promising
+from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
 from phaze.planner.plan_building import complete_strategy, strategy_of
 from phaze.planner.progress import Watch
 from phaze.planner.strategy_search import Answer, Candidate, placement_problem
@@ -89,7 +89,7 @@ class _Kind:
     name: str
     has: Callable[[Parallelism], bool]
     narrow: Callable[[PlacementProblem], PlacementProblem | None] = lambda problem: problem
-    includes: Callable[[ModelProfiles], bool] = lambda slices: True
+    includes: Callable[[ModelProfiles | CandidateSlicing], bool] = lambda slices: True
 
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
@@ -251,7 +251,7 @@ class _Searchable:
             slices = candidate.slices
             if kind.includes(slices) and (problem := kind.narrow(candidate.problem)):
                 yield candidate, problem
-        pruned = {id(pruned.slicing): pruned for pruned in self.answer.pruned if kind.includes(pruned.slicing.slices)}
+        pruned = {id(pruned.slicing): pruned for pruned in self.answer.pruned if kind.includes(pruned.slicing)}
         waiting = [entry.slicing for entry in pruned.values() if kind.narrow(entry.slicing.problem)]
         for slicing, is_ruled_out in most_promising(waiting, cutoff_s):
             if is_ruled_out:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from phaze.errors import PlanError, ShardError
@@ -37,7 +38,7 @@ from phaze.place import (
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
-from phaze.planner.candidate_slicings import CandidateSlicing, most_promising, quick_profiles
+from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
 from phaze.planner.least_step_time import least_time_s
 from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
@@ -269,8 +270,8 @@ class StrategySearch:
         except ShardError as error:
             self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []
-        profiles = [quick_profiles(model, self.options) for model in models]
-        return [CandidateSlicing(slices, narrowed_problem(self.question, slices), self.network) for slices in profiles]
+        micro_batches, problem_of = self.question.global_batch_size // size, partial(narrowed_problem, self.question)
+        return [CandidateSlicing(model, self.options, micro_batches, self.network, problem_of) for model in models]
 
     @property
     def gap(self) -> float:
@@ -285,8 +286,7 @@ class StrategySearch:
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
         question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
-        gap, target_s = self.gap, self.target_s
-        ways, known = _ways(slicing.tp, slicing.cp, slicing.ep), None
+        target_s, ways, known = self.target_s, _ways(slicing.tp, slicing.cp, slicing.ep), None
         if best_s < math.inf:
             self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
             known = slicing.bounded_below(target_s)
@@ -301,7 +301,7 @@ class StrategySearch:
         self.watch.report(f"microbatch {size}: placing layers sliced {ways}")
         is_same = slices is slicing.slices
         problem = slicing.problem if is_same else narrowed_problem(question, slices)
-        result = find_placement(problem, top=1, cutoff_s=best_s, gap=gap, network=self.network, known=known)
+        result = find_placement(problem, top=1, cutoff_s=best_s, gap=self.gap, network=self.network, known=known)
         self.candidates.append(Candidate(slices=slices, problem=problem, result=result, known=known))
         if result.best is not None:
             self.watch.best_step_time_s = result.best.time_s

@@ -53,11 +53,13 @@ __all__ = [
     "LayerReport",
     "PassReport",
     "ProfileOptions",
+    "TrainingPasses",
     "leading_to_inputs",
     "placement_graph",
     "priced_pass",
     "profile_and_report",
     "profile_layer",
+    "training_passes",
 ]
 
 
@@ -74,6 +76,8 @@ class ProfileOptions:
         cache: schedules that were found so far.
         tables: prices that were found so far.
         profiles: profiles of layers that were made so far (`model_profiles.py`); they hold for one question.
+        passes: forward and backward of layers whose profiles are not made yet.
+        least_s: the bounds of these, and of those whose profiles were made since.
         gradient_bytes: bytes per parameter in which the gradients of microbatches are summed.
         modes: recompute modes to profile; no recompute comes first.
         trims_recompute: whether full recompute leaves out what backward does not read.
@@ -89,6 +93,8 @@ class ProfileOptions:
     cache: ScheduleCache = field(default_factory=ScheduleCache)
     tables: PriceTables = field(default_factory=PriceTables)
     profiles: dict[object, dict[RecomputeMode, tuple[LayerProfile, LayerReport]]] = field(default_factory=dict)
+    passes: dict[object, TrainingPasses] = field(default_factory=dict)
+    least_s: dict[object, float] = field(default_factory=dict)
     gradient_bytes: float = 0.0
     modes: tuple[RecomputeMode, ...] = SEARCHED_MODES
     trims_recompute: bool = False
@@ -134,18 +140,54 @@ def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOp
     return profile_and_report(sharded, (mode,), options or ProfileOptions())[mode][0]
 
 
-def profile_and_report(
-    sharded: ShardedLayer, modes: Sequence[RecomputeMode], options: ProfileOptions
-) -> dict[RecomputeMode, tuple[LayerProfile, LayerReport]]:
-    """One microbatch of a sharded layer on one device, under each recompute mode."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingPasses:
+    """Forward and backward of a sharded layer, scheduled: what all recompute modes have in common.
+
+    `works` are those of its groups of ops, and `accumulation_s` are the seconds of adding up gradients.
+    """
+
+    local: Graph
+    layer: Layer
+    works: dict[tuple[str, ...], Work]
+    forward: Schedule | None
+    backward: Schedule | None
+    accumulation_s: float
+
+    @property
+    def least_s(self) -> float:
+        """No plan runs both passes of a microbatch on a device in less."""
+        passes_s = (0.0 if schedule is None else schedule.time_bound_s for schedule in (self.forward, self.backward))
+        return sum(passes_s) + self.accumulation_s
+
+
+def training_passes(sharded: ShardedLayer, options: ProfileOptions) -> TrainingPasses:
+    """Forward and backward of one microbatch of a sharded layer on one device."""
     local = slice_layer(sharded)
     layer = single_layer(local)
     works: dict[tuple[str, ...], Work] = {}
-    forward = _schedule(sharded, local, layer.forward, options, works)
-    backward = _schedule(sharded, local, layer.backward, options, works)
+    return TrainingPasses(
+        local=local,
+        layer=layer,
+        works=works,
+        forward=_schedule(sharded, local, layer.forward, options, works),
+        backward=_schedule(sharded, local, layer.backward, options, works),
+        accumulation_s=_accumulation_s(sharded, local, options),
+    )
+
+
+def profile_and_report(
+    sharded: ShardedLayer,
+    modes: Sequence[RecomputeMode],
+    options: ProfileOptions,
+    passes: TrainingPasses | None = None,
+) -> dict[RecomputeMode, tuple[LayerProfile, LayerReport]]:
+    """One microbatch of a sharded layer on one device, under each recompute mode; `passes` where they are known."""
+    passes = passes or training_passes(sharded, options)
+    local, layer, works, forward, backward = passes.local, passes.layer, passes.works, passes.forward, passes.backward
     first = _schedule(sharded, local, leading_to_inputs(local, layer), options, works)
     to_inputs, to_weights = _backward_parts(backward, first)
-    to_weights = _later(to_weights, _accumulation_s(sharded, local, options))
+    to_weights = _later(to_weights, passes.accumulation_s)
     tied = sharded.problem.graph.layer_graph.tied_parameters
     profiles = {}
     for mode in modes:

@@ -24,6 +24,7 @@ from phaze.profile.layer_passes import (
     ProfileOptions,
     placement_graph,
     profile_and_report,
+    training_passes,
 )
 from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey
 from phaze.question import Question
@@ -50,6 +51,7 @@ __all__ = [
     "fastest_slicing",
     "layer_keys",
     "layer_variants",
+    "least_pass_s",
     "profile_model",
     "profile_options",
     "profiled_modes",
@@ -317,22 +319,44 @@ def profile_model(model: ShardedModel, options: ProfileOptions) -> ModelProfiles
 def _known_profiles(
     sharded: ShardedLayer, modes: tuple[RecomputeMode, ...], options: ProfileOptions
 ) -> dict[RecomputeMode, tuple[LayerProfile, LayerReport]]:
-    """The profiles of a layer, made once for all slicings of a question that slice the layer alike.
+    """The profiles of a layer, made once for all slicings of a question that slice the layer alike."""
+    content = _content(sharded, options)
+    key = (modes, content)
+    if key not in options.profiles:
+        options.profiles[key] = profile_and_report(sharded, modes, options, options.passes.pop(content, None))
+    return options.profiles[key]
+
+
+def _content(sharded: ShardedLayer, options: ProfileOptions) -> tuple[object, ...]:
+    """What the profiles of a layer depend on, besides the recompute mode.
 
     A layer without collectives of its own is the same whatever ep divides the experts of other layers.
     """
     problem = sharded.problem
     axis, layer = problem.axis, problem.layer
     sends = any(op.kind is OpKind.COLLECTIVE for op in problem.ops)
-    key = (
-        (modes, *options.what_profiles_depend_on),
+    return (
+        options.what_profiles_depend_on,
         (axis.cluster, axis.calibration, axis.tp, axis.cp, axis.ep if sends else 1),
         (layer.index, layer.key, tuple(sorted(problem.graph.layer_graph.tied_parameters))),
         *(tuple(layouts.items()) for layouts in (sharded.splits, sharded.parameters, problem.layouts)),
     )
-    if key not in options.profiles:
-        options.profiles[key] = profile_and_report(sharded, modes, options)
-    return options.profiles[key]
+
+
+def least_pass_s(model: ShardedModel, options: ProfileOptions) -> float:
+    """No plan takes less on a device for forward and backward of one microbatch through all layers.
+
+    What is scheduled for it serves the profiles again that are made afterwards, if any are.
+    """
+    counts = Counter(layer_keys(model))
+    seconds = 0.0
+    for key, layer in layer_variants(model).items():
+        content = _content(layer, options)
+        if content not in options.least_s:
+            options.passes[content] = training_passes(layer, options)
+            options.least_s[content] = options.passes[content].least_s
+        seconds += counts[key] * options.least_s[content]
+    return seconds
 
 
 def dominates(first: ModelProfiles, second: ModelProfiles) -> bool:

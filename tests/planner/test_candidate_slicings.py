@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from phaze.installed import installed_plugins
 from phaze.ir import Graph
 from phaze.place import Bounded, find_placement
 from phaze.place.model.network_prices import Network
-from phaze.planner.candidate_slicings import CandidateSlicing, most_promising, quick_profiles
+from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
 from phaze.planner.strategy_search import graph_at, narrowed_problem
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.local_graphs import LocalGraphs
@@ -34,10 +35,8 @@ def small_question(graph: Graph, cluster: Cluster, **options: Any) -> Question:
 def candidates(question: Question, size: int, tp: int, options: ProfileOptions) -> list[CandidateSlicing]:
     network = Network(question.cluster, question.calibration)
     models = slicings(question, graph_at(question, size), tp)
-    quick = [quick_profiles(model, options) for model in models]
-    return [
-        CandidateSlicing(slices=slices, problem=narrowed_problem(question, slices), network=network) for slices in quick
-    ]
+    micro_batches, problem_of = question.global_batch_size // size, partial(narrowed_problem, question)
+    return [CandidateSlicing(model, options, micro_batches, network, problem_of) for model in models]
 
 
 @examples(6)
@@ -89,7 +88,7 @@ def test_slicings_come_by_their_estimates_and_those_ruled_out_are_never_estimate
     assert {is_ruled_out for _, is_ruled_out in answers} == {True, False}
     for slicing, is_ruled_out in answers:
         assert is_ruled_out == (slicing.least_s >= target_s)
-        assert not is_ruled_out or "estimate_s" not in vars(slicing)
+        assert not is_ruled_out or {"slices", "estimate_s"}.isdisjoint(vars(slicing))
 
 
 @pytest.mark.parametrize("chip", ["a100-80gb:8", "tpuv4-paper:8"])
