@@ -251,7 +251,8 @@ def _splits(layout: Layout) -> tuple[SplitDim, ...]:
 def time_split(answer: Answer) -> TimeSplit:
     """The parts of the step on the device that ends last; links that layers wait for count as communication."""
     placement, parts = answer.placement, answer.placement.parts
-    last = min(event.device for event in placement.timeline.events if event.end_s >= placement.time_s)
+    events = placement.timeline.table
+    last = int(events.device[events.end_s >= placement.time_s].min())
     waiting = 0.0
     for stage in placement.stages:
         if stage.device == last:

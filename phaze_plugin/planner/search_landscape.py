@@ -9,14 +9,14 @@ import numpy as np
 
 from phaze.parallelism import Parallelism
 from phaze.place import PreparedProblem
-from phaze.place.simulation.placement import assemble
+from phaze.place.simulation.placement import memory_of_devices
 from phaze.plan.plan import Landscape
 from phaze.planner.strategy_search import Answer, Candidate
 
 __all__ = ["landscape"]
 
 _MOST_SIMULATED = 40
-"""Simulated strategies of one microbatch size and tp that are listed: their memory takes a simulation each."""
+"""Simulated strategies of one microbatch size and tp that are listed: the memory of each takes its prices."""
 
 _MOST_BOUNDED = 600
 """Strategies in all that are listed by their bound: enough to see where they lie, in a file of some hundred KiB."""
@@ -74,9 +74,9 @@ def _simulated(candidate: Candidate) -> Iterator[_Met]:
         return
     prepared = PreparedProblem.of(candidate.problem)
     for plan in search.solved[:_MOST_SIMULATED]:
-        placement = assemble(prepared, plan.parallelism, plan.stages)
-        fullest_bytes = max(memory.total_bytes + memory.reserved_bytes for memory in placement.memory)
-        yield _met(candidate, plan.parallelism, "simulated", placement.time_s, fullest_bytes)
+        memories = memory_of_devices(prepared, plan.parallelism, plan.stages)
+        fullest_bytes = max(memory.total_bytes + memory.reserved_bytes for memory in memories)
+        yield _met(candidate, plan.parallelism, "simulated", plan.time_s, fullest_bytes)
 
 
 def _bounded(candidate: Candidate, best_s: float) -> Iterator[_Met]:

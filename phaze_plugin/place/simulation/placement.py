@@ -23,7 +23,15 @@ from phaze.place.simulation.stage_passes import StagePasses, build_timeline
 from phaze.place.simulation.timeline import Timeline
 from phaze.profile.layer_profile import RecomputeMode
 
-__all__ = ["PlacedStage", "Placement", "TimeParts", "assemble", "evaluate_placement", "stage_times"]
+__all__ = [
+    "PlacedStage",
+    "Placement",
+    "TimeParts",
+    "assemble",
+    "evaluate_placement",
+    "memory_of_devices",
+    "stage_times",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +190,6 @@ def assemble(
     )
     times, passes = stage_times(costs, stages_and_modes, parallelism), _passes(rows)
     simulation = simulate(prepared.program(parallelism), times)
-    flight = in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
-    memory = [
-        costs.memory.of_device(
-            problem, list(zip(modes[place :: parallelism.pp], listed[place :: parallelism.pp], strict=True)), counts
-        )
-        for place, counts in enumerate(flight.tolist())
-    ]
     return Placement(
         parallelism=parallelism,
         micro_batches=micro_batches,
@@ -205,10 +206,25 @@ def assemble(
             )
             for position, (stage, mode) in enumerate(stages_and_modes)
         ),
-        memory=tuple(memory),
+        memory=memory_of_devices(prepared, parallelism, stages_and_modes, costs),
         time_s=float(simulation.time_s[0]),
         parts=_parts(parallelism, micro_batches, rows, times, simulation),
         timeline=build_timeline(prepared.program(parallelism).order, passes, simulation),
+    )
+
+
+def memory_of_devices(
+    prepared: PreparedProblem,
+    parallelism: Parallelism,
+    stages_and_modes: Sequence[tuple[int, int]],
+    costs: StageCosts | None = None,
+) -> tuple[DeviceMemory, ...]:
+    """What the device of each place of the pipeline holds, which no simulation is needed for."""
+    costs, pp = costs or prepared.stage_costs(parallelism), parallelism.pp
+    flight = in_flight(parallelism.schedule, pp, prepared.micro_batches(parallelism), parallelism.chunks)
+    return tuple(
+        costs.memory.of_device(prepared.problem, [(mode, stage) for stage, mode in stages_and_modes[place::pp]], counts)
+        for place, counts in enumerate(flight.tolist())
     )
 
 
