@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -96,6 +96,8 @@ class Job:
 class SchedulingProblem:
     """Ops, precedence edges (pairs of job indices), and the cores they run on.
 
+    `predecessors` are the direct ones of each job, ascending and without repeats; they follow from the edges.
+
     Raises ScheduleError on cyclic precedence, unknown indices, repeated names, negative core counts or memory time.
     """
 
@@ -107,6 +109,8 @@ class SchedulingProblem:
     memory_s: float = 0.0
     compatibility: Compatibility = Compatibility.PHAZE
     name: str = "layer"
+    predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _order: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for kind, cores in (("tensor", self.tensor_cores), ("vector", self.vector_cores)):
@@ -121,7 +125,8 @@ class SchedulingProblem:
         for edge in self.edges:
             if not all(0 <= end < len(self.jobs) for end in edge):
                 raise ScheduleError(f"{self.name}: edge {edge} names an op outside 0..{len(self.jobs) - 1}")
-        topological_order(self)
+        object.__setattr__(self, "predecessors", self._direct_predecessors())
+        object.__setattr__(self, "_order", _sorted_by_precedence(self))
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -134,9 +139,7 @@ class SchedulingProblem:
         """The least time that memory allows: off-chip bytes over bandwidth; 0 with the paper's counting."""
         return 0.0 if self.compatibility is Compatibility.PAPER else self.memory_s
 
-    @property
-    def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each job its direct predecessors, ascending and without repeats."""
+    def _direct_predecessors(self) -> tuple[tuple[int, ...], ...]:
         direct: list[set[int]] = [set() for _ in self.jobs]
         for before, after in self.edges:
             direct[after].add(before)
@@ -154,7 +157,12 @@ class SchedulingProblem:
 
 
 def topological_order(problem: SchedulingProblem) -> tuple[int, ...]:
-    """Job indices, predecessors first, smallest index first among the ready; ScheduleError names a cycle's jobs."""
+    """Job indices, predecessors first, smallest index first among the ready."""
+    return problem._order
+
+
+def _sorted_by_precedence(problem: SchedulingProblem) -> tuple[int, ...]:
+    """The order of `topological_order`; ScheduleError names a cycle's jobs."""
     predecessors = problem.predecessors
     waiting = [len(group) for group in predecessors]
     successors: list[list[int]] = [[] for _ in problem.jobs]

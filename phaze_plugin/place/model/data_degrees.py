@@ -111,12 +111,13 @@ def every_shard(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> 
 
 def shard_ranges(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:
     """The smallest and the largest of `every_shard` for each dp; 0 where there is none."""
-    row, sizes = every_shard(problem, tp, zero, dp)
-    largest = np.zeros_like(dp)
+    distinct, which = np.unique(dp, return_inverse=True)  # every depth of the pipeline has the same ones
+    row, sizes = every_shard(problem, tp, zero, distinct)
+    largest = np.zeros_like(distinct)
     np.maximum.at(largest, row, sizes)
-    least = np.full_like(dp, np.iinfo(dp.dtype).max)
+    least = np.full_like(distinct, np.iinfo(dp.dtype).max)
     np.minimum.at(least, row, sizes)
-    return np.minimum(least, largest), largest
+    return np.minimum(least, largest)[which], largest[which]
 
 
 def listed_shards(
