@@ -8,6 +8,7 @@ of all these schedules counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,14 +27,18 @@ def list_schedule(reduced: ReducedProblem) -> tuple[Placed, ...]:
     share = reduced.spread_s / reduced.latency_s
     if reduced.count == 1:  # as most segments of a layer are
         return place_in_order(reduced, (share < 1.0).tolist(), [0.0], is_first_come=True)
-    choices = {tuple((share <= limit).tolist()) for limit in _SHARES}
+    choices = sorted({tuple((share <= limit).tolist()) for limit in _SHARES})
     priority = tails(reduced).tolist()
-    tried = [
-        place_in_order(reduced, spread, priority, is_first_come=first_come)
-        for spread in sorted(choices)
-        for first_come in (True, False)
-    ]
-    return min(tried, key=makespan)
+    best, best_s = tuple[Placed, ...](), math.inf
+    for spread in reversed(choices):  # with many cores the last one is most often the best, and rules out the others
+        duration = np.where(spread, reduced.spread_s, reduced.latency_s)
+        if float(duration.max()) > best_s:
+            continue
+        for is_first_come in (False, True):
+            placed = place_in_order(reduced, spread, priority, is_first_come=is_first_come)
+            if makespan(placed) <= best_s:  # of equal ones that with the fewest jobs spread, first come first
+                best, best_s = placed, makespan(placed)
+    return best
 
 
 def spread_one_by_one(reduced: ReducedProblem) -> tuple[Placed, ...]:
