@@ -9,6 +9,7 @@ since the layers may sit on different devices. `split_tied_gradients` takes the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from phaze.errors import GraphError
@@ -110,7 +111,8 @@ class _BackwardWalk:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.builder = GraphBuilder.from_graph(graph)
-        self.layer_of = graph.layer_graph.layer_of
+        readers = Counter(name for op in graph.ops_of(Phase.FORWARD) for name in dict.fromkeys(op.inputs))
+        self.is_shared = {tensor.id: readers[tensor.id] > 1 for tensor in graph.parameters}
         self.wanted = tensors_with_gradient(graph)
         self.gradient_of: dict[str, str] = {}
         self.parameter_gradients: dict[str, dict[int, str]] = {}
@@ -134,7 +136,8 @@ class _BackwardWalk:
     def _accumulate(self, op: Op, tensor_id: str, gradient: str) -> None:
         if self.graph.tensors[tensor_id].role is Role.PARAMETER:
             layers = self.parameter_gradients.setdefault(tensor_id, {})
-            layer = self.layer_of[op.id]
+            # Only what several ops read has gradients in several layers, and finding layers takes long.
+            layer = self.graph.layer_graph.layer_of[op.id] if self.is_shared[tensor_id] else 0
             layers[layer] = self._sum(op, tensor_id, layers.get(layer), gradient)
         else:
             self.gradient_of[tensor_id] = self._sum(op, tensor_id, self.gradient_of.get(tensor_id), gradient)
