@@ -127,8 +127,11 @@ def print_summary(scored: Sequence[Scored]) -> None:
     called = sum(one.fit != "fits" for one in out)
     print(f"out of memory: {called} of {len(out)} rows called over or marginal")
     ran = [one for one in scored if one.row.seconds]
-    over = [f"{part_of(one.row)} {one.row.name}" for one in ran if one.fit == "over"]
-    print(f"called over although they ran: {len(over)} of {len(ran)}")
+    judged = [one for one in ran if one.row.memory_unknown is None]
+    over = [f"{part_of(one.row)} {one.row.name}" for one in judged if one.fit == "over"]
+    print(f"called over although they ran: {len(over)} of {len(judged)}")
+    for reason, count in Counter(one.row.memory_unknown for one in ran if one.row.memory_unknown).items():
+        print(f"  memory of {count} others is not judged: {reason}")
     for name in over:
         print(f"  {name}")
 

@@ -99,6 +99,8 @@ def _row(dataset: str, name: str, values: Mapping[str, str], model: Any, layers:
     devices, size, batch, length = (whole(values, key) for key in ("gpus", "mbs", "gbs", "seq"))
     dp = devices // (tp * pp * cp)
     precision, chip = _precision(values["precision"]), _chip(facts.pop("chip"))
+    if "recompute" not in facts:
+        facts["memory_unknown"] = "recompute is not stated"
     zero = 3 if values["fsdp"] not in ("", "0", "1", "/") else 1
     strategy: dict[str, Any] = {
         "dp": dp,
@@ -209,6 +211,8 @@ def _dgxc_row(name: str, values: Mapping[str, str]) -> Row:
     recompute = {"": "none", "none": "none", "selective": "selective"}[values["recompute_yaml"]]
     stack = MEGATRON_CORE | ({"pipelines_products": True} if values["tp_comm_overlap"] == "yes" else {})
     facts = {"chip": values["gpu"], "recompute": recompute, "seconds": quantity(values["step_s"]), "stack": stack}
+    if not values["recompute_yaml"]:
+        facts["memory_unknown"] = "recompute is not stated"
     return _row("dgxc", name, values, model, layers, split=f"{_chip(values['gpu'])} {split}", **facts)
 
 

@@ -49,7 +49,8 @@ class Row:
 
     `reason` says why it is not scored. Rows of equal `group` differ in strategy only; a row without one is a group of
     its own. `stack` holds what is known to differ from the stack of the chip's calibration. `attention` says how that
-    ran. `split` names a part of a dataset that is scored apart, such as its precision.
+    ran. `split` names a part of a dataset that is scored apart, such as its precision. `memory_unknown` says what the
+    table does not tell or the row kept elsewhere, where what it held is not known and is not judged.
     """
 
     dataset: str
@@ -66,6 +67,7 @@ class Row:
     seconds: float | None = None
     memory_bytes: float | None = None
     is_out_of_memory: bool = False
+    memory_unknown: str | None = None
     group: tuple[Any, ...] | None = None
     reason: str | None = None
 

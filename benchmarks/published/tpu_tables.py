@@ -132,6 +132,11 @@ def _kept_mode(values: Mapping[str, str]) -> str:
     raise ValueError(f"remat policy {policy!r} with {detail!r} is not read")
 
 
+def _offloads(values: Mapping[str, str]) -> bool:
+    """Whether a remat policy moves some of what it keeps to the host."""
+    return "offload" in values["remat_policy"].lower() or "offload" in values["remat_detail"].lower()
+
+
 def read_tpu_recipes(path: Path) -> Iterator[Row]:
     """Google's recipes for v5p, v6e and tpu7x."""
     for number, values in lines_of(path):
@@ -201,5 +206,6 @@ def _recipe_row(name: str, values: Mapping[str, str]) -> Row:
         strategy=strategy,
         recipe=f"{products}-adam-bf16-gradients" if products else XLA,
         seconds=quantity(values["step_s"]),
+        memory_unknown="activations are kept on the host" if _offloads(values) else None,
         group=(chip, chips, values["model_type"], length, batch),
     )
