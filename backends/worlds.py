@@ -60,10 +60,15 @@ class TorchWorld:
         return [str(gathered) for gathered in texts]
 
     def visible_devices(self) -> tuple[str, int] | None:
-        """CUDA devices: one for each process of a launch, else all that this process sees."""
+        """CUDA devices: one for each process of a launch, else all that this process sees.
+
+        Without any, the processes of a launch are the devices: whoever launches several has asked for a plan for them.
+        """
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
+        if torch is None:
             return None
+        if not torch.cuda.is_available():
+            return ("cpu", self.size()) if self.size() > 1 else None
         chip = chip_of_device(torch.cuda.get_device_name(0))
         launched = os.environ.get("WORLD_SIZE", "")
         count = int(launched) if launched.isdigit() and int(launched) > 1 else int(torch.cuda.device_count())

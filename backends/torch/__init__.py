@@ -37,17 +37,21 @@ class TorchTarget:
 
     Options of `apply`:
         inputs: the inputs that `optimize` took; needed for stages, because they say what crosses the cuts.
-        optimizer: a function from parameters to a torch optimizer; by default AdamW or SGD, as the plan's precision
-            says.
+        optimizer: a function from parameters to a torch optimizer; or an optimizer of the plain model's parameters,
+            with its groups, or a list of several, which get the arranged parameters; by default AdamW or SGD, as the
+            plan's precision says.
         batch_norm: needed for models with batch norms that would train otherwise than in one process:
             "synchronized" sums their statistics over all copies, "local" keeps those of each microbatch apart.
+        loss_weight: how much the loss of a microbatch counts in that of the batch: "samples", a function of the
+            microbatch by the model's argument names, or "sum" for losses that are parts of a sum. By default it is the
+            targets that cross entropies count where the loss is such a mean, and samples elsewhere.
         weights: for models on the meta device, a folder with safetensors files, or a function of a parameter's name and
             the tensor to fill; each process then holds its shards only.
     """
 
     name: str = "torch"
     libraries: tuple[str, ...] = ("torch",)
-    options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm", "weights")
+    options: tuple[str, ...] = ("inputs", "optimizer", "batch_norm", "loss_weight", "weights")
     checked: str = "steps of plan.apply on processes of gloo have the losses and gradients of one process"
 
     @property
@@ -101,6 +105,7 @@ class TorchTarget:
             inputs=options.get("inputs"),
             optimizer=options.get("optimizer"),
             batch_norm=options.get("batch_norm"),
+            loss_weight=options.get("loss_weight"),
             weights=options.get("weights"),
             stage_builders=[offer.value for offer in plugins.stage_builders()],
         )

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.utils._pytree import tree_map
 
 from phaze.backends.torch.arrange import arrange_module, schedule_gradient_sync
+from phaze.backends.torch.batch_loss import (
+    BatchLosses,
+    LossFunction,
+    LossWeight,
+    check_equal_counts,
+    checked_weight,
+    loss_function,
+    scale_gradients,
+    settled_loss,
+)
 from phaze.backends.torch.batch_statistics import settle_batch_norms
 from phaze.backends.torch.checkpoints import TrainingState, load_checkpoint, save_checkpoint, save_whole_model
 from phaze.backends.torch.contexts import Contexts
@@ -27,34 +36,42 @@ from phaze.backends.torch.expert_devices import ExpertDevices, expert_modules, r
 from phaze.backends.torch.fsdp_export import stored_cut
 from phaze.backends.torch.gradient_norm import clip_gradients
 from phaze.backends.torch.meta_models import fill_meta_model, is_on_meta
-from phaze.backends.torch.pipeline import ArrangeFunction, LossFunction, Pipeline, build_pipeline
+from phaze.backends.torch.micro_batches import (
+    Division,
+    agreed_sizes,
+    divided,
+    is_number,
+    micro_batch,
+    padded,
+    sample_count,
+    share_of,
+)
+from phaze.backends.torch.model_checks import checked_model
+from phaze.backends.torch.optimizers import OptimizerParameters, make_optimizer
+from phaze.backends.torch.pipeline import ArrangeFunction, Pipeline, build_pipeline
+from phaze.backends.torch.plan_mesh import contexts_of_plan, expert_mesh_of_plan, mesh_of_plan
 from phaze.backends.torch.rank_failures import told_to_all
 from phaze.backends.torch.split_attention import note_key_exchanges
-from phaze.backends.torch.split_collectives import Axis, shared_gradient_sums
+from phaze.backends.torch.split_collectives import Axis
 from phaze.backends.torch.split_parameters import Cut
-from phaze.backends.torch.split_tensor import to_whole
 from phaze.backends.torch.stage_cuts import block_paths
-from phaze.errors import PlanError, shown
+from phaze.backends.torch.step_measurement import (
+    RunReport,
+    StepProfile,
+    WholeCalls,
+    axes_of_groups,
+    measured_step,
+)
+from phaze.errors import PlanError
 from phaze.interfaces import StageBuilder
-from phaze.loss_in_output import loss_candidates
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["AppliedModule", "apply_to_module", "loss_of_output"]
+__all__ = ["AppliedModule", "apply_to_module"]
 
-MESH_AXES = ("pp", "replicate", "shard", "tp")
-"""Pipeline stages, whole copies, shards of a copy (ZeRO), and tensor-parallel devices."""
-
-EXPERT_MESH_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
-"""Stages, copies of a device's experts, shards of a copy, devices with different experts, tensor-parallel devices."""
-
-SGD_LEARNING_RATE = 1e-2
-"""For the SGD of plans whose precision keeps no optimizer states, where no `optimizer=` is given. It is not tuned for
-any model: a larger rate learns faster and diverges earlier."""
-
-SHOWN_DIFFERENCES = 5
-"""How many differences between model and plan a message lists: the first ones say enough, and hundreds may follow."""
+_NO_FACTOR = 1e-12
+"""A factor of gradients that is so close to 1 is the rounding of a sum of equal weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,25 +99,20 @@ class AppliedModule:
     _expert_mesh: DeviceMesh | None
     _first_names: Mapping[str, str]
     _loss: LossFunction
-    _micro_batch_size: int
-    _share_size: int
+    _loss_weight: LossWeight
+    _batch: PlannedBatch
     _zero: int
+    _plan: Plan
+    _whole_calls: WholeCalls
+    _said: set[str]
 
     def share(self, batch: Any) -> Any:
-        """This process's part of a global batch: dimension 0 of every tensor, cut over the copies of the model."""
-        cp = self._contexts.size if self._contexts else 1  # devices of a context share their samples
-        copies = self.mesh["replicate"].size() * self.mesh["shard"].size() // cp
+        """This process's part of a global batch: dimension 0 of every tensor, cut over the copies of the model.
+
+        A batch need not have the planned number of samples, nor one that the copies divide.
+        """
         place = self.mesh.get_local_rank("replicate") * self.mesh["shard"].size() + self.mesh.get_local_rank("shard")
-        index, size = place // cp, self._share_size
-
-        def cut(leaf: object) -> object:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf.shape[0] != copies * size:
-                raise PlanError(f"the batch has {leaf.shape[0]} samples; the plan's has {copies * size}.")
-            return leaf[index * size : (index + 1) * size]
-
-        return tree_map(cut, batch)
+        return share_of(batch, self._batch.copies, place * self._batch.copies // self._replicas)
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """One training step on this process's share of a batch, given as the model takes it; the batch's mean loss."""
@@ -110,21 +122,139 @@ class AppliedModule:
         return loss
 
     def backward(self, *args: object, **kwargs: object) -> torch.Tensor:
-        """The loss, its gradients added to those that parameters have; nothing is updated.
+        """The loss of the batch, its gradients added to those that parameters have; nothing is updated.
 
-        An error on one process is told to the others, which raise it as a PlanError.
+        Losses of microbatches and copies count as they do in one process: by the targets that count where the loss is a
+        mean of cross entropies, by samples elsewhere, or as `loss_weight=` said; with Hugging Face's
+        `num_items_in_batch=` (of the whole batch) they are added. An error on one process is told to the others, which
+        raise it as a PlanError.
         """
         with told_to_all():
-            count = self._micro_batch_count(args, kwargs)
-            if self._pipeline is not None:
-                loss = self._pipeline.backward(count, args, kwargs)
-            else:
-                loss = self._accumulate(count, args, kwargs)
-            for name in ("replicate", "shard"):
-                if self.mesh[name].size() > 1:
-                    dist.all_reduce(loss, group=self.mesh[name].get_group())
-                    loss /= self.mesh[name].size()
+            parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+            # Gradients of earlier calls are set aside, so that sums and factors are of this call's gradients alone.
+            earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+            for parameter, _ in earlier:
+                parameter.grad = None
+            loss, factor = self._run(args, kwargs, trains=True)
+            if factor is not None:
+                scale_gradients(parameters, factor)
+            for parameter, gradient in earlier:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return loss
+
+    def evaluate(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """The loss of a batch, of which this process gives its share; no gradients, and the model in evaluation mode.
+
+        Every process calls it, whatever its stage. Modes are as they were afterwards.
+        """
+        modes = [(part, part.training) for stage in self.stages for part in stage.modules()]
+        try:
+            for stage in self.stages:
+                stage.eval()
+            with told_to_all(), torch.no_grad():
+                return self._run(args, kwargs, trains=False)[0]
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` returns; every process calls it, also those without prompts of their own.
+
+        Where parameters are sharded, processes go on together until the last one has ended. Raises PlanError for a
+        model that is cut into stages.
+        """
+        if self.module is None:
+            raise PlanError(
+                "the model is cut into stages, which do not generate; write it with `run.save_pretrained(folder)` and "
+                "read it in one process, or apply a plan with pp=1."
+            )
+        if self._replicas > 1:
+            kwargs.setdefault("synced_gpus", True)  # a process that stopped early would leave others in a gather
+        with told_to_all(), torch.no_grad():
+            return self.module.generate(*args, **kwargs)
+
+    def report(self) -> RunReport:
+        """Which functions of torch ran on gathered tensors on this process, for want of a rule for split ones.
+
+        They are right and cost time: how often they ran and how many bytes they gathered. `print` it.
+        """
+        return self._whole_calls.report()
+
+    def profile(self, batch: Mapping[str, object], *, steps: int = 3) -> StepProfile:
+        """Time training steps on this process's share of a batch, and compare them with the plan; `print` the result.
+
+        These are real steps, one to warm up and `steps` more: parameters are updated. Every process calls it.
+        """
+        with told_to_all():
+            meshes = [self.mesh, *([self._expert_mesh] if self._expert_mesh is not None else [])]
+            place = self.mesh.get_local_rank("pp")
+            local_stages = [index for index, stage in enumerate(self._plan.stages) if stage.place == place]
+            contexts = {self._contexts.group: "cp"} if self._contexts is not None else {}
+            run = functools.partial(self.step, **batch)
+            return measured_step(run, self._plan, axes_of_groups(meshes, contexts), local_stages, steps=steps)
+
+    def _run(
+        self, args: Sequence[object], kwargs: Mapping[str, object], *, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a batch; its loss, and the factor that gradients lack, or None where they lack none."""
+        copies = [self.mesh[name].get_group() for name in ("replicate", "shard") if self.mesh[name].size() > 1]
+        local, device = sample_count((args, kwargs)), torch.device(self.mesh.device_type)
+        fewest, most = agreed_sizes(local, copies, device)
+        division = divided(local, fewest, most, self._batch.micro_batch_size, keeps_shape=self._pipeline is not None)
+        self._check_division(division, fewest, most)
+        args, kwargs = padded((tuple(args), dict(kwargs)), sum(division.rows))
+        losses = BatchLosses(
+            way=self._loss_weight,
+            samples=division.samples,
+            unit=float(most),
+            targets_of_sample=self._batch.targets_of_sample,
+            copies=self._batch.copies,
+            checks_means="means" not in self._said and (self._replicas > 1 or len(division.rows) > 1),
+        )
+        with self._whole_calls.counted():
+            if self._pipeline is not None:
+                batch = {**dict(zip(self._pipeline.argument_names, args, strict=False)), **kwargs}
+                # torch cuts all tensors, also those of one number, which belong to all samples.
+                numbers = {name: value.item() for name, value in batch.items() if is_number(value)}
+                self._pipeline.run(len(division.rows), losses, {**batch, **numbers}, trains=trains)
+            else:
+                self._accumulate(division, losses, args, kwargs, trains=trains)
+        self._said.add("means")
+        check_equal_counts(losses, copies)
+        groups = [*copies, self._pipeline.group] if self._pipeline is not None else copies
+        loss, factor = settled_loss(losses, groups, replicas=self._replicas, device=device)
+        if self._pipeline is None:
+            is_even = fewest == most and len(set(division.rows)) == 1
+            return loss, factor if losses.counts or callable(self._loss_weight) or not is_even else None
+        if not bool(torch.isfinite(loss)):
+            raise PlanError(
+                "the loss is not finite. Either training diverged, or a stage reads something that an earlier stage "
+                "made and that is no argument of the module where it begins; plan with strategy pp=1 to find out."
+            )
+        return loss, None if abs(float(factor) - 1) < _NO_FACTOR else factor
+
+    def _check_division(self, division: Division, fewest: int, most: int) -> None:
+        """Say once that a batch is not the planned one; refuse it where batch norms could not see it as one."""
+        if fewest == most == self._batch.share_size:
+            return
+        if self._batch.is_one_for_norms and (len(division.rows) > 1 or not fewest):
+            raise PlanError(
+                f"copies of the model have {fewest} to {most} samples of this batch, and batch norms are synchronized "
+                "over copies that run one microbatch each, with at least one sample; drop incomplete batches."
+            )
+        if "size" not in self._said:
+            self._said.add("size")
+            warnings.warn(
+                f"copies of the model have {fewest} to {most} samples of a batch where the plan has "
+                f"{self._batch.share_size}; it runs as {len(division.rows)} microbatches. `run.share(batch)` takes a "
+                "process's share from a global batch. This is said once.",
+                stacklevel=4,
+            )
+
+    @property
+    def _replicas(self) -> int:
+        """Devices that hold the same parameters, or shards of them: those of contexts and of copies."""
+        return int(self.mesh["replicate"].size() * self.mesh["shard"].size())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`; the norm before that.
@@ -166,30 +296,45 @@ class AppliedModule:
             save_whole_model(self._state, folder, pipeline=self.mesh["pp"].get_group(), writes=is_first)
             dist.barrier()
 
-    def _micro_batch_count(self, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-        sizes = {leaf.shape[0] for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)}
-        if sizes != {self._share_size}:
-            raise PlanError(
-                f"the batch has tensors of {sorted(sizes)} samples; expected {self._share_size} in each: this "
-                "process's share (`run.share(batch)` takes it from a global batch)."
-            )
-        return self._share_size // self._micro_batch_size
+    def _accumulate(
+        self,
+        division: Division,
+        losses: BatchLosses,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        *,
+        trains: bool,
+    ) -> None:
+        """Run all microbatches one after another."""
+        start, names = 0, tuple(inspect.signature(self.stages[0].forward).parameters)
+        for index, rows in enumerate(division.rows):
+            micro_args, micro_kwargs = micro_batch(args, kwargs, start, rows)
+            start += rows
+            schedule_gradient_sync(self.module, self._zero, is_last=index == len(division.rows) - 1)
+            named = {**dict(zip(names, micro_args, strict=False)), **micro_kwargs}
+            run = functools.partial(self._loss, self.module, *micro_args, **micro_kwargs)
+            value = losses.weighted(run, named)
+            if trains:
+                value.backward()
 
-    def _accumulate(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
-        """Run all microbatches one after another; their mean loss."""
-        size, total = self._micro_batch_size, None
-        for index in range(count):
 
-            def sliced(leaf: object, start: int = index * size) -> object:
-                return leaf[start : start + size] if isinstance(leaf, torch.Tensor) else leaf
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """What a plan says of a batch.
 
-            micro_args, micro_kwargs = tree_map(sliced, (args, kwargs))
-            schedule_gradient_sync(self.module, self._zero, is_last=index == count - 1)
-            loss = self._loss(self.module, *micro_args, **micro_kwargs) / count
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+    Attributes:
+        copies: copies of the model, each with samples of its own.
+        share_size: samples of each copy.
+        micro_batch_size: samples of a microbatch.
+        targets_of_sample: targets of a sample, about.
+        is_one_for_norms: whether batch norms are synchronized, so that a copy must run its share at once.
+    """
+
+    copies: int
+    share_size: int
+    micro_batch_size: int
+    targets_of_sample: int
+    is_one_for_norms: bool
 
 
 def apply_to_module(
@@ -201,21 +346,23 @@ def apply_to_module(
     inputs: object,
     optimizer: object,
     batch_norm: object,
+    loss_weight: object,
     weights: object,
     stage_builders: Iterable[StageBuilder],
 ) -> AppliedModule:
     """Check that plan, model and mesh belong together, and arrange the model; raises PlanError where they do not."""
-    model = _checked_model(plan, model)
-    device_mesh = _mesh_of_plan(plan, mesh)
-    share_size = plan.question.global_batch_size // plan.strategy.dp
+    model = checked_model(plan, model)
+    device_mesh = mesh_of_plan(plan, mesh)
+    batch = _planned_batch(plan, is_one_for_norms=batch_norm == "synchronized")
     copies = [device_mesh[name].get_group() for name in ("replicate", "shard") if device_mesh[name].size() > 1]
-    micro_batches = share_size // plan.strategy.micro_batch_size
+    micro_batches = batch.share_size // batch.micro_batch_size
     settle_batch_norms(model, batch_norm, copies=copies, micro_batches=micro_batches)
-    contexts = _contexts_of_plan(plan, device_mesh)
-    loss = _loss_function(loss_fn, model, contexts)
+    contexts = contexts_of_plan(plan, device_mesh)
+    loss = loss_function(loss_fn, model, contexts)
     note_key_exchanges(model, plan.layouts.key_exchanges)
-    expert_mesh = _expert_mesh_of_plan(plan, device_mesh)
+    expert_mesh = expert_mesh_of_plan(plan, device_mesh)
     first_names = _first_names(model)
+    own_optimizers = OptimizerParameters.of(optimizer, model)
     arrange = _arrange_function(plan, model, device_mesh, expert_mesh)
     pipeline = None
     if plan.strategy.pp > 1:
@@ -242,16 +389,40 @@ def apply_to_module(
         stages=stages,
         schedule=pipeline.schedule if pipeline else None,
         mesh=device_mesh,
-        optimizer=_make_optimizer(plan, stages, optimizer),
+        optimizer=make_optimizer(plan, optimizer, own_optimizers, _arranged_parameters(stages, first_names)),
         _pipeline=pipeline,
         _contexts=contexts,
         _expert_mesh=expert_mesh,
         _first_names=first_names,
         _loss=loss,
-        _micro_batch_size=plan.strategy.micro_batch_size,
-        _share_size=share_size,
+        _loss_weight=checked_weight(loss_weight),
+        _batch=batch,
         _zero=plan.strategy.zero,
+        _plan=plan,
+        _whole_calls=WholeCalls(),
+        _said=set(),
     )
+
+
+def _planned_batch(plan: Plan, *, is_one_for_norms: bool) -> PlannedBatch:
+    return PlannedBatch(
+        copies=plan.strategy.dp,
+        share_size=plan.question.global_batch_size // plan.strategy.dp,
+        micro_batch_size=plan.strategy.micro_batch_size,
+        targets_of_sample=max(1, plan.model.tokens_per_sample),
+        is_one_for_norms=is_one_for_norms,
+    )
+
+
+def _arranged_parameters(
+    stages: Sequence[torch.nn.Module], first_names: Mapping[str, str]
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this process's stages, by the names under which the whole model lists them first."""
+    arranged: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            arranged.setdefault(id(parameter), (first_names.get(name, name), parameter))
+    return dict(arranged.values())
 
 
 def _arrange_whole(plan: Plan, model: torch.nn.Module, arrange: ArrangeFunction, weights: object, device: str) -> None:
@@ -267,36 +438,6 @@ def _first_names(model: torch.nn.Module) -> dict[str, str]:
     by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name: by_identity[id(parameter)] for name, parameter in named}
-
-
-def _checked_model(plan: Plan, model: object) -> torch.nn.Module:
-    """The model; raises PlanError saying what differs where it is not the planned one, by parameters and layers."""
-    if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
-    if any(isinstance(submodule, FSDPModule) for submodule in model.modules()):
-        raise PlanError("the model is sharded already; apply a plan to the plain model, once.")
-    if plan.strategy.pp > 1 and is_on_meta(model):
-        raise PlanError("the model is on the meta device and the plan has stages, which needs weights; use pp=1.")
-    if plan.strategy.ep > 1 and not expert_modules(model):
-        raise PlanError(
-            f"{type(model).__name__} has no module of experts that ep {plan.strategy.ep} could divide: one that takes "
-            "tokens, chosen experts and weights, and whose parameters count experts first. Plan with ep=1."
-        )
-    count = sum(parameter.numel() for parameter in model.parameters())
-    differences = []
-    if count != plan.model.parameter_count:
-        differences.append(f"{plan.model.parameter_count:,} parameters in the plan, {count:,} here")
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, splits in plan.layouts.parameters.items():
-        if name not in shapes:
-            differences.append(f"the plan splits {name!r}, which the model does not have")
-        elif any(split.dim >= len(shapes[name]) for split in splits):
-            shape = list(shapes[name])
-            differences.append(f"the plan splits dimension {splits[0].dim} of {name!r}, whose shape is {shape}")
-    if differences:
-        listed = "\n  ".join(differences[:SHOWN_DIFFERENCES])
-        raise PlanError(f"the model is not the one that was planned ({plan.model.name}):\n  {listed}\nPlan this one.")
-    return model
 
 
 def _arrange_function(
@@ -329,137 +470,3 @@ def _arrange_function(
         )
 
     return arrange
-
-
-def _loss_function(
-    loss_fn: Callable[..., torch.Tensor] | None, model: torch.nn.Module, contexts: Contexts | None
-) -> LossFunction:
-    """A function that calls a module and returns the scalar loss; with contexts, on sequences that are split.
-
-    The batch's `targets` go to whoever declares them: to the model, to `loss_fn`, or to both.
-    """
-    model_takes_targets = loss_fn is None or "targets" in inspect.signature(model.forward).parameters
-    loss_takes_targets = loss_fn is not None and (not model_takes_targets or _declares_targets(loss_fn))
-
-    def loss(module: Callable[..., object], *args: object, **kwargs: object) -> torch.Tensor:
-        if contexts is not None:
-            args, kwargs = contexts.split_batch((args, kwargs))
-        targets = kwargs.get("targets")
-        if not model_takes_targets:
-            kwargs.pop("targets", None)
-        with shared_gradient_sums():
-            output = module(*args, **kwargs)
-            if loss_fn is None:
-                return to_whole(loss_of_output(output))
-            is_given = loss_takes_targets and targets is not None
-            return to_whole(loss_fn(output, targets) if is_given else loss_fn(output))
-
-    return loss
-
-
-def _declares_targets(loss_fn: Callable[..., torch.Tensor]) -> bool:
-    """Whether a function of the output takes a second argument: one without a default, or one named `targets`."""
-    called = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [value for value in inspect.signature(called).parameters.values() if value.kind in positional]
-    second = parameters[1] if len(parameters) > 1 else None
-    return second is not None and (second.default is inspect.Parameter.empty or second.name == "targets")
-
-
-def loss_of_output(output: object) -> torch.Tensor:
-    """The scalar with a gradient that a model returns: itself, under `loss`, or in a tuple; raises PlanError."""
-    tensors = [candidate for candidate in loss_candidates(output) if isinstance(candidate, torch.Tensor)]
-    scalars = [tensor for tensor in tensors if tensor.numel() == 1 and tensor.is_floating_point()]
-    for scalar in scalars:
-        if scalar.requires_grad:
-            return scalar
-    if scalars:
-        return scalars[0]
-    raise PlanError(
-        f"the model returned a {type(output).__name__} without a scalar loss; pass labels in the batch, or loss_fn= to "
-        "apply (a function of the output, and of targets= where those are in the batch)."
-    )
-
-
-def _make_optimizer(plan: Plan, stages: Sequence[torch.nn.Module], make: object) -> torch.optim.Optimizer:
-    """The optimizer of this process's parameters: the user's, or AdamW or SGD as the plan's precision says."""
-    trained = [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
-    parameters = list({id(parameter): parameter for parameter in trained}.values())  # tied ones once
-    if make is None:
-        if plan.question.precision.state_bytes > 0:
-            return torch.optim.AdamW(parameters)
-        return torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE)
-    if not callable(make):
-        raise PlanError(f"optimizer is {shown(make)}; expected a function from parameters to a torch optimizer.")
-    optimizer = make(parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"optimizer made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
-    return optimizer
-
-
-# ---------------------------------------------------------------------------------------------------- the device mesh
-
-
-def _mesh_of_plan(plan: Plan, given: object) -> DeviceMesh:
-    """A mesh with axes pp, replicate, shard, tp over the ranks of the given one (axes pp, dp, cp, tp), or over all.
-
-    Data and context parallelism are `replicate` where every copy of parameters is whole, and `shard` where copies are
-    sharded (ZeRO); hybrid sharding has both. Raises PlanError where the mesh, or the launch, does not have the plan's
-    sizes.
-    """
-    strategy = plan.strategy
-    sizes = {"pp": strategy.pp, "dp": strategy.dp, "cp": strategy.cp, "tp": strategy.tp}
-    wanted = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    if not dist.is_initialized():
-        raise PlanError("torch.distributed has no process group; call torch.distributed.init_process_group() first.")
-    ranks = _ranks_of_launch(sizes, wanted) if given is None else _ranks_of_mesh(given, sizes, wanted)
-    shards = strategy.shard_devices if strategy.zero else 1
-    shape = (strategy.pp, strategy.replicas // shards, shards, strategy.tp)
-    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
-    return DeviceMesh(device, ranks.reshape(shape), mesh_dim_names=MESH_AXES)
-
-
-def _contexts_of_plan(plan: Plan, mesh: DeviceMesh) -> Contexts | None:
-    """The devices with which this process splits sequences; None where they are whole."""
-    strategy = plan.strategy
-    if strategy.cp == 1:
-        return None
-    ranks = mesh.mesh.reshape(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
-    axes = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    return Contexts(axes["cp"].get_group(), strategy.cp, axes.get_local_rank("cp"))
-
-
-def _expert_mesh_of_plan(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
-    """A mesh of the same ranks for experts: neighbours on axis ep hold different ones; None where ep is 1."""
-    strategy = plan.strategy
-    if strategy.ep == 1:
-        return None
-    copies = strategy.replicas // strategy.ep
-    shards = max(1, strategy.shard_devices // strategy.ep) if strategy.zero else 1
-    ranks = mesh.mesh.reshape(strategy.pp, copies // shards, shards, strategy.ep, strategy.tp)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=EXPERT_MESH_AXES)
-
-
-def _ranks_of_launch(sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
-    count = math.prod(sizes.values())
-    if dist.get_world_size() != count:
-        raise PlanError(
-            f"the plan takes {count} processes ({wanted}), and {dist.get_world_size()} were launched; launch {count}, "
-            "or plan for as many devices."
-        )
-    return torch.arange(count)
-
-
-def _ranks_of_mesh(mesh: object, sizes: Mapping[str, int], wanted: str) -> torch.Tensor:
-    """The ranks of a mesh in the order pp, dp, cp, tp."""
-    if not isinstance(mesh, DeviceMesh):
-        raise PlanError(f"mesh is a {type(mesh).__name__}; expected a torch DeviceMesh with axes {wanted}.")
-    names = list(mesh.mesh_dim_names or ())
-    listed = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=False)) or "no names"
-    if not names or not set(names) <= set(sizes):
-        raise PlanError(f"mesh has the axes {listed}; the plan's are {wanted}. Name them so.")
-    given_sizes = dict(zip(names, mesh.shape, strict=True))
-    if any(given_sizes.get(name, 1) != size for name, size in sizes.items()):
-        raise PlanError(f"mesh has the sizes {listed}; the plan needs {wanted}. Pass such a mesh, or none.")
-    order = [names.index(name) for name in sizes if name in names]
-    return mesh.mesh.permute(order)

@@ -75,9 +75,20 @@ def arrange_module(
     if splits_contexts:
         _let_split_tensors_through(module)
     if axis is not None or expert_meshes:
-        _run_forward_inside(module, parameters_as_parts)
+        # Blocks, too, enter it: a model may compute them again in backward, outside of its own forward.
+        for part in (*(module.get_submodule(path) for path in blocks), module):
+            _run_forward_inside(part, parameters_as_parts)
     _run_forward_inside(module, functools.partial(without_caches, module))
+    module.register_forward_hook(_drop_gathered_parameters)
     return axis
+
+
+def _drop_gathered_parameters(module: torch.nn.Module, *_: object) -> None:
+    """Drop what a forward without gradients gathered: no backward follows it, and an update would not change it."""
+    if not torch.is_grad_enabled():
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def _copies(mesh: DeviceMesh, prefix: str = "") -> DeviceMesh:

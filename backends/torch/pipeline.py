@@ -1,12 +1,13 @@
 """Pipelines in torch: this process's stages under torch's schedule, and gradients of parameters that stages share.
 
 `build_pipeline` cuts the model, arranges the stages of this process and hands them to a schedule of
-torch.distributed.pipelining. `Pipeline.backward` runs it, and sums the gradients of tied parameters (`SharedParameter`)
-over the stages that hold them. What stages send each other is decided in `stage_wires`.
+torch.distributed.pipelining (`ShapedSchedules`). `Pipeline.run` runs it, and sums the gradients of tied parameters
+(`SharedParameter`) over the stages that hold them. What stages send each other is decided in `stage_wires`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,15 +23,17 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
     _PipelineSchedule,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phaze.backends.torch.arrange import schedule_gradient_sync
+from phaze.backends.torch.batch_loss import BatchLosses, LossFunction
 from phaze.backends.torch.contexts import Contexts
 from phaze.backends.torch.split_collectives import Axis
-from phaze.backends.torch.stage_cuts import DryRun, block_paths, dry_run
+from phaze.backends.torch.stage_cuts import DryRun, block_paths, clone_with_tensors, dry_run
 from phaze.backends.torch.stage_models import StageEnd, StageModel, build_stage
 from phaze.backends.torch.stage_wires import Wires
 from phaze.errors import PlanError
@@ -40,14 +43,10 @@ from phaze.parallelism import PipelineSchedule
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["ArrangeFunction", "LossFunction", "Pipeline", "SharedParameter", "build_pipeline", "find_cut_paths"]
+__all__ = ["ArrangeFunction", "Pipeline", "SharedParameter", "build_pipeline", "find_cut_paths"]
 
 ArrangeFunction: TypeAlias = Callable[[torch.nn.Module, Mapping[str, str]], Axis | None]
 """Arranges a module on the mesh; takes the recompute modes of its blocks by path, returns the tensor-parallel axis."""
-
-LossFunction: TypeAlias = Callable[..., torch.Tensor]
-"""Calls a module (first argument) with a batch (the others), and returns the scalar loss."""
-
 _SCHEDULES = {
     PipelineSchedule.GPIPE: ScheduleGPipe,
     PipelineSchedule.ONE_F_ONE_B: Schedule1F1B,
@@ -92,7 +91,8 @@ class Pipeline:
 
     Attributes:
         modules: the model of each stage of this process, in order.
-        schedule: torch's schedule, ready to step.
+        schedule: torch's schedule for the planned batch, ready to step.
+        shapes: the schedules for all batches that were met.
         shared_parameters: parameters whose gradients are summed over stages.
         argument_names: the names of the model's arguments, for those of a batch that are given without names.
         group: the processes of this pipeline.
@@ -101,6 +101,7 @@ class Pipeline:
 
     modules: tuple[torch.nn.Module, ...]
     schedule: _PipelineSchedule
+    shapes: ShapedSchedules
     shared_parameters: tuple[SharedParameter, ...]
     argument_names: tuple[str, ...]
     group: dist.ProcessGroup
@@ -115,32 +116,24 @@ class Pipeline:
             for parameter in (shared.copies[1:] if shared.is_at_first_place else shared.copies)
         )
 
-    def backward(self, count: int, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
-        """Run `count` microbatches; the mean loss on every process of the pipeline, and gradients of that mean."""
-        batch = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
-        losses: list[torch.Tensor] = []
+    def run(self, count: int, losses: BatchLosses, batch: Mapping[str, object], *, trains: bool) -> None:
+        """Run `count` microbatches and, where this process has the last stage, put their losses into `losses`.
+
+        With `trains` gradients of the weighted losses are added to parameters, summed over stages that share them;
+        parameters must not have any before.
+        """
+        schedule = self.shapes.schedule_for(batch, count)
+        for stage_model in self.shapes.stage_models:
+            stage_model.losses = losses
         # torch calls the loss function only where it is given a target; `_loss_of_last_stage` ignores it.
         target = {"target": torch.zeros(count)} if self.holds_loss else {}
-        # Gradients of earlier calls are set aside, so that sums over stages hold those of this call alone.
-        parameters = [parameter for module in self.modules for parameter in module.parameters()]
-        earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in earlier:
-            parameter.grad = None
-        self.schedule.step(**batch, **target, losses=losses, return_outputs=False)
-        for shared in self.shared_parameters:
+        schedule._has_backward = trains
+        try:
+            schedule.step(**batch, **target, losses=[], return_outputs=False)
+        finally:
+            schedule._has_backward = True
+        for shared in self.shared_parameters if trains else ():
             _sum_gradients(shared)
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        loss = torch.stack([loss.detach() for loss in losses]).mean() if losses else torch.zeros(())
-        device = next(iter(batch.values())).device  # type: ignore[attr-defined]
-        loss = loss.to(device, torch.float32)
-        dist.all_reduce(loss, group=self.group)
-        if not bool(torch.isfinite(loss)):
-            raise PlanError(
-                "the loss is not finite. Either training diverged, or a stage reads something that an earlier stage "
-                "made and that is no argument of the module where it begins; plan with strategy pp=1 to find out."
-            )
-        return loss
 
 
 def _sum_gradients(shared: SharedParameter) -> None:
@@ -179,7 +172,8 @@ def build_pipeline(
     place, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
     local_stages = [index for index, stage in enumerate(plan.stages) if stage.place == place]
     holders = _stages_of_shared_parameters(model, run)
-    models, stages = [], []
+    blueprint = clone_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    models = []
     for index in local_stages:
         stage_model = build_stage(model, paths, run, index)
         modes = dict.fromkeys(
@@ -191,11 +185,13 @@ def build_pipeline(
         stage_model.wires = Wires(contexts, arrange(stage_model.module, modes))
         stage_model.module.forward = types.MethodType(forward, stage_model.module)
         models.append(stage_model)
-        stages.append(_torch_stage(stage_model, index, len(plan.stages), mesh, group))
-        stages[-1].zero = plan.strategy.zero
+    shapes = ShapedSchedules(plan, blueprint, paths, models, local_stages, mesh)
+    shapes.note_run(batch, run)
+    count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
     return Pipeline(
         modules=tuple(stage_model.module for stage_model in models),
-        schedule=_torch_schedule(plan, stages),
+        schedule=shapes.schedule_of(batch, count),
+        shapes=shapes,
         shared_parameters=_shared_parameters(model, holders, local_stages, models, mesh),
         argument_names=argument_names,
         group=group,
@@ -245,9 +241,83 @@ def _example_micro_batch(inputs: object, names: Sequence[str], size: int) -> dic
 # ---------------------------------------------------------------------------------------- torch's stages and schedule
 
 
-def _torch_stage(
-    stage_model: StageModel, index: int, count: int, mesh: DeviceMesh, group: dist.ProcessGroup
-) -> _ZeroStage:
+class ShapedSchedules:
+    """torch's schedules by the shapes and the number of microbatches; each is made when such a batch is first met.
+
+    torch's stages know the shapes of what they receive. A batch of other lengths, or an incomplete one, gets stages of
+    its own over the same modules, for which the model runs on fake tensors once more.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        blueprint: torch.nn.Module,
+        paths: Sequence[str],
+        stage_models: Sequence[StageModel],
+        indices: Sequence[int],
+        mesh: DeviceMesh,
+    ) -> None:
+        """`blueprint` is the whole model without storage, and `indices` are the stages of this process."""
+        self._plan, self._blueprint, self._paths, self._mesh = plan, blueprint, tuple(paths), mesh
+        self.stage_models, self._indices = tuple(stage_models), tuple(indices)
+        self._names: frozenset[str] = frozenset(inspect.signature(blueprint.forward).parameters)
+        self._runs: dict[object, DryRun] = {}
+        self._schedules: dict[object, _PipelineSchedule] = {}
+        self._current: object = None
+
+    def note_run(self, batch: Mapping[str, object], run: DryRun) -> None:
+        """Take the dry run of a microbatch, whose names are then among those that the model takes."""
+        self._names |= batch.keys()
+        self._current = self._key(batch)
+        self._runs[self._current] = run
+
+    def schedule_for(self, batch: Mapping[str, object], count: int) -> _PipelineSchedule:
+        """The schedule for a batch of `count` microbatches, with the stage models ready for its shapes."""
+
+        def first(leaf: object) -> object:
+            return leaf[: len(leaf) // count] if isinstance(leaf, torch.Tensor) else leaf
+
+        micro_batch = {name: tree_map(first, value) for name, value in batch.items() if name in self._names}
+        return self.schedule_of(micro_batch, count)
+
+    def schedule_of(self, micro_batch: Mapping[str, object], count: int) -> _PipelineSchedule:
+        """The schedule for `count` microbatches of these shapes."""
+        key = self._key(micro_batch)
+        if key not in self._runs:
+            dtype = getattr(torch, self._plan.question.precision.compute_dtype)
+            self._runs[key] = dry_run(self._blueprint, self._paths, micro_batch, dtype)
+        if key != self._current:
+            for stage_model, index in zip(self.stage_models, self._indices, strict=True):
+                stage_model.take_shapes(self._runs[key], index)
+            self._current = key
+        if (key, count) not in self._schedules:
+            self._schedules[key, count] = self._made(count)
+        return self._schedules[key, count]
+
+    def _key(self, micro_batch: Mapping[str, object]) -> object:
+        """Names, shapes and types of the tensors of a microbatch."""
+        named = ((name, tree_leaves(value)) for name, value in sorted(micro_batch.items()))
+        return tuple(
+            (name, tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)))
+            for name, leaves in named
+            if any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        )
+
+    def _made(self, count: int) -> _PipelineSchedule:
+        """A schedule of new stages. Too few microbatches for the planned one run forward first, then backward."""
+        pairs = zip(self.stage_models, self._indices, strict=True)
+        stages = [_torch_stage(model, index, len(self._plan.stages), self._mesh) for model, index in pairs]
+        for stage in stages:
+            stage.zero = self._plan.strategy.zero
+        kind, pp = PipelineSchedule(self._plan.strategy.schedule), self._plan.strategy.pp
+        if kind is PipelineSchedule.INTERLEAVED:
+            made_for_count = _SCHEDULES[kind] if count % max(1, count // pp) == 0 else ScheduleLoopedBFS
+            return made_for_count(stages, count, loss_fn=_loss_of_last_stage, scale_grads=False)
+        made_for_count = _SCHEDULES[kind] if count >= pp else ScheduleGPipe
+        return made_for_count(stages[0], count, loss_fn=_loss_of_last_stage, scale_grads=False)
+
+
+def _torch_stage(stage_model: StageModel, index: int, count: int, mesh: DeviceMesh) -> _ZeroStage:
     """Stage `index` of `count` for torch's schedule, with the shapes of what it receives and sends."""
     is_cpu = mesh.device_type == "cpu"
     wires, boundary_in, boundary_out = stage_model.wires, stage_model.boundary_in, stage_model.boundary_out
@@ -259,15 +329,8 @@ def _torch_stage(
         mesh.device_type if is_cpu else torch.device("cuda", torch.cuda.current_device()),
         input_args=wires.shapes(boundary_in) if boundary_in is not None else (),
         output_args=wires.shapes(boundary_out) if boundary_out is not None else loss_shapes,
-        group=group,
+        group=mesh["pp"].get_group(),
     )
-
-
-def _torch_schedule(plan: Plan, stages: Sequence[_ZeroStage]) -> _PipelineSchedule:
-    kind = PipelineSchedule(plan.strategy.schedule)
-    count = plan.question.global_batch_size // (plan.strategy.dp * plan.strategy.micro_batch_size)
-    scheduled = stages if kind is PipelineSchedule.INTERLEAVED else stages[0]
-    return _SCHEDULES[kind](scheduled, count, loss_fn=_loss_of_last_stage)
 
 
 def _loss_of_last_stage(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -281,14 +344,14 @@ def _stage_forward(
     """A stage's forward: takes what crosses the cut before it, returns what crosses the one behind it, or the loss."""
 
     def forward(module: torch.nn.Module, *received: torch.Tensor, **batch: object) -> object:
-        stage_model.received.clear()
-        stage_model.replaced.clear()
-        boundary_in = stage_model.boundary_in
+        stage_model.records_gradients, boundary_in = torch.is_grad_enabled(), stage_model.boundary_in
         arrived = [] if boundary_in is None else list(zip(received, boundary_in.tensors, strict=True))
         wires = stage_model.wires
         stage_model.incoming[:] = [wires.receive(value, like) for value, like in arrived]
+        run = functools.partial(loss, types.MethodType(model_forward, module), **batch)
         try:
-            value = loss(types.MethodType(model_forward, module), **batch)
+            # Only the last stage comes to the loss; the others need no look at how it is taken.
+            value = run() if stage_model.boundary_out is not None else stage_model.losses.weighted(run, batch)
         except StageEnd as end:
             assert stage_model.boundary_out is not None
             crossing = zip(end.values, stage_model.boundary_out.tensors, strict=True)

@@ -112,6 +112,14 @@ def converted(func: TorchFunction, value: torch.Tensor, *args: object, **kwargs:
     return value.with_part(local) if is_split(value) else local
 
 
+@rule_for("requires_grad_")
+def requires_grad_(func: TorchFunction, x: SplitTensor, requires_grad: bool = True) -> SplitTensor:
+    """Nothing where the part requires a gradient as it is asked to, which Hugging Face asks of embeddings."""
+    if x.local.requires_grad != requires_grad:
+        raise NoRule
+    return x
+
+
 @rule_for("register_hook")
 def register_hook(
     func: TorchFunction, value: SplitTensor, hook: Callable[[torch.Tensor], torch.Tensor | None]

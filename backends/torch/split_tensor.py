@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from phaze.backends.torch import split_collectives
 from phaze.backends.torch.split_collectives import Axis
@@ -44,6 +44,7 @@ __all__ = [
     "rules_see",
     "scattered",
     "to_whole",
+    "watch_whole_calls",
 ]
 
 TorchFunction: TypeAlias = Callable[..., Any]
@@ -197,6 +198,10 @@ class SplitTensor(torch.Tensor):
         is_in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
         if is_in_place and is_split(args[0]):
             raise _in_place_error(name)
+        note = _NOTES_WHOLE_CALLS.get()
+        if note is not None:
+            gathered = [leaf for leaf in tree_leaves((args, kwargs), is_leaf=is_split) if is_split(leaf)]
+            note(name, gathered, is_context=cls is ContextTensor)
         whole_args, whole_kwargs = tree_map(to_whole, (args, kwargs), is_leaf=is_split)
         return func(*whole_args, **whole_kwargs)
 
@@ -216,6 +221,20 @@ class SplitTensor(torch.Tensor):
 
 class ContextTensor(SplitTensor):
     """A tensor that is split over contexts. What torch calls for it comes before what it calls for SplitTensors."""
+
+
+_NOTES_WHOLE_CALLS: ContextVar[Callable[..., None] | None] = ContextVar("notes_whole_calls", default=None)
+"""What is told of every function that runs on gathered tensors: its name, those tensors, and `is_context`."""
+
+
+@contextmanager
+def watch_whole_calls(note: Callable[..., None]) -> Iterator[None]:
+    """While this is entered, functions that run on gathered tensors are told to `note`."""
+    token = _NOTES_WHOLE_CALLS.set(note)
+    try:
+        yield
+    finally:
+        _NOTES_WHOLE_CALLS.reset(token)
 
 
 _SEEN_KIND: ContextVar[type[SplitTensor] | None] = ContextVar("seen_kind", default=None)

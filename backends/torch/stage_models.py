@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from phaze.backends.torch.batch_loss import BatchLosses
 from phaze.backends.torch.split_tensor import is_split
 from phaze.backends.torch.stage_cuts import Boundary, DryRun, PreHook, clone_with_tensors, is_inside, tensors_in
 from phaze.backends.torch.stage_wires import Wires
+from phaze.errors import PlanError
 
 __all__ = ["StageEnd", "StageModel", "build_stage"]
 
@@ -70,15 +73,15 @@ class StageEnd(Exception):  # noqa: N818 - ends a stage's forward, never seen by
 class _StageExit(_StandIn):
     """Stands for the module behind a stage's end: its call hands over what crosses the cut."""
 
-    def __init__(self, original: torch.nn.Module, boundary: Boundary, received: dict[int, torch.Tensor]) -> None:
+    def __init__(self, original: torch.nn.Module, boundary: Boundary) -> None:
         super().__init__(original)
-        self.boundary, self.received = boundary, received
+        self.boundary = boundary
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Ends the stage; a tensor that the stage itself received goes on as it was received."""
         leaves, _ = tree_flatten((args, kwargs), is_leaf=is_split)
         values = (leaves[same[0]] for same in self.boundary.places)
-        raise StageEnd(tuple(self.received.get(id(value), value) for value in values))
+        raise StageEnd(tuple(map(_received, values)))
 
 
 @dataclass(slots=True)
@@ -90,18 +93,29 @@ class StageModel:
         boundary_in: what crosses the cut before the stage; None for the first one.
         boundary_out: what crosses the cut behind the stage; None for the last one.
         incoming: tensors that arrived and were not put in their places yet.
-        received: tensors that arrived, by the id of the absent module's tensor that each one replaces.
-        replaced: those replaced tensors, kept so that no other tensor gets their ids.
         wires: how tensors that cross its cuts are sent.
+        losses: where the last stage puts the losses of the batch at hand.
+        records_gradients: whether the forward at hand was begun with gradients.
     """
 
     module: torch.nn.Module
     boundary_in: Boundary | None
     boundary_out: Boundary | None
     incoming: list[torch.Tensor] = field(default_factory=list)
-    received: dict[int, torch.Tensor] = field(default_factory=dict)
-    replaced: list[object] = field(default_factory=list)
     wires: Wires = field(default_factory=lambda: Wires(None, None))
+    losses: BatchLosses = field(init=False)
+    records_gradients: bool = True
+
+    def take_shapes(self, run: DryRun, stage: int) -> None:
+        """Take what another dry run says of this stage: microbatches of other shapes follow."""
+        self.boundary_in = run.boundaries[stage - 1] if stage else None
+        self.boundary_out = run.boundaries[stage] if stage < len(run.boundaries) else None
+        for name, part in self.module.named_modules():
+            if isinstance(part, _AbsentModule):
+                part.results, part.calls = tuple(run.results[name]), 0
+            elif isinstance(part, _StageExit):
+                assert self.boundary_out is not None
+                part.boundary = self.boundary_out
 
 
 def build_stage(module: torch.nn.Module, paths: Sequence[str], run: DryRun, stage: int) -> StageModel:
@@ -123,10 +137,10 @@ def build_stage(module: torch.nn.Module, paths: Sequence[str], run: DryRun, stag
     _drop_parameters_of_others(clone, originals)
     if boundary_in is not None:
         entry = paths[stage - 1]
-        clone.get_submodule(entry).register_forward_pre_hook(_receive_boundary(built, boundary_in), with_kwargs=True)
+        clone.get_submodule(entry).register_forward_pre_hook(_receive_boundary(built), with_kwargs=True)
         for name, submodule in clone.named_modules():
             if name != entry and any(is_inside(path, name) for path in live):
-                submodule.register_forward_pre_hook(_replace_received(built), with_kwargs=True)
+                submodule.register_forward_pre_hook(_replace_received, with_kwargs=True)
     return built
 
 
@@ -140,7 +154,7 @@ def _replace_absent_modules(
         name = f"{path}.{key}".lstrip(".")
         if name == exit_path:
             assert built.boundary_out is not None
-            module._modules[key] = _StageExit(child, built.boundary_out, built.received)
+            module._modules[key] = _StageExit(child, built.boundary_out)
         elif not any(True for _ in child.parameters()):
             continue
         elif not any(is_inside(live_path, name) for live_path in live) and name in run.results:
@@ -160,31 +174,39 @@ def _drop_parameters_of_others(clone: torch.nn.Module, originals: Mapping[str, t
                     submodule._parameters[key] = original if id(original) in held else None
 
 
-def _receive_boundary(built: StageModel, boundary: Boundary) -> PreHook:
+_RECEIVED = "_phaze_received"
+"""The attribute of an absent module's tensor that holds what was received in its place. A model that computes a block
+again in backward (`torch.utils.checkpoint`) calls it with the same tensors, when other microbatches have arrived."""
+
+
+def _received(leaf: Any) -> Any:
+    """What was received in the place of an absent module's tensor; anything else as it is."""
+    return getattr(leaf, _RECEIVED, leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _receive_boundary(built: StageModel) -> PreHook:
     """Before the call where a stage begins: put what it received in the place of what absent modules returned."""
 
     def hook(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if not built.incoming:
-            return None
         leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
-        for same, value in zip(boundary.places, built.incoming, strict=True):
-            for place in same:
-                built.replaced.append(leaves[place])
-                built.received[id(leaves[place])] = value
-                leaves[place] = value
-        built.incoming.clear()
-        return tree_unflatten(leaves, tree)
+        if built.incoming:
+            if built.records_gradients and not torch.is_grad_enabled():
+                raise PlanError(
+                    "the module where a stage begins runs without gradients, as torch.utils.checkpoint does with "
+                    "use_reentrant=True, so that earlier stages would get none; pass use_reentrant=False, or leave "
+                    "it to the plan (strategy recompute='full')."
+                )
+            assert built.boundary_in is not None
+            for same, value in zip(built.boundary_in.places, built.incoming, strict=True):
+                for place in same:
+                    setattr(leaves[place], _RECEIVED, value)
+            built.incoming.clear()
+        return tree_unflatten([_received(leaf) for leaf in leaves], tree)
 
     return hook
 
 
-def _replace_received(built: StageModel) -> PreHook:
+def _replace_received(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Before later calls of the stage: arguments that crossed the cut are those that were received."""
-
-    def hook(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if not built.received:
-            return None
-        leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
-        return tree_unflatten([built.received.get(id(leaf), leaf) for leaf in leaves], tree)
-
-    return hook
+    leaves, tree = tree_flatten((args, kwargs), is_leaf=is_split)
+    return tree_unflatten([_received(leaf) for leaf in leaves], tree)

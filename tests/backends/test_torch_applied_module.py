@@ -1,6 +1,7 @@
 """A plan applied to a torch module in one process: launches, meshes, models, options and batches that are refused."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch_training import batch_of, build_model, second_of_output, word_loss
 
 import phaze
 from phaze.backends.torch import TorchTarget
-from phaze.backends.torch.applied_module import loss_of_output
+from phaze.backends.torch.applied_module import AppliedModule
 from phaze.backends.torch.arrange import arrange_module, without_caches
+from phaze.backends.torch.batch_loss import loss_of_output
 from phaze.errors import PlanError
 
 
@@ -72,14 +74,153 @@ def test_a_plan_for_analysis_is_refused() -> None:
         planned("uncut", 2, {"dp": 2}, target=None).apply(build_model("uncut"))
 
 
-def test_a_batch_of_another_size_is_refused(alone: None) -> None:
-    run = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut"))
-    batch = batch_of("uncut")
-    assert float(run.step(**run.share(batch))) > 0
-    with pytest.raises(PlanError, match=r"tensors of \[3\] samples; expected 8 in each"):
-        run.step(**{name: value[:3] for name, value in batch.items()})
-    with pytest.raises(PlanError, match="the batch has 3 samples; the plan's has 8"):
-        run.share({name: value[:3] for name, value in batch.items()})
+def test_a_batch_of_another_size_runs_and_says_so_once(alone: None) -> None:
+    run, batch = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut")), batch_of("uncut")
+    expected = build_model("uncut")(**{name: value[:3] for name, value in batch.items()}).detach()
+    few = run.share({name: value[:3] for name, value in batch.items()})
+    with pytest.warns(UserWarning, match="3 to 3 samples of a batch where the plan has 8; it runs as 1 microbatches"):
+        loss = run.backward(**few)
+    assert torch.allclose(loss, expected)
+    assert torch.allclose(run.backward(**few), expected)  # without a warning, which would be an error
+    with pytest.raises(PlanError, match="has tensors of 3, 8 samples; expected equally many in each"):
+        run.step(tokens=few["tokens"], targets=batch["targets"])
+    with pytest.raises(PlanError, match="the batch has no samples on any process"):
+        run.step(**{name: value[:0] for name, value in batch.items()})
+
+
+class Masked(torch.nn.Module):
+    """One that takes means itself: over a mask, over different targets, or of all samples."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.way = torch.nn.Linear(4, 5), way
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logits = self.words(x)
+        if self.way == "two":
+            ignoring = torch.where(mask > 0, targets, -100)
+            return word_loss(logits, targets) + word_loss(logits, ignoring)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.mean() if self.way == "plain" else (losses * mask.flatten()).sum() / mask.sum()
+
+
+def masked_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(4, 6)
+    mask[0, 1:] = mask[2, 3:] = 0
+    targets = torch.randint(0, 5, (4, 6), generator=generator)
+    return {"x": torch.randn(4, 6, 4, generator=generator), "targets": targets, "mask": mask}
+
+
+def masked_run(way: str, **options: object) -> tuple[AppliedModule, float]:
+    """A run of two microbatches, and the loss of one process."""
+    torch.manual_seed(0)
+    model, batch = Masked(way), masked_batch()
+    strategy = {"dp": 1, "micro_batch_size": 2, "zero": 0, "recompute": "none"}
+    question = {"cluster": "cpu:1", "global_batch_size": 4, "precision": "fp32", "compares": False, "target": "torch"}
+    plan = phaze.evaluate(model, batch, strategy=strategy, **question).plan
+    expected = float(model(**batch).detach())
+    return plan.apply(model, **options), expected
+
+
+def test_a_masked_mean_that_the_model_takes_itself_is_weighted_as_it_is_said_or_refused(alone: None) -> None:
+    run, expected = masked_run("mask", loss_weight=lambda mask, **_: mask.sum())
+    assert float(run.backward(**masked_batch())) == pytest.approx(expected, rel=1e-6)
+    assert float(run.evaluate(**masked_batch())) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(PlanError, match=r"a masked or weighted mean that the model takes itself.*Pass loss_weight="):
+        masked_run("mask")[0].backward(**masked_batch())
+    averaged, _ = masked_run("mask", loss_weight="samples")
+    assert float(averaged.backward(**masked_batch())) != pytest.approx(expected, rel=1e-3)
+    plain, expected = masked_run("plain")
+    assert float(plain.backward(**masked_batch())) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(PlanError, match="loss_weight is 'mean'; expected 'samples', 'sum', a function"):
+        masked_run("plain", loss_weight="mean")
+
+
+def test_a_loss_of_means_over_different_targets_is_refused(alone: None) -> None:
+    with pytest.raises(PlanError, match=r"adds 2 means of cross entropies over different targets \(24, 16 count"):
+        masked_run("two")[0].backward(**masked_batch())
+
+
+def test_means_with_weights_of_classes_and_losses_that_are_sums_equal_one_process(alone: None) -> None:
+    plan, batch, weights = planned("headless", 1, {"dp": 1}), batch_of("headless"), torch.linspace(0.5, 2, 96)
+    batch["targets"][:3, 2:] = -1
+    question = {"weight": weights, "ignore_index": -1}
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        flat = logits.flatten(0, 1), targets.flatten()
+        return torch.nn.functional.cross_entropy(*flat, **question, reduction=reduction)
+
+    for reduction, options in (("mean", {}), ("sum", {"loss_weight": "sum"})):
+        model = build_model("headless")
+        loss(model(batch["tokens"]), batch["targets"], reduction).backward()
+        applied = build_model("headless")
+        run = plan.apply(applied, loss_fn=partial(loss, reduction=reduction), **options)
+        run.backward(**run.share(batch))
+        assert torch.allclose(applied.head.weight.grad.full_tensor(), model.head.weight.grad, atol=1e-6)
+
+
+def test_several_optimizers_step_together_and_keep_their_own_parameters(alone: None) -> None:
+    plan, model = planned("uncut", 1, {"dp": 1}), build_model("uncut")
+    inner, outer = model.early.qkv.weight, model.words.weight
+    before = outer.detach().clone()
+    optimizers = [torch.optim.AdamW([inner], lr=0.1), torch.optim.SGD([("words.weight", outer)], lr=0.0)]
+    run = plan.apply(model, optimizer=optimizers)
+    run.step(**run.share(batch_of("uncut")))
+    assert [group["params"] for group in run.optimizer.param_groups] == [[model.early.qkv.weight], [model.words.weight]]
+    assert set(run.optimizer.state) == {model.early.qkv.weight}
+    assert torch.equal(model.words.weight.full_tensor(), before)
+
+
+def test_optimizers_that_cannot_be_those_of_the_model_are_refused(alone: None) -> None:
+    plan, model = planned("uncut", 1, {"dp": 1}), build_model("uncut")
+    with pytest.raises(PlanError, match="optimizer 0 has a parameter that is none of the model's"):
+        plan.apply(model, optimizer=torch.optim.SGD(build_model("uncut").parameters()))
+    twice = [torch.optim.SGD([model.words.weight]), torch.optim.SGD([model.words.weight])]
+    with pytest.raises(PlanError, match="optimizer 1 has a parameter that another optimizer has, too"):
+        plan.apply(model, optimizer=twice)
+    stepped = torch.optim.AdamW(model.parameters())
+    model(**batch_of("uncut")).backward()
+    stepped.step()
+    with pytest.raises(PlanError, match="has made steps already"):
+        plan.apply(model, optimizer=stepped)
+    with pytest.raises(PlanError, match="expected a function from parameters to a torch optimizer, or one or several"):
+        plan.apply(build_model("uncut"), optimizer="adam")
+
+
+def test_what_arranging_would_lose_is_refused_by_name(data_parallel: phaze.Plan) -> None:
+    split = planned("uncut", 2, {"tp": 2})
+    model = build_model("uncut")
+    model.late.up.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(PlanError, match=r"parameter 'late.up.weight' has a hook .* register it after `plan.apply`"):
+        data_parallel.apply(model)
+    model = build_model("uncut")
+    model.early.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(PlanError, match="module 'early' has a backward hook"):
+        split.apply(model)
+    model = build_model("uncut")
+    model.head.bfloat16()
+    with pytest.raises(PlanError, match=r"several types \('words.weight' is torch.float32, 'head.weight' is"):
+        data_parallel.apply(model)
+
+
+def test_compiled_blocks_run_uncompiled_where_tensors_are_split(alone: None) -> None:
+    model = build_model("uncut")
+    model.early.compile(backend="eager")
+    with (
+        pytest.warns(UserWarning, match="'early' and 0 other modules run uncompiled"),
+        pytest.raises(PlanError, match="takes 2 processes"),
+    ):
+        planned("uncut", 2, {"tp": 2}).apply(model)
+    assert model.early._compiled_call_impl is None
+
+
+def test_gradient_checkpointing_of_a_model_is_left_to_the_plan_which_says_so(alone: None) -> None:
+    model = build_model("uncut")
+    model.early.gradient_checkpointing = True  # as Hugging Face's models say it of their layers
+    with pytest.warns(UserWarning, match=r"of Block is switched off: the plan says .* \(recompute none\)"):
+        planned("uncut", 1, {"dp": 1}).apply(model)
+    assert not model.early.gradient_checkpointing
 
 
 def test_zero_bubble_pipelines_and_partly_sharded_copies_are_never_planned_for_torch() -> None:

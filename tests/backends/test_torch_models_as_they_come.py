@@ -3,9 +3,12 @@
 Kinds whose names end in `-cached` collect keys and values for generation, as Hugging Face makes them.
 """
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from oracles.traffic_count import planned_exchanges
-from torch_plans import described, planned
+from oracles.traffic_count import planned_exchanges, planned_traffic
+from torch_plans import described, imported, planned
 from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
 
 CASES: dict[str, Strategy] = {
@@ -38,19 +41,77 @@ CASES: dict[str, Strategy] = {
     "gpt-oss ep2": {"dp": 2, "ep": 2},
     "spare dp2 zero3": {"dp": 2, "zero": 3},
     "spare pp2": {"pp": 2},
+    "checkpointed tp2": {"tp": 2},
+    "checkpointed pp2": {"pp": 2},
     "batch-normed dp2": {"dp": 2, "micro_batch_size": 4},
     "batch-normed dp2 zero3": {"dp": 2, "micro_batch_size": 4, "zero": 3},
+}
+LOOPS: dict[str, Strategy] = {
+    "llama loop dp2 zero3": {"dp": 2, "zero": 3},
+    "llama loop tp2": {"tp": 2, "sequence_parallel": True},
+    "llama loop pp2": {"pp": 2},
+    "lora loop pp2": {"pp": 2},
+}
+"""Training loops with batches that are not the planned ones, which `torch_loops` has."""
+LOOPS_IN_FULL: dict[int, dict[str, Strategy]] = {
+    2: {
+        "llama loop cp2": {"cp": 2},
+        "llama loop dp2 zero1": {"dp": 2, "zero": 1},
+        "llama loop pp2 gpipe": {"pp": 2, "schedule": "gpipe"},
+        "lora loop dp2 zero3": {"dp": 2, "zero": 3},
+        "lora loop tp2": {"tp": 2},
+        "lora loop cp2": {"cp": 2},
+    },
+    4: {
+        "llama loop dp2 pp2 zero2": {"dp": 2, "pp": 2, "zero": 2},
+        "gpt2 loop dp2 pp2 interleaved": {"dp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved-1f1b"},
+        "llama loop dp4 hybrid zero3": {"dp": 4, "shard": 2, "zero": 3, "micro_batch_size": 1},
+        "llama loop dp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
+        "llama loop cp2 pp2": {"cp": 2, "pp": 2},
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return run_strategies(tmp_path_factory.mktemp("ranks"), 2, CASES)
+    return run_strategies(tmp_path_factory.mktemp("ranks"), 2, CASES | LOOPS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_as_it_comes_trains_as_in_one_process(answers: Answers, name: str) -> None:
     check_equality(answers(name), most=2e-6)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_training_loop_with_other_batches_trains_as_in_one_process(answers: Answers, name: str) -> None:
+    check_loop(answers(name))
+
+
+@pytest.mark.parametrize("name", ["llama loop dp2 zero3", "llama loop pp2"])
+def test_a_measured_step_sends_the_planned_bytes(answers: Answers, name: str) -> None:
+    stage = planned_traffic(planned("llama", 2, LOOPS[name]), imported("llama"))[0]
+    expected = stage.dp_bytes + stage.pp_bytes / 2  # the other half is what comes back
+    assert answers(name)["sent"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama loop dp2 zero3", "llama loop tp2"])
+def test_an_arranged_model_generates_what_it_generates_in_one_process(answers: Answers, name: str) -> None:
+    assert answers(name)["generated"] == 0.0
+    assert "do not generate" in answers("llama loop pp2")["refusal"]
+
+
+def check_loop(answer: dict[str, Any]) -> None:
+    assert "error" not in answer, answer.get("trace")
+    assert answer["loop"] < 1e-5
+    assert answer["parameter"] < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", LOOPS_IN_FULL)
+def test_every_training_loop_trains_as_in_one_process(tmp_path: Path, world: int) -> None:
+    answer_of = run_strategies(tmp_path, world, LOOPS_IN_FULL[world])
+    for name in LOOPS_IN_FULL[world]:
+        check_loop(answer_of(name))
 
 
 def test_experts_exchange_the_planned_bytes(answers: Answers) -> None:

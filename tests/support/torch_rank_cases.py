@@ -53,10 +53,10 @@ def run_cases(folder: Path, worlds: Mapping[int, Cases], moments_in_world: int |
 def write_cases(folder: Path, cases: Cases, counts_moments: bool) -> None:
     folder.mkdir()
     documents = []
-    for index, (kind, plan, steps) in enumerate(cases.values()):
+    for index, (name, (kind, plan, steps)) in enumerate(cases.items()):
         plan.save(folder / f"{index}.json")
-        plan_path = str(folder / f"{index}.json")
-        documents.append({"kind": kind, "plan": plan_path, "steps": steps, "counts_moments": counts_moments})
+        what = {"counts_moments": counts_moments, "is_loop": "loop" in name.split()}
+        documents.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps, **what})
     (folder / "cases.json").write_text(json.dumps(documents))
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +27,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch_loops import train_alone, train_applied
 from torch_training import apply_options, batch_of, build_model, inputs_of, loss_of
 
 import phaze
+from phaze.errors import PlanError
 
 LEARNING_RATE = 0.05
 PATIENCE = timedelta(seconds=int(os.environ.get("PHAZE_TEST_PATIENCE_S", "120")))
@@ -58,7 +61,7 @@ def serve(rank: int, folder: Path, world: int, cases: list[dict[str, Any]]) -> N
     answers = []
     for case in cases:
         try:
-            answer = run_case(case)
+            answer = run_loop(case) if case["is_loop"] else run_case(case)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             with (folder / f"failures-{rank}.txt").open("a") as notes:  # others may wait in vain for this rank
@@ -79,6 +82,8 @@ def joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
             return {**answer, "rank": rank}
     first = of_ranks[0]
     numbers = {key: max(answer[key] for answer in of_ranks) for key in first if isinstance(first[key], float)}
+    if "loop" in first:
+        return {**numbers, "refusal": first["refusal"]}
     worst = max(of_ranks, key=lambda answer: answer["gradient"])
     names = sorted({name for answer in of_ranks for name in answer["names"]})
     listed = {
@@ -164,6 +169,45 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         live["optimizer"] = adam_bytes(run)
     answer["loaded"] = loading_error(run, kind)
     return {**answer, "live": live, **curve(case, plan)}
+
+
+def run_loop(case: dict[str, Any]) -> dict[str, Any]:
+    """A training loop under a plan and in one process: the largest differences of losses and of parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # sizes that are not the plan's are said once
+        run, losses = train_applied(case["kind"], phaze.load_plan(case["plan"]))
+    alone, expected = train_alone(case["kind"])
+    after = dict(alone.named_parameters(remove_duplicate=False))
+    frozen = {name for name, parameter in after.items() if not parameter.requires_grad}
+    named = [(stage, name, parameter) for stage in run.stages for name, parameter in stage.named_parameters()]
+    assert all(parameter.grad is None for _, name, parameter in named if name in frozen)
+    errors = [
+        difference(in_order(stage, name, parameter, parameter.detach()), after[name].detach(), 1.0)
+        for stage, name, parameter in named
+    ]
+    apart = max(abs(value - other) / abs(other) for value, other in zip(losses, expected, strict=True))
+    generated, refusal = generated_errors(run, alone)
+    measured = run.profile(run.share(batch_of(case["kind"])), steps=1)
+    assert measured.seconds > 0
+    assert "times" in str(measured)
+    return {
+        "loop": apart,
+        "parameter": max(errors),
+        "sent": float(sum(measured.sent_bytes.values())),
+        "generated": generated,
+        "refusal": refusal,
+    }
+
+
+def generated_errors(run: Any, alone: torch.nn.Module) -> tuple[float, str]:
+    """How many words differ from those that one process generates, or why there are none; copies have other prompts."""
+    copy = run.mesh.get_local_rank("shard")
+    prompt, length = batch_of("llama")["input_ids"][copy : copy + 1, : 4 + copy], {"max_new_tokens": 3 + copy}
+    try:
+        words = run.generate(prompt, **length, do_sample=False)
+    except PlanError as error:
+        return 0.0, str(error)
+    return float((words != alone.generate(prompt, **length, do_sample=False)).sum()), ""
 
 
 def loading_error(run: Any, kind: str) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
 
@@ -61,6 +62,17 @@ class Headless(HandWritten):
 
 def word_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Checkpointed(HandWritten):
+    """One that computes its blocks again in backward by itself."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
 
 
 class NanoGpt(HandWritten):
@@ -188,6 +200,28 @@ def _llama(use_cache: bool = False) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+class LowRank(torch.nn.Module):
+    """A frozen linear map with a trained one of low rank beside it (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Linear(base.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def _lora() -> torch.nn.Module:
+    """A frozen Llama with trained adapters of low rank in its last layer only."""
+    model = _llama().requires_grad_(False)
+    attention = model.model.layers[-1].self_attn
+    attention.q_proj, attention.v_proj = LowRank(attention.q_proj), LowRank(attention.v_proj)
+    return model
+
+
 def _t5(layers: int = 2, use_cache: bool = False) -> torch.nn.Module:
     config = transformers.T5Config(
         num_layers=layers,
@@ -300,11 +334,13 @@ _BUILDERS = {
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "llama": _llama,
+    "lora": _lora,
     "t5": _t5,
     "bert": _bert,
     "hand-written": HandWritten,
     "headless": partial(Headless, layers=2),
     "encoder": TorchEncoder,
+    "checkpointed": partial(Checkpointed, layers=2),
     "batch-normed": BatchNormed,
     "spare": Spare,
     "nanogpt": NanoGpt,
@@ -319,7 +355,16 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     torch.manual_seed(seed)
     words = (0, 5) if kind == "odd" else (3, 96)
     tokens, labels = torch.randint(*words, (2, size, LENGTH))
-    is_written = kind in ("hand-written", "headless", "uncut", "odd", "encoder", "batch-normed", "spare")
+    is_written = kind in (
+        "hand-written",
+        "headless",
+        "uncut",
+        "odd",
+        "encoder",
+        "batch-normed",
+        "spare",
+        "checkpointed",
+    )
     names = ("tokens", "targets") if is_written else ("input_ids", "labels")
     if kind.startswith("nanogpt"):
         names = ("idx", "targets")
