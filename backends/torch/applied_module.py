@@ -50,6 +50,7 @@ from phaze.backends.torch.model_checks import checked_model
 from phaze.backends.torch.optimizers import OptimizerParameters, make_optimizer
 from phaze.backends.torch.pipeline import ArrangeFunction, Pipeline, build_pipeline
 from phaze.backends.torch.plan_mesh import contexts_of_plan, expert_mesh_of_plan, mesh_of_plan
+from phaze.backends.torch.random_streams import RandomStream
 from phaze.backends.torch.rank_failures import told_to_all
 from phaze.backends.torch.split_attention import note_key_exchanges
 from phaze.backends.torch.split_collectives import Axis
@@ -78,8 +79,8 @@ _NO_FACTOR = 1e-12
 class AppliedModule:
     """A model arranged on a mesh, as this process sees it.
 
-    Weights must be equal in all processes when the plan is applied, and with dropout the seeds of processes that share
-    parameters on the tensor-parallel axis too.
+    Weights must be equal in all processes when the plan is applied. Dropout draws from a stream of the run's own
+    (`random_streams`): equal on devices that share samples, different between copies, and other than in one process.
 
     Attributes:
         module: the model itself, arranged; None where it is cut into stages.
@@ -104,6 +105,7 @@ class AppliedModule:
     _zero: int
     _plan: Plan
     _whole_calls: WholeCalls
+    _random: RandomStream
     _said: set[str]
 
     def share(self, batch: Any) -> Any:
@@ -111,8 +113,7 @@ class AppliedModule:
 
         A batch need not have the planned number of samples, nor one that the copies divide.
         """
-        place = self.mesh.get_local_rank("replicate") * self.mesh["shard"].size() + self.mesh.get_local_rank("shard")
-        return share_of(batch, self._batch.copies, place * self._batch.copies // self._replicas)
+        return share_of(batch, self._batch.copies, _copy_index(self.mesh, self._replicas // self._batch.copies))
 
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """One training step on this process's share of a batch, given as the model takes it; the batch's mean loss."""
@@ -211,7 +212,7 @@ class AppliedModule:
             copies=self._batch.copies,
             checks_means="means" not in self._said and (self._replicas > 1 or len(division.rows) > 1),
         )
-        with self._whole_calls.counted():
+        with self._whole_calls.counted(), self._random.drawn_from():
             if self._pipeline is not None:
                 batch = {**dict(zip(self._pipeline.argument_names, args, strict=False)), **kwargs}
                 # torch cuts all tensors, also those of one number, which belong to all samples.
@@ -400,8 +401,15 @@ def apply_to_module(
         _zero=plan.strategy.zero,
         _plan=plan,
         _whole_calls=WholeCalls(),
+        _random=RandomStream.of_copy(device_mesh, _copy_index(device_mesh, plan.strategy.cp)),
         _said=set(),
     )
+
+
+def _copy_index(mesh: DeviceMesh, cp: int) -> int:
+    """Which copy of the model this process belongs to; the `cp` devices of a context share their samples."""
+    place = mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard")
+    return int(place // cp)
 
 
 def _planned_batch(plan: Plan, *, is_one_for_norms: bool) -> PlannedBatch:

@@ -77,14 +77,15 @@ def checked_weight(way: object) -> LossWeight:
 class _CountsTargets(TorchFunctionMode):
     """Counts the targets over which cross entropies take their means, and lets a mean over none be zero.
 
-    `means` are the counts of the calls that returned means, and `separate` the results of those that returned one
-    number for each target, of which the model then makes its loss itself.
+    `means` are the counts of the calls that returned means, `separate` the results of those that returned one number
+    for each target, of which the model then makes its loss itself, and `sums` those of losses that were summed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.means: list[torch.Tensor] = []
         self.separate: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []
 
     def __torch_function__(
         self,
@@ -93,16 +94,18 @@ class _CountsTargets(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in (F.cross_entropy, F.nll_loss):
+        if func not in _LOSSES:
             return func(*args, **(kwargs or {}))
         call = _arguments_of(func).bind(*args, **(kwargs or {}))
         call.apply_defaults()
         given = call.arguments
-        is_by_index = not given["target"].is_floating_point()
-        is_plain = given["size_average"] is None and given["reduce"] is None
-        if not is_by_index or not is_plain or given["reduction"] != "mean":
+        is_counted = func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point()
+        is_plain = given.get("size_average") is None and given.get("reduce") is None
+        if not is_counted or not is_plain or given["reduction"] != "mean":
             result = func(*args, **(kwargs or {}))
-            if given["reduction"] == "none":
+            if given["reduction"] == "sum":
+                self.sums.append(result)
+            elif given["reduction"] == "none" and is_counted:
                 self.separate.append(result)
             return result
         count = _counted(given["target"], given["ignore_index"], given["weight"])
@@ -110,6 +113,27 @@ class _CountsTargets(TorchFunctionMode):
         if given["input"].dtype == torch.float16:
             given["input"] = given["input"].float()  # a sum of many losses leaves the range of float16
         return func(**{**given, "reduction": "sum"}) / torch.where(count > 0, count, 1)
+
+
+_LOSSES = frozenset(
+    getattr(F, name)
+    for name in [
+        "cross_entropy",
+        "nll_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "kl_div",
+        "ctc_loss",
+        "binary_cross_entropy_with_logits",
+        "poisson_nll_loss",
+        "gaussian_nll_loss",
+        "soft_margin_loss",
+    ]
+)
+"""Losses of torch that say how they are reduced."""
 
 
 @functools.cache
@@ -187,7 +211,9 @@ class BatchLosses:
         if callable(self.way):
             weight = self.way(**batch)
             return (weight.detach().double() if isinstance(weight, torch.Tensor) else float(weight)) / self.unit
-        if self.way is None and self.checks_means and counter.separate:
+        if self.way is None and self.checks_means and counter.sums:
+            _check_sum(loss, counter.sums)
+        elif self.way is None and self.checks_means and counter.separate:
             _check_mean(loss, samples, counter.separate)
         return samples / self.unit
 
@@ -202,6 +228,17 @@ def _check_mean(loss: torch.Tensor, samples: int, separate: Sequence[torch.Tenso
             "mean that the model takes itself, of which a microbatch does not know how much it counts in the batch. "
             "Pass loss_weight= to apply: a function of the microbatch, with the model's own argument names, that "
             "returns what the mean divides by (such as the sum of a mask), or 'samples' for the mean of microbatches."
+        )
+
+
+def _check_sum(loss: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
+    """Raise PlanError for a loss that is a sum, of which the mean over microbatches and copies would be taken."""
+    value, total = float(to_whole(loss).detach()), sum(float(to_whole(result).detach()) for result in sums)
+    if math.isclose(value, total, rel_tol=_SAME_LOSS):
+        raise PlanError(
+            f"the loss ({value:.6g}) is a sum over what a microbatch has. Pass loss_weight='sum' to apply, so that "
+            "losses of microbatches and copies are added as one process adds them, or loss_weight='samples' for their "
+            "mean."
         )
 
 

@@ -158,6 +158,9 @@ def test_means_with_weights_of_classes_and_losses_that_are_sums_equal_one_proces
         run = plan.apply(applied, loss_fn=partial(loss, reduction=reduction), **options)
         run.backward(**run.share(batch))
         assert torch.allclose(applied.head.weight.grad.full_tensor(), model.head.weight.grad, atol=1e-6)
+    unsaid = plan.apply(build_model("headless"), loss_fn=partial(loss, reduction="sum"))
+    with pytest.raises(PlanError, match=r"the loss \(.*\) is a sum over what a microbatch has. Pass loss_weight='sum'"):
+        unsaid.backward(**unsaid.share(batch))
 
 
 def test_several_optimizers_step_together_and_keep_their_own_parameters(alone: None) -> None:

@@ -53,6 +53,7 @@ LOOPS: dict[str, Strategy] = {
     "lora loop pp2": {"pp": 2},
 }
 """Training loops with batches that are not the planned ones, which `torch_loops` has."""
+DROPOUT: dict[str, Strategy] = {"nanogpt dropout dp2": {"dp": 2}, "nanogpt dropout tp2": {"tp": 2}}
 LOOPS_IN_FULL: dict[int, dict[str, Strategy]] = {
     2: {
         "llama loop cp2": {"cp": 2},
@@ -74,7 +75,7 @@ LOOPS_IN_FULL: dict[int, dict[str, Strategy]] = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return run_strategies(tmp_path_factory.mktemp("ranks"), 2, CASES | LOOPS)
+    return run_strategies(tmp_path_factory.mktemp("ranks"), 2, CASES | LOOPS | DROPOUT)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,6 +99,13 @@ def test_a_measured_step_sends_the_planned_bytes(answers: Answers, name: str) ->
 def test_an_arranged_model_generates_what_it_generates_in_one_process(answers: Answers, name: str) -> None:
     assert answers(name)["generated"] == 0.0
     assert "do not generate" in answers("llama loop pp2")["refusal"]
+
+
+def test_dropout_differs_between_copies_and_agrees_on_devices_that_share_samples(answers: Answers) -> None:
+    first, second = answers("nanogpt dropout dp2")["dropped"]
+    assert first != pytest.approx(second, rel=1e-3)
+    first, second = answers("nanogpt dropout tp2")["dropped"]
+    assert first == second
 
 
 def check_loop(answer: dict[str, Any]) -> None:

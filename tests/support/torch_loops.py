@@ -86,3 +86,19 @@ def train_applied(kind: str, plan: phaze.Plan) -> tuple[Any, list[float]]:
         scheduler.step()
         losses.append(float(run.evaluate(**run.share(padded_batch(8, size=7)))))
     return run, losses
+
+
+def dropped(plan: phaze.Plan, seed: int) -> tuple[float, bool]:
+    """What a nanoGPT with dropout makes of equal samples on a process of this seed.
+
+    Said is, too, whether the process's own random numbers are where they were.
+    """
+    model, kept = build_model("nanogpt"), []
+    words, last = model.transformer["wte"], model.transformer["ln_f"]
+    words.register_forward_hook(lambda _, __, output: torch.nn.functional.dropout(output, 0.5))
+    last.register_forward_hook(lambda _, __, output: kept.append(float(output.detach().double().abs().sum())))
+    torch.manual_seed(seed)
+    run = plan.apply(model, inputs=batch_of("nanogpt"))
+    before = torch.get_rng_state()
+    run.step(**run.share({name: value[:1].expand(8, -1) for name, value in batch_of("nanogpt").items()}))
+    return kept[0], bool(torch.equal(before, torch.get_rng_state()))

@@ -55,8 +55,10 @@ def write_cases(folder: Path, cases: Cases, counts_moments: bool) -> None:
     documents = []
     for index, (name, (kind, plan, steps)) in enumerate(cases.items()):
         plan.save(folder / f"{index}.json")
-        what = {"counts_moments": counts_moments, "is_loop": "loop" in name.split()}
-        documents.append({"kind": kind, "plan": str(folder / f"{index}.json"), "steps": steps, **what})
+        what = next((word for word in name.split() if word in ("loop", "dropout")), "step")
+        plan_path = str(folder / f"{index}.json")
+        given = {"kind": kind, "plan": plan_path, "steps": steps, "counts_moments": counts_moments, "what": what}
+        documents.append(given)
     (folder / "cases.json").write_text(json.dumps(documents))
 
 

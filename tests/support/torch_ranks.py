@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_loops import train_alone, train_applied
+from torch_loops import dropped, train_alone, train_applied
 from torch_training import apply_options, batch_of, build_model, inputs_of, loss_of
 
 import phaze
@@ -61,7 +61,7 @@ def serve(rank: int, folder: Path, world: int, cases: list[dict[str, Any]]) -> N
     answers = []
     for case in cases:
         try:
-            answer = run_loop(case) if case["is_loop"] else run_case(case)
+            answer = RUNS[case["what"]](case)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
             with (folder / f"failures-{rank}.txt").open("a") as notes:  # others may wait in vain for this rank
@@ -84,6 +84,8 @@ def joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     numbers = {key: max(answer[key] for answer in of_ranks) for key in first if isinstance(first[key], float)}
     if "loop" in first:
         return {**numbers, "refusal": first["refusal"]}
+    if "dropped" in first:
+        return {**numbers, "dropped": [answer["dropped"] for answer in of_ranks]}
     worst = max(of_ranks, key=lambda answer: answer["gradient"])
     names = sorted({name for answer in of_ranks for name in answer["names"]})
     listed = {
@@ -197,6 +199,16 @@ def run_loop(case: dict[str, Any]) -> dict[str, Any]:
         "generated": generated,
         "refusal": refusal,
     }
+
+
+def run_dropout(case: dict[str, Any]) -> dict[str, Any]:
+    """What ranks that were seeded differently drop of equal samples."""
+    value, is_untouched = dropped(phaze.load_plan(case["plan"]), seed=dist.get_rank())
+    assert is_untouched
+    return {"dropped": value}
+
+
+RUNS = {"step": run_case, "loop": run_loop, "dropout": run_dropout}
 
 
 def generated_errors(run: Any, alone: torch.nn.Module) -> tuple[float, str]:
