@@ -367,24 +367,11 @@ def apply_to_module(
     arrange = _arrange_function(plan, model, device_mesh, expert_mesh)
     pipeline = None
     if plan.strategy.pp > 1:
-        if inputs is None:
-            raise PlanError(
-                "a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts."
-            )
-        pipeline = build_pipeline(
-            plan,
-            model,
-            device_mesh,
-            inputs=inputs,
-            loss=loss,
-            arrange=arrange,
-            contexts=contexts,
-            stage_builders=stage_builders,
-        )
-        stages = pipeline.modules
+        cut = functools.partial(build_pipeline, plan, model, device_mesh, inputs=inputs, loss=loss, arrange=arrange)
+        pipeline = cut(contexts=contexts, stage_builders=stage_builders)
     else:
         _arrange_whole(plan, model, arrange, weights, device_mesh.device_type)
-        stages = (model,)
+    stages = pipeline.modules if pipeline else (model,)
     return AppliedModule(
         module=None if pipeline else model,
         stages=stages,

@@ -164,7 +164,9 @@ def build_pipeline(
     contexts: Contexts | None,
     stage_builders: Iterable[StageBuilder],
 ) -> Pipeline:
-    """Cut the model as the plan says and arrange the stages of this process."""
+    """Cut the model as the plan says and arrange the stages of this process; raises PlanError without inputs."""
+    if inputs is None:
+        raise PlanError("a plan with stages needs inputs=..., as optimize took them: they say what crosses the cuts.")
     argument_names = tuple(inspect.signature(model.forward).parameters)
     paths = find_cut_paths(model, [[layer.path for layer in stage.layers] for stage in plan.stages], stage_builders)
     batch = _example_micro_batch(inputs, argument_names, plan.strategy.micro_batch_size)
