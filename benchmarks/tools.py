@@ -2,8 +2,9 @@
 
     python benchmarks/tools.py [--environment DIR] [--only NAME]
 
-The packages are installed by pip into an environment of their own (about 0.9 GB with triton, which torchtitan imports),
-beside this one's torch, and left in DIR where one is given. What each check does stands in `tool_checks.py`.
+The packages are installed by pip into two environments of their own (about 0.9 GB with triton, which torchtitan
+imports, and 40 MB for MaxText), beside this one's torch and jax, and left in DIR where one is given. What each check
+does stands in `tool_checks.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,27 @@ PACKAGES = (
 DEEPSPEED = "deepspeed==0.19.8"
 """It is built from its source, which needs a current setuptools and no isolation; its kernels are not built."""
 
+MAXTEXT_PACKAGES = (
+    *("maxtext==0.2.3", "omegaconf==2.4.0", "pathwaysutils", "fastapi", "starlette"),
+    *("opentelemetry-api", "importlib-metadata", "zipp", "requests", "urllib3", "certifi", "charset-normalizer"),
+    *(
+        "uvicorn",
+        "aqtp==0.9.0",
+        "qwix==0.1.8",
+        "tokamax==0.0.12",
+        "jaxtyping",
+        "einshape",
+        "typeguard==2.13.3",
+        "grain",
+    ),
+    *("portpicker", "array_record", "pillow", "tiktoken", "sentencepiece"),
+)
+"""MaxText 0.2.3, the last one for this environment's jax that runs on Python 3.11, and what its models import."""
+
 STRATEGIES: dict[str, list[dict[str, Any]]] = {
     "torchtitan": [
         {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "schedule": "1f1b", "recompute": "full", "sequence_parallel": True},
-        {"dp": 8, "tp": 1, "pp": 1, "zero": 2, "recompute": "products"},
+        {"dp": 4, "tp": 2, "pp": 1, "zero": 2, "recompute": "products", "sequence_parallel": True},
         {"dp": 2, "cp": 2, "tp": 2, "pp": 1, "zero": 3, "recompute": "full", "sequence_parallel": True},
         {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "precision": "fp8"},
         {"dp": 8, "ep": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
@@ -70,9 +89,10 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
     ],
     "megatron-bridge": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
     "deepspeed": [
-        {"dp": 4, "tp": 2, "pp": 1, "zero": 2, "recompute": "full", "sequence_parallel": False},
-        *({"dp": 4, "tp": 1, "pp": 1, "zero": zero, "recompute": "none"} for zero in (1, 2, 3)),
-        {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        *({"dp": 2, "tp": 1, "pp": 1, "zero": zero, "recompute": "none"} for zero in (1, 2, 3)),
+        {"dp": 2, "tp": 2, "pp": 1, "zero": 2, "recompute": "full", "sequence_parallel": False},
+        {"dp": 2, "cp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
+        {"dp": 2, "tp": 1, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"},
     ],
     "accelerate": [
         {"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "none"},
@@ -80,6 +100,13 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
         {"dp": 2, "cp": 2, "tp": 1, "pp": 1, "zero": 2, "recompute": "none"},
     ],
     "lightning": [{"dp": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"}],
+    "maxtext": [
+        {"dp": 4, "cp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"},
+        {"dp": 2, "tp": 4, "pp": 1, "zero": 3, "recompute": "dots", "sequence_parallel": True},
+        {"dp": 8, "shard": 4, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"},
+        {"dp": 4, "tp": 1, "pp": 2, "zero": 0, "schedule": "gpipe", "recompute": "full"},
+        {"dp": 8, "ep": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "full"},
+    ],
     "torchrun": [{"dp": 2, "tp": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "recompute": "full"}],
 }
 """What is exported for each tool: its axes together on eight devices, or four."""
@@ -109,8 +136,8 @@ MIXTURE = {
 """For strategies that divide experts."""
 
 
-def environment(folder: Path) -> Path:
-    """The Python of an environment with the tools, which also sees this one's packages."""
+def environment(folder: Path, packages: Sequence[str], built: Sequence[str] = ()) -> Path:
+    """The Python of an environment with these packages, the last ones built here; it also sees this one's packages."""
     python = folder / "bin" / "python"
     if python.exists():
         return python
@@ -125,9 +152,18 @@ def environment(folder: Path) -> Path:
     (site / "beside.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--upgrade", "setuptools", "wheel"], check=True)
-    subprocess.run([*pip, "--no-deps", *PACKAGES], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", DEEPSPEED], check=True)
+    # MaxText names Python 3.12; what is run of it here needs no more than 3.11.
+    subprocess.run([*pip, "--no-deps", "--ignore-requires-python", *packages], check=True)
+    if built:
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", *built], check=True)
     return python
+
+
+def environment_for(name: str, folder: Path) -> Path:
+    """The Python that has a tool: MaxText has an environment of its own, because it asks for other versions."""
+    if name == "maxtext":
+        return environment(folder / "maxtext", MAXTEXT_PACKAGES)
+    return environment(folder / "torch", PACKAGES, (DEEPSPEED,))
 
 
 def planned(strategy: dict[str, Any]) -> Plan:
@@ -200,9 +236,9 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(STRATEGIES))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        python = environment(arguments.environment or Path(folder) / "tools")
+        tools = arguments.environment or Path(folder)
         names = [arguments.only] if arguments.only else list(STRATEGIES)
-        results = [result for name in names for result in holds(python, name)]
+        results = [result for name in names for result in holds(environment_for(name, tools), name)]
     print(f"{sum(results)} of {len(results)} checks hold")
     return 0 if all(results) else 1
 

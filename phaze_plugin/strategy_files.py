@@ -18,6 +18,7 @@ from phaze.errors import FormatError
 from phaze.file_reading import read_text
 from phaze.installed import installed_plugins
 from phaze.interfaces import FileTarget
+from phaze.parallelism import ALL_DEVICES
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -101,4 +102,8 @@ def unsaid_keys(source: SourceFile, plan: Plan) -> list[str]:
     edited = replace(source, text=after)
     said = edited.read(plan.cluster.device_count, plan.question.global_batch_size).strategy
     names = ("dp", "cp", "ep", "tp", "pp", "zero", "schedule", "chunks", "micro_batch_size", "sequence_parallel")
-    return [name for name in names if name in said and said[name] != getattr(plan.strategy, name)]
+    unsaid = [name for name in names if name in said and said[name] != getattr(plan.strategy, name)]
+    devices = plan.strategy.dp * plan.strategy.cp
+    shard = devices if said.get("shard", ALL_DEVICES) == ALL_DEVICES else said["shard"]
+    is_shard_unsaid = plan.strategy.zero > 0 and shard != plan.strategy.shard_devices
+    return [*unsaid, "shard"] if is_shard_unsaid else unsaid

@@ -45,8 +45,8 @@ class AccelerateTarget(ToolTarget):
     tool = "Accelerate 1.15.0"
     checked = (
         "parsed by accelerate 1.15.0's launch code; the mesh of its ParallelismConfig on 4 processes of gloo is the "
-        "plan's; a step of torch's FSDP2 on that mesh has one process's gradients; not run: Accelerate's own FSDP and "
-        "context parallelism, which take accelerators only"
+        "plan's; a step of its own FSDP2 on CPUs, by the two lines, has one process's gradients and the plan's shards; "
+        "not run: its context parallelism, which is a ring of CUDA's attention kernels, and tp"
     )
 
     @property
@@ -232,6 +232,8 @@ def _fsdp(settings: Settings) -> tuple[int, bool]:
 
 def _notes(settings: Settings, deepspeed: Settings) -> tuple[str, ...]:
     notes = []
+    if "train_micro_batch_size_per_gpu" not in deepspeed:
+        notes.append("a config of Accelerate names no batch: the microbatch is left to the search")
     if str(settings.get("fsdp_config.fsdp_offload_params")).lower() == "true":
         notes.append("fsdp_offload_params is not priced: states are counted on the devices")
     for key in ("offload_optimizer_device", "offload_param_device"):

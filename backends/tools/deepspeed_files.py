@@ -45,8 +45,10 @@ class DeepSpeedTarget(ToolTarget):
     tool = "DeepSpeed 0.19.8"
     checked = (
         "parsed by deepspeed 0.19.8's DeepSpeedConfig, which settles the plan's batch, ZeRO stage and degrees; a step "
-        "of its engine with ZeRO 1, 2 and 3 on 4 CPU processes is one process's, with shards of the plan's size; not "
-        "run: tp, cp and pipelines"
+        "of its engine with ZeRO 1, 2 and 3 on CPU processes is one process's, with the plan's shards; losses of its "
+        "AutoTP on 4 CPU processes, with the plan's groups and shards, are one process's; its DistributedAttention on "
+        "the plan's groups of 2 CPU processes is whole attention; a batch of its PipelineEngine on 4 CPU processes, "
+        "over the plan's stages, is one process's"
     )
 
     @property
@@ -79,8 +81,10 @@ class DeepSpeedTarget(ToolTarget):
             raise PlanError("DeepSpeed combines Ulysses (cp) with neither AutoTP nor pipelines; plan with cp=1.")
         if strategy.tp > 1 and strategy.sequence_parallel:
             raise PlanError("DeepSpeed's AutoTP splits no sequence; plan with strategy sequence_parallel=False.")
+        # Its check of a batch takes the devices of AutoTP for copies: with tp the batch is left to what it is made of.
+        batch = {} if strategy.tp > 1 else {"train_batch_size": plan.question.global_batch_size}
         settings: dict[str, object] = {
-            "train_batch_size": plan.question.global_batch_size,
+            **batch,
             "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
             "gradient_accumulation_steps": micro_batches(plan),
             "zero_optimization.stage": strategy.zero,
@@ -138,6 +142,8 @@ class DeepSpeedTarget(ToolTarget):
             whole(settings.get(key))
             for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         )
+        if tp > 1 and micro and steps:  # DeepSpeed counts the devices of AutoTP as copies; samples are those of dp
+            batch = None
         batch = batch or (dp * micro * steps if micro and steps else global_batch_size)
         if micro is None and batch and steps and batch % (dp * steps) == 0:
             micro = batch // (dp * steps)
@@ -168,7 +174,10 @@ class DeepSpeedTarget(ToolTarget):
         )
 
 
-_OWNED = {"sequence_parallel_size", "data_parallel_size", "activation_checkpointing.partition_activations"}
+_OWNED = {
+    *("train_batch_size", "sequence_parallel_size", "data_parallel_size"),
+    *("activation_checkpointing.partition_activations", "zero_optimization.mics_shard_size"),
+}
 _KNOWN = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization.stage"),
     *("zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),

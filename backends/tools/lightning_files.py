@@ -68,8 +68,8 @@ class LightningTarget(ToolTarget):
     name = "lightning"
     tool = "Lightning 2.6.6"
     checked = (
-        "imported, and its Trainer and ModelParallelStrategy built, by lightning 2.6.6; shards and gradients of a step "
-        "on the mesh of its own code on 4 processes of gloo are the plan's; not run: its training loop"
+        "imported, and its Trainer and ModelParallelStrategy built, by lightning 2.6.6; Trainer.fit on 4 CPU processes "
+        "has the plan's shards and ends at one process's parameters; not run: tp, which is your model's code"
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Target 'maxtext': a plan as options of MaxText (github.com/AI-Hypercomputer/maxtext), and its YAML and scripts read.
+"""Target 'maxtext': a plan as a config of MaxText (github.com/AI-Hypercomputer/maxtext); its YAML and scripts read.
 
 MaxText has an axis per kind of parallelism, inside a slice (`ici_`) and between slices (`dcn_`); the product of the
 first is a slice's devices, that of the second the number of slices. Copies are its `data` axis. Parameters are divided
@@ -19,7 +19,6 @@ from phaze.backends.tools.option_texts import ASSIGNED_OPTIONS
 from phaze.backends.tools.tool_target import (
     ToolTarget,
     block_counts,
-    command_line,
     micro_batches,
     nodes,
     shard_groups,
@@ -45,7 +44,10 @@ __all__ = ["MaxTextTarget", "phaze_targets"]
 _FILE = "maxtext.yml"
 _AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor", "tensor_sequence")
 """From the outermost on the network to the innermost, as a plan has them."""
-_MORE_AXES = ("fsdp_transpose", "sequence", "tensor_transpose", "context_autoregressive", "autoregressive", "diloco")
+_MORE_AXES = (
+    *("fsdp_transpose", "sequence", "tensor_transpose", "context_autoregressive", "autoregressive", "diloco"),
+    "context_usp_ulysses",
+)
 """Axes that a file may name and that no plan uses."""
 _REMAT_POLICIES = {str(mode): policy for policy, mode in MAXTEXT_POLICIES.items() if policy != "none"}
 """Its code rematerializes every block: the least that it computes again is what `minimal_with_context` does."""
@@ -55,7 +57,7 @@ _MODELS = {
     *("gpt-oss-120b", "gemma-2b", "gemma-7b", "gemma2-2b", "gemma2-9b", "gemma2-27b", "gemma3-4b", "gemma3-12b"),
     "gemma3-27b",
 }
-"""Models that both know by this name: files of src/maxtext/configs/models."""
+"""Models that both know by this name: files of configs/models in 0.2.3."""
 _OTHERS = (
     "per_device_batch_size",
     "gradient_accumulation_steps",
@@ -64,6 +66,7 @@ _OTHERS = (
     "remat_policy",
     "max_target_length",
     "model_name",
+    "base_config",
     "shard_optimizer_over_data",
     "quantization",
 )
@@ -77,10 +80,11 @@ class MaxTextTarget(ToolTarget):
     """Writes a plan's parallelism as overrides of MaxText's configuration."""
 
     name = "maxtext"
-    tool = "MaxText"
+    tool = "MaxText 0.2.3"
     checked = (
-        "the keys of axes stand in MaxText's configs/base.yml at commit e6b06ef and the products of the ici and dcn "
-        "axes are what it asks for; MaxText is in no package registry and was not run"
+        "parsed by maxtext 0.2.3's pyconfig, which settles the plan's batch; axes of its mesh and shards of its model "
+        "on 8 devices of a host are the plan's; loss and gradients of its model there are one device's; not compared: "
+        "losses of its pipelines, which draw other parameters; not run: its trainer, which asks for tensorflow"
     )
 
     @property
@@ -117,17 +121,18 @@ class MaxTextTarget(ToolTarget):
 
     def files(self, plan: Plan) -> dict[str, str]:
         """One file of overrides."""
-        return {_FILE: YAML.render(self.head(plan), _options(plan))}
+        return {_FILE: YAML.render(self.head(plan), {"base_config": "base.yml", **_options(plan)})}
 
     def launch(self, plan: Plan) -> str:
         """MaxText's trainer, on every host of the slices."""
-        return command_line(
-            f'python3 -m maxtext.trainers.pre_train.train {_FILE} base_config="$BASE_YML"', "run_name=$RUN"
-        )
+        return f"python3 -m maxtext.trainers.pre_train.train {_FILE} run_name=$RUN"
 
     def left_out(self, plan: Plan) -> list[str]:
         """What a pipeline and an unknown model leave open."""
-        sentences = ["$BASE_YML is MaxText's own configs/base.yml; MaxText orders the devices of its mesh itself."]
+        sentences = [
+            "All other settings are those of MaxText's own base.yml, which it finds in its package.",
+            "MaxText orders the devices of its mesh itself, and stages lie inside of copies there.",
+        ]
         if plan.model.name not in _MODELS:
             sentences.append("model_name is not set: MaxText knows no model of the planned one's name.")
         if plan.strategy.pp > 1:
@@ -143,7 +148,8 @@ class MaxTextTarget(ToolTarget):
     def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
         """The strategy of options, with the defaults of base.yml: all devices of a slice are its fsdp axis."""
         sizes = _axis_sizes(settings, devices)
-        tp, cp = sizes["tensor"] * sizes["tensor_sequence"] * sizes["tensor_transpose"], sizes["context"]
+        tp = sizes["tensor"] * sizes["tensor_sequence"] * sizes["tensor_transpose"]
+        cp = sizes["context"] * sizes["context_usp_ulysses"]
         shards = sizes["fsdp"] * sizes["fsdp_transpose"] * sizes["expert"]
         dp, pp = sizes["data"] * shards, sizes["pipeline"]
         is_first_stage = str(settings.get("shard_optimizer_over_data", "")).lower() == "true"
@@ -222,7 +228,7 @@ def _notes(settings: Settings, policy: str, sizes: dict[str, int]) -> tuple[str,
     if policy != "full" and _mode(policy) == "full":
         notes.append(f"remat_policy {policy} is priced as full")
     for axis in _MORE_AXES:
-        if sizes[axis] > 1 and axis not in ("fsdp_transpose", "tensor_transpose"):
+        if sizes[axis] > 1 and axis not in ("fsdp_transpose", "tensor_transpose", "context_usp_ulysses"):
             notes.append(f"the axis {axis} (of {sizes[axis]}) is not priced")
     if settings.get("quantization") not in (None, "", "fp8"):
         notes.append(f"quantization {settings['quantization']} is not priced")

@@ -38,8 +38,11 @@ class MegatronTarget(ToolTarget):
     checked = (
         "values accepted by megatron-core 0.16.1's TransformerConfig and DistributedDataParallelConfig; groups of its "
         "parallel_state on 8 processes of gloo are the plan's; loss and gradients of its GPTModel at tp 2 on CPUs are "
-        "those at tp 1; not run: its trainer, whose recompute asks for CUDA's generator, and pipelines, contexts and "
-        "experts; not parsed: option names, read in megatron/training/arguments.py, which the package does not have"
+        "those at tp 1; losses and gradients of its pipeline schedules over the layout's stages on CPUs are one "
+        "process's; loss and gradients of its mixture with experts over ep 2 on CPUs are those at ep 1; not run: its "
+        "trainer, whose recompute asks for CUDA's generator, contexts, whose attention is Transformer Engine's, and "
+        "its sharding of parameters; not parsed: option names, read in megatron/training/arguments.py, which the "
+        "package does not have"
     )
 
     @property

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from phaze.backends.tools.config_texts import JSON, ConfigText, Settings
 from phaze.backends.tools.tool_target import ToolTarget, shard_groups, torchrun, whole
 from phaze.capabilities import Capabilities
+from phaze.hardware.precision import PRECISIONS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.json_records import to_document
@@ -47,6 +48,7 @@ class TorchrunTarget(ToolTarget):
             allows_idle_devices=False,
             allows_uneven_micro_batches=False,
             shards_whole_contexts=True,
+            product_dtypes=frozenset(precision.product_dtype for precision in PRECISIONS.values()),
         )
 
     def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:
@@ -64,6 +66,7 @@ class TorchrunTarget(ToolTarget):
             "version": VERSION,
             "model": plan.model.name,
             "global_batch_size": plan.question.global_batch_size,
+            "precision": plan.question.precision.name,
             **{f"mesh.{axis}": size for axis, size in axes.items()},
             "stage_ranks": [list(stage.devices) for stage in plan.stages],
             **{f"strategy.{key}": value for key, value in written.items()},
@@ -92,10 +95,13 @@ class TorchrunTarget(ToolTarget):
         strategy = {key: value for key, value in words.items() if key in STRATEGY_KEYS and value not in (None, [])}
         if whole(strategy.get("tp")) == 1:
             strategy.pop("sequence_parallel", None)
+        if whole(strategy.get("pp")) == 1:  # all layers are one stage, however many a model has
+            strategy.pop("stages", None)
         return StrategyFile(
             tool=self.name,
             strategy=strategy,
             global_batch_size=whole(settings.get("global_batch_size")),
+            precision=str(settings["precision"]) if "precision" in settings else None,
             model=json.dumps(settings.get("model")).strip('"'),
             ignored=tuple(key for key in words if key not in STRATEGY_KEYS),
         )

@@ -104,6 +104,10 @@ def planned():
 _CALLS = {"ParallelismConfig": "parallelism", "TrainingConfig": "training"}
 """Classes of torchtitan 0.3.0, whose keywords are settings of these sections."""
 _CONVERTER = "Float8LinearConverter"
+_OLDER = {
+    f"{section}.{name}": f"parallelism.{name}" for section in ("training", "experimental") for name in _PARALLELISM
+}
+"""Where jobs of torchtitan before 0.2 have their degrees."""
 
 
 class TorchtitanTarget(ToolTarget):
@@ -113,8 +117,9 @@ class TorchtitanTarget(ToolTarget):
     tool = "torchtitan 0.3.0"
     checked = (
         "parsed by torchtitan 0.3.0's ConfigManager; the mesh of its ParallelDims on 8 processes of gloo is the plan's"
-        "; its own functions cut its debug models into the plan's stages and shards; not run: its language models have "
-        "flex attention only, which has no backward on CPUs; not checked: the TOML for version 0.2"
+        "; its own functions cut its debug models into the plan's stages and shards; losses and gradients of a debug "
+        "model that they shard (dp, tp), with torch's attention, are one process's; not run: its trainer, pipelines, "
+        "contexts and experts, whose flex attention has no backward on CPUs; not checked: the TOML for version 0.2"
     )
 
     @property
@@ -190,12 +195,14 @@ class TorchtitanTarget(ToolTarget):
     def owned(self, settings: Settings) -> set[str]:
         """All settings of the pipeline and of sharding."""
         kept = ("base.", "model.", "training.")
-        return {key for key in _known() if key in settings and not key.startswith(kept)}
+        known = {key for key in _known() if key in settings and not key.startswith(kept)}
+        return known | (_OLDER.keys() & settings.keys())
 
     def placed(self, wanted: Settings, current: Settings) -> Settings:
-        """The batch of a process was `batch_size` before 0.2."""
+        """The batch of a process was `batch_size` before 0.2, and degrees stood in other sections."""
         is_older = "training.batch_size" in current and "training.local_batch_size" not in current
         names = {"training.local_batch_size": "training.batch_size"} if is_older else {}
+        names |= {new: old for old, new in _OLDER.items() if old in current}
         return {names.get(key, key): value for key, value in wanted.items()}
 
     def strategy_of(self, settings: Settings, devices: int, global_batch_size: int | None) -> StrategyFile:
@@ -255,6 +262,8 @@ def _by_section(settings: Settings) -> dict[str, object]:
         owner, _, name = key.partition(".")
         if owner == _CONVERTER:  # our own module has it behind a condition
             job |= {"float8": True} if "quantization.float8" not in settings else {}
+        elif key in _OLDER:
+            job[_OLDER[key]] = value
         elif key != "compile.enable":
             job[f"{_CALLS.get(owner, owner)}.{name}" if name else key] = value
     return job

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from phaze.errors import PlanError, QuestionError
 from phaze.hardware import Cluster, parse_cluster
+from phaze.ir import RecomputeMode
 from phaze.parallelism import read_strategy
 from phaze.planner.planning import Evaluation, evaluate, optimize
 from phaze.strategy_files import SourceFile, StrategyFile, suggested_diff, unsaid_keys
@@ -87,12 +88,20 @@ def evaluate_file(
 
     options["target"] = file.tool
     try:
-        evaluation = price(file.strategy, compares=compares)
+        try:
+            evaluation = price(file.strategy, compares=compares)
+        except PlanError as error:
+            if "stages" not in file.strategy:
+                raise
+            # A file for another model, or with layers counted otherwise: all else of it is priced.
+            remarks.append(f"the stages of the file are left to the search: {error}")
+            file = replace(file, strategy=_without_stages(file.strategy))
+            evaluation = price(file.strategy, compares=compares)
     except QuestionError as error:
         # What the file says is priced whatever the target declares; only the best plan must be one that the tool runs.
         remarks.append(str(error))
         options["target"] = None
-        evaluation = price({key: value for key, value in file.strategy.items() if key != "stages"}, compares=False)
+        evaluation = price(_without_stages(file.strategy), compares=False)
         options["target"] = file.tool
         if compares:
             best = optimize(model, inputs, time_limit_s=time_limit_s, progress=progress, **options)
@@ -101,12 +110,23 @@ def evaluate_file(
     return FileEvaluation(name=source.name, file=file, evaluation=evaluation, diff=diff, remarks=tuple(remarks + more))
 
 
+def _without_stages(strategy: Mapping[str, object]) -> dict[str, object]:
+    """A strategy whose stages are left open: one recompute mode for all of them, the one that computes most again."""
+    keys = {key: value for key, value in strategy.items() if key != "stages"}
+    modes = keys.get("recompute")
+    if isinstance(modes, list | tuple):
+        keys["recompute"] = max((RecomputeMode(str(mode)) for mode in modes), key=list(RecomputeMode).index)
+    return keys
+
+
 def _priced_keys(strategy: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """The keys of a strategy that can be priced, and what becomes of the others."""
     keys, remarks = dict(strategy), []
     for key, value in strategy.items():
+        # A recompute mode per stage says nothing without the stages.
+        beside = {"stages": strategy["stages"]} if key == "recompute" and "stages" in strategy else {}
         try:
-            read_strategy({key: value})
+            read_strategy({key: value, **beside})
         except QuestionError as error:
             del keys[key]
             remarks.append(f"{key} {value} of the file is left out: {error}")

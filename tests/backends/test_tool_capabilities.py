@@ -69,7 +69,7 @@ def shown_claims() -> dict[str, set[str]]:
 
 def test_what_is_said_to_be_checked_is_what_the_checks_show() -> None:
     functions = shown_claims()
-    for name in sorted(TOOLS.keys() - {"maxtext", "fsdp", "pjit"}):  # in no registry; run by tests here
+    for name in sorted(TOOLS.keys() - {"fsdp", "pjit"}):  # these are run by tests here
         claims = TOOLS[name].checked.split("; ")
         shown = functions[name.replace("-", "_")]
         unknown = [claim for claim in claims if claim not in shown and not claim.startswith("not ")]
@@ -84,7 +84,7 @@ def environment_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", sorted(TOOLS.keys() - {"maxtext", "fsdp", "pjit"}))
+@pytest.mark.parametrize("name", sorted(TOOLS.keys() - {"fsdp", "pjit"}))
 def test_the_tools_own_code_takes_the_files_as_said(environment_of_tools: Path, name: str) -> None:
     program = [sys.executable, str(ROOT / "benchmarks" / "tools.py"), "--environment", str(environment_of_tools)]
     done = subprocess.run([*program, "--only", name], capture_output=True, text=True)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tool_plans import TOOLS, cases_for, cluster_document, parallelism_of, plan_of
 
 import phaze
+from phaze.backends.accelerate import accelerator_arguments, training_arguments
 from phaze.errors import FormatError, PlanError
 from phaze.hardware import Cluster
 from phaze.ir import RecomputeMode
@@ -226,3 +227,65 @@ def test_ulysses_is_switched_on_by_both_of_its_sizes() -> None:
     strategy = Parallelism(dp=2, cp=4, zero=3, recompute=("none",))
     config = json.loads(TOOLS["deepspeed"].export(plan_of(strategy), None)["ds_config.json"])
     assert (config["data_parallel_size"], config["sequence_parallel_size"]) == (2, 4)
+
+
+def test_autotp_gets_no_batch_that_deepspeed_would_count_tp_devices_in() -> None:
+    strategy = Parallelism(dp=2, tp=4, zero=1, micro_batch_size=3, recompute=("none",))
+    text = written("deepspeed", plan_of(strategy, micro_batches=5))
+    assert "train_batch_size" not in json.loads(text)
+    assert TOOLS["deepspeed"].read("ds_config.json", None, text, 8, None).global_batch_size == 2 * 3 * 5
+    whole = '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}'
+    _, after = TOOLS["deepspeed"].edit("ds_config.json", None, whole, plan_of(strategy, micro_batches=5))
+    assert "train_batch_size" not in json.loads(after)
+
+
+def test_groups_that_deepspeed_no_longer_has_are_removed_from_its_file() -> None:
+    older = '{"train_batch_size": 16, "zero_optimization": {"stage": 3, "mics_shard_size": 4}}'
+    plan = plan_of(Parallelism(dp=8, zero=3, recompute=("none",)))
+    assert TOOLS["deepspeed"].read("ds_config.json", None, older, 8, None).strategy["shard"] == 4
+    _, after = TOOLS["deepspeed"].edit("ds_config.json", None, older, plan)
+    assert json.loads(after)["zero_optimization"] == {"stage": 3}
+
+
+def test_degrees_of_the_first_torchtitan_are_read_and_changed_where_they_stand() -> None:
+    job = "[training]\nbatch_size = 8\ntensor_parallel_degree = 2\n[experimental]\npipeline_parallel_degree = 2\n"
+    file = TOOLS["torchtitan"].read("job.toml", None, job, 16, None)
+    assert {key: file.strategy[key] for key in ("dp", "tp", "pp")} == {"dp": 4, "tp": 2, "pp": 2}
+    assert (file.ignored, file.unknown) == ((), ())
+    _, after = TOOLS["torchtitan"].edit("job.toml", None, job, plan_of(Parallelism(dp=8, zero=3, recompute=("full",))))
+    changed = tomllib.loads(after)
+    assert changed["training"]["tensor_parallel_degree"] == 1
+    assert changed["experimental"]["pipeline_parallel_degree"] == 1
+    assert "tensor_parallel_degree" not in changed["parallelism"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8", "mxfp8"])
+def test_a_mesh_says_any_precision(precision: str) -> None:
+    text = written("torchrun", plan_of(Parallelism(dp=4, zero=1, recompute=("none",)), precision=precision))
+    file = TOOLS["torchrun"].read("mesh.json", None, text, 4, None)
+    assert file.precision == plan_of(Parallelism(recompute=("none",)), precision=precision).question.precision.name
+    assert "stages" not in file.strategy, "one stage has all layers of any model"
+
+
+def test_maxtext_finds_its_own_defaults_and_knows_both_axes_of_contexts() -> None:
+    text = written("maxtext", plan_of(Parallelism(dp=4, cp=2, zero=3, recompute=("full",))))
+    assert yaml.safe_load(text)["base_config"] == "base.yml"
+    newer = f"{text}ici_context_usp_ulysses_parallelism: 2\n"
+    file = TOOLS["maxtext"].read("maxtext.yml", None, newer, 16, None)
+    assert (file.strategy["cp"], file.ignored, file.unknown) == (4, (), ())
+
+
+def test_ddp_needs_no_fsdp_plugin_and_a_plan_that_accelerate_does_not_run_is_named() -> None:
+    plan = plan_of(Parallelism(dp=4, micro_batch_size=3, recompute=("full",)), micro_batches=5)
+    assert accelerator_arguments(plan) == {"mixed_precision": "bf16", "gradient_accumulation_steps": 5}
+    assert training_arguments(plan) == {
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 5,
+        "bf16": True,
+        "fp16": False,
+        "gradient_checkpointing": True,
+    }
+    pipeline = Parallelism(dp=2, pp=2, schedule=PipelineSchedule.ONE_F_ONE_B, recompute=("full", "full"))
+    for arguments in (accelerator_arguments, training_arguments):
+        with pytest.raises(PlanError, match=r"cannot run this plan: it has a pipeline with schedule 1f1b\. Plan with"):
+            arguments(plan_of(pipeline, stages=(3, 3)))

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from plans import small_plan
+from plans import small_graph, small_plan
+from tool_plans import TOOLS, plan_of
 
 from phaze.cli import main
+from phaze.parallelism import Parallelism, PipelineSchedule
 
 SCRIPT = """torchrun pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
   --tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32 --recompute-granularity full \\
@@ -44,3 +46,31 @@ def test_a_script_is_priced_and_answered_with_a_diff(tmp_path: Path, capsys: pyt
     assert "--recompute-granularity" not in added, "nothing needs to be recomputed"
     assert "--micro-batch-size" in added
     assert "--micro-batch-size 1 " not in added, "so small a model wants large microbatches"
+
+
+def test_stages_of_another_model_are_left_to_the_search_and_all_else_is_priced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*5|t*7L' "
+    script = SCRIPT.replace("--tensor-model-parallel-size 8 ", f"--tensor-model-parallel-size 2 {layout}")
+    (tmp_path / "run.sh").write_text(script)
+    assert main(["evaluate", "--from", str(tmp_path / "run.sh"), "--cluster", "a100-80gb:8", "--alone"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the stages of the file are left to the search: strategy has stages of 14 layers; the model has 6" in told
+    assert "strategy dp 2 x tp 2 x pp 2" in told
+
+
+def test_a_recompute_mode_per_stage_is_priced_and_the_strongest_where_the_stages_are_left_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = Parallelism(dp=4, pp=2, schedule=PipelineSchedule.ONE_F_ONE_B, recompute=("full", "none"))
+    file = tmp_path / "mesh.json"
+    file.write_text(TOOLS["torchrun"].export(plan_of(strategy, stages=(3, 3)), None)["mesh.json"])
+    question = ["--cluster", "a100-80gb:8", "--from", str(file), "--alone"]
+    small_graph().save(tmp_path / "graph.json")
+    assert main(["evaluate", str(tmp_path / "graph.json"), *question]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0 0-2 0-3 full " in told
+    assert "1 3-5 4-7 none " in told
+    assert main(["evaluate", "gpt2", *question]) == 0
+    assert "ZeRO-0, recompute full " in " ".join(capsys.readouterr().out.split())
