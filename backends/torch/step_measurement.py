@@ -218,7 +218,8 @@ class StepProfile:
         them: a table keeps no live module. Raises PlanError for strategies that the table has no columns for.
         """
         strategy = self.plan.strategy
-        if strategy.cp > 1 or strategy.ep > 1 or strategy.shard is not None:
+        has_groups = strategy.zero > 0 and strategy.shard_devices != strategy.replicas
+        if strategy.cp > 1 or strategy.ep > 1 or has_groups:
             raise PlanError("tables of measured steps have no columns for cp, ep and shard yet; measure another plan.")
         row = {
             "model": model,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from phaze.backends.torch import TorchTarget
 from phaze.backends.torch.applied_module import AppliedModule
 from phaze.backends.torch.arrange import arrange_module, without_caches
 from phaze.backends.torch.batch_loss import loss_of_output
+from phaze.calibration_fitting.measured_runs import read_steps
 from phaze.errors import PlanError
 
 
@@ -224,6 +226,20 @@ def test_gradient_checkpointing_of_a_model_is_left_to_the_plan_which_says_so(alo
     with pytest.warns(UserWarning, match=r"of Block is switched off: the plan says .* \(recompute none\)"):
         planned("uncut", 1, {"dp": 1}).apply(model)
     assert not model.early.gradient_checkpointing
+
+
+def test_measured_steps_are_what_calibration_reads(alone: None, tmp_path: Path) -> None:
+    run, table = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut")), tmp_path / "measured.csv"
+    profile = run.profile(run.share(batch_of("uncut")), steps=2)
+    assert "memory  not told by this device" in str(profile)
+    assert profile.sent_bytes == {}
+    for _ in range(2):
+        profile.write_measured(table, model="gpt2", cluster="cpu:1")
+    measured = read_steps(table)
+    assert [each.seconds for each in measured] == pytest.approx([profile.seconds] * 2)
+    assert measured[0].strategy["micro_batch_size"] == 4
+    with pytest.raises(PlanError, match="steps is 0; expected at least 1"):
+        run.profile(run.share(batch_of("uncut")), steps=0)
 
 
 def test_zero_bubble_pipelines_and_partly_sharded_copies_are_never_planned_for_torch() -> None:

@@ -11,6 +11,7 @@ from phaze.backends.torch.split_collectives import Axis, chunk_sizes, local_part
 from phaze.backends.torch.split_parameters import Cut, to_device_order, to_model_order
 from phaze.backends.torch.split_rules import reshaped
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor
+from phaze.backends.torch.step_measurement import WholeCalls
 
 
 def test_orders_of_devices_and_of_the_model_undo_each_other() -> None:
@@ -43,6 +44,20 @@ def test_a_view_of_a_part_sees_changes_in_place() -> None:
     assert value.local.sum() == 12
     with pytest.raises(NotImplementedError, match="__setitem__ changes a tensor"):
         value[0] = 0.0
+
+
+def test_functions_without_a_rule_are_counted_with_what_they_gather() -> None:
+    calls, value = WholeCalls(), SplitTensor(torch.ones(2, 4), Axis(None, 1, 0), (2, 4), 1)
+    with calls.counted():
+        value.relu()
+        with pytest.raises(ValueError, match="process group"):  # one that gathers needs others to gather from
+            torch.logcumsumexp(value, 0)
+    report = calls.report()
+    assert [(each.name, each.axis, each.calls, each.gathered_bytes) for each in report.functions] == [
+        ("logcumsumexp", "tp", 1, 32)
+    ]
+    assert "logcumsumexp  tp       1 calls" in str(report)
+    assert str(WholeCalls().report()) == "0 batches: every function ran on parts, or nothing is split"
 
 
 class Doubled(torch.autograd.Function):

@@ -66,6 +66,12 @@ def test_a_failure_while_planning_is_raised_on_all(found: Found) -> None:
         assert "allow more time" in one["impossible"]["error"]
 
 
+def test_without_a_cluster_the_processes_of_the_launch_are_the_devices(found: Found) -> None:
+    plan = plan_from_document(json.loads(found[0]["unnamed"]["plan"]))
+    assert plan.hardware["device_count"] == RANKS
+    assert plan.hardware["accelerator"]["name"] == "cpu"
+
+
 def test_jax_processes_get_one_plan_and_raise_together(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

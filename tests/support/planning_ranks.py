@@ -19,7 +19,7 @@ from phaze.planner import Progress
 
 
 def plan(case: str, rank: int) -> Plan:
-    """Equal questions twice, another model on one rank, a failure on one rank, a failure of the one that plans."""
+    """Equal questions twice, another model or a failure on one rank, a failure of the one that plans, no cluster."""
     graph, question = small_graph(), {"cluster": small_cluster(), **QUESTION}
     if case == "other" and rank == 2:
         graph = small_graph(num_layers=3)
@@ -27,6 +27,8 @@ def plan(case: str, rank: int) -> Plan:
         question["cluster"] = "no-such-chip:8"
     if case == "impossible":
         question |= {"gap": 0.02, "time_limit_s": 1e-9}
+    if case == "unnamed":
+        del question["cluster"]
     if case.startswith("interrupted"):
         question |= {"gap": 0.03, "progress": interrupt if case == "interrupted" else None}
     return phaze.optimize(graph, **question)
@@ -42,7 +44,7 @@ def answer(rank: int, ranks: int, folder: Path) -> None:
     """Answer every case and write down what was found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = {}
-    for case in ("agree", "again", "other", "fails", "impossible", "interrupted", "interrupted before"):
+    for case in ("agree", "again", "other", "fails", "impossible", "unnamed", "interrupted", "interrupted before"):
         try:
             found[case] = {"plan": plan(case, rank).to_json()}
         except PhazeError as error:

@@ -266,6 +266,14 @@ def test_resnet_is_counted_to_the_unit() -> None:
     assert graph.coverage().unknown == ()
 
 
+def test_frozen_parameters_are_said_to_be_planned_as_trained_ones() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False).requires_grad_(False), torch.nn.Linear(8, 8, bias=False)
+    )
+    graph = phaze.import_graph(model, (4, 8), loss_fn=torch.nn.functional.cross_entropy, targets=_labels(4))
+    assert any(note.startswith("50.0% of the parameters are frozen; plans hold gradients") for note in graph.notes)
+
+
 @pytest.mark.exhaustive
 def test_resnet_50_has_sixteen_blocks_of_eight_kinds() -> None:
     model = models.on_meta(models.ResNet)
