@@ -55,6 +55,7 @@ import numpy as np
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.device_choice_bounds import DeviceChoices, build_device_choices, on_pipelines
 from phaze.place.bounds.layer_table import LayerTable
+from phaze.place.bounds.stage_filling import LayerTerms
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.search.parallelism_table import ParallelismTable
@@ -62,6 +63,9 @@ from phaze.place.simulation.pass_orders import in_flight
 from phaze.tolerances import BOUND_MARGIN, GREEDY_MARGIN
 
 __all__ = ["InterleavedBounds", "interleaved_closed_form_s"]
+
+_STRATEGIES_AT_ONCE = 4_000
+"""Strategies whose terms are worked out together: some hundred numbers each, so that they take a few megabytes."""
 
 _NUMBERS_AT_ONCE = 2_000_000
 """How many numbers the largest array of the closed form may have: more strategies at once save calls of numpy, and cost
@@ -283,7 +287,17 @@ def _path_2_and_3_weights(pp: int, chunks: int, micro_batches: int) -> tuple[Flo
 
 def interleaved_closed_form_s(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
     """A bound under each interleaved strategy, of chains only; infinite where nothing fits."""
-    layers = layer_table.forward_s.shape[1]
+    bounds = np.zeros(len(strategies))
+    by_stages = np.argsort(strategies.pp * strategies.chunks, kind="stable")
+    for start in range(0, len(strategies), _STRATEGIES_AT_ONCE):
+        block = by_stages[start : start + _STRATEGIES_AT_ONCE]
+        bounds[block] = _block_closed_form_s(layer_table, strategies.take(block))
+    return bounds
+
+
+def _block_closed_form_s(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
+    """The same for strategies whose terms are worked out together."""
+    layers, terms = layer_table.forward_s.shape[1], layer_table.terms(strategies)
     bounds = np.zeros(len(strategies))
     stages = strategies.pp * strategies.chunks
     for stage_count in np.unique(stages).tolist():
@@ -293,7 +307,8 @@ def interleaved_closed_form_s(layer_table: LayerTable, strategies: ParallelismTa
         members = np.flatnonzero(stages == stage_count)
         for start in range(0, len(members), at_once):
             part = members[start : start + at_once]
-            bounds[part] = _closed_form_s(layer_table, strategies.take(part), stage_count, first, last)
+            possible = (stage_count, first, last)
+            bounds[part] = _closed_form_s(layer_table, strategies.take(part), terms.take(part).per_layer(), *possible)
     return bounds
 
 
@@ -307,12 +322,16 @@ def _possible_stages(layers: int, stages: int) -> tuple[IntArray, IntArray]:
 
 
 def _closed_form_s(
-    layer_table: LayerTable, strategies: ParallelismTable, stages: int, first: IntArray, last: IntArray
+    layer_table: LayerTable,
+    strategies: ParallelismTable,
+    terms: LayerTerms,
+    stages: int,
+    first: IntArray,
+    last: IntArray,
 ) -> FloatArray:
     """Bounds of strategies with equally many stages. Axes: mode, layer, place among its stages, strategy."""
     layers = len(first)
     tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
-    terms = layer_table.terms(strategies).per_layer()
     held, through = terms.held_bytes[:, None], terms.through_s[:, None]
     layers_per_device = strategies.chunks * -(-layers // stages)
     again, stash, working = (

@@ -90,6 +90,12 @@ class LayerTerms:
         """The sum of something over all layers, per strategy: the same whichever others stand beside it."""
         return np.asarray((self.counts[:, None] * values).sum(axis=0))
 
+    def take(self, strategies: IntArray) -> LayerTerms:
+        """The terms of some of the strategies."""
+        by_layer = ("kind_of_layer", "counts")
+        columns = {name: getattr(self, name)[..., strategies] for name in self.__slots__ if name not in by_layer}
+        return replace(self, **columns)
+
     def per_layer(self) -> LayerTerms:
         """The same with every layer as a kind of its own."""
         layers = self.kind_of_layer
