@@ -255,6 +255,8 @@ class _JsonText:
                 inner = deeper if isinstance(deeper, dict) else {}
             if value is None:
                 inner.pop(name, None)
+                if len(sections) == 1 and not inner:  # a section of which nothing is left
+                    document.pop(sections[0], None)
             else:
                 inner[name] = value
         return json.dumps(document, indent=2) + "\n"

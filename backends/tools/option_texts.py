@@ -55,7 +55,8 @@ class OptionText:
         for name, value in changes.items():
             written = "" if value is None else self.written(name, value)
             if name in current:
-                text = self._pattern(name, has_value=current[name] is not True).sub(written.replace("\\", r"\\"), text)
+                pattern = self._pattern(name, has_value=current[name] is not True)
+                text = _replaced(pattern, written, text)
             elif value is not None:
                 new.append(written)
         text = re.sub(r"\n[ \t]*\\?(?=\n[ \t]*\\?\n)", "", text)  # lines that a removed option leaves empty
@@ -67,13 +68,24 @@ class OptionText:
         if not anchors:
             return text + " ".join(new) + "\n"
         end = max(match.end() for match in anchors)
-        return f"{text[:end]} {' '.join(new)}{text[end:]}"
+        return f"{text[:end]} {' '.join(_placed(option, text, end) for option in new)}{text[end:]}"
 
     def _pattern(self, name: str, *, has_value: bool) -> re.Pattern[str]:
         value = r"(?:[ \t]+|=)(?!--)(?:'[^']*'|\$\{[^}]*\}|[^\s\\()\"']+)" if self.prefix else r"=[^\s\\()\"]*"
         return re.compile(
             rf"(?<![\w\-]){re.escape(self.prefix + name)}(?![\w\-])(?:{value}){'' if has_value else '{0}'}"
         )
+
+
+def _replaced(pattern: re.Pattern[str], written: str, text: str) -> str:
+    """A script with an option in place of what a pattern finds."""
+    return pattern.sub(lambda match: _placed(written, text, match.start()), text)
+
+
+def _placed(written: str, text: str, offset: int) -> str:
+    """An option as it is written at a place of a script: quotes inside of quotes would become a part of its value."""
+    before = re.sub(r"(^|\s)#[^\n]*|\\.|'[^'\"\n]*'", "", text[:offset])
+    return written.replace("'", "") if before.count('"') % 2 else written
 
 
 DASHED_OPTIONS = OptionText("--", " ")

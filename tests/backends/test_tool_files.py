@@ -289,3 +289,22 @@ def test_ddp_needs_no_fsdp_plugin_and_a_plan_that_accelerate_does_not_run_is_nam
     for arguments in (accelerator_arguments, training_arguments):
         with pytest.raises(PlanError, match=r"cannot run this plan: it has a pipeline with schedule 1f1b\. Plan with"):
             arguments(plan_of(pipeline, stages=(3, 3)))
+
+
+def test_a_shell_hands_on_a_layout_that_was_written_into_a_quoted_variable(tmp_path: Path) -> None:
+    strategy = Parallelism(dp=2, pp=2, schedule=PipelineSchedule.ONE_F_ONE_B, recompute=("full", "full"))
+    plan = plan_of(strategy, stages=(2, 4))
+    options = "--tensor-model-parallel-size 2 \\\n  --micro-batch-size 4"
+    variable = f'ARGUMENTS="{options}"  # the "arguments"\nprint_all $ARGUMENTS\n'
+    for script in (variable, f"print_all {options}\n"):
+        _, after = TOOLS["megatron-lm"].edit("run.sh", None, script, plan)
+        program = f"set -f; print_all() {{ printf '%s\\n' \"$@\"; }}\n{after}"
+        words = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+        assert words[words.index("--pipeline-model-parallel-layout") + 1] == "Et|t*3L"
+
+
+def test_a_section_of_json_of_which_nothing_is_left_is_removed() -> None:
+    older = '{"train_batch_size": 16, "tensor_parallel": {"autotp_size": 4}, "fp16": {}}'
+    _, after = TOOLS["deepspeed"].edit("ds_config.json", None, older, plan_of(Parallelism(dp=8, recompute=("none",))))
+    assert "tensor_parallel" not in json.loads(after)
+    assert json.loads(after)["fp16"] == {}
