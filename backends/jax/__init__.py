@@ -6,7 +6,6 @@ is applied or a module annotated.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.plan.plan import Plan
 
-__all__ = ["JaxTarget", "ModuleTarget", "ScanStages", "phaze_stage_builders", "phaze_targets"]
+__all__ = ["EqualLayerStages", "JaxTarget", "ModuleTarget", "equal_layers", "phaze_stage_builders", "phaze_targets"]
 
 _GPIPE = PipelineSchedule.GPIPE
 
@@ -166,25 +165,35 @@ class ModuleTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class ScanStages:
-    """The stages of models whose layers are one scan over stacked parameters, as their graph tells."""
+class EqualLayerStages:
+    """The stages of models with equal layers, as their graph tells: a scan over them, or one behind the other."""
 
-    name: str = "scan over layers"
+    name: str = "equal layers"
     target: str = "jax"
 
     def accepts(self, model: object) -> bool:
-        """Whether a graph has equal layers of one scan, with at most one layer before and behind them."""
-        if not isinstance(model, Graph):
-            return False
-        # The JAX frontend names the layers of a scan scan.0, scan.1, ... behind the path of the scan.
-        names = [layer.name.partition(":")[2] or layer.name for layer in model.layers]
-        are_scanned = [bool(re.fullmatch(r"(?:.*\.)?scan\.\d+", name)) for name in names]
-        scanned_keys = {layer.key for layer, is_scanned in zip(model.layers, are_scanned, strict=True) if is_scanned}
-        return len(scanned_keys) == 1 and are_scanned.count(False) <= 2 and all(are_scanned[1:-1])
+        """Whether a graph has equal layers, with at most one layer before and behind them."""
+        return isinstance(model, Graph) and bool(equal_layers(model))
 
     def build_stages(self, model: object, stages: Sequence[Sequence[str]]) -> Sequence[object]:
         """The whole model for each stage: all devices run one program, and stages are shards of stacked parameters."""
         return [model for _ in stages]
+
+
+def equal_layers(graph: Graph) -> range:
+    """The numbers of a graph's equal layers, where at most one layer stands before and behind them; else none.
+
+    Each of them but the last hands what it makes to the next, and to no other.
+    """
+    keys = [layer.key for layer in graph.layers]
+    handed_far = {
+        boundary.producer for boundary in graph.layer_graph.boundaries if boundary.consumers != (boundary.producer + 1,)
+    }
+    for first, behind in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        layers = range(first, len(keys) - behind)
+        if len(layers) > 1 and len({keys[number] for number in layers}) == 1:
+            return layers if handed_far.isdisjoint(layers[:-1]) else range(0)
+    return range(0)
 
 
 @hookimpl
@@ -195,5 +204,5 @@ def phaze_targets() -> tuple[Target, ...]:
 
 @hookimpl
 def phaze_stage_builders() -> tuple[StageBuilder, ...]:
-    """The one that cuts scans over layers."""
-    return (ScanStages(),)
+    """The one that cuts equal layers."""
+    return (EqualLayerStages(),)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from phaze.backends.jax import equal_layers
 from phaze.backends.jax.context_trace import loss_of_context
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
@@ -21,6 +22,7 @@ from phaze.backends.jax.mean_over_samples import Counts, read_weighting
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
 from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_draws_of_rows
+from phaze.backends.jax.stacked_layers import EMPTY_SHAPE, LayerStacks, stack_equal_layers
 from phaze.backends.jax.traced_loss import (
     TracedLoss,
     first_layers,
@@ -202,9 +204,13 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     if axes.context:
         others = [False] * (len(trace.batch) - len(specs))
         trace = loss_of_context(trace, [*has_sequence, *others], strategy.cp)
+    stacks = LayerStacks()
+    if strategy.pp > 1 and trace.scan is None:
+        trace, stacks = stack_equal_layers(trace, first_layers(loss_function.names, graph), equal_layers(graph))
     _check_stages(plan, trace)
     return TrainingStep(
-        arranged=_arranged_loss(plan, loss_function, graph, trace),
+        arranged=_arranged_loss(plan, loss_function, graph, trace, stacks),
+        stacks=stacks,
         axes=axes,
         zero=strategy.zero if axes.shards else 0,
         micro_batch_size=strategy.micro_batch_size,
@@ -265,12 +271,14 @@ def _shape_with_rows(spec: jax.ShapeDtypeStruct, share: BatchShare, rows: int) -
     return (rows, *spec.shape[1:]) if share is BatchShare.ROWS else tuple(spec.shape)
 
 
-def _arranged_loss(plan: Plan, loss_function: LossFunction, graph: Graph, trace: TracedLoss) -> ArrangedLoss:
+def _arranged_loss(
+    plan: Plan, loss_function: LossFunction, graph: Graph, trace: TracedLoss, stacks: LayerStacks
+) -> ArrangedLoss:
     strategy = plan.strategy
     keys = recomputed_keys(graph, plan.question.calibration)
     arranged = ArrangedLoss(
         trace=trace,
-        storages=_storages(plan, loss_function, trace),
+        storages=_storages(plan, loss_function, trace, stacks),
         parameter_layers=first_layers(loss_function.names, graph),
         # All stages run one program, so that the strongest of their modes holds for all.
         recompute=next(mode for mode in reversed(RecomputeMode) if mode in strategy.recompute),
@@ -289,10 +297,10 @@ def _check_stages(plan: Plan, trace: TracedLoss) -> None:
     if plan.strategy.pp == 1:
         return
     scan = trace.scan
-    if scan is None or len(scan.stacked) < len(scan.scanned) or scan.equation.params["reverse"]:
+    if scan is None or scan.equation.params["reverse"]:
         raise PlanError(
-            "the plan has several stages, and the model has no scan over equal stacked layers to cut (one that takes "
-            "nothing but parameters apart, first layer first)."
+            "the plan has several stages, and the model has no scan over equal stacked layers to cut that begins with "
+            "the first."
         )
     read = {variable for equation in trace.equations for variable in read_variables(equation)}
     if any(variable in read for variable in scan.collected):
@@ -305,32 +313,41 @@ def _check_stages(plan: Plan, trace: TracedLoss) -> None:
 
 
 def _storages(
-    plan: Plan, loss_function: LossFunction, trace: TracedLoss, *, keeps_shape: bool = False
+    plan: Plan, loss_function: LossFunction, trace: TracedLoss, stacks: LayerStacks, *, keeps_shape: bool = False
 ) -> tuple[ParameterStorage, ...]:
+    """How parameters are stored: with layers stacked, or (with `keeps_shape`) each in the user's own shape."""
     stacked = set() if trace.scan is None else set(trace.scan.stacked.values())
+    stacked -= set(stacks.layers_of) if keeps_shape else set()
     strategy, axes = plan.strategy, mesh_axes(plan)
-    return tuple(
-        choose_storage(
+
+    def storage(number: int, name: str, shape: tuple[int, ...]) -> ParameterStorage:
+        is_stacked = number in stacked
+        layers = [f"{name}[{layer}]" for layer in range(shape[0])] if is_stacked else [name]
+        if is_stacked and number in stacks.layers_of:
+            layers = [loss_function.names[layer] for layer in stacks.layers_of[number]]
+            shape = (len(layers), *shape)
+        return choose_storage(
             name,
-            tuple(spec.shape),
-            _splits(plan, name, spec.shape, is_stacked=number in stacked),
-            is_stacked=number in stacked,
+            shape,
+            _splits(plan, name, layers),
+            is_stacked=is_stacked,
             tp=strategy.tp,
             shards=axes.shard_count,
             shard_axes=axes.shards,
             pp=strategy.pp,
             keeps_shape=keeps_shape,
         )
+
+    absent = frozenset[int]() if keeps_shape else stacks.absent
+    return tuple(
+        ParameterStorage(name=name, shape=EMPTY_SHAPE) if number in absent else storage(number, name, tuple(spec.shape))
         for number, (name, spec) in enumerate(zip(loss_function.names, loss_function.parameters, strict=True))
     )
 
 
-def _splits(plan: Plan, name: str, shape: Sequence[int], *, is_stacked: bool) -> tuple[SplitDim, ...]:
-    """How the plan splits a parameter; all layers of a stacked one must be split alike."""
-    layouts = plan.layouts.parameters
-    if not is_stacked:
-        return layouts.get(name, ())
-    different_splits = {layouts.get(f"{name}[{layer}]", ()) for layer in range(shape[0])}
+def _splits(plan: Plan, name: str, layers: Sequence[str]) -> tuple[SplitDim, ...]:
+    """How the plan splits a parameter, by the names that it has in the plan's layers: all must be split alike."""
+    different_splits = {plan.layouts.parameters.get(layer, ()) for layer in layers}
     if len(different_splits) > 1:
         raise PlanError(
             f"the plan splits {name!r} differently in different layers, and stacked layers share one layout; plan with "
@@ -342,14 +359,18 @@ def _splits(plan: Plan, name: str, shape: Sequence[int], *, is_stacked: bool) ->
 def _applied_plan(
     plan: Plan, loss_function: LossFunction, training_step: TrainingStep, optimizer: Optimizer, given_mesh: object
 ) -> AppliedPlan:
-    mesh = mesh_for_plan(plan, given_mesh)
+    mesh, stacks = mesh_for_plan(plan, given_mesh), training_step.stacks
+    user_storages = _storages(plan, loss_function, training_step.arranged.trace, stacks, keeps_shape=True)
     layout = StateLayout(
         loss_function=loss_function,
         storages=training_step.storages,
-        user_storages=_storages(plan, loss_function, training_step.arranged.trace, keeps_shape=True),
+        user_storages=user_storages,
+        stacks=stacks,
         mesh=mesh,
         optimizer=optimizer,
-        sees_user_shapes=asks_for_shapes(optimizer, training_step.storages, loss_function.structure),
+        sees_user_shapes=asks_for_shapes(
+            optimizer, training_step.storages, user_storages, stacks, loss_function.structure
+        ),
         zero=training_step.zero,
         shard_axes=training_step.axes.shards,
         has_stages=training_step.pp > 1,

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from phaze.backends.jax.loss_function import MicroBatches
-from phaze.backends.jax.micro_batch_loss import ArrangedLoss, after_layers, before_layers, run_layers
+from phaze.backends.jax.micro_batch_loss import (
+    ArrangedLoss,
+    after_layers,
+    before_layers,
+    run_layers,
+    slices_beside_parameters,
+)
 
 __all__ = ["pipelined_loss"]
 
@@ -53,7 +59,12 @@ def pipelined_loss(
         entering = jax.lax.cond(
             stage == 0, lambda: before_layers(arranged, scan, parameters, batch)[1], lambda: list(received)
         )
-        carried, _ = run_layers(arranged, scan, constants, at_boundary(entering), stacked)
+        layers = scan.length // pp
+        others = [
+            jax.lax.dynamic_slice_in_dim(value, stage * layers, layers)
+            for value in slices_beside_parameters(arranged, scan, parameters, batch)
+        ]
+        carried, _ = run_layers(arranged, scan, constants, at_boundary(entering), stacked, others)
         results = dict(zip(scan.results, carried, strict=True))
         loss = jax.lax.cond(
             stage == pp - 1,

@@ -29,7 +29,14 @@ from phaze.backends.jax.traced_loss import (
 )
 from phaze.ir import RecomputeMode
 
-__all__ = ["ArrangedLoss", "after_layers", "before_layers", "loss_of_micro_batch", "run_layers"]
+__all__ = [
+    "ArrangedLoss",
+    "after_layers",
+    "before_layers",
+    "loss_of_micro_batch",
+    "run_layers",
+    "slices_beside_parameters",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,10 +180,8 @@ def loss_of_micro_batch(
         return _loss_without_scan(arranged, parameters, batch)
     constants, carried = before_layers(arranged, scan, parameters, batch)
     stacked = [parameters[scan.stacked[place]] for place in sorted(scan.stacked)]
-    other_scanned = [variable for place, variable in enumerate(scan.scanned) if place not in scan.stacked]
-    known, read = arranged.trace.known_values(batch), _parameter_reader(arranged, parameters)
-    other_slices = evaluate(arranged.trace.equations, other_scanned, known, read)
-    carried, collected = run_layers(arranged, scan, constants, carried, stacked, other_slices)
+    others = slices_beside_parameters(arranged, scan, parameters, batch)
+    carried, collected = run_layers(arranged, scan, constants, carried, stacked, others)
     results = dict(zip([*scan.results, *scan.collected], [*carried, *collected], strict=True))
     return after_layers(arranged, scan, parameters, batch, results)
 
@@ -209,6 +214,15 @@ def before_layers(
     values = run(list(parameters), list(batch))
     count = len(scan.constants)
     return values[:count], [arranged.at_boundary(value) for value in values[count:]]
+
+
+def slices_beside_parameters(
+    arranged: ArrangedLoss, scan: LayerScan, parameters: Sequence[jax.Array], batch: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """What layers take slices of beside parameters, such as random keys, for all layers."""
+    others = [variable for place, variable in enumerate(scan.scanned) if place not in scan.stacked]
+    known, read = arranged.trace.known_values(batch), _parameter_reader(arranged, parameters)
+    return evaluate(arranged.trace.equations, others, known, read)
 
 
 def run_layers(

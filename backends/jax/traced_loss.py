@@ -293,8 +293,13 @@ def first_layers(parameter_names: Sequence[str], graph: Graph) -> tuple[int | No
     return tuple(first.get(name) for name in parameter_names)
 
 
-def cut_into_layers(trace: TracedLoss, parameter_layers: Sequence[int | None]) -> list[LayerSegment]:
-    """The layers in order; one segment with everything where no parameter has a layer."""
+def cut_into_layers(
+    trace: TracedLoss, parameter_layers: Sequence[int | None], *, defers: bool = True
+) -> list[LayerSegment]:
+    """The layers in order; one segment with everything where no parameter has a layer.
+
+    `defers` says whether equations belong to the first layer that reads them, where that is possible.
+    """
     # The layer of each value that is made of parameters alone (None where their layers are unknown) ...
     weight_layers: dict[core.Var, int | None] = dict(zip(trace.parameters, parameter_layers, strict=True))
     # ... and of each value that depends on the batch.
@@ -308,7 +313,9 @@ def cut_into_layers(trace: TracedLoss, parameter_layers: Sequence[int | None]) -
             layers |= dict.fromkeys(equation.outvars, max(activation_layers + read_layers))
         elif read_layers or any(variable in weight_layers for variable in inputs):
             weight_layers |= dict.fromkeys(equation.outvars, max(read_layers, default=None))
-    return _segments(trace, used, _with_deferred_equations(trace, used, layers, set(weight_layers)))
+    return _segments(
+        trace, used, _with_deferred_equations(trace, used, layers, set(weight_layers)) if defers else layers
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,7 +23,9 @@ from jax.typing import DTypeLike
 from phaze.backends.jax.context_trace import ELEMENTWISE
 from phaze.backends.jax.loss_function import LossFunction, PyTree, is_nnx_module, user_parameters
 from phaze.backends.jax.parameter_storage import ParameterStorage
+from phaze.backends.jax.stacked_layers import LayerStacks
 from phaze.backends.jax.trace_rewriting import inlined
+from phaze.backends.jax.traced_loss import read_variables
 from phaze.errors import PlanError
 
 __all__ = ["Adam", "Optimizer", "Sgd", "StateLayout", "TrainState", "asks_for_shapes"]
@@ -116,6 +118,7 @@ class StateLayout:
         loss_function: the model, which says the structure of its parameters.
         storages: how each parameter is stored.
         user_storages: how each parameter lies on the mesh in the user's own shape.
+        stacks: which parameters are stored as one.
         mesh: the plan's mesh.
         optimizer: whose state lies beside the parameters.
         sees_user_shapes: whether the optimizer sees parameters, and keeps its state, in the user's shapes.
@@ -129,6 +132,7 @@ class StateLayout:
     loss_function: LossFunction
     storages: tuple[ParameterStorage, ...]
     user_storages: tuple[ParameterStorage, ...]
+    stacks: LayerStacks
     mesh: Mesh
     optimizer: Optimizer
     sees_user_shapes: bool
@@ -230,37 +234,63 @@ class StateLayout:
 
     def in_user_shapes(self, state: TrainState) -> TrainState:
         """A state with everything in the shapes of the user's parameters, which every plan of the model can take."""
-        return self._reshaped(
-            state,
-            [storage.stored_shape for storage in self.storages],
-            lambda number, value: self.storages[number].to_user_shape(self.storages[number].from_stored(value)),
-        )
+        return self._reshaped(state, [storage.stored_shape for storage in self.storages], self._from_stored)
 
     def in_stored_shapes(self, state: TrainState) -> TrainState:
         """A state in the user's shapes, as it is stored."""
-        shapes = [storage.user_shape for storage in self.user_storages]
-        return self._reshaped(state, shapes, lambda number, value: self.storages[number].to_stored(value))
+        return self._reshaped(state, [storage.user_shape for storage in self.user_storages], self._to_stored)
+
+    def _to_stored(self, values: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+        """Arrays in the user's shapes, by the numbers of their parameters, as they are stored."""
+        stacked = self.stacks.stacked(values)
+        return {number: self.storages[number].to_stored(value) for number, value in stacked.items()}
+
+    def _from_stored(self, values: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+        """Stored arrays, by the numbers of their parameters, in the user's shapes."""
+        storages = self.storages
+        return self.stacks.unstacked(
+            {n: storages[n].to_user_shape(storages[n].from_stored(value)) for n, value in values.items()}
+        )
 
     def _reshaped(
         self,
         state: TrainState,
         shapes: Sequence[tuple[int, ...]],
-        reshape: Callable[[int, jax.Array], jax.Array],
+        reshape: Callable[[Mapping[int, jax.Array]], dict[int, jax.Array]],
     ) -> TrainState:
-        """A state with `reshape` applied to all that belongs to a parameter; parameters have these shapes."""
+        """A state with `reshape` applied to all that belongs to parameters, which have these shapes."""
 
         def of_parameters(tree: PyTree) -> PyTree:
-            return self.in_user_structure([reshape(number, leaf) for number, leaf in enumerate(jax.tree.leaves(tree))])
-
-        def of_optimizer(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
-            number = self._parameter_at(path, tuple(leaf.shape), shapes)
-            return leaf if number is None or self.sees_user_shapes else reshape(number, leaf)
+            return self.in_user_structure(list(reshape(dict(enumerate(jax.tree.leaves(tree)))).values()))
 
         return TrainState(
             of_parameters(state.parameters),
-            jax.tree_util.tree_map_with_path(of_optimizer, state.optimizer),
+            state.optimizer if self.sees_user_shapes else self._reshaped_optimizer(state.optimizer, shapes, reshape),
             None if state.master is None else of_parameters(state.master),
         )
+
+    def _reshaped_optimizer(
+        self,
+        optimizer: PyTree,
+        shapes: Sequence[tuple[int, ...]],
+        reshape: Callable[[Mapping[int, jax.Array]], dict[int, jax.Array]],
+    ) -> PyTree:
+        """The optimizer's state, of which every tree that is like that of the parameters is reshaped."""
+        leaves_with_paths, structure = jax.tree_util.tree_flatten_with_path(optimizer)
+        leaves = [leaf for _, leaf in leaves_with_paths]
+        # By the path to a tree that is like that of the parameters: the place of each parameter's leaf.
+        trees: dict[jax.tree_util.KeyPath, dict[int, int]] = {}
+        paths = jax.tree_util.tree_leaves_with_path(self.in_user_structure(range(len(shapes))))
+        lengths = {number: len(path) for path, number in paths}
+        for place, (path, leaf) in enumerate(leaves_with_paths):
+            number = self._parameter_at(path, tuple(leaf.shape), shapes)
+            if number is not None:
+                trees.setdefault(path[: len(path) - lengths[number]], {})[number] = place
+        for places in trees.values():
+            reshaped = reshape({number: leaves[place] for number, place in places.items()})
+            for number, place in places.items():
+                leaves[place] = reshaped[number]
+        return jax.tree.unflatten(structure, leaves)
 
     def constrain(self, specs: PyTree, values: Tree) -> Tree:
         """Values laid out by specs, inside a compiled function."""
@@ -307,8 +337,7 @@ class StateLayout:
         return self.as_user_has_leaves(jax.tree.leaves(parameters))
 
     def _first_state(self, parameters: Sequence[jax.Array]) -> TrainState:
-        pairs = zip(self.storages, parameters, strict=True)
-        stored = [storage.to_stored(leaf) for storage, leaf in pairs]
+        stored = list(self._to_stored(dict(enumerate(parameters))).values())
         exact = self.in_user_structure([value.astype(jnp.float32) for value in stored])
         cast = self.in_user_structure([value.astype(self.compute_dtype) for value in stored])
         seen = self.as_user_has_them(exact) if self.sees_user_shapes else exact
@@ -316,8 +345,7 @@ class StateLayout:
 
     def as_user_has_them(self, stored: PyTree) -> PyTree:
         """Stored arrays (parameters or gradients) in the shapes and the structure of the user's parameters."""
-        pairs = zip(self.storages, jax.tree.leaves(stored), strict=True)
-        return self.in_user_structure([storage.to_user_shape(storage.from_stored(value)) for storage, value in pairs])
+        return self.in_user_structure(list(self._from_stored(dict(enumerate(jax.tree.leaves(stored)))).values()))
 
     def updated(self, state: TrainState, gradients: Sequence[jax.Array]) -> TrainState:
         """The next state: each device updates what it owns, and parameters are gathered where they are whole.
@@ -330,8 +358,7 @@ class StateLayout:
         seen_gradients, seen = self._as_optimizer_sees(owned_gradients), self._as_optimizer_sees(before)
         changes, optimizer = self.optimizer.update(seen_gradients, state.optimizer, seen)
         if self.sees_user_shapes:
-            pairs = zip(self.storages, jax.tree.leaves(changes), strict=True)
-            changes = self.in_user_structure([storage.to_stored(change) for storage, change in pairs])
+            changes = self.in_user_structure(list(self._to_stored(dict(enumerate(jax.tree.leaves(changes)))).values()))
         after = jax.tree.map(lambda value, change: value + change.astype(value.dtype), before, changes)
         after = self.constrain(owned_specs, after)
         cast = jax.tree.map(lambda value: value.astype(self.compute_dtype), after)
@@ -341,21 +368,67 @@ class StateLayout:
         return TrainState(parameters, self.constrain(specs.optimizer, optimizer), master)
 
 
-def asks_for_shapes(optimizer: Optimizer, storages: Sequence[ParameterStorage], structure: PyTreeDef) -> bool:
+def asks_for_shapes(
+    optimizer: Optimizer,
+    storages: Sequence[ParameterStorage],
+    user_storages: Sequence[ParameterStorage],
+    stacks: LayerStacks,
+    structure: PyTreeDef,
+) -> bool:
     """Whether an optimizer does with stored shapes anything else than with the user's, in the user's tree.
 
-    It does not where both shapes give the same equations, each of which treats all elements alike or sums up all.
+    It does not where both shapes give the same equations, each of which treats all elements alike or sums up all, and
+    where it treats the layers of a stack alike.
     """
-    shapes = [[storage.stored_shape for storage in storages], [storage.user_shape for storage in storages]]
+    shapes = [[storage.stored_shape for storage in storages], [storage.user_shape for storage in user_storages]]
     if shapes[0] == shapes[1]:
         return False
     traces = []
     for kind in shapes:
         arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kind])
         state = jax.eval_shape(optimizer.init, arrays)
-        traces.append(inlined(jax.make_jaxpr(optimizer.update)(arrays, state, arrays)).jaxpr.eqns)
-    names = [[str(equation.primitive) for equation in equations] for equations in traces]
-    return names[0] != names[1] or not all(_treats_elements_alike(equation) for equation in traces[0])
+        traces.append(inlined(jax.make_jaxpr(optimizer.update)(arrays, state, arrays)))
+    names = [[str(equation.primitive) for equation in trace.jaxpr.eqns] for trace in traces]
+    if names[0] != names[1] or not all(_treats_elements_alike(equation) for equation in traces[0].jaxpr.eqns):
+        return True
+    return bool(stacks.stacks) and not _treats_layers_alike(traces[1], stacks, structure.num_leaves)
+
+
+def _treats_layers_alike(update: core.ClosedJaxpr, stacks: LayerStacks, count: int) -> bool:
+    """Whether an update of so many parameters changes those of a stack in the same way.
+
+    Gradients come first among its arguments, and changes among its results. How a change is made is written down with
+    the layer's own gradient as such, and with sums over arrays (norms of all gradients) as the variables that they are.
+    """
+    makers = {variable: equation for equation in update.jaxpr.eqns for variable in equation.outvars}
+    arguments = {variable: number for number, variable in enumerate(update.jaxpr.invars)}
+    reads_arrays: set[core.Var] = {variable for variable in arguments if variable.aval.shape}
+    for equation in update.jaxpr.eqns:
+        if not reads_arrays.isdisjoint(read_variables(equation)):
+            reads_arrays.update(equation.outvars)
+
+    def written(variable: core.Var | core.Literal, own: int, known: dict[core.Var, str]) -> str:
+        if isinstance(variable, core.Literal):
+            return str(variable.val)
+        if variable not in known:
+            known[variable] = f"#{len(known)}"  # what is read twice is written down once
+            equation = makers.get(variable)
+            is_sum = variable.aval.shape == () and variable in reads_arrays
+            if equation is None:
+                number = arguments.get(variable)
+                return "gradient" if number == own else "array" if variable.aval.shape else f"argument {number}"
+            if is_sum:
+                return f"variable {id(variable)}"
+            operands = ", ".join(written(operand, own, known) for operand in equation.invars)
+            return f"{equation.primitive}{equation.params}({operands})"
+        return known[variable]
+
+    changes = update.jaxpr.outvars[:count]
+    return all(
+        len({written(changes[number], number, {}) for number in stack}) == 1
+        for stack in stacks.stacks
+        if isinstance(changes[stack[0]], core.Var)
+    )
 
 
 def _treats_elements_alike(equation: core.JaxprEqn) -> bool:

@@ -29,6 +29,7 @@ from phaze.backends.jax.jax_mesh import MeshAxes
 from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss, loss_of_micro_batch
 from phaze.backends.jax.parameter_storage import STAGES, ParameterStorage, gather_shards, reduce_to_shards
+from phaze.backends.jax.stacked_layers import LayerStacks
 from phaze.backends.jax.traced_loss import TracedLoss, evaluate
 from phaze.backends.jax.train_state import StateLayout
 
@@ -79,6 +80,7 @@ class TrainingStep:
 
     Attributes:
         arranged: the loss of one microbatch.
+        stacks: which of the user's parameters are stored as one.
         axes: the axes of the mesh.
         zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
         micro_batch_size: samples of one microbatch of one copy.
@@ -93,6 +95,7 @@ class TrainingStep:
     """
 
     arranged: ArrangedLoss
+    stacks: LayerStacks
     axes: MeshAxes
     zero: int
     micro_batch_size: int
@@ -220,7 +223,9 @@ def _split_like_parameter(step: TrainingStep, storage: ParameterStorage, value: 
 
 
 def _reduced(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
-    """The gradient with what is left to add up over stages and copies."""
+    """The gradient with what is left to add up over stages and copies; nothing is left of an empty place."""
+    if gradient.size == 0:
+        return gradient
     if step.pp > 1 and not storage.is_stacked:
         gradient = reduce_to_shards(storage, gradient, STAGES)
     copies = tuple(axis for axis in step.axes.copies if step.axes.sizes[axis] > 1)

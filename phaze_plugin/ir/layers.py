@@ -27,7 +27,7 @@ _BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Layer:
-    """Ops that placement keeps together. `key` is equal for layers with equal ops, shapes and wiring.
+    """Ops that placement keeps together. `key` is equal for layers with equal ops, shapes, wiring and ties.
 
     `inputs` are the forward tensors that come from other layers, `outputs` those that other layers or the graph's
     outputs need. `gradients_out` are the tensors made backward that ops outside of the layer read, in the order of
@@ -145,7 +145,7 @@ def rescaled_layers(known: LayerGraph, graph: Graph) -> LayerGraph:
         forward = tuple(op for op in ops if op.phase is Phase.FORWARD)
         backward = tuple(op for op in ops if op.phase is not Phase.FORWARD)
         layers.append(replace(layer, forward=forward, backward=backward, key=keys[layer.key]))
-    return LayerGraph(tuple(layers), known.boundaries, known.layer_of)
+    return _telling_ties_apart(LayerGraph(tuple(layers), known.boundaries, known.layer_of))
 
 
 def _feeds(graph: Graph, forward: Iterable[Op], groups: Mapping[str, str]) -> nx.DiGraph[str]:
@@ -236,7 +236,26 @@ def _assemble(graph: Graph, layer_of: Mapping[str, int], names: list[str]) -> La
         )
         for index, (name, ops) in enumerate(zip(names, members, strict=True))
     )
-    return LayerGraph(layers, boundaries, layer_of)
+    return _telling_ties_apart(LayerGraph(layers, boundaries, layer_of))
+
+
+def _telling_ties_apart(graph: LayerGraph) -> LayerGraph:
+    """The same with other keys for layers that are equal but share other parameters with layers outside of them.
+
+    A penalty on weights reads the parameters of all layers, so that each of them shares its own with the last.
+    """
+    tied = graph.tied_parameters
+    shared = [tuple(sorted(name for name in layer.parameters if name in tied)) for layer in graph.layers]
+    kinds: dict[str, set[tuple[str, ...]]] = {}
+    for layer, names in zip(graph.layers, shared, strict=True):
+        kinds.setdefault(layer.key, set()).add(names)
+    layers = tuple(
+        replace(layer, key=hashlib.sha256("\n".join((layer.key, *names)).encode()).hexdigest())
+        if len(kinds[layer.key]) > 1
+        else layer
+        for layer, names in zip(graph.layers, shared, strict=True)
+    )
+    return replace(graph, layers=layers)
 
 
 def _gradients_read_elsewhere(graph: Graph, layer_of: Mapping[str, int], count: int) -> list[tuple[str, ...]]:

@@ -48,6 +48,10 @@ from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
 
 __all__ = ["ShardOptions", "ShardedModel", "ShardingTables", "shard_model", "shard_variants"]
 
+_MOST_COMBINATIONS = 4096
+"""For how many layouts of its tied parameters a layer is solved: some ten parameters with two each, which takes
+seconds; models tie one or two, but a penalty on all weights ties them all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
@@ -207,6 +211,7 @@ class ShardingTables:
             problem = replace(problem, may_split_sequence=True)
             splits = splits_of_layer(problem, problem.ops)
             kept = _kept_values(problem, splits)
+            kept.check_count(problem)
             tables = layer_tables(problem, splits, kept.variables(problem)) if is_automatic else None
             known = self._known[key] = _KnownLayer(problem=problem, splits=splits, kept=kept, tables=tables)
         return known
@@ -233,6 +238,17 @@ class _KeptValues:
             for values in (self.enters, self.leaves)
         )
         return _KeptValues(enters, leaves, self.tied)
+
+    def check_count(self, problem: ShardingProblem) -> None:
+        """Raise ShardError where there are too many combinations to try all."""
+        count = math.prod(len(layouts) for layouts in self.tied)
+        if count > _MOST_COMBINATIONS:
+            names = tied_names(problem.graph, problem.layer)
+            raise ShardError(
+                f"layer {problem.layer.name!r} shares {len(names)} parameters with other layers ({names[0]!r}, ...), "
+                f"which could be split in {count:,} ways together; use tp=1, or leave what reads them all, such as a "
+                "penalty on weights, to the optimizer."
+            )
 
     def places(self, combination: Combination) -> tuple[int, ...]:
         """The place of a combination's values among those of each variable."""

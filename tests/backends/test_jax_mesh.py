@@ -16,7 +16,9 @@ Results = Callable[[str], dict[str, Any]]
 
 SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
-DEFAULT = ("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "fused dp2 tp4")
+DEFAULT = (
+    *("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "pure pp2 dp2 tp2", "fused dp2 tp4"),
+)
 HYBRID, CONTEXT = "scanned hybrid 2 x 4", "scanned cp2 dp2 zero1"
 CONTEXTS = ("pure cp2 tp2 dp2", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
 MIXED = "scanned pp2 dp2 tp2 mixed"

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from phaze.backends.jax.parameter_storage import choose_storage
+from phaze.backends.jax.stacked_layers import LayerStacks
 from phaze.backends.jax.train_state import Adam, asks_for_shapes
 from phaze.errors import PlanError
 from phaze.plan.plan import SplitDim
@@ -83,5 +84,5 @@ def test_an_optimizer_sees_stored_shapes_only_where_it_does_not_ask_for_them(nam
     structure = jax.tree.structure({"bias": 0, "other": 0})
     optimizer, asks = OPTIMIZERS[name]
     assert bias.stored_shape == (3, 8)
-    assert asks_for_shapes(optimizer, [bias, whole], structure) is asks
+    assert asks_for_shapes(optimizer, [bias, whole], [bias, whole], LayerStacks(), structure) is asks
     assert not asks_for_shapes(optimizer, [whole, whole], structure)

@@ -20,7 +20,7 @@ from jax_models import adam_state, adam_step, gpt_parameters, tokens
 from repository import ROOT
 
 import phaze
-from phaze.backends.jax import ScanStages
+from phaze.backends.jax import EqualLayerStages
 from phaze.errors import PlanError
 from phaze.plan.plan import Plan, PlanStatus
 from phaze.verify.plan_checks import check_plan
@@ -262,14 +262,24 @@ def test_without_jax_the_extra_is_named(tmp_path: Path) -> None:
     assert "pip install 'phaze-plugin[jax]'" in done.stdout
 
 
-def test_only_scans_over_layers_get_pipelines() -> None:
+def test_only_equal_layers_get_pipelines() -> None:
     plain, inputs = small()
     scanned, stacked_inputs = small(stacked=True)
-    builder = ScanStages()
-    assert not builder.accepts(phaze.import_graph(plain, inputs))
+    builder = EqualLayerStages()
+    assert builder.accepts(phaze.import_graph(plain, inputs))
     assert builder.accepts(phaze.import_graph(scanned, stacked_inputs))
-    assert any("one pipeline stage only" in note for note in plan_of(1, 1).provenance.notes)
-    assert not any("one pipeline stage only" in note for note in plan_of(1, 1, stacked=True).provenance.notes)
+    assert not any("one pipeline stage only" in note for note in plan_of(1, 1).provenance.notes)
+
+
+def test_a_penalty_on_weights_is_planned_in_one_stage() -> None:
+    plain, inputs = small()
+
+    def penalized(params: Any, batch: Any) -> jax.Array:
+        return plain(params, batch) + 1e-4 * sum((leaf**2).sum() for leaf in jax.tree.leaves(params))
+
+    plan = phaze.optimize(penalized, inputs, cluster="cpu:2", micro_batch_size=8, **QUESTION)
+    assert (plan.strategy.dp, plan.strategy.tp, plan.strategy.pp) == (2, 1, 1)
+    assert any("one pipeline stage only" in note for note in plan.provenance.notes)
 
 
 def test_a_layer_that_cannot_be_split_is_named() -> None:

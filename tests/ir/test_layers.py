@@ -8,6 +8,7 @@ from hypothesis import given
 
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, GraphBuilder, Op, OpKind, Phase, Role
+from phaze.ir.layers import rescaled_layers
 from phaze.ir.shape_rules import elementwise_rule, reduction_rule
 
 
@@ -166,6 +167,24 @@ def test_layers_that_differ_in_one_function_are_distinct() -> None:
     other = chain(modules, functions=["multiply", "multiply", "subtract", "multiply"])
     assert same.layers[1].key == same.layers[2].key == other.layers[1].key
     assert other.layers[1].key != other.layers[2].key
+
+
+def test_equal_layers_that_share_other_parameters_with_the_last_are_distinct() -> None:
+    builder = GraphBuilder("penalty")
+    x = builder.argument("x", (4,), Role.BATCH)
+    rule = elementwise_rule((4,), (4,), (4,))
+    weights = [builder.parameter(f"w{index}", 4) for index in range(5)]
+    for index, weight in enumerate(weights):
+        (x,) = builder.add(f"op{index}", OpKind.ELEMENTWISE, "multiply", rule, (x, weight), module=f"b.{index}")
+    for index, weight in enumerate(weights[1:3]):
+        (x,) = builder.add(f"penalty{index}", OpKind.ELEMENTWISE, "add", rule, (x, weight), module="last")
+    (loss,) = builder.add("loss", OpKind.REDUCTION, "sum", reduction_rule((4,), (0,)), (x,), module="last")
+    graph = builder.build((loss,)).with_backward()
+    assert set(graph.layer_graph.tied_parameters) == {"w1", "w2"}
+    keys = [layer.key for layer in graph.layers if layer.name.startswith("b.")]
+    assert keys[1] != keys[2] != keys[3] == keys[4]
+    rescaled = rescaled_layers(graph.layer_graph, graph)
+    assert len({layer.key for layer in rescaled.layers}) == len({layer.key for layer in graph.layers})
 
 
 def test_without_paths_the_chain_is_cut_at_its_waists() -> None:

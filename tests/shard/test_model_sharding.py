@@ -12,7 +12,7 @@ from sharding import A100S
 import phaze
 from phaze.errors import ShardError
 from phaze.hardware import parse_cluster
-from phaze.ir import Graph, OpKind, Phase, RecomputeMode
+from phaze.ir import Graph, GraphBuilder, OpKind, Phase, RecomputeMode, Role
 from phaze.ir.layers import single_layer
 from phaze.ir.rule import Rule
 from phaze.shard import (
@@ -244,6 +244,21 @@ def test_a_parameter_too_small_to_split_is_refused_by_op() -> None:
         ShardError, match=r"op 'transformer.wte': none of its factors \(v=3, i=4, s=8\) can be split 8 ways"
     ):
         sharded(graph, 8, "off")
+
+
+def test_a_layer_that_shares_very_many_parameters_is_refused_by_name() -> None:
+    builder = GraphBuilder("shared")
+    x = builder.argument("x", (4, 8), Role.BATCH)
+    product = Rule.parse("b i, i o -> b o | b=4* i=8 o=8")
+    weights = [builder.parameter(f"w{index}", 8, 8) for index in range(14)]
+    for index, weight in enumerate(weights):
+        (x,) = builder.add(f"op{index}", OpKind.CONTRACTION, "dot", product, (x, weight), module=f"b.{index}")
+    for index, weight in enumerate(weights):
+        (x,) = builder.add(f"again{index}", OpKind.CONTRACTION, "dot", product, (x, weight), module="last")
+    graph = builder.build((x,))
+    assert len(graph.layer_graph.tied_parameters) == len(weights)
+    with pytest.raises(ShardError, match=r"layer 'last' shares 14 parameters with other layers .* use tp=1"):
+        sharded(graph, 2, "off")
 
 
 def test_a_factor_that_cannot_be_split_leaves_this_tp_out_by_the_name_of_its_layer() -> None:

@@ -54,6 +54,10 @@ FORCED |= {
         "scanned",
         {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
     ),
+    "pure pp2 dp2 tp2": (
+        "pure",
+        {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
+    ),
     "deep pp4 dp2": (
         "deep",
         {**FIXED, "dp": 2, "pp": 4, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 1, 1, 2]},
