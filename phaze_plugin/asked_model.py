@@ -37,9 +37,10 @@ def import_asked(
         for name, value in options.items()
         if name in ("sequence_length", "loss_fn", "targets") and value is not None
     }
-    graph = import_with_plugins(plugins, model, inputs, frontend=None, options=given | _frontend_options(options))
-    graph = ready_to_plan(graph, attention, trains=trains)
-    return graph, find_target(options.get("target", "auto"), model, plugins, graph)
+    imported = import_with_plugins(plugins, model, inputs, frontend=None, options=given | _frontend_options(options))
+    graph = ready_to_plan(imported, attention, trains=trains)
+    is_step = any(op.phase is Phase.UPDATE for op in imported.ops)
+    return graph, find_target(options.get("target", "auto"), model, plugins, graph, is_step=is_step)
 
 
 def _frontend_options(options: QuestionOptions) -> dict[str, object]:

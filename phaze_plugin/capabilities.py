@@ -28,6 +28,8 @@ class Capabilities:
     combinations that the target runs wrongly or not at all although it has both halves. `master_zero_stages` are ZeRO
     stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
     says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
+    `runs_steps_as_written`: a whole train step that was captured, with its optimizer, runs as its author wrote it
+    (`for_whole_step` says what that leaves). `needs_single_micro_batch`: every copy runs its samples at once.
     `needs_micro_batches_per_stage` are schedules that run only where every pipeline has at least as many microbatches
     as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
     equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`:
@@ -83,6 +85,8 @@ class Capabilities:
     needs_whole_nodes: bool = False
     needs_several_copies: bool = False
     can_cut_stages: bool = False
+    runs_steps_as_written: bool = False
+    needs_single_micro_batch: bool = False
     spreads_ends: bool = False
     trims_recompute: bool = False
 
@@ -134,6 +138,12 @@ class Capabilities:
             keeps_experts_in_shards=False,
             can_cut_stages=True,
         )
+
+    def for_whole_step(self) -> Capabilities:
+        """What it runs of a captured train step: one stage, all samples of a copy at once, and nothing recomputed."""
+        if not self.runs_steps_as_written:
+            return self
+        return replace(self, schedules=frozenset(), recompute_modes=frozenset({"none"}), needs_single_micro_batch=True)
 
     def with_master(self, master_bytes: float) -> Capabilities:
         """What it runs for a precision whose optimizer keeps a master copy of so many bytes per parameter, or none."""

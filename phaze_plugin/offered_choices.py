@@ -68,9 +68,18 @@ def numbers(name: str, values: object) -> tuple[int, ...]:
     return numbers
 
 
-def offered_sizes(sizes: object, batch_size: int, graph: Graph, notes: list[str]) -> tuple[int, ...]:
-    """The microbatch sizes to try: those given, else the defaults that divide the batch."""
+def offered_sizes(
+    sizes: object, batch_size: int, graph: Graph, notes: list[str], cluster: Cluster, target: ChosenTarget
+) -> tuple[int, ...]:
+    """The microbatch sizes to try: those given, else the defaults that divide the batch.
+
+    Where a copy runs its samples at once, these are the batch divided by every number of copies.
+    """
     is_fixed = not marks_batch(graph)
+    if sizes is None and not is_fixed and target.capabilities.needs_single_micro_batch:
+        copies = range(1, min(cluster.device_count, batch_size) + 1)
+        fitting = [dp for dp in copies if cluster.device_count % dp == 0 and batch_size % dp == 0]
+        return tuple(batch_size // dp for dp in reversed(fitting))
     if sizes is None and not is_fixed:
         return tuple(size for size in DEFAULT_MICRO_BATCH_SIZES if batch_size % size == 0)
     if is_fixed:

@@ -327,7 +327,7 @@ def ask(
         tp=offered_tp(options.get("tp"), cluster),
         cp=offered_cp(options.get("cp"), cluster, graph, target),
         ep=offered_ep(options.get("ep"), cluster, graph, target),
-        micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes),
+        micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
         recompute=offered_recompute(target),
     )
     question = Question(

@@ -34,8 +34,12 @@ class ChosenTarget:
 ANALYSIS = ChosenTarget(None, Capabilities.everything())
 
 
-def find_target(name: str | None, model: object, plugins: PluginManager, graph: object = None) -> ChosenTarget:
+def find_target(
+    name: str | None, model: object, plugins: PluginManager, graph: object = None, *, is_step: bool = False
+) -> ChosenTarget:
     """The target called `name`; "auto" is the target of the framework that the model comes from, if there is one.
+
+    `is_step` says that the model is a whole train step, with its update.
 
     Raises UnknownNameError for a name that no target has.
     """
@@ -47,11 +51,19 @@ def find_target(name: str | None, model: object, plugins: PluginManager, graph: 
     if name != "auto":
         if name not in targets:
             raise UnknownNameError("target", name, (*targets, "auto"))
-        return _for_model(ChosenTarget(name, targets[name].capabilities), model, plugins, graph)
-    frontend = _frontend_of(model, plugins)
-    if frontend not in targets:
-        return ANALYSIS
-    return _for_model(ChosenTarget(frontend, targets[str(frontend)].capabilities), model, plugins, graph)
+        target = ChosenTarget(name, targets[name].capabilities)
+    else:
+        frontend = _frontend_of(model, plugins)
+        if frontend not in targets:
+            return ANALYSIS
+        target = ChosenTarget(frontend, targets[str(frontend)].capabilities)
+    if is_step and target.capabilities.runs_steps_as_written:
+        note = (
+            "a whole train step runs as it is written: in one stage, all samples of a copy at once, and computing "
+            "again what it says itself; a plan of its loss may choose more"
+        )
+        return replace(target, capabilities=target.capabilities.for_whole_step(), notes=(note,))
+    return _for_model(target, model, plugins, graph)
 
 
 def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, graph: object) -> ChosenTarget:

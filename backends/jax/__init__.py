@@ -40,11 +40,12 @@ class JaxTarget:
         optimizer: an object with `init` and `update`, such as optax's; by default Adam or plain gradient descent, as
             the plan's precision says.
         takes_mean: True where the loss is no mean over samples, and the mean of the microbatches' losses is wanted.
+        targets: the second argument of `loss_fn`, where a module of flax was planned with both; a batch has it last.
     """
 
     name: str = "jax"
     libraries: tuple[str, ...] = ("jax",)
-    options: tuple[str, ...] = ("inputs", "optimizer", "takes_mean")
+    options: tuple[str, ...] = ("inputs", "optimizer", "takes_mean", "targets")
     checked: str = "steps of plan.apply on 8 devices of a host have the losses and gradients of one device"
 
     @property
@@ -58,6 +59,8 @@ class JaxTarget:
         A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
         stages hold equal parts of the parameters outside of its layers (`spreads_ends`). Recomputed operations are
         compiled together with backward, and the compiler drops those whose results nothing reads (`trims_recompute`).
+
+        Whole train steps are divided by the compiler, as they are.
         """
         return Capabilities(
             schedules=frozenset({_GPIPE}),
@@ -72,6 +75,7 @@ class JaxTarget:
             allows_shard_groups=True,
             spreads_ends=True,
             trims_recompute=True,
+            runs_steps_as_written=True,
         )
 
     def export(self, plan: Plan, model: object) -> object:
@@ -92,11 +96,6 @@ class JaxTarget:
 
         Raises PlanError for a model or mesh that is not the plan's.
         """
-        if loss_fn is not None:
-            raise PlanError(
-                "a JAX plan is applied to a loss, which needs no loss_fn; plan and apply a function that computes it, "
-                "such as lambda params, x, y: loss_fn(model.apply({'params': params}, x), y)."
-            )
         from phaze.backends.jax.applied_plan import apply_plan_to  # the door: this imports jax
 
         return apply_plan_to(
@@ -107,6 +106,8 @@ class JaxTarget:
             inputs=options.get("inputs"),
             optimizer=options.get("optimizer"),
             takes_mean=bool(options.get("takes_mean")),
+            loss_fn=loss_fn,
+            targets=options.get("targets"),
         )
 
     def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phaze.backends.jax import equal_layers
 from phaze.backends.jax.context_trace import loss_of_context
+from phaze.backends.jax.in_place_steps import as_in_place_step
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
 from phaze.backends.jax.mean_over_samples import Counts, read_weighting
@@ -34,6 +35,7 @@ from phaze.backends.jax.traced_loss import (
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState, asks_for_shapes
 from phaze.backends.jax.training_step import TrainingStep, WholeBatch, gradients_on_mesh
 from phaze.backends.jax.whole_step import AppliedStep, apply_plan_to_step, is_whole_step, planned_graph
+from phaze.cost import planned_graph as graph_as_planned
 from phaze.errors import PlanError, shown
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
@@ -135,6 +137,8 @@ def apply_plan_to(
     inputs: object,
     optimizer: object,
     takes_mean: bool,
+    loss_fn: object = None,
+    targets: object = None,
 ) -> AppliedPlan | AppliedStep:
     """Check that plan, model and mesh belong together, and arrange the model.
 
@@ -148,13 +152,17 @@ def apply_plan_to(
         optimizer: an object with `init` and `update`, such as optax's; None for Adam or plain gradient descent, as the
             plan's precision says.
         takes_mean: whether the mean of the microbatches' losses is wanted where the loss is no mean over samples.
+        loss_fn: the loss of what a module returns, and of `targets` where these are given, as `optimize` took them.
+        targets: they stand last in every batch.
     """
-    if is_whole_step(model, inputs):
+    in_place = as_in_place_step(model, inputs)
+    if in_place is not None or is_whole_step(model, inputs):
         if optimizer is not None:
             raise PlanError("a whole train step has its own optimizer; apply it without optimizer=.")
-        return apply_plan_to_step(plan, model, mesh, plugins=plugins, inputs=inputs)
-    loss_function = read_loss_function(model, inputs)
-    graph = planned_graph(plan, model, inputs, plugins)
+        return apply_plan_to_step(plan, model, mesh, plugins=plugins, inputs=inputs, in_place=in_place)
+    loss_function = read_loss_function(model, inputs, loss_fn, targets)
+    imported = planned_graph(plan, model, inputs, plugins, loss_fn=loss_fn, targets=targets)
+    graph = graph_as_planned(imported, plan.question.attention)
     checked_optimizer = _optimizer(plan, optimizer)
     step = _training_step(plan, loss_function, graph, takes_mean=takes_mean)
     return _applied_plan(plan, loss_function, step, checked_optimizer, mesh)

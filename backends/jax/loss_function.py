@@ -31,6 +31,7 @@ __all__ = [
     "PyTree",
     "batch_share",
     "divide_batch",
+    "is_a",
     "is_nnx_module",
     "path_words",
     "read_loss_function",
@@ -113,8 +114,10 @@ class LossFunction:
         return self.arguments.specs
 
 
-def read_loss_function(model: object, inputs: object) -> LossFunction:
+def read_loss_function(model: object, inputs: object, loss_fn: object = None, targets: object = None) -> LossFunction:
     """The loss inside a model that was planned with these inputs (arrays, or their shapes).
+
+    `loss_fn` makes a loss of what a module returns, and of `targets`, where given: then a batch has them last.
 
     Raises PlanError for what has no loss that could be differentiated here: whole train steps, lowered functions.
     """
@@ -125,18 +128,33 @@ def read_loss_function(model: object, inputs: object) -> LossFunction:
         )
     if isinstance(inputs, Mapping) or not isinstance(inputs, tuple | list):
         raise PlanError(f"inputs is a {type(inputs).__name__}; expected a tuple of positional arguments.")
-    if _is_a(model, "flax.linen.module.Module"):
+    batch = tuple(inputs) if targets is None else (*inputs, targets)
+    if is_a(model, "flax.linen.module.Module"):
         parameters = _linen_parameters(model, inputs)
-        return _loss_function(partial(_linen_loss, model), "params", parameters, tuple(inputs))
+        return _loss_function(_with_loss(partial(_linen_loss, model), loss_fn, targets), "params", parameters, batch)
     if is_nnx_module(model):
         loss, parameters = _nnx_loss(model)
-        return _loss_function(loss, "params", parameters, tuple(inputs))
+        return _loss_function(_with_loss(loss, loss_fn, targets), "params", parameters, batch)
+    if loss_fn is not None or targets is not None:
+        raise PlanError(
+            "loss_fn and targets go with modules of flax; a function computes its own loss: plan and apply one such as "
+            "lambda params, x, y: loss_fn(model.apply({'params': params}, x), y)."
+        )
     if hasattr(model, "compiler_ir") or not callable(model) or not inputs:
         raise PlanError(
             f"{type(model).__name__} cannot be arranged on a mesh; expected a loss function of (parameters, *batch) or "
             "a linen or nnx module that returns its loss."
         )
     return _loss_function(model, _first_argument_name(model), inputs[0], tuple(inputs[1:]))
+
+
+def _with_loss(run: Callable[..., Any], loss_fn: Any, targets: object) -> Callable[..., Any]:
+    """A module's function of (parameters, *inputs) with the loss of its output behind it."""
+    if loss_fn is None:
+        return run
+    if targets is None:
+        return lambda parameters, *batch: loss_fn(run(parameters, *batch))
+    return lambda parameters, *batch: loss_fn(run(parameters, *batch[:-1]), batch[-1])
 
 
 def _linen_loss(model: Any, parameters: PyTree, *batch: PyTree) -> jax.Array:
@@ -258,10 +276,10 @@ def _arguments(trees: PyTree, varies: Callable[[object], bool]) -> Arguments:
 
 def is_nnx_module(model: object) -> bool:
     """Whether this is a module of flax.nnx."""
-    return _is_a(model, "flax.nnx.module.Module")
+    return is_a(model, "flax.nnx.module.Module")
 
 
-def _is_a(model: object, class_name: str) -> bool:
+def is_a(model: object, class_name: str) -> bool:
     """Whether a model is of a class, by the class's whole name: flax is imported for those who use it only."""
     return any(f"{kind.__module__}.{kind.__name__}" == class_name for kind in type(model).__mro__)
 

@@ -388,10 +388,28 @@ def asks_for_shapes(
         arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kind])
         state = jax.eval_shape(optimizer.init, arrays)
         traces.append(inlined(jax.make_jaxpr(optimizer.update)(arrays, state, arrays)))
-    names = [[str(equation.primitive) for equation in trace.jaxpr.eqns] for trace in traces]
-    if names[0] != names[1] or not all(_treats_elements_alike(equation) for equation in traces[0].jaxpr.eqns):
+    if _wiring(traces[0].jaxpr) != _wiring(traces[1].jaxpr) or not all(
+        _treats_elements_alike(equation) for equation in traces[0].jaxpr.eqns
+    ):
         return True
     return bool(stacks.stacks) and not _treats_layers_alike(traces[1], stacks, structure.num_leaves)
+
+
+def _wiring(jaxpr: core.Jaxpr) -> list[tuple[str, ...]]:
+    """A trace as primitives, literals and numbers of variables, whatever their shapes."""
+    numbers: dict[core.Var, int] = {}
+
+    def written(variable: core.Var | core.Literal) -> str:
+        if isinstance(variable, core.Literal):
+            return f"literal {variable.val}"
+        return str(numbers.setdefault(variable, len(numbers)))
+
+    arguments = tuple(written(variable) for variable in jaxpr.invars)
+    equations = [
+        (str(equation.primitive), *(written(variable) for variable in (*equation.invars, *equation.outvars)))
+        for equation in jaxpr.eqns
+    ]
+    return [arguments, *equations, tuple(written(variable) for variable in jaxpr.outvars)]
 
 
 def _treats_layers_alike(update: core.ClosedJaxpr, stacks: LayerStacks, count: int) -> bool:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from phaze.backends.jax.in_place_steps import InPlaceStep
 from phaze.backends.jax.jax_mesh import mesh_for_plan
 from phaze.backends.jax.loss_function import PyTree
 from phaze.backends.jax.user_specs import specs_of_trees
@@ -39,12 +40,14 @@ class AppliedStep:
         specs: a PartitionSpec for every array of every argument, in their structures.
         shardings: the same as NamedShardings.
         compiled: the step, from `jax.jit`.
+        in_place: how a step of nnx changes its arguments; None for one that returns its state.
     """
 
     mesh: Mesh
     specs: tuple[PyTree, ...]
     shardings: tuple[PyTree, ...]
     compiled: jax.stages.Wrapped
+    in_place: InPlaceStep | None = None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in dict(self.mesh.shape).items())
@@ -52,7 +55,11 @@ class AppliedStep:
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Run the step; arguments are laid out where they are not yet."""
-        return self.compiled(*self.place(*arguments))
+        if self.in_place is None:
+            return self.compiled(*self.place(*arguments))
+        state, result = self.compiled(*self.place(*self.in_place.arguments(arguments)))
+        self.in_place.update(arguments, state)
+        return result
 
     def place(self, *arguments: PyTree) -> tuple[PyTree, ...]:
         """The arguments on the mesh, laid out as planned."""
@@ -66,7 +73,8 @@ class AppliedStep:
 
     def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
         """What `jax.jit(...).lower(...)` gives."""
-        return self.compiled.lower(*self.place(*arguments))
+        given = arguments if self.in_place is None else self.in_place.arguments(arguments)
+        return self.compiled.lower(*self.place(*given))
 
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -82,9 +90,13 @@ def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, sharding)
 
 
-def planned_graph(plan: Plan, model: object, inputs: object, plugins: PluginManager) -> Graph:
-    """The graph of a model that is arranged; raises PlanError where it is not the one that was planned."""
-    graph = import_with_plugins(plugins, model, inputs, frontend=None, options={})
+def planned_graph(plan: Plan, model: object, inputs: object, plugins: PluginManager, **options: object) -> Graph:
+    """The graph of a model that is arranged; raises PlanError where it is not the one that was planned.
+
+    `options` are those of the frontend; None stands for one that was not given.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    graph = import_with_plugins(plugins, model, inputs, frontend=None, options=given)
     mismatches = model_differences(plan, graph)
     if mismatches:
         listed = "\n  ".join(mismatches)
@@ -121,11 +133,16 @@ def _form(tree: PyTree) -> tuple[object, list[tuple[int, ...]]]:
     return structure, [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
 
 
-def apply_plan_to_step(plan: Plan, model: Any, mesh: object, *, plugins: PluginManager, inputs: object) -> AppliedStep:
+def apply_plan_to_step(
+    plan: Plan, model: Any, mesh: object, *, plugins: PluginManager, inputs: object, in_place: InPlaceStep | None = None
+) -> AppliedStep:
     """The step, compiled for the plan's layouts; see the module's words."""
-    assert isinstance(inputs, tuple)
-    planned_graph(plan, model, inputs, plugins)
+    assert isinstance(inputs, tuple | list)
     _check_strategy(plan)
+    planned_graph(plan, model, inputs, plugins)
+    inputs = tuple(inputs)
+    if in_place is not None:
+        model, inputs = in_place.run, in_place.arguments(inputs)
     own_mesh = mesh_for_plan(plan, mesh)
     specs = tuple(specs_of_trees(plan, inputs))
     shardings = tuple(_shardings(own_mesh, tree) for tree in specs)
@@ -136,13 +153,25 @@ def apply_plan_to_step(plan: Plan, model: Any, mesh: object, *, plugins: PluginM
         in_shardings=shardings,
         donate_argnums=tuple(returned),
     )
-    return AppliedStep(mesh=own_mesh, specs=specs, shardings=shardings, compiled=compiled)
+    return AppliedStep(mesh=own_mesh, specs=specs, shardings=shardings, compiled=compiled, in_place=in_place)
 
 
 def _check_strategy(plan: Plan) -> None:
-    strategy = plan.strategy
+    """Raise PlanError for a plan of something that a step does not do; what is planned for a step has nothing of it."""
+    strategy, not_done = plan.strategy, []
+    micro_batches = plan.question.global_batch_size // (strategy.dp * strategy.micro_batch_size)
     if strategy.pp > 1:
-        raise PlanError("the plan has several stages, and a whole train step runs in one; plan with strategy pp=1.")
+        not_done.append(f"{strategy.pp} stages")
+    if micro_batches > 1:
+        not_done.append(f"{micro_batches} microbatches for each copy")
+    if recomputed := sorted(set(strategy.recompute) - {"none"}):
+        not_done.append(f"recompute {recomputed[0]}")
+    if not_done:
+        raise PlanError(
+            f"the plan has {', '.join(not_done)}, and a whole train step runs as it is written: in one stage, all "
+            "samples of a copy at once, computing again what it says itself. Plan the step with target='jax', or plan "
+            "and apply its loss."
+        )
 
 
 def _shardings(mesh: Mesh, specs: PyTree) -> PyTree:

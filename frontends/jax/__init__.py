@@ -15,10 +15,21 @@ from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend
 from phaze.ir import Graph
 
-__all__ = ["LINEN_MODULE", "NNX_MODULE", "JaxFrontend", "class_names", "phaze_frontends"]
+__all__ = [
+    "LINEN_MODULE",
+    "NNX_MODULE",
+    "NNX_OBJECT",
+    "NNX_OPTIMIZER",
+    "JaxFrontend",
+    "class_names",
+    "phaze_frontends",
+]
 
 LINEN_MODULE = "flax.linen.module.Module"
 NNX_MODULE = "flax.nnx.module.Module"
+NNX_OBJECT = "flax.nnx.pytreelib.Pytree"
+NNX_OPTIMIZER = "flax.nnx.training.optimizer.Optimizer"
+NNX_JITTED = "flax.nnx.transforms.compilation.JitWrapped"
 
 
 def class_names(model: object) -> set[str]:
@@ -48,7 +59,7 @@ class JaxFrontend:
             return True
         if not class_names(model).isdisjoint({LINEN_MODULE, NNX_MODULE}):
             return True
-        return inspect.isroutine(model) or isinstance(model, partial)
+        return inspect.isroutine(model) or isinstance(model, partial) or NNX_JITTED in class_names(model)
 
     def import_model(self, model: object, inputs: object, options: Mapping[str, object]) -> Graph:
         """The training graph; raises ImportModelError where the model cannot be traced."""

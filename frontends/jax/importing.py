@@ -53,6 +53,9 @@ _GIVING_WAY = {
 }
 """What is said about a primitive that states how the model is run, which a plan decides anew."""
 
+_KEPT_IN_STEPS = "jax.checkpoint in the step runs as it is written; what it computes again is not priced"
+"""What is said about a whole step that recomputes."""
+
 Shapes = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Every primitive of a trace, and the shapes that it makes."""
 
@@ -182,12 +185,15 @@ def _import_task(function: TraceableFunction, options: Mapping[str, object]) -> 
         batch=frozenset(batch),
         is_loss=is_loss,
         options=options,
-        notes=_giving_way(traced.jaxpr) if is_loss else (),
+        notes=_notes(traced.jaxpr, is_loss=is_loss),
     )
 
 
-def _giving_way(jaxpr: jax.extend.core.Jaxpr) -> tuple[str, ...]:
+def _notes(jaxpr: jax.extend.core.Jaxpr, *, is_loss: bool) -> tuple[str, ...]:
+    """What is said about how the model states that it is run."""
     primitives = {name for name, _ in _shapes(jaxpr)}
+    if not is_loss:
+        return () if primitives.isdisjoint({"remat2", "checkpoint"}) else (_KEPT_IN_STEPS,)
     return tuple(dict.fromkeys(note for name, note in _GIVING_WAY.items() if name in primitives))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from phaze.errors import ImportModelError, PhazeError
-from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, class_names
+from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, NNX_OBJECT, NNX_OPTIMIZER, class_names
 from phaze.frontends.stablehlo.name_scopes import path_keys
 
 __all__ = ["Leaf", "TraceableFunction", "as_traceable", "explaining_failures"]
@@ -61,6 +61,8 @@ def as_traceable(model: Any, inputs: object, options: Mapping[str, object]) -> T
         if options.get(option) is not None:
             raise ImportModelError(f"{option} goes with linen and nnx modules; a function computes its own loss.")
     args, kwargs = _arguments(model, inputs)
+    if not kwargs and any(NNX_OPTIMIZER in class_names(value) for value in args):
+        return _from_nnx_step(model, args)
     return _traceable(_name(model), model, args, kwargs, _argument_names(model, args, kwargs))
 
 
@@ -222,6 +224,29 @@ def _from_nnx(model: Any, inputs: object, options: Mapping[str, object]) -> Trac
     names = ["params", "rest", "targets", *_argument_names(model, args, kwargs)]
     given = (_specs(parameters), _specs(rest), options.get("targets"), *args)
     return _traceable(type(model).__name__, objective, given, kwargs, names, is_module=True)
+
+
+def _from_nnx_step(model: Any, args: tuple[Any, ...]) -> TraceableFunction:
+    """A step that changes a model and an optimizer of nnx in place, as one of (state, *batch) that returns the state.
+
+    The state has the arrays of all objects of nnx among the arguments, the first module's under "model".
+    """
+    from flax import nnx  # here and not above: flax is optional, and JAX functions need none
+
+    names = _argument_names(model, args, {})
+    objects = {place: value for place, value in enumerate(args) if NNX_OBJECT in class_names(value)}
+    first_module = next((place for place, value in objects.items() if NNX_MODULE in class_names(value)), None)
+    keys = {place: "model" if place == first_module else f"object{place}" for place in objects}
+    definition, state = nnx.split({keys[place]: value for place, value in objects.items()})
+
+    def step(state: Any, *others: Any) -> Any:
+        merged, remaining = nnx.merge(definition, state), iter(others)
+        result = model(*(merged[keys[place]] if place in keys else next(remaining) for place in range(len(args))))
+        return nnx.state(merged), result
+
+    others = [place for place in range(len(args)) if place not in keys]
+    given = (_specs(state), *(args[place] for place in others))
+    return _traceable(_name(model), step, given, {}, ["state", *(names[place] for place in others)])
 
 
 def _loss(output: Any, targets: Any, options: Mapping[str, object]) -> Any:

@@ -197,6 +197,8 @@ def _filled(
         copies = [dp for dp in range(1, most + 1) if problem.micro_batches % dp == 0]
         if question.choices.dp is not None:
             copies = [dp for dp in question.choices.dp if dp <= most]
+        if problem.capabilities.needs_single_micro_batch:
+            copies = [dp for dp in copies if dp == problem.micro_batches]
         for dp in copies:
             for schedule, zero in _schedules_and_zero(question, problem, pp, chunks, dp):
                 for shard, recompute in product(_shards(question, problem, tp, dp, zero), modes):

@@ -291,6 +291,12 @@ def _check_target(question: Question) -> None:
         known = ", ".join(sorted(runs.schedules)) or "one stage only"
         wrong.append(f"a pipeline with schedule {schedule or 'of any kind'} (it runs {known})")
     wrong += _axes_not_run(question, runs)
+    dp, size = (int(str(fixed.get(name, 0))) for name in ("dp", "micro_batch_size"))
+    if runs.needs_single_micro_batch and dp * size not in (0, question.global_batch_size):
+        micro_batches = question.global_batch_size / (dp * size)
+        wrong.append(
+            f"{micro_batches:g} microbatches a copy (it runs one, of {question.global_batch_size // dp} samples)"
+        )
     modes = question.choices.recompute if "recompute" in fixed else ()
     unknown = sorted(set(modes) - runs.recompute_modes)
     if unknown:

@@ -26,6 +26,8 @@ def plain_strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
             continue
         if problem.capabilities.needs_several_copies and replicas == 1:
             continue
+        if problem.capabilities.needs_single_micro_batch and micro_batches > 1:
+            continue
         if (problem.needs_even_micro_batches and problem.micro_batches % dp) or replicas % problem.ep:
             continue
         for pp in _depths(problem, schedule, chunks):

@@ -85,4 +85,4 @@ def test_an_optimizer_sees_stored_shapes_only_where_it_does_not_ask_for_them(nam
     optimizer, asks = OPTIMIZERS[name]
     assert bias.stored_shape == (3, 8)
     assert asks_for_shapes(optimizer, [bias, whole], [bias, whole], LayerStacks(), structure) is asks
-    assert not asks_for_shapes(optimizer, [whole, whole], structure)
+    assert not asks_for_shapes(optimizer, [whole, whole], [whole, whole], LayerStacks(), structure)

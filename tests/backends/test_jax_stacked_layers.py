@@ -159,5 +159,7 @@ def test_an_optimizer_that_treats_layers_alike_sees_stacks_and_others_see_layers
     assert not sees_user_shapes(Adam())
     assert not sees_user_shapes(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
     assert sees_user_shapes(optax.lamb(1e-3))
+    # As many stacks have two dimensions (those of the biases) as there are single matrices among the layers.
+    assert sees_user_shapes(optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)))
     assert sees_user_shapes(optax.masked(optax.add_decayed_weights(0.1), of_first_layer))
     assert sees_user_shapes(optax.chain(optax.masked(optax.scale(0.5), of_first_layer), optax.sgd(0.1)))

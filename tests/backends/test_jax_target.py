@@ -21,7 +21,7 @@ from repository import ROOT
 
 import phaze
 from phaze.backends.jax import EqualLayerStages
-from phaze.errors import PlanError
+from phaze.errors import PlanError, QuestionError
 from phaze.plan.plan import Plan, PlanStatus
 from phaze.verify.plan_checks import check_plan
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_arranged_says_what_can() -> None:
     for arguments, message in (
         ({}, "pass inputs= as optimize took them"),
         ({"inputs": {"params": 1}}, "inputs is a dict; expected a tuple"),
-        ({"inputs": inputs, "loss_fn": loss}, "which needs no loss_fn"),
+        ({"inputs": inputs, "loss_fn": loss}, "loss_fn and targets go with modules of flax"),
         (
             {"inputs": inputs, "batch": 1},
             "no option 'batch' for target 'jax'; expected some of inputs, optimizer, takes_mean",
@@ -280,6 +280,40 @@ def test_a_penalty_on_weights_is_planned_in_one_stage() -> None:
     plan = phaze.optimize(penalized, inputs, cluster="cpu:2", micro_batch_size=8, **QUESTION)
     assert (plan.strategy.dp, plan.strategy.tp, plan.strategy.pp) == (2, 1, 1)
     assert any("one pipeline stage only" in note for note in plan.provenance.notes)
+
+
+def whole_step(params: Any, batch: Any) -> Any:
+    loss, gradients = jax.value_and_grad(jax.checkpoint(models.loss))(params, batch)
+    return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients), loss
+
+
+def test_a_plan_of_a_whole_step_has_what_a_step_does() -> None:
+    _, inputs = small()
+    graph = phaze.import_graph(whole_step, inputs)
+    question = {"cluster": "cpu:4", "precision": "fp32", "global_batch_size": 512, "target": "jax", "tp": 1}
+    plan = phaze.optimize(graph, **question)
+    strategy = plan.strategy
+    assert strategy.dp * strategy.micro_batch_size == 512
+    assert (strategy.pp, set(strategy.recompute)) == (1, {"none"})
+    assert any("a whole train step runs as it is written" in note for note in plan.provenance.notes)
+    assert any("jax.checkpoint in the step runs as it is written" in note for note in graph.notes)
+    assert all(finding.holds for finding in check_plan(plan, graph))
+    for fixed, words in {
+        ("dp", 4, "micro_batch_size", 2): "64 microbatches a copy .it runs one, of 128 samples",
+        ("recompute", "full"): "recompute full .it runs none",
+        ("pp", 2): "a pipeline with schedule of any kind .it runs one stage only",
+    }.items():
+        strategy_asked = dict(zip(fixed[::2], fixed[1::2], strict=True))
+        with pytest.raises(QuestionError, match=words):
+            phaze.evaluate(graph, strategy=strategy_asked, compares=False, **question)
+
+
+def test_a_plan_with_microbatches_is_not_applied_to_a_whole_step() -> None:
+    loss, inputs = small()
+    strategy = {**FIXED, "dp": 1, "tp": 1, "micro_batch_size": 4, "recompute": "full"}
+    plan = phaze.evaluate(loss, inputs, cluster="cpu:1", strategy=strategy, compares=False, **QUESTION).plan
+    with pytest.raises(PlanError, match="the plan has 4 microbatches for each copy, recompute full, and a whole train"):
+        plan.apply(whole_step, inputs=inputs)
 
 
 def test_a_layer_that_cannot_be_split_is_named() -> None:

@@ -61,6 +61,20 @@ def test_a_whole_step_is_compiled_once_with_its_state_as_planned(results: Result
     assert measured["moment"] == "P('dp', 'tp')", "ZeRO-1 shards the state of the optimizer only"
 
 
+def test_a_step_of_nnx_changes_its_module_and_optimizer_as_on_one_device(results: Results) -> None:
+    measured = results["nnx step"]
+    assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-6)
+    assert measured["error"] < 1e-6
+    assert measured["steps"] == len(measured["losses"])
+    assert measured["parameter"] == "P(None, 'tp')"
+
+
+def test_a_module_without_a_loss_trains_with_one_beside_it_in_stages_of_its_list_of_blocks(results: Results) -> None:
+    measured = results["without a loss"]
+    assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-6)
+    assert measured["error"] < 1e-6, "also after a checkpoint in the user's shapes"
+
+
 def test_statistics_of_batches_dropout_and_masks_in_a_whole_step_are_those_of_one_device(results: Results) -> None:
     measured = results["statistics"]
     assert measured["losses"] == pytest.approx(measured["expected"], rel=1e-6)

@@ -19,7 +19,7 @@ import jax_training as models
 import numpy as np
 import optax
 import orbax.checkpoint
-from flax import linen
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax_models import attend, cross_entropy
@@ -291,8 +291,81 @@ def grouped_heads() -> dict[str, Any]:
     }
 
 
+class ListedBlocks(nnx.Module):
+    """A module of nnx that returns predictions; blocks are one behind the other."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.enter = nnx.Linear(small.WIDTH, small.HIDDEN, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(small.HIDDEN, small.HIDDEN, rngs=rngs) for _ in range(2)])
+        self.leave = nnx.Linear(small.HIDDEN, small.OUT, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return self.leave(x)
+
+
+def squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
+    return ((predictions - targets) ** 2).mean()
+
+
+@nnx.jit
+def nnx_train_step(model: ListedBlocks, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A step that changes its arguments."""
+    loss, gradients = nnx.value_and_grad(lambda model: squared_error(model(x), y))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def nnx_step() -> dict[str, Any]:
+    """The step of nnx, called with the module and the optimizer as before, on a mesh."""
+    x, y = small.rows()
+    objects = []
+    for _ in range(2):
+        model = ListedBlocks()
+        objects.append((model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param)))
+    run = planned(nnx_train_step, (*objects[0], x, y), dp=4, tp=2, zero=1).apply(
+        nnx_train_step, inputs=(*objects[0], x, y)
+    )
+    pairs = zip((run, nnx_train_step), objects, strict=True)
+    losses = [[float(step(*given, x, y)) for _ in range(STEPS)] for step, given in pairs]
+    return {
+        "losses": losses[0],
+        "expected": losses[1],
+        "error": error(*(nnx.state(model, nnx.Param) for model, _ in objects)),
+        "steps": int(objects[0][1].step[...]),
+        "parameter": str(objects[0][0].enter.kernel[...].sharding.spec),
+    }
+
+
+def without_loss() -> dict[str, Any]:
+    """A module that returns no loss, in two stages: the loss and its targets are given beside it."""
+    x, y = small.rows()
+    model = ListedBlocks()
+    strategy = {"dp": 2, "pp": 2, "tp": 1, "zero": 1, "schedule": "gpipe", "micro_batch_size": 4, "recompute": "none"}
+    question = {"cluster": "cpu:4", "global_batch_size": BATCH, "precision": "fp32", "compares": False}
+    plan = phaze.evaluate(model, (x,), strategy=strategy, loss_fn=squared_error, targets=y, **question).plan
+    run = plan.apply(model, inputs=(x,), loss_fn=squared_error, targets=y, optimizer=optimizer())
+    state = run.start(model)
+    for _ in range(STEPS):
+        state, loss = run.step(state, x, y)
+    resumed, resumed_loss = run.step(run.resume(run.checkpoint(state)), x, y)
+    alone = ListedBlocks()
+    own = nnx.Optimizer(alone, optimizer(), wrt=nnx.Param)
+    expected = [float(nnx_train_step(alone, own, x, y)) for _ in range(STEPS + 1)]
+    return {
+        "losses": [float(loss), float(resumed_loss)],
+        "expected": expected[-2:],
+        "error": error(run.parameters(resumed), nnx.state(alone, nnx.Param)),
+    }
+
+
 RUNS = {
     "whole step": whole_step,
+    "nnx step": nnx_step,
+    "without a loss": without_loss,
     "hand-written": hand_written,
     "own mesh": own_mesh,
     "statistics": statistics,

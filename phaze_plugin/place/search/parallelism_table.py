@@ -237,6 +237,8 @@ def _copies(problem: PlacementProblem, least: int, most: int) -> IntArray:
     """All dp in a range that the batch allows."""
     if problem.capabilities.needs_several_copies and problem.cp == 1:
         least = max(least, 2)
+    if problem.capabilities.needs_single_micro_batch:
+        least = max(least, problem.micro_batches)
     copies = np.arange(least, min(most, problem.micro_batches) + 1)
     if problem.choices.dp is not None:
         copies = copies[np.isin(copies, problem.choices.dp)]
