@@ -19,6 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# The allocator of ranks, which are started anew, gives tensors back that are freed; else resident memory is what was
+# held at any time, in pieces, and not what is held at once.
+os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
 
 import torch
 import torch.distributed as dist
