@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phaze.ir import RecomputeMode
-from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, Offload, PipelineSchedule
 
 __all__ = ["AXES", "Capabilities"]
 
@@ -43,13 +43,13 @@ class Capabilities:
     other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them. `excluded_axes` are pairs of "tp",
     "cp", "ep", "pp" and "shard" (such groups) that it does not run together. With tp above 1 it runs only the
     `tensor_parallel_zero_stages`, and likewise for cp and ep: `at_degrees` applies all of these. Only the
-    `shard_group_zero_stages` are divided into groups. Where
-    it `shards_whole_contexts`, a group has all cp devices of its sequences, and where it `keeps_experts_in_shards`, ep
-    divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences are
-    split between all layers. `product_dtypes` are the quantized types, such as fp8, that it runs products in, and
-    `compute_dtypes` the types that it computes in; None stands for all. `needs_whole_nodes`: it uses all devices of
-    every node (or slice). `needs_several_copies`: it runs no single copy, because it has to shard (`at_degrees` says so
-    where ZeRO-0 does not go with an axis).
+    `shard_group_zero_stages` are divided into groups. Where it `shards_whole_contexts`, a group has all cp devices of
+    its sequences, and where it `keeps_experts_in_shards`, ep divides the group. `experts_need_split_sequences`: models
+    with experts run at tp above 1 only where sequences are split between all layers. `product_dtypes` are the quantized
+    types, such as fp8, that it runs products in, and `compute_dtypes` the types that it computes in; None stands for
+    all. `offloads` is what it can keep on the host. `needs_whole_nodes`: it uses all devices of every node (or slice).
+    `needs_several_copies`: it runs no single copy, because it has to shard (`at_degrees` says so where ZeRO-0 does not
+    go with an axis).
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -58,6 +58,7 @@ class Capabilities:
     excluded_pairs: frozenset[tuple[PipelineSchedule, int]] = frozenset()
     needs_micro_batches_per_stage: frozenset[PipelineSchedule] = frozenset()
     recompute_modes: frozenset[str] = frozenset({"none", "selective", "full"})
+    offloads: frozenset[str] = frozenset({Offload.NONE})
     allows_uneven_stages: bool = False
     allows_mixed_tp: bool = False
     allows_idle_devices: bool = False
@@ -124,6 +125,7 @@ class Capabilities:
             schedules=frozenset(PIPELINE_SCHEDULES),
             zero_stages=frozenset(ZERO_STAGES),
             recompute_modes=frozenset(RecomputeMode),
+            offloads=frozenset(Offload),
             allows_uneven_stages=True,
             allows_mixed_tp=True,
             allows_idle_devices=True,

@@ -9,6 +9,7 @@ from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
 from phaze.ir.sequence_factors import token_lengths
+from phaze.parallelism import Offload
 from phaze.shard.expert_slicing import expert_counts
 from phaze.target_choice import ChosenTarget
 
@@ -17,10 +18,12 @@ __all__ = [
     "DEFAULT_MICRO_BATCH_SIZES",
     "DEFAULT_TP",
     "MOST_FIRST_CP",
+    "check_host",
     "growing",
     "marks_batch",
     "offered_cp",
     "offered_ep",
+    "offered_offload",
     "offered_recompute",
     "offered_sizes",
     "offered_tp",
@@ -138,6 +141,22 @@ def offered_ep(degrees: object, cluster: Cluster, graph: Graph, target: ChosenTa
     if not experts or not target.capabilities.allows_expert_parallel:
         return (1,)
     return tuple(ep for ep in DEFAULT_EP if experts % ep == 0 and ep <= cluster.device_count)
+
+
+def offered_offload(cluster: Cluster, target: ChosenTarget, *, trains: bool) -> tuple[Offload, ...]:
+    """What may be kept on the host: nothing where the cluster names no host, and what the target cannot run never."""
+    if cluster.host is None or not trains:
+        return (Offload.NONE,)
+    return tuple(kept for kept in Offload if kept in target.capabilities.offloads)
+
+
+def check_host(fixed: Mapping[str, object], cluster: Cluster) -> None:
+    """Raise QuestionError where a strategy keeps something on a host that the cluster does not name."""
+    if fixed.get("offload", Offload.NONE) is not Offload.NONE and cluster.host is None:
+        raise QuestionError(
+            f"strategy has offload {fixed['offload']}, but the cluster names no host; write for example "
+            "a100-80gb:8/host=25GB/s,200GiB (bandwidth per direction and memory of each device)."
+        )
 
 
 def offered_recompute(target: ChosenTarget) -> tuple[RecomputeMode, ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "STRATEGY_KEYS",
     "ZERO_STAGES",
     "Choices",
+    "Offload",
     "Parallelism",
     "PipelineSchedule",
     "read_strategy",
@@ -34,6 +35,14 @@ ALL_DEVICES = "all"
 
 MIXED_SEQUENCES = "mixed"
 """The value of `sequence_parallel` that splits sequences between or inside of some layers, wherever it is fastest."""
+
+
+class Offload(StrEnum):
+    """What is kept in the host's memory instead of the device's."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    """The optimizer's states and master copy, which pass through the device in every update."""
 
 
 class PipelineSchedule(StrEnum):
@@ -72,6 +81,7 @@ class Parallelism:
         chunks: stages on each device; more than one only in interleaved pipelines.
         micro_batch_size: sequences in a microbatch.
         recompute: the recompute mode of each stage; empty while stages are not chosen yet.
+        offload: what is kept in the host's memory.
     """
 
     dp: int = 1
@@ -86,6 +96,7 @@ class Parallelism:
     chunks: int = 1
     micro_batch_size: int = 1
     recompute: tuple[RecomputeMode, ...] = ()
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         """Check that every degree is a count and that ZeRO has the stage."""
@@ -112,11 +123,6 @@ class Parallelism:
     def replicas(self) -> int:
         """Devices that hold copies, or ZeRO's shards, of the same dense parameters."""
         return self.dp * self.cp
-
-    @property
-    def devices(self) -> int:
-        """Devices that it takes, where every stage takes tp of them."""
-        return self.replicas * self.tp * self.pp
 
     @property
     def shard_devices(self) -> int:
@@ -155,6 +161,7 @@ class Choices:
         shard: how many devices ZeRO divides its states over; None offers those that can pay.
         sequence_parallel: the value of `Parallelism.sequence_parallel`; None allows all of them.
         recompute: modes that a stage may use.
+        offload: what may be kept in the host's memory.
         stages: how many layers each stage has; None lets the search cut the model.
     """
 
@@ -170,12 +177,15 @@ class Choices:
     shard: tuple[int | str, ...] | None = None
     sequence_parallel: bool | str | None = None
     recompute: tuple[RecomputeMode, ...] = SEARCHED_MODES
+    offload: tuple[Offload, ...] = (Offload.NONE,)
     stages: tuple[int, ...] | None = None
 
     def within(self, strategy: Mapping[str, object]) -> Choices:
         """These choices without everything that a strategy (as `read_strategy` returns it) rules out."""
         changes: dict[str, object] = {
-            key: (strategy[key],) for key in ("dp", "cp", "ep", "tp", "pp", "micro_batch_size") if key in strategy
+            key: (strategy[key],)
+            for key in ("dp", "cp", "ep", "tp", "pp", "micro_batch_size", "offload")
+            if key in strategy
         }
         changes |= {key: strategy[key] for key in ("sequence_parallel", "stages") if key in strategy}
         if "recompute" in strategy:
@@ -269,6 +279,12 @@ def _sequence_parallel(key: str, value: object) -> bool | str:
     raise QuestionError(f"strategy has {key} {shown(value)}; expected {_SEQUENCE_WORDS}.")
 
 
+def _offload(key: str, value: object) -> Offload:
+    if value not in list(Offload):
+        raise QuestionError(f"strategy has {key} {shown(value)}; expected one of {', '.join(Offload)}.")
+    return Offload(str(value))
+
+
 def _recompute(key: str, value: object) -> tuple[RecomputeMode, ...]:
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Iterable) or not values:
@@ -291,6 +307,7 @@ _READERS = {
     "sequence_parallel": _sequence_parallel,
     "schedule": _schedule,
     "recompute": _recompute,
+    "offload": _offload,
     "stages": _stages,
 }
 

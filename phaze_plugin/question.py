@@ -40,10 +40,12 @@ from phaze.ir.graph_json import graph_content_json
 from phaze.limits import check_limit
 from phaze.objective import Objective, settled_objective
 from phaze.offered_choices import (
+    check_host,
     growing,
     marks_batch,
     offered_cp,
     offered_ep,
+    offered_offload,
     offered_recompute,
     offered_sizes,
     offered_tp,
@@ -231,6 +233,7 @@ class Question:
 
     def with_fixed(self, fixed: Mapping[str, object]) -> Question:
         """As `with_strategy`, for values that are settled already."""
+        check_host(fixed, self.cluster)
         choices = self._with_several_devices(self.offered.within(fixed), fixed)
         if "micro_batch_size" in fixed:
             sizes = usable_sizes(choices.micro_batch_size or (), self.global_batch_size, self.graph)
@@ -329,6 +332,7 @@ def ask(
         ep=offered_ep(options.get("ep"), cluster, graph, target),
         micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
         recompute=offered_recompute(target),
+        offload=offered_offload(cluster, target, trains=recipe.trains),
     )
     question = Question(
         graph=graph,

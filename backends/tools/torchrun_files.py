@@ -18,7 +18,7 @@ from phaze.hardware.precision import PRECISIONS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.json_records import to_document
-from phaze.parallelism import STRATEGY_KEYS
+from phaze.parallelism import STRATEGY_KEYS, Offload
 from phaze.strategy_files import StrategyFile
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TorchrunTarget(ToolTarget):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything that one mesh can say: equal tp in all stages, and no idle devices."""
+        """Everything that one mesh can say: equal tp in all stages, no idle devices, and nothing of hosts."""
         return replace(
             Capabilities.everything(),
             allows_mixed_tp=False,
@@ -49,6 +49,7 @@ class TorchrunTarget(ToolTarget):
             allows_uneven_micro_batches=False,
             shards_whole_contexts=True,
             product_dtypes=frozenset(precision.product_dtype for precision in PRECISIONS.values()),
+            offloads=frozenset({Offload.NONE}),
         )
 
     def text_of(self, name: str, part: str | None, text: str) -> ConfigText | None:

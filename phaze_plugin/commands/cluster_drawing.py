@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -25,8 +26,8 @@ _JOINTS = {"switch": ", each to all", "ring": ", in a ring", "line": ", in a lin
 
 
 _HELP = """\
-TEXT is CHIP:COUNT[@NETWORK], or a cluster's JSON file. Without NETWORK the chip's own is taken. NETWORK is a known
-network's name, or levels with + between, innermost first:
+TEXT is CHIP:COUNT[@NETWORK][/host=..], or a cluster's JSON file. Without NETWORK the chip's own is taken. NETWORK is a
+known network's name, or levels with + between, innermost first:
   nvlink8+ib400              8 by the chip's own NVLink, then one 400 Gb/s InfiniBand adapter a device
   nvlink72+roce400/2         racks of 72, then Ethernet, 2 to 1 oversubscribed (*0.9: a tenth of the bandwidth is gone)
   nvlink8+4xib200            four adapters of 200 Gb/s for every 8 devices
@@ -34,6 +35,7 @@ network's name, or levels with + between, innermost first:
   nvlink8-gen4+ib400         NVLink of a generation, on a chip that has none or another one
   8x8x16, 16x16+dcn100       a torus of the chip's own links, slices of one over the data centre's network
   8x450GB/s+50GB/s           any links, by bandwidth per device and direction
+Behind it, /host=25GB/s,200GiB says what each device has of its host: bandwidth per direction, and memory.
 `phaze chips NAME` shows the own links of a chip; `phaze cluster` alone lists the networks and speeds that are known.
 """
 
@@ -71,6 +73,8 @@ def run(arguments: Namespace, console: Console) -> int:
     if arguments.text is None:
         return _list_networks(arguments, console)
     cluster = parse_cluster(arguments.text, installed_plugins())
+    if arguments.price_per_hour is not None:
+        cluster = replace(cluster, price_per_device_hour=arguments.price_per_hour)
     texts = list(_for_people(cluster, arguments.price_per_hour))
     if arguments.out is not None:
         save_cluster(cluster, arguments.out)
@@ -114,6 +118,9 @@ def _for_people(cluster: Cluster, price: float | None) -> Iterator[RenderableTyp
     )
     if price is not None:
         yield f"{price * count:,.2f} an hour, at {price:g} a device"
+    if cluster.host is not None:
+        rate, memory = cluster.host.bandwidth_bytes_per_s / 1e9, cluster.host.memory_bytes / _GIB
+        yield f"each device has {rate:.4g} GB/s per direction to {memory:,.4g} GiB of its host"
     joined = math.prod(level.size for level in cluster.levels)
     if joined > count:
         yield f"the levels could join {joined:,} devices: some groups are not full"

@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 FORMAT = "phaze-search"
-VERSION = 7
-"""Version 7 has plans of version 7; version 5 tells power, utilisation, networks, the best few and the best one's
+VERSION = 8
+"""Version 8 has plans of version 8; version 5 tells power, utilisation, networks, the best few and the best one's
 neighbours; version 4 carries a digest of its content; version 3 has the designs that were evaluated."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")

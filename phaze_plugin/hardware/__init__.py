@@ -3,7 +3,7 @@
 from phaze.hardware.accelerator import Accelerator, AcceleratorArray, MatrixRates
 from phaze.hardware.area_energy import EnergyModel, area_mm2, areas_mm2, energy_model
 from phaze.hardware.chip_presets import Preset, preset, preset_names, presets
-from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
+from phaze.hardware.cluster import Cluster, HostLink, InterconnectLevel, Links
 from phaze.hardware.cluster_text import find_accelerator, network_of, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
 from phaze.hardware.network_levels import ChipLink, Network, NetworkLevel, Torus, network_names, networks
@@ -28,6 +28,7 @@ __all__ = [
     "Cluster",
     "EnergyModel",
     "Fact",
+    "HostLink",
     "InterconnectLevel",
     "Links",
     "MatrixRates",

@@ -23,7 +23,7 @@ from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.field_checks import non_negative, positive, positive_integer
 
-__all__ = ["AxisSpan", "Cluster", "InterconnectLevel", "Links"]
+__all__ = ["AxisSpan", "Cluster", "HostLink", "InterconnectLevel", "Links"]
 
 
 class Links(StrEnum):
@@ -83,17 +83,32 @@ class AxisSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLink:
+    """What each device has of its host: bandwidth per direction, both at once, and memory."""
+
+    bandwidth_bytes_per_s: float
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        """Check both fields."""
+        bandwidth = positive("host link", "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+        object.__setattr__(self, "bandwidth_bytes_per_s", bandwidth)
+        object.__setattr__(self, "memory_bytes", positive_integer("host link", "memory_bytes", self.memory_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """``device_count`` equal accelerators joined by ``levels``, innermost first.
 
-    ``price_per_device_hour`` is the money that one device costs in an hour, where that is known. Levels that join fewer
-    devices than there are, and fields of other types, are a `HardwareError`.
+    ``price_per_device_hour`` is the money that one device costs in an hour, and ``host`` what it has of its host, where
+    these are known. Levels that join fewer devices than there are, and fields of other types, are a `HardwareError`.
     """
 
     accelerator: Accelerator
     device_count: int
     levels: tuple[InterconnectLevel, ...] = ()
     price_per_device_hour: float | None = None
+    host: HostLink | None = None
 
     def __post_init__(self) -> None:
         """Check types, and that the levels join all devices."""
@@ -112,6 +127,8 @@ class Cluster:
         if self.price_per_device_hour is not None:
             price = positive("cluster", "price_per_device_hour", self.price_per_device_hour)
             object.__setattr__(self, "price_per_device_hour", price)
+        if self.host is not None and not isinstance(self.host, HostLink):
+            raise HardwareError(f"cluster: host is {shown(self.host)}; expected a HostLink, or None.")
         joined = math.prod(level.size for level in self.levels)
         if joined < self.device_count:
             sizes = " x ".join(str(level.size) for level in self.levels) or "no levels"

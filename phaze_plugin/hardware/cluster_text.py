@@ -1,18 +1,20 @@
-"""Accelerators and clusters as users type them: a chip's name or file, and ``CHIP:COUNT[@NETWORK]``.
+"""Accelerators and clusters as users type them: a chip's name or file, and ``CHIP:COUNT[@NETWORK][/host=LINK,MEMORY]``.
 
 CHIP is a known accelerator's name or the path of an accelerator's JSON file, COUNT a number of devices, NETWORK a known
 network's name or its levels, such as ``nvlink8+ib400`` (`phaze.hardware.network_text`); the chip's own one when left
-out, `paper` where it has none. The path of a cluster's JSON file stands for the whole.
+out, `paper` where it has none. LINK and MEMORY, such as ``25GB/s,200GiB``, are what each device has of its host. The
+path of a cluster's JSON file stands for the whole.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
 from phaze.hardware.chip_presets import known_accelerator, links_of, preset, preset_names
-from phaze.hardware.cluster import Cluster
+from phaze.hardware.cluster import Cluster, HostLink
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.hardware.hardware_files import load_accelerator, load_cluster
 from phaze.hardware.network_levels import Network
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _NETWORK_OF_OTHER_CHIPS = "paper"
+_HOST = "/host="
 _MOST_DIGITS = 40
 """A count with more digits is not converted to a number: Python takes long over huge ones, and none is a cluster's."""
 
@@ -50,6 +53,7 @@ def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
     chip, colon, rest = text.strip().rpartition(":")
     if not colon and rest.endswith(".json"):
         return load_cluster(rest, plugins)
+    rest, has_host, host_text = rest.partition(_HOST)
     count_text, separator, network_text = rest.partition("@")
     if not chip or (separator and not network_text) or not (count_text.isascii() and count_text.isdigit()):
         raise HardwareError(
@@ -65,7 +69,20 @@ def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
     joining = network_of(chip, network_text, plugins)
     if network_text and any(level.name for level in joining.levels):
         read_network(text, count, joining)
-    return Cluster(accelerator, count, joining.joining(count))
+    return Cluster(accelerator, count, joining.joining(count), host=_host(text, host_text) if has_host else None)
+
+
+def _host(text: str, host_text: str) -> HostLink:
+    """What text such as ``25GB/s,200GiB`` says of a host."""
+    found = re.fullmatch(r"([0-9.]+)GB/s,([0-9.]+)(GiB|GB)", host_text)
+    try:
+        link, memory, unit = found.groups() if found else ("", "", "")
+        return HostLink(float(link) * 1e9, int(float(memory) * (2**30 if unit == "GiB" else 1e9)))
+    except ValueError as error:
+        raise HardwareError(
+            f"cluster {shown(text)} says host={shown(host_text)}; expected bandwidth per direction and memory of each "
+            "device, such as host=25GB/s,200GiB."
+        ) from error
 
 
 def network_of(chip: str, text: str = "", plugins: PluginManager | None = None) -> Network:

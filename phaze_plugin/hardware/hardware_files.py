@@ -5,7 +5,8 @@
  "levels": [{"size": n, "bandwidth_bytes_per_s": x, "latency_s": x}, ...]}}
 
 A level may also have "links": "ring" or "line" for a dimension of a torus; a switch is not written. A cluster may have
-"price_per_device_hour": money that one device costs in an hour.
+"price_per_device_hour": money that one device costs in an hour, and "host": {"bandwidth_bytes_per_s": x,
+"memory_bytes": n}, what each device has of its host, per direction.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from phaze.file_reading import read_document
 from phaze.file_writing import write_whole
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.chip_presets import known_accelerator
-from phaze.hardware.cluster import Cluster, InterconnectLevel, Links
+from phaze.hardware.cluster import Cluster, HostLink, InterconnectLevel, Links
 from phaze.json_schemas import DRAFT
 from phaze.schema_checks import SchemaCheck
 
@@ -58,6 +59,7 @@ _CLUSTER = _fields(
     Cluster,
     accelerator={"anyOf": [_ACCELERATOR, {"type": "string"}]},
     levels={"type": "array", "items": _LEVEL},
+    host=_fields(HostLink),
 )
 
 
@@ -103,9 +105,7 @@ def cluster_to_json(cluster: Cluster) -> dict[str, object]:
         links = level.pop("links")
         if links.is_row:
             level["links"] = links.value
-    if document["price_per_device_hour"] is None:
-        del document["price_per_device_hour"]
-    return document
+    return {name: value for name, value in document.items() if value is not None}
 
 
 def cluster_from_json(document: object, plugins: PluginManager | None = None) -> Cluster:
@@ -118,7 +118,8 @@ def cluster_from_json(document: object, plugins: PluginManager | None = None) ->
     chip = body["accelerator"]
     accelerator = known_accelerator(chip, plugins) if isinstance(chip, str) else _accelerator(chip)
     levels = tuple(_construct("level", InterconnectLevel, level) for level in body.get("levels", []))
-    return _construct("cluster", Cluster, {**body, "accelerator": accelerator, "levels": levels})
+    host = {"host": _construct("host", HostLink, body["host"])} if "host" in body else {}
+    return _construct("cluster", Cluster, {**body, "accelerator": accelerator, "levels": levels, **host})
 
 
 def save_accelerator(accelerator: Accelerator, path: str | Path) -> None:

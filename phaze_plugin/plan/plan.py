@@ -62,8 +62,8 @@ FORMAT = "phaze-plan"
 _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
-VERSION = 7
-"""Version 7 has objectives, version 6 calibrations with a share of 8-bit products."""
+VERSION = 8
+"""Version 8 says what is kept on the host, version 7 has objectives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from phaze.hardware.hardware_files import cluster_to_json
 from phaze.json_records import to_document
 from phaze.limits import check_limit
 from phaze.objective import ObjectiveKind
-from phaze.parallelism import Parallelism
+from phaze.parallelism import Offload, Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
 from phaze.plan.plan_status import PlanStatus, objective_gap, proven_status
 from phaze.question import content_hash
@@ -30,10 +30,13 @@ from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 if TYPE_CHECKING:
     from phaze.plan.plan import Landscape, Plan, Stage
 
-__all__ = ["MEMORY_ITEMS", "check_integrity"]
+__all__ = ["BESIDE_ITEMS", "MEMORY_ITEMS", "check_integrity"]
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 """What a stage's memory is made of."""
+
+BESIDE_ITEMS = ("total", "capacity", "host")
+"""What a stage's memory says beside what its device holds; "host" is what it keeps in the memory of its host."""
 
 _LONGER = 1 + 1e-6
 """How much longer than asked a step may be, so that rounding decides nothing."""
@@ -130,7 +133,11 @@ def _memory_contradiction(plan: Plan, stage: Stage) -> str | None:
     for name, derived in totals.items():
         if not _is_same(memory[name], derived):
             return f"has {name} memory of {memory[name]:.0f} bytes where its items make {derived:.0f}"
-    if memory.keys() - needed - {"reserved"}:
+    host = plan.cluster.host
+    most_host_bytes = 0 if host is None or plan.strategy.offload is Offload.NONE else host.memory_bytes
+    if memory.get("host", 0.0) > most_host_bytes * (1 + EQUAL_RESULTS):
+        return f"keeps {memory['host']:.0f} bytes on the host where it has {most_host_bytes}"
+    if memory.keys() - needed - {"reserved", "host"}:
         return "has memory of an unknown kind"
     is_close = math.isclose(totals["total"], device.capacity_bytes * (1 - device.margin), rel_tol=MEMORY_MARGIN)
     if stage.fit != device.fit and not is_close:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
+from phaze.parallelism import Offload
 from phaze.place import BoundedStrategies, PlacementProblem, PreparedProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import refuted_below
@@ -51,6 +52,7 @@ class CandidateSlicing:
         micro_batches: how many microbatches all pipelines pass together.
         network: prices of links, which serve all slicings.
         problem_of: the placement problem of profiles, within what the question allows.
+        offload: what its plans keep on the host.
     """
 
     sharded: ShardedModel
@@ -58,6 +60,7 @@ class CandidateSlicing:
     micro_batches: int
     network: Network
     problem_of: Callable[[ModelProfiles], PlacementProblem]
+    offload: Offload = Offload.NONE
 
     @cached_property
     def least_s(self) -> float:
@@ -69,7 +72,7 @@ class CandidateSlicing:
     @cached_property
     def slices(self) -> ModelProfiles:
         """Its quick profiles."""
-        return quick_profiles(self.sharded, self.options)
+        return replace(quick_profiles(self.sharded, self.options), offload=self.offload)
 
     @cached_property
     def problem(self) -> PlacementProblem:
@@ -129,7 +132,7 @@ class CandidateSlicing:
         """The profiles with schedules to the gap of the options: these ones, if they happen to be within it."""
         if max(report.gap for report in self.slices.reports.values()) <= options.gap + EQUAL_RESULTS:
             return self.slices
-        return profile_model(self.sharded, options)
+        return replace(profile_model(self.sharded, options), offload=self.offload)
 
 
 def most_promising(

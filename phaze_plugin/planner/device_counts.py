@@ -75,7 +75,7 @@ def find_answer(question: Question, watch: Watch) -> Answer:
     question = replace(question, offered=offered, choices=offered, grows=frozenset())
     if search.best_s == math.inf:
         return _nothing_fits(question, watch)
-    answer = _fastest_on(question, search.best_placement.parallelism.devices, watch, search)
+    answer = _fastest_on(question, search.best_placement.parallelism.device_count, watch, search)
     best = min(search.best_s, _value_of(answer))
     return replace(answer, bound_value=min(search.least, best))
 
@@ -226,7 +226,7 @@ class ValuedSearch(StrategySearch):
 
 def _energy_j(question: Question, slices: ModelProfiles, problem: PlacementProblem, placement: Placement) -> float:
     """Joules of a step of a plan, on the devices that it takes."""
-    used = on_devices(question, placement.parallelism.devices)
+    used = on_devices(question, placement.parallelism.device_count)
     return step_energy(used, _answer_of(used, slices, problem, placement), 1.0)["total_j"]
 
 
@@ -254,7 +254,7 @@ def _answer_of(question: Question, slices: ModelProfiles, problem: PlacementProb
 def _interrupted(question: Question, search: ValuedSearch) -> Answer:
     """The best plan of a search that was ended, of which only what follows from the question is claimed."""
     candidate, placement = search.best_candidate, search.best_placement
-    used = on_devices(question, placement.parallelism.devices)
+    used = on_devices(question, placement.parallelism.device_count)
     return replace(_answer_of(used, candidate.slices, candidate.problem, placement), is_interrupted=True)
 
 
@@ -283,14 +283,14 @@ def _fastest_on(question: Question, count: int, watch: Watch, search: ValuedSear
         if watch.is_over:
             return _interrupted(question, search)
         raise
-    if answer.placement.parallelism.devices < count:  # a strategy that the user gave may do better with fewer
-        return _fastest_on(question, answer.placement.parallelism.devices, watch, search)
+    if answer.placement.parallelism.device_count < count:  # a strategy that the user gave may do better with fewer
+        return _fastest_on(question, answer.placement.parallelism.device_count, watch, search)
     found, placement = search.best_candidate, search.best_placement
     if answer.is_feasible and search.best_s >= _value_of(answer) * (1 - EQUAL_RESULTS):
         return answer
     problem = strategy_problem(used, found.slices, placement.parallelism)
     alone = find_placement(problem, top=1).best
-    if alone is None or placement.parallelism.devices != count:
+    if alone is None or placement.parallelism.device_count != count:
         return answer
     settled = replace(_answer_of(answer.question, found.slices, problem, alone), bound_s=answer.bound_s)
     settled = replace(settled, candidates=(settled.candidate, *answer.candidates), pruned=answer.pruned)
@@ -312,5 +312,5 @@ def price_given_stages(question: Question, watch: Watch) -> Answer:
     if not question.objective.chooses_devices:
         return price_fixed_stages(question, watch)
     everywhere = on_devices(question, question.cluster.device_count)
-    count = price_fixed_stages(everywhere, watch).placement.parallelism.devices
+    count = price_fixed_stages(everywhere, watch).placement.parallelism.device_count
     return replace(price_fixed_stages(on_devices(question, count), watch), bound_value=None)

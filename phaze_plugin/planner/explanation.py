@@ -18,7 +18,7 @@ from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import RecomputeMode
-from phaze.parallelism import ALL_DEVICES, PIPELINE_SCHEDULES, Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
@@ -94,7 +94,7 @@ class _Kind:
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     """The best plan of each other kind: one that the search came across, else one that is looked for now."""
-    kinds = [*_other_kinds(answer.placement), *_other_sizes(answer)]
+    kinds = [*_other_kinds(answer.placement), *_other_axes(answer), *_other_sizes(answer)]
     watch.expect(len(kinds))
     found: dict[str, RunnerUp] = {}
     searchable = _Searchable(answer)
@@ -159,10 +159,6 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
         yield _Kind("no tensor parallelism", lambda plan: plan.tp == 1, includes=lambda slices: slices.tp == 1)
     else:
         yield _Kind("tensor parallelism", lambda plan: plan.tp > 1, includes=lambda slices: slices.tp > 1)
-    if parallelism.cp > 1:
-        yield _Kind("no context parallelism", lambda plan: plan.cp == 1, includes=lambda slices: slices.cp == 1)
-    if parallelism.ep > 1:
-        yield _Kind("no expert parallelism", lambda plan: plan.ep == 1, includes=lambda slices: slices.ep == 1)
     if parallelism.zero:
         yield _Kind("no ZeRO", lambda plan: not plan.zero, lambda problem: problem.choosing(zero=(0,)))
         if parallelism.shard_groups > 1:
@@ -173,6 +169,33 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
         mode, name = RecomputeMode.NONE, "no recompute"
     yield _Kind(name, lambda plan: set(plan.recompute) == {mode.value}, _with_recompute(mode))
+
+
+_AXES: tuple[tuple[str, object, str, str], ...] = (
+    ("cp", 1, "no context parallelism", "context parallelism"),
+    ("ep", 1, "no expert parallelism", "expert parallelism"),
+    ("offload", Offload.NONE, "optimizer states on the devices", "optimizer states on the host"),
+)
+"""Axes by which slicings differ beside tp: their name, their value where they are not used, and plans without them and
+with them in words."""
+
+
+def _other_axes(answer: Answer) -> Iterator[_Kind]:
+    """Plans without an axis that the plan uses, and with one that it does not use and that was looked at."""
+    looked_at = [candidate.slices for candidate in answer.candidates]
+    looked_at += [pruned.slicing.slices for pruned in answer.pruned]
+    for name, unused, without, using in _AXES:
+        if getattr(answer.placement.parallelism, name) != unused:
+            yield _of_axis(name, unused, without, is_used=False)
+        elif any(getattr(slices, name) != unused for slices in looked_at):
+            yield _of_axis(name, unused, using, is_used=True)
+
+
+def _of_axis(name: str, unused: object, text: str, *, is_used: bool) -> _Kind:
+    def has(chosen: Parallelism | ModelProfiles) -> bool:
+        return bool((getattr(chosen, name) != unused) == is_used)
+
+    return _Kind(text, has, includes=has)
 
 
 def _with_recompute(mode: RecomputeMode) -> Callable[[PlacementProblem], PlacementProblem | None]:
@@ -348,7 +371,7 @@ def twice_the_devices(cluster: Cluster) -> Cluster:
     if not cluster.levels:
         return cluster
     levels = (*cluster.levels[:-1], replace(cluster.levels[-1], size=2 * cluster.levels[-1].size))
-    return Cluster(cluster.accelerator, 2 * cluster.device_count, levels)
+    return replace(cluster, device_count=2 * cluster.device_count, levels=levels)
 
 
 def _faster_links(question: Question, answer: Answer) -> Change:
@@ -359,7 +382,8 @@ def _faster_links(question: Question, answer: Answer) -> Change:
     is_split = sequence_parallel_of(slices.sharded)
     axes = {"cp": slices.cp, "ep": slices.ep}
     model = slice_model(question, slices.graph, slices.tp, sequence_parallel=is_split, cluster=faster, **axes)
-    problem = placement_problem(question, profile_model(model, profile_options(question, slices.modes)), faster)
+    profiles = replace(profile_model(model, profile_options(question, slices.modes)), offload=slices.offload)
+    problem = placement_problem(question, profiles, faster)
     step_time_s = best_of([problem], answer.placement.time_s)
     return Change(text="twice the bandwidth of all links", step_time_s=step_time_s)
 

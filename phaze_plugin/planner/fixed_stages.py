@@ -7,7 +7,7 @@ bounds of the layers' schedules for their times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -127,7 +127,9 @@ class _Pricing:
             for model in models:
                 options = profile_options(self.question, profiled_modes(self.question))
                 try:
-                    self.priced += _priced_ways(self.question, profile_model(model, options))
+                    for kept in question.choices.offload:
+                        slices = replace(profile_model(model, options), offload=kept)
+                        self.priced += _priced_ways(self.question, slices)
                 except PlacementError as error:  # none of the ways to fill it in runs
                     self.unrunnable = str(error)
             self.watch.step()
@@ -213,6 +215,7 @@ def _filled(
                         schedule=schedule,
                         zero=zero,
                         shard=shard,
+                        offload=problem.offload,
                     )
                     yield parallelism, recompute
 

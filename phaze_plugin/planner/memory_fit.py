@@ -16,6 +16,7 @@ from phaze.installed import installed_plugins
 from phaze.ir import RecomputeMode
 from phaze.parallelism import ZERO_STAGES, Parallelism
 from phaze.plan.plan import Plan
+from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.planner.planning import evaluate, plan_for
 from phaze.planner.progress import Watch
 from phaze.question import QuestionOptions, ask
@@ -145,7 +146,7 @@ def _fit_of(plan: Plan, changes: tuple[MemoryChange, ...]) -> MemoryFit:
     fullest = max((stage.memory_bytes for stage in plan.stages), key=lambda memory: memory["total"])
     return MemoryFit(
         fit=_worst(plan),
-        items_gib={item: size / _GIB for item, size in fullest.items() if item not in ("total", "capacity") and size},
+        items_gib={item: size / _GIB for item, size in fullest.items() if item not in BESIDE_ITEMS and size},
         total_gib=fullest["total"] / _GIB,
         capacity_gib=fullest["capacity"] / _GIB,
         margin=plan.question.calibration.margin,

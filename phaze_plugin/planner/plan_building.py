@@ -211,6 +211,8 @@ def _memory(memory: DeviceMemory) -> dict[str, float]:
     items = {item: getattr(memory, f"{item}_bytes") for item in MEMORY_ITEMS}
     if memory.reserved_bytes:
         items["reserved"] = memory.reserved_bytes
+    if memory.host_bytes:
+        items["host"] = memory.host_bytes
     return {**items, "total": memory.total_bytes + memory.reserved_bytes, "capacity": memory.capacity_bytes}
 
 

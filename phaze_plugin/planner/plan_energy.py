@@ -3,7 +3,8 @@
 The items that `step_energy` adds up are these:
 
 compute        every pass of every microbatch on every device of its stage, what is recomputed included
-communication  bytes that devices send (tensor-parallel collectives, gradients, gathered parameters, boundaries)
+communication  bytes that devices send (tensor-parallel collectives, gradients, gathered parameters, boundaries, and
+               what they exchange with their hosts)
 update         the optimizer on every shard
 static         leakage and clocks of all devices of the cluster for the whole step
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from phaze.cost import price_works, update_work
 from phaze.hardware import AcceleratorArray, energy_model
-from phaze.parallelism import Parallelism
+from phaze.parallelism import Offload, Parallelism
 from phaze.place import Flow, PlacedStage, PlacementProblem
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.planner.strategy_search import Answer
@@ -105,6 +106,8 @@ def _of_parameters(
         on_devices = tp * parallelism.replicas * parameters
         updated += on_devices / float(part.optimizer_shards)
         sent += on_devices * _sent_bytes_per_parameter(part, batches)
+    if problem.offload is Offload.OPTIMIZER:  # states come from the host and go back
+        sent += 2 * updated * problem.recipe.optimizer_bytes
     return updated, sent
 
 

@@ -11,7 +11,7 @@ from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
 from phaze.objective import ObjectiveKind
-from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, Offload, Parallelism, PipelineSchedule
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
@@ -316,6 +316,9 @@ def _axes_not_run(question: Question, runs: Capabilities) -> list[str]:
     for name, is_run in (("cp", runs.allows_context_parallel), ("ep", runs.allows_expert_parallel)):
         if fixed.get(name, 1) != 1 and not is_run:
             wrong.append(f"{name} {fixed[name]} (it runs {name} 1)")
+    offload = fixed.get("offload", Offload.NONE)
+    if offload not in runs.offloads:
+        wrong.append(f"offload {offload} (it runs {', '.join(sorted(runs.offloads))})")
     replicas = fixed.get("dp", 0), fixed.get("cp", 1)
     all_devices = (ALL_DEVICES, math.prod(int(str(degree)) for degree in replicas))
     shard = fixed.get("shard", ALL_DEVICES)

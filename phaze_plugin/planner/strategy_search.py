@@ -271,7 +271,9 @@ class StrategySearch:
             self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []
         micro_batches, problem_of = self.question.global_batch_size // size, partial(narrowed_problem, self.question)
-        return [CandidateSlicing(model, self.options, micro_batches, self.network, problem_of) for model in models]
+        made = partial(CandidateSlicing, options=self.options, micro_batches=micro_batches, network=self.network)
+        kept = self.question.choices.offload
+        return [made(model, problem_of=problem_of, offload=each) for model in models for each in kept]
 
     @property
     def gap(self) -> float:
@@ -346,8 +348,8 @@ class StrategySearch:
         self.watch.best_step_time_s = placement.time_s
 
 
-def _degrees(slices: ModelProfiles) -> tuple[int, int, int, int]:
-    return slices.micro_batch_size, slices.tp, slices.cp, slices.ep
+def _degrees(slices: ModelProfiles) -> tuple[int | str, ...]:
+    return slices.micro_batch_size, slices.tp, slices.cp, slices.ep, slices.offload
 
 
 def _ways(tp: int, cp: int, ep: int) -> str:
@@ -382,7 +384,8 @@ def choose(question: Question, watch: Watch) -> Answer:
         is_interrupted = True
     question = search.question
     if not search.candidates:
-        offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees))
+        is_tp = question.cp_degrees == question.ep_degrees == (1,)  # else another tp would not help
+        offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees)) if is_tp else ""
         reasons = " ".join(dict.fromkeys(search.refused.values()))
         raise PlanError(f"the model cannot be sliced as asked. {reasons}{offer}")
     answer = replace(_best(search.candidates, question), pruned=tuple(search.pruned), refused=search.refused)
@@ -428,6 +431,7 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
         ep=slices.ep,
         recipe=question.recipe,
         capabilities=question.capabilities.at_degrees(tp=slices.tp, cp=slices.cp, ep=slices.ep),
+        offload=slices.offload,
         choices=Choices(recompute=tuple(mode for mode in slices.modes if mode in _runnable_modes(question))),
         memory_margin=question.calibration.margin,
         calibration=question.calibration,
@@ -453,7 +457,7 @@ def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProb
 
 def strategy_problem(question: Question, slices: ModelProfiles, parallelism: Parallelism) -> PlacementProblem:
     """The placement problem of one strategy: exactly the one that is solved where the strategy is evaluated."""
-    names = ("dp", "cp", "ep", "tp", "pp", "schedule", "chunks", "zero", "shard")
+    names = ("dp", "cp", "ep", "tp", "pp", "schedule", "chunks", "zero", "shard", "offload")
     fixed = {
         **question.fixed,
         **{name: getattr(parallelism, name) for name in names},
@@ -467,6 +471,7 @@ def _is_one_strategy(question: Question) -> bool:
     """Whether the question leaves nothing open but stages and what is recomputed."""
     needed = {"dp", "tp", "pp", "zero", "micro_batch_size", "sequence_parallel", "schedule"}
     needed |= {name for name in ("cp", "ep") if getattr(question, f"{name}_degrees") != (1,)}
+    needed |= {"offload"} if len(question.choices.offload) > 1 else set()
     needed |= set() if question.fixed.get("zero") == 0 or not question.capabilities.allows_shard_groups else {"shard"}
     needed |= {"chunks"} if question.fixed.get("schedule") is PipelineSchedule.INTERLEAVED else set()
     return needed <= question.fixed.keys()

@@ -18,7 +18,7 @@ from phaze.cost import Calibration
 from phaze.errors import ShardError
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, OpKind, RecomputeMode
-from phaze.parallelism import MIXED_SEQUENCES
+from phaze.parallelism import MIXED_SEQUENCES, Offload
 from phaze.profile.layer_passes import (
     LayerReport,
     ProfileOptions,
@@ -77,6 +77,7 @@ class ModelProfiles:
         modes: recompute modes that were profiled.
         profiles: by layer, tp and recompute mode.
         reports: the passes behind the profiles.
+        offload: what plans of these slices keep on the host.
     """
 
     graph: Graph
@@ -85,6 +86,7 @@ class ModelProfiles:
     modes: tuple[RecomputeMode, ...]
     profiles: Mapping[ProfileKey, LayerProfile]
     reports: Mapping[ProfileKey, LayerReport]
+    offload: Offload = Offload.NONE
 
     @property
     def micro_batch_size(self) -> int:
@@ -366,7 +368,7 @@ def dominates(first: ModelProfiles, second: ModelProfiles) -> bool:
     the simulated time of a strategy only grows with each of them.
     """
     layers = range(len(first.placement.layers))
-    return all(
+    return first.offload is second.offload and all(
         _is_no_more(first.placed(layer, mode), second.placed(layer, mode), first.tp)
         for layer in layers
         for mode in first.modes

@@ -8,6 +8,7 @@ from typing import Any
 
 from phaze.ir import Graph, Phase
 from phaze.plan.plan import Plan
+from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.report.comparison_page import difference_table, speedup_text
 from phaze.report.html_elements import Markup, element, table
 from phaze.report.plan_page import GIB
@@ -53,7 +54,7 @@ def _memory_bars(plan: Plan) -> Markup:
     rows = [
         (
             f"place {place}",
-            {item: size / GIB for item, size in by_place[place].items() if item not in ("total", "capacity") and size},
+            {item: size / GIB for item, size in by_place[place].items() if item not in BESIDE_ITEMS and size},
         )
         for place in sorted(by_place)[:_MOST_BARS]
     ]

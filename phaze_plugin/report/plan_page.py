@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from phaze.parallelism import ALL_DEVICES, Parallelism
 from phaze.plan.plan import Landscape, LayerKind, Plan, PlanStatus, SplitDim
+from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.report.device_mesh import link_traffic, places
 from phaze.report.html_elements import Markup, element, joined, table
 from phaze.report.page import build_page, chart, section
@@ -154,7 +155,7 @@ def _memory_by_place(plan: Plan) -> list[Mapping[str, float]]:
 
 
 def _memory_items(memory: Mapping[str, float]) -> dict[str, float]:
-    return {item: size / GIB for item, size in memory.items() if item not in ("total", "capacity") and size > 0}
+    return {item: size / GIB for item, size in memory.items() if item not in BESIDE_ITEMS and size > 0}
 
 
 def tiles(plan: Plan) -> Markup:

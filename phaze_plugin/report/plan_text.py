@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from phaze.objective import ObjectiveKind
-from phaze.parallelism import MIXED_SEQUENCES, Parallelism
+from phaze.parallelism import MIXED_SEQUENCES, Offload, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
+from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.printable_text import with_printable_text
 
 __all__ = [
@@ -55,10 +56,20 @@ def summary(plan: Plan) -> str:
             "prices    ",
             f"{plan.provenance.prices}{_unpriced(plan)}; {certainty_text(plan)}; target {plan.provenance.target}",
         ),
+        *_host_lines(plan),
         "",
         *_stage_table(plan.stages),
     ]
     return "\n".join(lines)
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    """What is kept on hosts, where something is."""
+    kept, host = max(stage.memory_bytes.get("host", 0.0) for stage in plan.stages), plan.cluster.host
+    if not kept or host is None:
+        return []
+    text = f"up to {kept / 2**30:.1f} of {host.memory_bytes / 2**30:.0f} GiB for each device, optimizer states"
+    return _paragraph("on hosts  ", text)
 
 
 def objective_text(plan: Plan) -> str:
@@ -171,6 +182,8 @@ def strategy_text(strategy: Parallelism) -> str:
     if strategy.tp > 1:
         words.append(_SEQUENCE_WORDS[strategy.sequence_parallel])
     words.append(f"recompute {recompute}")
+    if strategy.offload is Offload.OPTIMIZER:
+        words.append("optimizer states on the host")
     return ", ".join(words)
 
 
@@ -273,7 +286,7 @@ def _stage_table(stages: Sequence[Stage]) -> list[str]:
 
 def _stage_row(index: int, stage: Stage) -> tuple[str, ...]:
     memory = stage.memory_bytes
-    largest = max((item for item in memory if item not in ("total", "capacity")), key=lambda item: memory[item])
+    largest = max((item for item in memory if item not in BESIDE_ITEMS), key=lambda item: memory[item])
     return (
         str(index),
         _layer_range(stage.layers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from phaze.errors import ShardError
@@ -113,6 +113,7 @@ def _proof_of(question: Question, slices: ModelProfiles, time_s: _Time, effort: 
     if effort.left <= 0 and quick.faster is None:
         return quick
     scheduled = profile_model(slices.sharded, profile_options(question, profiled_modes(question)))
+    scheduled = replace(scheduled, offload=slices.offload)
     exact = prove_plainly(narrowed_problem(question, scheduled), time_s, effort)
     is_better = quick.faster is not None or exact.faster is not None or exact.left_open < quick.left_open
     return exact if is_better else quick
@@ -133,5 +134,5 @@ def _sliced(question: Question, watch: Watch) -> Iterator[ModelProfiles]:
             models = slicings(question, graphs.at(size, tp=tp, cp=cp, ep=ep), tp, cp=cp, ep=ep)
         except ShardError:  # no plan can have these degrees
             continue
-        for model in models:
-            yield quick_profiles(model, options)
+        for model, kept in product(models, question.choices.offload):
+            yield replace(quick_profiles(model, options), offload=kept)

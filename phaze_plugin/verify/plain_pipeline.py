@@ -31,6 +31,7 @@ class PlainStage:
         held_bytes: parameters, gradients and optimizer states, by these names.
         working_bytes: the most that a layer needs beside stashes.
         buffer_bytes: buffers of transfers and collectives.
+        host_bytes: optimizer states that are kept on the host.
     """
 
     forward_s: float = 0.0
@@ -45,6 +46,7 @@ class PlainStage:
     held_bytes: dict[str, float] = field(default_factory=dict)
     working_bytes: float = 0.0
     buffer_bytes: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def scratch_bytes(self) -> float:

@@ -30,6 +30,10 @@ _UPDATED_PARAMETERS = 1 << 30
 """Parameters of the update that is priced to know the seconds of one: so many that fixed costs do not show."""
 
 
+_BUCKET_BYTES = 64 * 2**20
+"""States pass through the device in two buckets of this size."""
+
+
 class _Groups(NamedTuple):
     """The devices that hold copies of the same parameters: groups that share ZeRO's states.
 
@@ -288,7 +292,11 @@ class PlainCosts:
             calibration, chip = self.problem.calibration, self.problem.cluster.accelerator
             works = [update_work(self.problem.recipe, _UPDATED_PARAMETERS, stack=calibration.stack)]
             estimate = price_works(works, chip, calibration=calibration, energy=self.energy)
-            self.known_s["update",] = float(estimate.spread_s[0, 0]) / _UPDATED_PARAMETERS
+            update_s = float(estimate.spread_s[0, 0]) / _UPDATED_PARAMETERS
+            host = self.problem.cluster.host
+            if host is not None and self.problem.offload == "optimizer":  # all states pass over the link, both ways
+                update_s = max(update_s, self.problem.recipe.optimizer_bytes / host.bandwidth_bytes_per_s)
+            self.known_s["update",] = update_s
         return self.known_s["update",]
 
     def _untied_parameters(self, layer: int) -> float:
@@ -346,6 +354,12 @@ class PlainCosts:
         result.working_bytes = peak_bytes - stashed_bytes
         spread_bytes = self._spread_parameters() * (recipe.parameter_bytes + recipe.gradient_bytes)
         result.buffer_bytes = transferred_bytes + spread_bytes
+        host = self.problem.cluster.host
+        if host is not None and self.problem.offload == "optimizer":
+            states_bytes = result.held_bytes["optimizer"]
+            result.host_bytes = min(states_bytes, host.memory_bytes / self.parallelism.chunks)
+            result.held_bytes["optimizer"] = states_bytes - result.host_bytes
+            result.buffer_bytes += 2 * min(result.host_bytes, _BUCKET_BYTES)
         if zero >= 2:
             result.buffer_bytes += largest * recipe.reduction_bytes
         if zero == 3:  # one layer's parameters are gathered while another's are used

@@ -47,6 +47,7 @@ def plain_strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
                     shard=shard,
                     schedule=schedule,
                     chunks=chunks,
+                    offload=problem.offload,
                 )
 
 

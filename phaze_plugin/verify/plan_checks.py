@@ -224,11 +224,13 @@ def _memory_findings(
             [stages[chunk * pp + place] for chunk in range(chunk_count)],
             [plain_in_flight(schedule, pp, micro_batches, chunk_count, place, chunk) for chunk in range(chunk_count)],
         )
+        host_bytes = items.pop("host", 0.0)
         is_fitting &= sum(items.values()) <= usable_bytes
         no_claim: Mapping[str, float] = {}  # no stage of the plan says that it has this place
         claimed = next((stage.memory_bytes for stage in plan.stages if stage.place == place), no_claim)
         for item in MEMORY_ITEMS:
             yield _number_finding(f"place {place}: {item} bytes", claimed.get(item, math.nan), items[item])
+        yield _number_finding(f"place {place}: bytes on the host", claimed.get("host", 0.0), host_bytes)
     yield Finding("feasibility", str(plan.is_feasible), str(is_fitting), plan.is_feasible == is_fitting)
 
 
@@ -245,8 +247,10 @@ def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dic
     """Memory of one device by item, from its chunks and the microbatches that each of them holds."""
     held = {name: sum(stage.held_bytes[name] for stage in chunks) for name in ("parameters", "gradients", "optimizer")}
     largest = max(chunks, key=lambda stage: stage.scratch_bytes)
+    host_bytes = sum(stage.host_bytes for stage in chunks)
     return {
         **held,
+        **({"host": host_bytes} if host_bytes else {}),
         "activations": sum(count * stage.stash_bytes for stage, count in zip(chunks, in_flight, strict=True)),
         "working": largest.working_bytes,
         "buffers": largest.buffer_bytes,

@@ -5,9 +5,9 @@ from random import Random
 
 from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
-from phaze.hardware import Cluster, InterconnectLevel, Links, precision_recipe, preset
+from phaze.hardware import Cluster, HostLink, InterconnectLevel, Links, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
-from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Parallelism, PipelineSchedule
+from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Offload, Parallelism, PipelineSchedule
 from phaze.place import PlacementProblem, find_placement
 from phaze.profile.layer_profile import (
     BoundaryTensor,
@@ -195,6 +195,13 @@ def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
         cp=random.choice([1, 1, 2, 3]),
         ep=random.choice([1, 1, 2, 3, 4]),
     )
+
+
+def with_host(problem: PlacementProblem, seed: int) -> PlacementProblem:
+    """The problem with optimizer states on hosts whose links and memory are small or large."""
+    random = Random(seed + 3)
+    host = HostLink(random.choice([1e6, 1e8, 1e12]), int(random.choice([1e5, 5e6, 1e9])))
+    return replace(problem, cluster=replace(problem.cluster, host=host), offload=Offload.OPTIMIZER)
 
 
 def changed(problem: PlacementProblem, **changes: object) -> PlacementProblem:

@@ -11,6 +11,9 @@ With p trained parameters on the device and n microbatches in flight (`build_mem
     buffers      what is received at both ends; what ZeRO's collectives need for the stage's largest layer; parameters
                  that are sharded over stages, whole, and their gradient
 
+Optimizer states that are offloaded are kept on the host, which has an equal part of its memory for each chunk; what it
+does not hold stays on the device, which has two buckets as buffers for what passes through it.
+
 A device with several chunks adds up the first four and takes the largest of the last two. What ZeRO shards and buffers
 is in `zero_sharding.py`. Whether a device fits, with the margin and the calibration's reserve, is `DeviceMemory.fit`.
 """
@@ -27,7 +30,11 @@ from phaze.place.model.stage_space import FloatArray
 from phaze.place.model.stage_sums import StageSums
 from phaze.place.model.zero_sharding import ZeroSharding
 
-__all__ = ["DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
+__all__ = ["OFFLOAD_BUCKET_BYTES", "DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
+
+OFFLOAD_BUCKET_BYTES = 64 * 2**20
+"""States come from the host in buckets of this size: one is updated while another one moves. 64 MiB take about 3 ms on
+a PCIe link, so that starting a transfer does not count."""
 
 
 class Fit(StrEnum):
@@ -40,7 +47,7 @@ class Fit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes on one device of a stage, and what it has."""
+    """Bytes on one device of a stage, what it has, and what it keeps on the host, which is no part of the total."""
 
     parameters_bytes: float
     gradients_bytes: float
@@ -51,6 +58,7 @@ class DeviceMemory:
     capacity_bytes: float
     margin: float
     reserve: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -81,6 +89,7 @@ class MemoryTable:
     stashed_bytes: FloatArray
     working_bytes: FloatArray
     buffers_bytes: FloatArray
+    host_bytes: FloatArray
 
     @property
     def held_bytes(self) -> FloatArray:
@@ -108,13 +117,17 @@ class MemoryTable:
             capacity_bytes=float(problem.cluster.accelerator.hbm_bytes),
             margin=problem.memory_margin,
             reserve=problem.calibration.reserve,
+            host_bytes=float(self.host_bytes[stages].sum()),
         )
 
 
 def build_memory_table(
-    problem: PlacementProblem, sums: StageSums, sharding: ZeroSharding, whole_parameters: float
+    problem: PlacementProblem, sums: StageSums, sharding: ZeroSharding, whole_parameters: float, chunks: int = 1
 ) -> MemoryTable:
-    """The items of all stages at one tp; ``whole_parameters`` are held in parts, and whole during a batch."""
+    """The items of all stages at one tp; ``whole_parameters`` are held in parts, and whole during a batch.
+
+    A device has so many ``chunks``.
+    """
     recipe, kinds = problem.recipe, sharding.by_kind(problem.ep)
     by_kind = [(part, parameters.parameters) for part, parameters in zip(kinds, sums.kinds(problem.ep), strict=True)]
     buffers = sums.received_bytes + sums.sent_bytes
@@ -127,11 +140,14 @@ def build_memory_table(
         np.asarray(sum(parameters / getattr(part, name) for part, parameters in by_kind))
         for name in ("parameter_shards", "gradient_shards", "optimizer_shards")
     )
+    states_bytes = recipe.optimizer_bytes * states
+    host_bytes = np.minimum(states_bytes, problem.host_bytes / chunks)
     return MemoryTable(
         parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.frozen_bytes),
         gradients_bytes=recipe.gradient_bytes * gradients,
-        optimizer_bytes=recipe.optimizer_bytes * states,
+        optimizer_bytes=states_bytes - host_bytes,
         stashed_bytes=sums.stashed_bytes,
         working_bytes=sums.working_bytes,
-        buffers_bytes=buffers,
+        buffers_bytes=buffers + 2 * np.minimum(host_bytes, OFFLOAD_BUCKET_BYTES),
+        host_bytes=host_bytes,
     )

@@ -237,7 +237,9 @@ def _least_bottleneck(
 def _stages_within(prepared: PreparedProblem, parallelism: Parallelism, limit_bytes: float) -> IntArray:
     """Stages that may need no more than the limit even with one microbatch in flight."""
     sums, problem = prepared.stage_sums[parallelism.tp], prepared.problem
-    sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
+    sharding = ZeroSharding(
+        problem.device_recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups
+    )
     counts = (sums.stage_local_parameters - sums.expert_parameters, sums.expert_parameters)
     needs = sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
     for kind, count in zip(sharding.by_kind(problem.ep), counts, strict=False):

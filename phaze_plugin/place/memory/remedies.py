@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from phaze.hardware import Cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.parallelism import ZERO_STAGES, PipelineSchedule
 from phaze.place.memory.least_memory_plan import least_memory
@@ -236,7 +235,7 @@ def _with_devices(prepared: PreparedProblem, count: int) -> PreparedProblem:
     levels, joined = list(cluster.levels), math.prod(level.size for level in cluster.levels)
     if joined < count:
         levels[-1] = replace(levels[-1], size=-(-count * levels[-1].size // joined))
-    return prepared.with_cluster(Cluster(cluster.accelerator, count, tuple(levels)))
+    return prepared.with_cluster(replace(cluster, device_count=count, levels=tuple(levels)))
 
 
 def _hbm(prepared: PreparedProblem, peak_bytes: float | None) -> Remedy | None:

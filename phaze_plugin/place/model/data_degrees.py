@@ -66,7 +66,7 @@ class DataDegrees:
     def sharding(self, problem: PlacementProblem) -> tuple[ZeroSharding, ...]:
         """What ZeRO holds with the largest groups: of dense parameters, and of experts where ep divides them."""
         groups = self.dp * problem.cp // self.shard
-        return ZeroSharding(problem.recipe, self.zero, self.shard, groups).by_kind(problem.ep)
+        return ZeroSharding(problem.device_recipe, self.zero, self.shard, groups).by_kind(problem.ep)
 
     def shares(self, problem: PlacementProblem) -> tuple[DataShares, ...]:
         """What is held and moved at least, for each kind of parameters."""

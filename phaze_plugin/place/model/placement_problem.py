@@ -11,7 +11,7 @@ from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL, Calibration
 from phaze.errors import PlacementError
 from phaze.hardware import Cluster, PrecisionRecipe
-from phaze.parallelism import ALL_DEVICES, ZERO_STAGES, Choices
+from phaze.parallelism import ALL_DEVICES, ZERO_STAGES, Choices, Offload
 from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey, RecomputeMode
 
 __all__ = ["PlacementProblem"]
@@ -40,6 +40,7 @@ class PlacementProblem:
         cp: devices that each sequence is split over, in every profile: seconds include the collectives inside of
             layers, and sizes are those of one device.
         ep: devices that experts are divided over, likewise; a divisor of dp x cp in every strategy.
+        offload: what every plan keeps in the memory of its hosts.
 
     Raises:
         PlacementError: a count, a margin or a choice cannot be, a profile is missing, or no layer is sliced at any tp.
@@ -60,12 +61,15 @@ class PlacementProblem:
     accelerator: int = 0
     cp: int = 1
     ep: int = 1
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         """Check counts, choices and profiles."""
         for name in ("cp", "ep"):
             if getattr(self, name) < 1:
                 raise PlacementError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.offload is not Offload.NONE and self.cluster.host is None:
+            raise PlacementError(f"offload is {self.offload}, but the cluster names no host.")
         if self.micro_batches < 1:
             raise PlacementError(f"micro_batches is {self.micro_batches}; expected at least 1.")
         if not 0 <= self.memory_margin < 1:
@@ -93,6 +97,19 @@ class PlacementProblem:
         if self.allows_marginal:
             return capacity
         return capacity * (1 - self.memory_margin) / (1 + self.calibration.reserve)
+
+    @property
+    def device_recipe(self) -> PrecisionRecipe:
+        """Bytes per parameter that devices hold at least: without optimizer states where these are on the host."""
+        if self.offload is Offload.NONE:
+            return self.recipe
+        return replace(self.recipe, master_bytes=0, state_bytes=0)
+
+    @property
+    def host_bytes(self) -> float:
+        """Memory of the host that one device has for what is offloaded."""
+        is_used = self.offload is not Offload.NONE and self.cluster.host is not None
+        return float(self.cluster.host.memory_bytes) if is_used and self.cluster.host else 0.0
 
     @property
     def needs_even_micro_batches(self) -> bool:

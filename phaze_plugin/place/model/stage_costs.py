@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import Offload, Parallelism, PipelineSchedule
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import DataPrices, Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
@@ -80,10 +80,16 @@ class StageCosts:
 
 
 def update_s_per_parameter(problem: PlacementProblem) -> float:
-    """Seconds that updating one parameter takes on one device."""
+    """Seconds that updating one parameter takes on one device.
+
+    States that are kept on the host are read and written over its link, both ways at once, while others are updated.
+    """
     works = [update_work(problem.recipe, _PROBE_PARAMETERS, stack=problem.calibration.stack)]
     estimate = price_works(works, problem.cluster.accelerator, calibration=problem.calibration)
-    return float(estimate.spread_s[0, 0]) / _PROBE_PARAMETERS
+    update_s = float(estimate.spread_s[0, 0]) / _PROBE_PARAMETERS
+    if problem.offload is Offload.NONE or problem.cluster.host is None:
+        return update_s
+    return max(update_s, problem.recipe.optimizer_bytes / problem.cluster.host.bandwidth_bytes_per_s)
 
 
 def build_stage_costs(
@@ -108,7 +114,9 @@ def build_stage_costs(
     sums = sums.sharded_over_stages(stages)
     received, returned = _transfers_s(sums, network, parallelism)
     devices = np.where(sums.is_sliced | (not mixes_tp), sums.tp, 1)
-    sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
+    sharding = ZeroSharding(
+        problem.device_recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups
+    )
     axes = [
         _DataAxis(problem, sums, parameters, network, part, stride, parallelism.device_count, devices)
         for parameters, part, stride in zip(
@@ -136,7 +144,7 @@ def build_stage_costs(
         tie_s=_tie_s(problem, sums, network, parallelism) + stage_sharded_s,
         finish_s=np.asarray(sum(axis.updated(update_s) for axis in axes)),
         devices=devices,
-        memory=build_memory_table(problem, sums, sharding, whole_parameters),
+        memory=build_memory_table(problem, sums, sharding, whole_parameters, parallelism.chunks),
     )
 
 

@@ -135,6 +135,7 @@ class ParallelismTable:
             chunks=int(self.chunks[index]),
             schedule=SCHEDULES[self.schedule[index]],
             zero=int(self.zero[index]),
+            offload=problem.offload,
         )
 
 

@@ -74,7 +74,7 @@ class PlanValue:
         """A bound under the value of a strategy's plans, if none of them takes less than so many seconds."""
         if seconds > self.most_s or math.isinf(seconds):
             return math.inf
-        devices = parallelism.devices
+        devices = parallelism.device_count
         line = devices * (self.per_device + self.per_device_second * seconds)
         return line + self.constant + self.further(parallelism)
 
@@ -89,8 +89,8 @@ class PlanValue:
 
     def seconds_below(self, parallelism: Parallelism, value: float) -> float:
         """Seconds that a plan of a strategy must beat to have a lower value; 0 where none can."""
-        left = value - parallelism.devices * self.per_device - self.constant - self.further(parallelism)
-        return self._seconds(left, parallelism.devices)
+        left = value - parallelism.device_count * self.per_device - self.constant - self.further(parallelism)
+        return self._seconds(left, parallelism.device_count)
 
     def _seconds(self, left: float, devices: int) -> float:
         if left <= 0:

@@ -41,7 +41,9 @@ def assert_least(problem: PlacementProblem, seed: int) -> None:
     times_s = brute_force(problem)
     prepared = PreparedProblem.of(problem)
     for value in values(problem, times_s, seed):
-        tried = [value.of(strategy, time_s) for strategy, time_s in times_s.items() if value.allows(strategy.devices)]
+        tried = [
+            value.of(strategy, time_s) for strategy, time_s in times_s.items() if value.allows(strategy.device_count)
+        ]
         least = min(tried, default=math.inf)
         strategies = prepared.strategies()
         likely = search_by_value(prepared, likely_strategies(prepared, strategies, value), value)
@@ -79,7 +81,7 @@ def test_the_least_value_of_six_layers_on_eight_devices_is_that_of_trying_everyt
 def test_with_a_gap_the_value_and_its_bound_enclose_the_least(seed: int) -> None:
     problem = on_any_devices(random_problem(seed))
     value, prepared = PlanValue(per_device_second=1.0), PreparedProblem.of(problem)
-    least = min((strategy.devices * time_s for strategy, time_s in brute_force(problem).items()), default=math.inf)
+    least = min((strategy.device_count * time_s for strategy, time_s in brute_force(problem).items()), default=math.inf)
     found = search_by_value(prepared, unrefuted(prepared, prepared.strategies(), value, math.inf), value, gap=0.1)
     if math.isinf(least):
         assert found.plan is None
