@@ -9,7 +9,7 @@ from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster
 from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
 from phaze.ir.sequence_factors import token_lengths
-from phaze.parallelism import Offload
+from phaze.parallelism import Choices, Offload
 from phaze.shard.expert_slicing import expert_counts
 from phaze.target_choice import ChosenTarget
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_host",
     "growing",
     "marks_batch",
+    "offered_choices",
     "offered_cp",
     "offered_ep",
     "offered_offload",
@@ -69,6 +70,27 @@ def numbers(name: str, values: object) -> tuple[int, ...]:
     if not numbers:
         raise QuestionError(f"{name} is empty; expected at least one whole number, or None for the default.")
     return numbers
+
+
+def offered_choices(
+    options: Mapping[str, object],
+    cluster: Cluster,
+    graph: Graph,
+    target: ChosenTarget,
+    batch_size: int,
+    notes: list[str],
+    *,
+    trains: bool,
+) -> Choices:
+    """What may be chosen where no strategy is given; `notes` are told what the graph does not leave open."""
+    return Choices(
+        tp=offered_tp(options.get("tp"), cluster),
+        cp=offered_cp(options.get("cp"), cluster, graph, target),
+        ep=offered_ep(options.get("ep"), cluster, graph, target),
+        micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
+        recompute=offered_recompute(target),
+        offload=offered_offload(cluster, target, trains=trains),
+    )
 
 
 def offered_sizes(

@@ -43,12 +43,7 @@ from phaze.offered_choices import (
     check_host,
     growing,
     marks_batch,
-    offered_cp,
-    offered_ep,
-    offered_offload,
-    offered_recompute,
-    offered_sizes,
-    offered_tp,
+    offered_choices,
     positive,
     refuse_tp,
     usable_sizes,
@@ -326,14 +321,7 @@ def ask(
     calibration = options.get("calibration")
     if calibration is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)
-    offered = Choices(
-        tp=offered_tp(options.get("tp"), cluster),
-        cp=offered_cp(options.get("cp"), cluster, graph, target),
-        ep=offered_ep(options.get("ep"), cluster, graph, target),
-        micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
-        recompute=offered_recompute(target),
-        offload=offered_offload(cluster, target, trains=recipe.trains),
-    )
+    offered = offered_choices(options, cluster, graph, target, batch_size, notes, trains=recipe.trains)
     question = Question(
         graph=graph,
         cluster=cluster,

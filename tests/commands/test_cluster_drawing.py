@@ -1,6 +1,7 @@
 """`phaze cluster`: what is understood of a text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,12 @@ def test_json_has_the_cluster_and_the_seconds(capsys: pytest.CaptureFixture[str]
     assert [level["size"] for level in document["cluster"]["levels"]] == [72, 8]
     assert document["price_per_hour"] == 576 * 3.5
     assert len(document["all_reduce_s"]) == 2
-    assert load_cluster(path) == parse_cluster("gb200:576")
+    assert load_cluster(path) == replace(parse_cluster("gb200:576"), price_per_device_hour=3.5)
+
+
+def test_a_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "h100:16/host=55GB/s,256GiB"]) == 0
+    assert "each device has 55 GB/s per direction to 256 GiB of its host" in capsys.readouterr().out
 
 
 def test_without_a_text_the_known_networks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
