@@ -77,7 +77,9 @@ def find_answer(question: Question, watch: Watch) -> Answer:
         return _nothing_fits(question, watch)
     answer = _fastest_on(question, search.best_placement.parallelism.device_count, watch, search)
     best = min(search.best_s, _value_of(answer))
-    return replace(answer, bound_value=min(search.least, best))
+    # What was ruled out before it was looked at has at least the value of the best plan by then, but for the gap.
+    least = min(search.least, search.best_s * (1 - search.gap)) if search.pruned else search.least
+    return replace(answer, bound_value=min(least, best))
 
 
 def answered_question(question: Question, answer: Answer) -> Question:
@@ -165,8 +167,15 @@ class ValuedSearch(StrategySearch):
 
     @property
     def target_s(self) -> float:
-        """Without end: what is made small is no step time, so that no step time rules a slicing out."""
-        return math.inf
+        """Seconds on all devices that a slicing must beat to be of use: every value grows with device-seconds."""
+        question, value = self.question, self.best_s * (1 - self.gap)
+        match question.objective.kind:
+            case ObjectiveKind.COST:
+                return value / question.cluster.device_count
+            case ObjectiveKind.ENERGY:
+                return value / question.cluster.device_count / static_power_w(question)
+            case _:
+                return math.inf
 
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and search one slicing, unless it cannot be better than what is known."""

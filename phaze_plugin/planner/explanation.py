@@ -182,8 +182,8 @@ with them in words."""
 
 def _other_axes(answer: Answer) -> Iterator[_Kind]:
     """Plans without an axis that the plan uses, and with one that it does not use and that was looked at."""
-    looked_at = [candidate.slices for candidate in answer.candidates]
-    looked_at += [pruned.slicing.slices for pruned in answer.pruned]
+    looked_at: list[ModelProfiles | CandidateSlicing] = [candidate.slices for candidate in answer.candidates]
+    looked_at += [pruned.slicing for pruned in answer.pruned]
     for name, unused, without, using in _AXES:
         if getattr(answer.placement.parallelism, name) != unused:
             yield _of_axis(name, unused, without, is_used=False)
@@ -192,7 +192,7 @@ def _other_axes(answer: Answer) -> Iterator[_Kind]:
 
 
 def _of_axis(name: str, unused: object, text: str, *, is_used: bool) -> _Kind:
-    def has(chosen: Parallelism | ModelProfiles) -> bool:
+    def has(chosen: Parallelism | ModelProfiles | CandidateSlicing) -> bool:
         return bool((getattr(chosen, name) != unused) == is_used)
 
     return _Kind(text, has, includes=has)

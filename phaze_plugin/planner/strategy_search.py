@@ -270,10 +270,9 @@ class StrategySearch:
         except ShardError as error:
             self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []
-        micro_batches, problem_of = self.question.global_batch_size // size, partial(narrowed_problem, self.question)
-        made = partial(CandidateSlicing, options=self.options, micro_batches=micro_batches, network=self.network)
-        kept = self.question.choices.offload
-        return [made(model, problem_of=problem_of, offload=each) for model in models for each in kept]
+        shared = (self.options, self.question.global_batch_size // size, self.network)
+        problem_of, kept = partial(narrowed_problem, self.question), self.question.choices.offload
+        return [CandidateSlicing(model, *shared, problem_of, each) for model in models for each in kept]
 
     @property
     def gap(self) -> float:
@@ -384,8 +383,7 @@ def choose(question: Question, watch: Watch) -> Answer:
         is_interrupted = True
     question = search.question
     if not search.candidates:
-        is_tp = question.cp_degrees == question.ep_degrees == (1,)  # else another tp would not help
-        offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees)) if is_tp else ""
+        offer = nearest_tp(question, question.micro_batch_sizes[0], max(question.tp_degrees))
         reasons = " ".join(dict.fromkeys(search.refused.values()))
         raise PlanError(f"the model cannot be sliced as asked. {reasons}{offer}")
     answer = replace(_best(search.candidates, question), pruned=tuple(search.pruned), refused=search.refused)
@@ -403,8 +401,8 @@ def _divided(values: Sequence[int], most: int) -> tuple[list[int], list[int]]:
 
 
 def nearest_tp(question: Question, size: int, tp: int) -> str:
-    """The largest smaller tp that slices the model and divides the devices, as an offer."""
-    for smaller in range(tp - 1, 0, -1):
+    """The largest smaller tp that slices the model and divides the devices, as an offer, where cp and ep are 1."""
+    for smaller in range(tp - 1, 0, -1) if question.cp_degrees == question.ep_degrees == (1,) else ():
         if question.cluster.device_count % smaller:
             continue
         try:
@@ -422,6 +420,8 @@ def graph_at(question: Question, size: int) -> Graph:
 
 def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluster | None = None) -> PlacementProblem:
     """The placement problem of some slices, on the question's cluster or another one."""
+    # Modes that the target runs, and those that are asked for.
+    modes = {*question.capabilities.recompute_modes, *question.choices.recompute}
     return PlacementProblem(
         graph=slices.placement,
         profiles=slices.profiles,
@@ -432,15 +432,10 @@ def placement_problem(question: Question, slices: ModelProfiles, cluster: Cluste
         recipe=question.recipe,
         capabilities=question.capabilities.at_degrees(tp=slices.tp, cp=slices.cp, ep=slices.ep),
         offload=slices.offload,
-        choices=Choices(recompute=tuple(mode for mode in slices.modes if mode in _runnable_modes(question))),
+        choices=Choices(recompute=tuple(mode for mode in slices.modes if mode in modes)),
         memory_margin=question.calibration.margin,
         calibration=question.calibration,
     )
-
-
-def _runnable_modes(question: Question) -> set[str]:
-    """The recompute modes that the target runs, and those that are asked for."""
-    return {*question.capabilities.recompute_modes, *question.choices.recompute}
 
 
 def narrowed_problem(question: Question, slices: ModelProfiles) -> PlacementProblem:

@@ -90,6 +90,16 @@ def test_the_fewest_devices_that_hold_a_step_time_are_those_below_which_every_st
     assert "whose steps take at most" in str(plan)
 
 
+def test_steps_of_many_seconds_are_not_taken_for_devices() -> None:
+    cluster = small_cluster(MEMORY, 4)
+    chip = cluster.accelerator
+    slow = replace(chip, clock_hz=chip.clock_hz / 1e5, hbm_bandwidth_bytes_per_s=chip.hbm_bandwidth_bytes_per_s / 1e5)
+    asked = {**ASKED, "micro_batch_size": (1, 2), "objective": "devices"}
+    plan = phaze.optimize(small_graph(), cluster=replace(cluster, accelerator=slow), **asked)
+    assert plan.step_time_s > 10
+    assert plan.cluster.device_count == planned("devices").cluster.device_count
+
+
 def test_the_least_energy_is_no_more_than_that_of_the_fastest_plan_of_any_size() -> None:
     plan = checked(planned("energy"))
     energies = [fastest_on(count).energy["per_token_j"] for count in range(1, 5) if fastest_on(count).is_feasible]
