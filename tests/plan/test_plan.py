@@ -29,8 +29,9 @@ def test_json_has_the_documented_names() -> None:
         document
     )
     keys = ["dp", "shard", "zero", "cp", "ep", "tp", "sequence_parallel", "pp", "schedule", "chunks"]
-    keys += ["micro_batch_size", "recompute"]
+    keys += ["micro_batch_size", "recompute", "offload"]
     assert list(document["strategy"]) == keys
+    assert document["value"] == {"reached": document["step_time_s"], "bound": document["bound_s"]}
     assert {"layers", "devices", "memory_bytes"} <= set(document["stages"][0])
     assert list(document["run"]) == ["seconds", "is_cached", "digest"]
     assert list(document["hashes"]) == ["graph", "hardware", "question", "version"]
