@@ -13,39 +13,42 @@ from torch_rank_cases import Answers, Strategy, check_equality, run_strategies
 
 CASES: dict[str, Strategy] = {
     "llama-cached tp2": {"tp": 2},
-    "llama-cached tp2 recompute": {"tp": 2, "recompute": "full"},
     "llama-cached pp2": {"pp": 2, "schedule": "1f1b"},
-    "gpt2-cached tp2": {"tp": 2},
-    "neox-cached tp2": {"tp": 2},
     "qwen3-cached tp2": {"tp": 2},
     "t5-cached tp2": {"tp": 2},
-    "nanogpt dp2": {"dp": 2},
     "nanogpt tp2": {"tp": 2},
     "nanogpt pp2": {"pp": 2},
     "nanogpt-indexed tp2": {"tp": 2},
-    "nanogpt-indexed pp2": {"pp": 2},
     "encoder pp2": {"pp": 2},
     "gemma3 dp2 zero3": {"dp": 2, "zero": 3},
     "gemma3 tp2": {"tp": 2},
     "mamba dp2 zero3": {"dp": 2, "zero": 3},
-    "mixtral dp2": {"dp": 2},
     "mixtral tp2": {"tp": 2},
     "qwen2-moe dp2": {"dp": 2},
-    "deepseek-v3 dp2": {"dp": 2},
-    "gpt-oss dp2": {"dp": 2},
     "mixtral ep2": {"dp": 2, "ep": 2},
     "mixtral-balanced cp2 ep2": {"cp": 2, "ep": 2, "micro_batch_size": 8},
     "qwen2-moe ep2 zero3": {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"},
-    "qwen2-moe cp2": {"cp": 2},
     "deepseek-v3 ep2": {"dp": 2, "ep": 2},
     "gpt-oss ep2": {"dp": 2, "ep": 2},
     "spare dp2 zero3": {"dp": 2, "zero": 3},
-    "spare pp2": {"pp": 2},
     "checkpointed tp2": {"tp": 2},
     "checkpointed pp2": {"pp": 2},
-    "batch-normed dp2": {"dp": 2, "micro_batch_size": 4},
     "batch-normed dp2 zero3": {"dp": 2, "micro_batch_size": 4, "zero": 3},
 }
+CASES_IN_FULL: dict[str, Strategy] = {
+    "llama-cached tp2 recompute": {"tp": 2, "recompute": "full"},
+    "gpt2-cached tp2": {"tp": 2},
+    "neox-cached tp2": {"tp": 2},
+    "nanogpt-indexed pp2": {"pp": 2},
+    "nanogpt dp2": {"dp": 2},
+    "mixtral dp2": {"dp": 2},
+    "deepseek-v3 dp2": {"dp": 2},
+    "gpt-oss dp2": {"dp": 2},
+    "qwen2-moe cp2": {"cp": 2},
+    "spare pp2": {"pp": 2},
+    "batch-normed dp2": {"dp": 2, "micro_batch_size": 4},
+}
+"""Cases beside those of the default run, whose models and degrees that one has in other combinations."""
 LOOPS: dict[str, Strategy] = {
     "llama loop dp2 zero3": {"dp": 2, "zero": 3},
     "llama loop tp2": {"tp": 2, "sequence_parallel": True},
@@ -112,6 +115,13 @@ def check_loop(answer: dict[str, Any]) -> None:
     assert "error" not in answer, answer.get("trace")
     assert answer["loop"] < 1e-5
     assert answer["parameter"] < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_every_model_as_it_comes_trains_as_in_one_process(tmp_path: Path) -> None:
+    answer_of = run_strategies(tmp_path, 2, CASES_IN_FULL)
+    for name in CASES_IN_FULL:
+        check_equality(answer_of(name), most=2e-6)
 
 
 @pytest.mark.exhaustive
