@@ -63,7 +63,7 @@ check: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check .
 	@$(PYTHON_IN_VENV) -m mypy -p phaze
-	@$(PYTHON_IN_VENV) -m mypy tests/sample_plugin/phaze_sample tests/oracles
+	@$(PYTHON_IN_VENV) -m mypy examples/plugin/phaze_sample tests/oracles
 
 package: $(TEST_STAMP)
 	@$(PYTHON_IN_VENV) -m build

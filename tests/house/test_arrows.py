@@ -32,7 +32,7 @@ def test_no_room_imports_what_lies_outside_it(folder: str) -> None:
 def test_the_installed_name_is_the_only_one_imported() -> None:
     broken = [
         (str(path.relative_to(ROOT)), name)
-        for folder in (*ROOMS, "tests", "benchmarks")
+        for folder in (*ROOMS, "tests", "benchmarks", "examples")
         for path in source_files(folder)
         for name in imported_modules(parsed(path))
         if name.split(".")[0] in ROOMS

@@ -13,7 +13,7 @@ from repository import ROOMS, ROOT, tracked_files
 
 import phaze
 
-SAMPLE = ROOT / "tests" / "sample_plugin"
+SAMPLE = ROOT / "examples" / "plugin"
 TRACKED = [path.relative_to(ROOT) for path in tracked_files()]
 
 
