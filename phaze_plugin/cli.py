@@ -1,7 +1,8 @@
 """The frame of the command line: `phaze [--debug] [--memory-limit GIB] COMMAND ...`.
 
 Exit codes: 0 fine; 1 a PhazeError or an unreadable file, shown in one block without a traceback; 2 wrong usage; 130
-interrupted. `--debug`, before or after the command, shows the traceback as well. `--memory-limit` ends a command that
+interrupted. `--debug`, before or after the command, shows the traceback as well. Where a topic of `phaze help` explains
+more, an error's last line names it. `--memory-limit` ends a command that
 takes more, with an error. Results go to standard output, errors and warnings to standard error. Whatever is printed is
 printable: names from files cannot steer a terminal, and no encoding fails.
 """
@@ -20,16 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-import phaze
 from phaze.commands import COMMANDS
-from phaze.commands.command import Command, CommandGroup, ExitCode
+from phaze.commands.command import Command, ExitCode
+from phaze.commands.command_parser import build_parser
+from phaze.commands.help_topics import topic_of_error
 from phaze.errors import LimitError, PhazeError
 from phaze.printable_text import printable
 
 __all__ = ["main"]
-
-_MOST_GIBIBYTES = 2**30
-"""No machine has as much memory: a larger limit is a mistake, and would not fit the system's own number."""
 
 PIPE_WIDTH = 120
 """Columns of a table that is not shown on a terminal, unless COLUMNS says otherwise."""
@@ -65,52 +64,6 @@ def run_command(command: Command, arguments: argparse.Namespace, console: Consol
     except KeyboardInterrupt as error:
         error_console.print(f"interrupted: {error}" if error.args else "interrupted")
         return ExitCode.INTERRUPTED
-
-
-def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
-    """The parser of the whole command line, with the commands under their headings."""
-    parser = argparse.ArgumentParser(
-        prog="phaze",
-        usage="phaze [--help] [--version] [--debug] [--memory-limit GIB] COMMAND ...",
-        description=phaze.__doc__,
-        epilog=_command_list(commands),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"phaze {phaze.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    limit_help = "end with an error when a process of the command takes more than so many GiB of memory"
-    parser.add_argument("--memory-limit", type=gibibytes, metavar="GIB", help=limit_help)
-    parser.set_defaults(command=None)
-    subparsers = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="phaze")
-    for command in commands:
-        subparser = subparsers.add_parser(command.name, description=f"{command.summary}.")
-        subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        subparser.add_argument(
-            "--memory-limit", type=gibibytes, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar="GIB"
-        )
-        subparser.set_defaults(command=command)
-        command.configure(subparser)
-    return parser
-
-
-def _command_list(commands: Sequence[Command]) -> str:
-    lines: list[str] = []
-    for group in CommandGroup:
-        members = [command for command in commands if command.group is group]
-        if members:
-            lines += [f"{group}:", *(f"  {command.name:<12}{command.summary}" for command in members), ""]
-    return "\n".join([*lines, "`phaze COMMAND --help` explains one command."])
-
-
-def gibibytes(text: str) -> float:
-    """An argument's type: a positive number of GiB."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < _MOST_GIBIBYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")
-    return value
 
 
 def limit_memory(limit_gib: float | None) -> None:
@@ -156,11 +109,14 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def show_error(error: Exception, console: Console, *, with_traceback: bool) -> None:
-    """One readable block: what kind of error, and its message, which says what to do next."""
+    """One readable block: what kind of error, its message, which says what to do next, and a topic that helps."""
     if with_traceback:
         console.out("".join(traceback.format_exception(error)), highlight=False)
     kind = type(error).__name__
     lines = [printable(line, keeps_lines=True) for line in (str(error) or kind, *getattr(error, "__notes__", ()))]
+    topic = topic_of_error(error)
+    if topic is not None:
+        lines.append(f"see: phaze help {topic}")
     console.print(Text.assemble(("error", "bold red"), f" ({kind}): ", "\n".join(lines)), soft_wrap=True)
 
 

@@ -8,6 +8,7 @@ from phaze.commands.cost_table import cost
 from phaze.commands.doctor_report import doctor
 from phaze.commands.export_files import export_plan
 from phaze.commands.fit_model import fit_model
+from phaze.commands.help_pages import help_command
 from phaze.commands.import_model import import_model
 from phaze.commands.model_list import models
 from phaze.commands.plan_commands import evaluate_strategy, optimize_model
@@ -17,6 +18,7 @@ from phaze.commands.saved_plan_commands import compare_plans, explain_plan, veri
 from phaze.commands.schedule_layers import schedule_command
 from phaze.commands.schema_list import print_schema
 from phaze.commands.search_designs import search_designs
+from phaze.commands.shell_completion import completion_command
 
 __all__ = ["COMMANDS"]
 
@@ -38,6 +40,8 @@ COMMANDS: tuple[Command, ...] = (
     reproduce_paper,
     verify_plan,
     export_plan,
+    help_command,
     print_schema,
+    completion_command,
     doctor,
 )

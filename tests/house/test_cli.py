@@ -81,6 +81,7 @@ def test_a_phaze_error_is_one_block_on_standard_error_without_a_traceback(capsys
     assert captured.out == ""
     assert captured.err == (
         "error (UnknownNameError): unknown accelerator 'a10'. Did you mean a100-80gb? Known: a100-80gb, h100.\n"
+        "see: phaze help cluster\n"
     )
 
 
@@ -88,7 +89,9 @@ def test_notes_of_an_error_are_shown(capsys: pytest.CaptureFixture[str]) -> None
     error = HardwareError("clock_hz is 0; expected a positive number.")
     error.add_note("while reading chips.json")
     assert outcome(raising(error)) == 1
-    assert capsys.readouterr().err.endswith("expected a positive number.\nwhile reading chips.json\n")
+    assert capsys.readouterr().err.endswith(
+        "expected a positive number.\nwhile reading chips.json\nsee: phaze help cluster\n"
+    )
 
 
 @pytest.mark.parametrize("argv", [["--debug", "try"], ["try", "--debug"]])
@@ -97,7 +100,7 @@ def test_debug_shows_the_traceback_before_the_block(argv: list[str], capsys: pyt
     assert run_command(parsed.command, parsed, make_console(), make_console(stderr=True)) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "error (HardwareError): no such chip"
+    assert lines[-2:] == ["error (HardwareError): no such chip", "see: phaze help cluster"]
 
 
 def test_a_missing_file_is_an_error_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

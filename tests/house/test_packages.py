@@ -8,13 +8,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from repository import ROOMS, ROOT, module_name, source_files, tracked_files
+
+import phaze
 
 TOP_LEVEL = {
     ".ci",
+    ".github",
     ".gitignore",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
     "MANIFEST.in",
@@ -23,6 +28,7 @@ TOP_LEVEL = {
     "SECURITY.md",
     "backends",
     "benchmarks",
+    "examples",
     "frontends",
     "hooks",
     "phaze_plugin",
@@ -114,3 +120,19 @@ def test_every_exported_name_exists_and_is_exported_once(module: str) -> None:
     exported = getattr(importlib.import_module(module), "__all__", [])
     assert len(set(exported)) == len(exported)
     assert [name for name in exported if not hasattr(importlib.import_module(module), name)] == []
+
+
+def test_the_citation_names_this_version_and_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == phaze.__version__
+    assert [reference["identifiers"][0]["value"] for reference in citation["references"]] == ["arXiv:2407.13143"]
+
+
+def test_issue_templates_are_forms_with_something_to_fill_in() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.stem != "config":
+            assert {"name", "description", "body"} <= set(form)
+            identifiers = [field["id"] for field in form["body"]]
+            assert len(identifiers) == len(set(identifiers)) >= 2

@@ -1,0 +1,130 @@
+"""`phaze help`: topics are listed and explained, commands too, and errors name topics that exist."""
+
+import inspect
+import re
+
+import pytest
+
+from phaze import errors
+from phaze.cli import main
+from phaze.commands import COMMANDS
+from phaze.commands.command_parser import build_parser
+from phaze.commands.help_topics import _TOPIC_OF_CLASS, _TOPIC_OF_WORD, TOPICS, topic_of_error
+from phaze.errors import FormatError, HardwareError, PhazeError, PlanError, QuestionError, UnknownNameError
+from phaze.parallelism import STRATEGY_KEYS
+
+MOST_LINES = 24
+"""A text fits on a terminal of the usual height."""
+MOST_COLUMNS = 110
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["help", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_topics_are_listed_with_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    told = printed(capsys)
+    for name, topic in TOPICS.items():
+        assert re.search(rf"^  {name} +{re.escape(topic.summary)}$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_a_topic_is_short_and_printed_as_it_is_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, name).startswith(f"{name}: {TOPICS[name].summary}\n\n{TOPICS[name].text}\n")
+    lines = TOPICS[name].text.splitlines()
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= MOST_COLUMNS
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_the_commands_of_a_topic_can_be_typed(name: str) -> None:
+    for line in re.findall(r"^\$ phaze (.*)$", TOPICS[name].text, re.MULTILINE):
+        build_parser(COMMANDS).parse_args(line.split())
+
+
+def test_every_command_that_a_topic_names_exists() -> None:
+    names = {command.name for command in COMMANDS}
+    told = {word for topic in TOPICS.values() for word in re.findall(r"(?:`|\$ )phaze ([a-z]+)", topic.text)}
+    assert told <= names
+    named_topics = {word for topic in TOPICS.values() for word in re.findall(r"phaze help ([a-z]+)", topic.text)}
+    assert named_topics <= {*TOPICS, *names}
+
+
+def test_the_strategys_text_has_every_key_but_the_number_of_layers_in_stages() -> None:
+    told = TOPICS["strategy"].text
+    assert [key for key in STRATEGY_KEYS if not re.search(rf"\b{key}\b", told)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_help_of_a_command_is_what_its_own_option_prints(
+    command: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = command.name  # type: ignore[attr-defined]
+    told = printed(capsys, name)
+    if name in TOPICS:
+        assert f"`phaze {name} --help`" in told
+        return
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert told == capsys.readouterr().out
+
+
+def test_a_misspelt_topic_is_answered_with_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "stratgy"]) == 1
+    assert "unknown topic 'stratgy'. Did you mean strategy?" in capsys.readouterr().err
+
+
+def test_every_word_that_leads_to_a_topic_leads_to_one_that_exists() -> None:
+    assert {*_TOPIC_OF_CLASS.values(), *_TOPIC_OF_WORD.values()} <= set(TOPICS)
+
+
+def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> None:
+    """Graphs, schedules and plans contradict themselves in too many ways for one text."""
+    classes = {
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, PhazeError) and value is not PhazeError
+    }
+    without = {errors.GraphError, errors.ScheduleError, errors.PlanError, QuestionError, UnknownNameError}
+    assert set(_TOPIC_OF_CLASS) == classes - without
+
+
+@pytest.mark.parametrize(
+    ("error", "topic"),
+    [
+        (HardwareError("no such chip"), "cluster"),
+        (FormatError("plan.json is cut short"), "files"),
+        (QuestionError("strategy has dp 3, but ..."), "strategy"),
+        (QuestionError("precision is 'bf15'; expected ..."), "precision"),
+        (QuestionError("progress is 3; expected a function."), None),
+        (UnknownNameError("model or missing file", "gpt", ["gpt2"]), "models"),
+        (UnknownNameError("term of a calibration", "x", ["matrix"]), "calibration"),
+        (UnknownNameError("layer", "x", ["h.0"]), None),
+        (PlanError("the plan is of another model"), None),
+        (OSError("No such file"), None),
+    ],
+    ids=str,
+)
+def test_an_error_leads_to_the_topic_that_explains_it(error: Exception, topic: str | None) -> None:
+    assert topic_of_error(error) == topic
+
+
+@pytest.mark.parametrize(
+    ("arguments", "topic"),
+    [
+        (["optimize", "gpt2", "--cluster", "a100"], "cluster"),
+        (["optimize", "gpt", "--cluster", "a100-80gb:8"], "models"),
+        (["optimize", "gpt2", "--cluster", "a100-80gb:8", "--precision", "bf15"], "precision"),
+        (["optimize", "gpt2", "--cluster", "a100-80gb:8", "--objective", "money"], "objectives"),
+        (["optimize", "gpt2", "--cluster", "a100-80gb:8", "--target", "titan"], "targets"),
+        (["evaluate", "gpt2", "--cluster", "a100-80gb:8", "--strategy", "tpp=5"], "strategy"),
+        (["optimize", "gpt2", "--cluster", "a100-80gb:99999999"], "limits"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_the_last_line_of_an_error_names_the_topic(
+    arguments: list[str], topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"see: phaze help {topic}"
