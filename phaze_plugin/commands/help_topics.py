@@ -19,8 +19,8 @@ from phaze.errors import (
     ImportModelError,
     LimitError,
     PlacementError,
+    PlanError,
     PluginError,
-    QuestionError,
     ShardError,
     SolverError,
     UnknownNameError,
@@ -309,9 +309,9 @@ _FIRST_WORD = re.compile(r"(?:unknown )?(\w+)")
 def topic_of_error(error: BaseException) -> str | None:
     """The topic that helps with an error, or None where none does.
 
-    Of a wrong argument and of an unknown name the message begins with what it is about.
+    The message of a plan that cannot be, of a wrong argument and of an unknown name begins with what it is about.
     """
-    if isinstance(error, QuestionError | UnknownNameError):
+    if isinstance(error, PlanError | UnknownNameError):
         word = _FIRST_WORD.match(str(error))
         return _TOPIC_OF_WORD.get(word[1]) if word else None
     return next((topic for kind, topic in _TOPIC_OF_CLASS.items() if isinstance(error, kind)), None)

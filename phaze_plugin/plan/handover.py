@@ -164,6 +164,7 @@ def _find_target(plan: Plan, plugins: PluginManager, name: str) -> Target:
     reasons = obstacles(plan, target.capabilities)
     if reasons:
         raise PlanError(
-            f"target {name!r} cannot run this plan: it has {', '.join(reasons)}. Plan with target={name!r}."
+            f"target {name!r} cannot run this plan: it has {', '.join(reasons)}. Plan with target={name!r} "
+            f"(--target {name})."
         )
     return target

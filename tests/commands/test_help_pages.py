@@ -102,6 +102,7 @@ def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> No
         (UnknownNameError("term of a calibration", "x", ["matrix"]), "calibration"),
         (UnknownNameError("layer", "x", ["h.0"]), None),
         (PlanError("the plan is of another model"), None),
+        (PlanError("target 'torchtitan' cannot run this plan: it has ZeRO stage 1."), "targets"),
         (OSError("No such file"), None),
     ],
     ids=str,
