@@ -86,11 +86,12 @@ def _mark_arguments(command: str, parser: ArgumentParser, words: Mapping[str, Se
     import shtab
 
     for action in parser._actions:
-        known = words.get(f"{command}.{action.dest}", words.get(action.dest))
-        if action.metavar == "MODEL" and known is not None:
-            completes: object = _words_or_files("_phaze_models", known)
-        elif known is not None:
-            completes = shtab.cmd(shlex.join(["printf", r"%s\n", *known]))
+        if isinstance(action.metavar, str):  # zsh would end the placeholder at a colon, and read on as what is offered
+            action.metavar = action.metavar.replace(":", " ")
+        key = f"{command}.{action.dest}" if f"{command}.{action.dest}" in words else action.dest
+        if key in words:
+            takes_files = action.metavar == "MODEL"
+            completes = _offers(f"_phaze_{key.replace('.', '_')}", words[key], takes_files=takes_files)
         elif action.metavar in _FILES:
             completes = shtab.FILE
         elif action.metavar == "DIR":
@@ -100,17 +101,19 @@ def _mark_arguments(command: str, parser: ArgumentParser, words: Mapping[str, Se
         action.complete = completes  # type: ignore[attr-defined]
 
 
-def _words_or_files(function: str, words: Sequence[str]) -> Mapping[str, object]:
-    """A completion that shtab has none of: known words, and files as well."""
+def _offers(function: str, words: Sequence[str], *, takes_files: bool) -> Mapping[str, object]:
+    """What shtab writes of an argument that takes known words, and perhaps files as well: a function of each shell."""
     listed = shlex.join(words)
+    bash, zsh, fish = f'compgen -W "{listed}" -- "$1"', f"compadd -- {listed}", rf"printf '%s\n' {listed}"
+    if takes_files:
+        bash += '\n  compgen -f -- "$1"'
+        zsh += "\n  _files"
+        fish += "; __fish_complete_path (commandline -ct)"
     return {
         "bash": function,
         "zsh": function,
-        "fish": rf"(printf '%s\n' {listed}; __fish_complete_path (commandline -ct))",
-        "preamble": {
-            "bash": f'{function}() {{\n  compgen -W "{listed}" -- "$1"\n  compgen -f -- "$1"\n}}',
-            "zsh": f"{function}() {{\n  compadd -- {listed}\n  _files\n}}",
-        },
+        "fish": f"({fish})",
+        "preamble": {"bash": f"{function}() {{\n  {bash}\n}}", "zsh": f"{function}() {{\n  {zsh}\n}}"},
     }
 
 
