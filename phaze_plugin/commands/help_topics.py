@@ -57,8 +57,8 @@ A model is one of
 $ phaze import gpt2-xl
 $ phaze optimize python:train.py:model --cluster a100-80gb:8
 
-shows how a model was understood, and plans one of your own. Operators without a rule are priced by their
-bytes and reported. In Python, `phaze.optimize(model, inputs)` takes live modules and functions as well.
+The first command shows how a model was understood, the second plans one of your own. Operators without a
+rule are priced and reported. In Python, `phaze.optimize(model, inputs)` takes live modules and functions.
 """,
         ),
         "cluster": _topic(
@@ -75,8 +75,8 @@ Levels of a network stand innermost first, with + between. A count is a number o
 $ phaze chips
 $ phaze cluster h100:512@nvlink8+ib400
 
-lists the chips with their memory, and shows what was understood of a text. A cluster of several kinds of
-chips cannot be described.
+The first command lists the chips with their memory, the second shows what was understood of a text. All
+devices of a cluster are of one kind.
 """,
         ),
         "strategy": _topic(
@@ -85,21 +85,23 @@ chips cannot be described.
 A strategy is a list of KEY=VALUE with commas between; what is left out is chosen for you.
   dp                  copies of the pipeline, each with its part of the batch
   tp                  devices that each layer's matrices are split over; it must divide the attention heads
-  pp                  stages of the pipeline; schedule (gpipe, 1f1b, interleaved-1f1b, zero-bubble), chunks
+  pp                  stages of the pipeline, and chunks, how many of them lie on each device
+  schedule            the order of a pipeline's passes: gpipe, 1f1b, interleaved-1f1b or zero-bubble
   cp                  devices that each sequence is split over
   ep                  devices that experts are divided over; a divisor of dp x cp
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp
-  micro_batch_size    sequences that run at once; dp x micro_batch_size divides the global batch
-  recompute           none, selective, full: what is computed again in backward to save memory
+  micro_batch_size    sequences of a copy that run at once
+  recompute           what is computed again in backward to save memory: none, selective or full
   sequence_parallel   whether activations between layers are split over the tp devices
+  stages              how many layers each stage has, such as stages=12+13+13+12
   offload             optimizer: keep its states in the host's memory
 
 dp x cp x tp x pp is the number of devices.
 
 $ phaze evaluate gpt2-xl --cluster a100-80gb:8 --strategy dp=4,pp=2,zero=1
 
-prices one and names the single change that helps most. `--from FILE` reads the strategy of a torchtitan,
-Megatron, DeepSpeed, Accelerate or MaxText job.
+This prices a strategy and names the single change that helps most. `--from FILE` reads the strategy of a
+torchtitan, Megatron, DeepSpeed, Accelerate or MaxText job.
 """,
         ),
         "precision": _topic(
@@ -109,8 +111,8 @@ Megatron, DeepSpeed, Accelerate or MaxText job.
 --optimizer adamw (default), sgd, muon, adafactor, lion, adam8bit, .. what states each parameter has
 
 Mixed bf16 with Adam takes 18 bytes for each parameter: 2 for itself, 4 for its gradient, 12 for the master
-copy and two states. ZeRO divides them over devices. A chip without a type refuses it by name. Casts and
-scales of fp8 and fp4 are not priced.
+copy and two states. ZeRO divides them over devices. A chip that lacks a type runs it no faster than one that
+it has, and the plan says so. Casts and scales of fp8 and fp4 are not priced.
 """,
         ),
         "memory": _topic(
@@ -122,7 +124,7 @@ runs had) or to be over.
 
 $ phaze fit llama3-8b --cluster a100-80gb:8 --global-batch 64
 
-says what is full and the cheapest changes that make it fit. By hand, in this order: zero=1 to 3 divide the
+This says what is full, and which changes make it fit. By hand, in this order: zero=1 to 3 divide the
 states, a smaller micro_batch_size and recompute=selective or full save activations, tp and pp divide the
 model, cp divides long sequences, offload=optimizer uses the host.
 """,
@@ -152,8 +154,8 @@ $ phaze export --list
 $ phaze optimize gpt2-xl --cluster a100-80gb:8 --target torchtitan --out plan.json
 $ phaze export plan.json --target torchtitan -o job
 
-lists the targets with what each runs and how it was checked, plans for one, and writes its files. In
-Python `plan.apply(model)` arranges a torch module or a JAX loss at once.
+The first command lists the targets, what each runs and how it was checked. The second plans for one, the
+third writes its files. In Python, `plan.apply(model)` arranges a torch module or a JAX loss at once.
 """,
         ),
         "calibration": _topic(
@@ -165,8 +167,9 @@ where 80 % of comparable runs lie against their predictions. `phaze chips NAME` 
 $ phaze calibrate --measured steps.csv --out mine.json
 $ phaze optimize gpt2-xl --cluster a100-80gb:8 --calibration mine.json
 
-fits the terms that your measured steps show, and plans with them. steps.csv has the columns model, cluster,
-global_batch and seconds, and the strategies of the runs. `--trace` fits to a torch.profiler trace instead.
+The first command fits prices to your measured steps, the second plans with them. steps.csv has the columns
+model, cluster, global_batch and seconds, and may have the strategies of the runs. `--trace` fits to a trace
+of torch.profiler instead.
 """,
         ),
         "search": _topic(
@@ -174,8 +177,8 @@ global_batch and seconds, and the strategies of the runs. `--trace` fits to a to
             """
 $ phaze search bert-large --devices 1024 --journal search.jsonl
 
-finds the best of 29,360 designs with three memories each, with proof. `--space FILE` is a space of your own
-(`phaze search --help` shows one), `--hbm` lists the memories in GiB, `--network` how devices are joined.
+This finds the best of 29,360 designs with three memories each, with proof. `--space FILE` is a space of your
+own (`phaze search --help` shows one), `--hbm` lists the memories in GiB, `--network` how devices are joined.
 `--time-limit` and Ctrl-C end it with the best so far, and the same command goes on from its journal.
 `--executor processes:4` takes four processes; `dask://HOST:PORT` a Dask cluster. Whoever runs a scheduler
 can run programs on your machine: one on another machine needs --trust-scheduler.
@@ -190,7 +193,7 @@ variables. `--solver NAME` asks for one by name.
 
 $ phaze doctor
 
-shows which solvers work here.
+This shows which solvers work here.
 """,
         ),
         "files": _topic(
@@ -202,8 +205,9 @@ checked against their schema before anything of them is used, and none of them c
 $ phaze schema plan
 $ phaze verify plan.json --model gpt2-xl
 
-prints a schema, and derives every number of a plan again. A file of another version is refused: make it again
-with this one. A file that was cut short or edited says so; a journal goes on from what is good of it.
+The first command prints a schema, the second derives every number of a plan again. A file of another version
+is refused: make it again with this one. A file that was cut short is refused, too; a journal goes on from
+what is good of it.
 """,
         ),
         "limits": _topic(
@@ -227,8 +231,8 @@ phaze_targets, phaze_stage_builders, phaze_worlds. `examples/plugin` in the repo
 
 $ phaze doctor
 
-names every plugin, what it adds and from where it was loaded, and what failed in it. A plugin that fails is
-passed over with a warning. Plugins run code: install those that you trust.
+This names every plugin, what it adds, from where it was loaded, and what failed in it. A plugin that fails
+is passed over with a warning. Plugins run code: install those that you trust.
 """,
         ),
         "errors": _topic(

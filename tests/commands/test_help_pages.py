@@ -51,7 +51,7 @@ def test_every_command_that_a_topic_names_exists() -> None:
     assert named_topics <= {*TOPICS, *names}
 
 
-def test_the_strategys_text_has_every_key_but_the_number_of_layers_in_stages() -> None:
+def test_the_text_on_strategies_has_every_key() -> None:
     told = TOPICS["strategy"].text
     assert [key for key in STRATEGY_KEYS if not re.search(rf"\b{key}\b", told)] == []
 
