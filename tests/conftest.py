@@ -9,6 +9,14 @@ from hypothesis import settings
 
 os.environ.pop("COLUMNS", None)
 
+QUICK_COMPILER = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+"""Flags of XLA, here and in processes that tests start, with which small programs are compiled in half the time; what
+they compute, keep and send is the same."""
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILER}".lstrip()
+
 settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False, max_examples=60)
 settings.register_profile("full", parent=settings.get_profile("phaze"), max_examples=1000)
 settings.load_profile("phaze")

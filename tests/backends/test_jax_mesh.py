@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jax_training import QUICK_COMPILER
 from repository import ROOT
 
 Results = Callable[[str], dict[str, Any]]
@@ -41,7 +40,7 @@ UNFORCED = ("unforced 500 KB", "unforced 300 KB")
 
 def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
     """Run cases in one process with eight devices; what each one measured."""
-    flags = {"XLA_FLAGS": f"{EIGHT_DEVICES} {QUICK_COMPILER}", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"{EIGHT_DEVICES} {os.environ['XLA_FLAGS']}", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), *names],
         env=os.environ | flags | {"PYTHONPATH": str(ROOT / "tests")},  # where `oracles` lies

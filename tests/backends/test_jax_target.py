@@ -364,7 +364,7 @@ def test_annotated_modules_run_on_eight_devices_with_the_plan_s_shards(tmp_path:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     np.savez(tmp_path / "arguments.npz", *leaves)
     script = ROOT / "tests" / "support" / "run_annotated_module.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": models.QUICK_COMPILER}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads((tmp_path / "results.json").read_text())
@@ -420,7 +420,7 @@ def test_the_exported_program_runs_where_phaze_cannot_be_imported(tmp_path: Path
     script = ROOT / "tests" / "support" / "run_exported_step.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": models.QUICK_COMPILER},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

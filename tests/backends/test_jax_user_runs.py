@@ -15,7 +15,6 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
-from jax_training import QUICK_COMPILER
 from repository import ROOT
 
 import phaze
@@ -25,7 +24,7 @@ from phaze.plan.plan import SplitDim
 from phaze.shard import Layout, Split
 
 SCRIPT = ROOT / "tests" / "support" / "jax_user_runs.py"
-FLAGS = f"--xla_force_host_platform_device_count=8 {QUICK_COMPILER}"
+FLAGS = f"--xla_force_host_platform_device_count=8 {os.environ['XLA_FLAGS']}"
 ENVIRONMENT = {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
 Results = dict[str, dict[str, Any]]
 
@@ -131,7 +130,7 @@ def test_two_processes_of_four_devices_each_train_as_one_device(tmp_path: Path) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    settings = {**ENVIRONMENT, "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_COMPILER}"}
+    settings = {**ENVIRONMENT, "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {os.environ['XLA_FLAGS']}"}
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--process"]
     ranks = [
         subprocess.Popen([*command, str(rank), port], env=os.environ | settings, cwd=SCRIPT.parent) for rank in (0, 1)

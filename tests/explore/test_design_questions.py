@@ -21,7 +21,7 @@ POINTS = phaze.space.grid(
     clock_hz=(1e9, 1.2e9),
 )
 ASKED: dict[str, Any] = {**SMALL, "hbm_gib": (1,), "micro_batch_size": (2,), "gap": 0.0}
-NETWORKS = ("paper", "25GB/s", "2x100GB/s+10GB/s")
+NETWORKS = ("paper", "2x100GB/s+10GB/s")
 
 
 def values_on(network: str) -> dict[str, float]:

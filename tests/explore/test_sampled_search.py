@@ -1,6 +1,7 @@
 """Searches that draw designs beside the proven one: same space, same evaluations."""
 
 import csv
+import functools
 import io
 import json
 import math
@@ -27,7 +28,9 @@ POINTS = phaze.space.grid(
 )
 
 
+@functools.cache
 def small_search(**changes: object) -> BestFirstSearch:
+    """A search of the small space to its end; tests only read from it what designs are worth."""
     return searched(small_question([tiny_model()], POINTS, micro_batch_size=(2,), **changes))
 
 

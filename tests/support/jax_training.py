@@ -13,9 +13,6 @@ LENGTH, WIDTH, HEADS, SIZE, HIDDEN, WORDS, LAYERS = 16, 32, 8, 8, 128, 64, 2
 
 Tree = Any
 
-QUICK_COMPILER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-"""Flags of XLA with which small programs are compiled in half the time; what they compute and send is the same."""
-
 
 def block(p: Tree, x: jax.Array) -> jax.Array:
     """Attention with separate projections, and an MLP with biases."""

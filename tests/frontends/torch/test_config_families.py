@@ -37,7 +37,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+IN_FULL = ("falcon", "nemotron", "phi3")
+"""Families whose blocks are put together of what the others have."""
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in IN_FULL)) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
 def test_a_config_has_the_parameters_products_and_layers_of_its_module(family: str) -> None:
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = transformers.AutoConfig.for_model(family, **ids, **CONFIGS[family])

@@ -20,7 +20,12 @@ class Imported:
     graph: Graph
 
 
-@pytest.fixture(scope="module", params=models.FAMILIES)
+IN_FULL = ("opt", "qwen2_moe", "whisper")
+"""Families much like others: a decoder as gpt2's, experts as mixtral's, two stacks as t5's."""
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in IN_FULL)) for name in models.FAMILIES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def imported(request: pytest.FixtureRequest) -> Imported:
     family = models.FAMILIES[request.param]
     model = family.build()
