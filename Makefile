@@ -3,7 +3,7 @@
 # pages with. Nothing needs root; where it is there, on Debian and Ubuntu, a missing Chromium is installed.
 
 .NOTPARALLEL:
-.PHONY: help run test test-quick test-full fuzz check package clean compiler-noted compiler-required browser-required unlinked
+.PHONY: help run test test-quick test-full docs fuzz check package clean compiler-noted compiler-required browser-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -39,6 +39,7 @@ help:
 	@echo 'make test        install everything the tests need; ruff, mypy --strict, pytest'
 	@echo 'make test-quick  only pytest, only the rooms that need no framework: for between two edits'
 	@echo 'make test-full   make test with the exhaustive versions of slow tests'
+	@echo 'make docs        build the site of docs/ into build/site; a broken link or a warning is an error'
 	@echo 'make fuzz        damaged files of every format: MINUTES=10 of them, or COUNT=N; SEED=N draws others'
 	@echo 'make package     source distribution and wheel in dist/'
 	@echo 'make clean       remove .venv, build/ and dist/'
@@ -54,6 +55,11 @@ test-quick: $(TEST_STAMP)
 
 test-full: compiler-required browser-required check
 	@$(PYTEST) -m '' --hypothesis-profile=full
+
+# The theme would print a note about its successor.
+docs: $(TEST_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
+	@echo 'the site is build/site/index.html'
 
 fuzz: $(TEST_STAMP)
 	@$(ONE_THREAD) PYTHONPATH=tests:tests/support $(PYTHON_IN_VENV) benchmarks/fuzz.py --minutes $(or $(MINUTES),10) \
@@ -78,7 +84,7 @@ $(CORE_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 
 $(TEST_STAMP): $(PYTHON_IN_VENV) $(UNLINKED)
 	@echo 'installing phaze and what its tests need into $(VENV)'
-	@rm -rf build *.egg-info && $(PIP) --editable '.[dev,gurobi,torch,jax,dask,baselines]'
+	@rm -rf build *.egg-info && $(PIP) --editable '.[dev,docs,gurobi,torch,jax,dask,baselines]'
 	@rm -f $(VENV)/installed-* && touch $@
 
 # Candidates are started, not only looked up: a version manager may list a Python that it cannot start.

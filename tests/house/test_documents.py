@@ -82,6 +82,8 @@ def test_a_drawing_after_a_program_and_a_sentence_is_not_its_output() -> None:
         ("a\nb\nc\n", "...\nc\n", True),
         ("a\nb\nc\n", "...\nb\n", False),
         ("a.b\n", "a?b\n", False),
+        ("a: b, c\nd\n", "a: b, ...\nd\n", True),
+        ("a: b, c\nd\n", "a: b ...\nd\n", False),
     ],
 )
 def test_output_is_compared_line_by_line(printed: str, expected: str, answer: bool) -> None:

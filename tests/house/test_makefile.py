@@ -115,7 +115,7 @@ def test_a_python_that_is_only_called_python3_is_taken(clone: Path, tools: Path)
 
 
 FRAMEWORKS = {"flax", "jax", "jaxlib", "torch", "transformers"}
-SLOW_ROOMS = {"backends", "commands", "frontends", "fuzz", "house", "report"}
+SLOW_ROOMS = {"backends", "commands", "docs", "frontends", "fuzz", "house", "report"}
 """Rooms that `make test-quick` leaves out: they are about frameworks, or start programs."""
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 

@@ -1,12 +1,16 @@
 """Code blocks of a document, and what they print when they are run as written.
 
-    ```python     a program; a ```text block right after it is what it prints. One whose first line is
-                  `# NAME.py: COMMAND` is written to that file and run by that command
-    ```console    commands after `$ `, each followed by what it prints (nothing there: anything)
-    ```text       anywhere else: a drawing
+    ```python              a program; a ```text block right after it is what it prints. One whose first line is
+                           `# NAME.py: COMMAND` is written to that file and run by that command
+    ```console             commands after `$ `, each followed by what it prints (nothing there: anything)
+    ```text                anywhere else: a drawing
+    ```LANGUAGE title="F"  the file F, which later blocks of the document need
 
-In expected output a line `...` stands for any number of lines, and spaces at the end of a line do not count. Commands
-that start with `make` are not run but looked up (`make --dry-run`), since `make test` is what runs the tests.
+In expected output a line `...` stands for any number of lines, ` ...` at the end of a line for the rest of it, and
+spaces at the end of a line do not count. Commands that start with `make` are not run but looked up (`make --dry-run`),
+since `make test` is what runs the tests. A comment on the line before a block says what is special about it:
+`<!-- exhaustive -->` leaves it to `make test-full`, because it takes long, and `<!-- fails -->` says that its command
+ends with an error, which is what is shown.
 """
 
 import os
@@ -20,18 +24,30 @@ from repository import ROOT
 
 LANGUAGES = ("python", "console", "text", "bibtex")
 NAMED = re.compile(r"# (\w+\.py): (.+)\n")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r'^(?:<!-- (?P<mark>[\w ]+) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to run: a program or a command, what it is said to print (None: not said), and a file it needs."""
+    """One thing to run: a program or a command, what it is said to print (None: not said), and a file it needs.
+
+    A step without a command only writes its file. `mark` is what the comment before its block says.
+    """
 
     document: str
     line: int
     command: tuple[str, ...] | str
     expected: str | None
     file: tuple[str, str] | None = None
+    mark: str = ""
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether it takes so long that only `make test-full` runs it."""
+        return "exhaustive" in self.mark.split()
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -39,16 +55,27 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block."""
+    """A fenced block; `title` is the file that it shows, if it shows one."""
 
     line: int
     language: str
     text: str
+    title: str = ""
+    mark: str = ""
 
 
 def blocks(text: str) -> list[Block]:
     """Every fenced block of a document."""
-    return [Block(text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in FENCE.finditer(text)]
+    return [
+        Block(
+            text.count("\n", 0, found.start("language")) + 1,
+            found["language"],
+            found["text"],
+            found["title"] or "",
+            found["mark"] or "",
+        )
+        for found in FENCE.finditer(text)
+    ]
 
 
 def steps(document: str, text: str) -> list[Step]:
@@ -56,11 +83,15 @@ def steps(document: str, text: str) -> list[Step]:
     found: list[Step] = []
     listed = blocks(text)
     for index, block in enumerate(listed):
-        if block.language == "python":
+        if block.title:
+            found.append(Step(document, block.line, "", None, (block.title, block.text), block.mark))
+        elif block.language == "python":
             told = next((after.text for after in listed[index + 1 : index + 2] if is_output(text, block, after)), None)
             named = NAMED.match(block.text)
             command = named[2] if named else (sys.executable, "-c", block.text)
-            found.append(Step(document, block.line, command, told, (named[1], block.text) if named else None))
+            found.append(
+                Step(document, block.line, command, told, (named[1], block.text) if named else None, block.mark)
+            )
         elif block.language == "console":
             found += console_steps(document, block)
     return found
@@ -78,7 +109,7 @@ def console_steps(document: str, block: Block) -> list[Step]:
     assert not parts[0].strip(), f"{document}:{block.line}: a console block starts with `$ `"
     commands, outputs = parts[1::2], parts[2::2]
     return [
-        Step(document, block.line, command, output if output.strip() else None)
+        Step(document, block.line, command, output if output.strip() else None, mark=block.mark)
         for command, output in zip(commands, outputs, strict=True)
     ]
 
@@ -106,6 +137,11 @@ def run_step(step: Step, folder: Path) -> str:
 def is_as_told(printed: str, expected: str) -> bool:
     """Whether output is what a document says, `...` standing for any lines."""
     lines = [line.rstrip() for line in expected.strip("\n").splitlines()]
-    pattern = "".join(r"(?:.*\n)*" if line == "..." else re.escape(line) + r"\n" for line in lines)
+    pattern = "".join(r"(?:.*\n)*" if line == "..." else _line_pattern(line) + r"\n" for line in lines)
     actual = "".join(line.rstrip() + "\n" for line in printed.strip("\n").splitlines())
     return re.fullmatch(pattern, actual) is not None
+
+
+def _line_pattern(line: str) -> str:
+    """What a line of expected output matches."""
+    return re.escape(line.removesuffix("...")) + ".*" if line.endswith(" ...") else re.escape(line)
