@@ -1,6 +1,7 @@
 """`phaze.import_graph`: from a model to its graph, by whichever frontend knows the model.
 
-A text that is a known model's name is that model. Anything else goes to the frontends: plugins first, then the built-in
+A text that is a known model's name is that model; `+lora16` behind the text of a model adds adapters of rank 16
+(`phaze.ir.low_rank_adapters`). Anything else goes to the frontends: plugins first, then the built-in
 ones; the first that accepts the model imports it. A frontend that refuses with a PhazeError has answered; one that
 fails in any other way is reported by its plugin's name, and the next one gets its chance.
 """
@@ -59,6 +60,12 @@ def import_with_plugins(
         if inputs is not None:
             raise ImportModelError(f"{model!r} describes its own inputs; pass sequence_length instead of inputs.")
         return _build_named(plugins.named_models().offer(model), options)
+    if isinstance(model, str) and "+" in model and not os.path.exists(model):
+        from phaze.ir.low_rank_adapters import add_adapters, split_adapter_text
+
+        base, adapters = split_adapter_text(model)
+        if adapters is not None:
+            return add_adapters(import_with_plugins(plugins, base, inputs, frontend=None, options=options), adapters)
     failed: list[tuple[Offer[Frontend], Exception]] = []
     for offer in _accepting(plugins, model):
         _check_options(offer, options, offer.value.options)

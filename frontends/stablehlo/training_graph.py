@@ -137,7 +137,7 @@ def _stacked_arguments(run: SymbolicRun, roles: ModuleRoles) -> set[int]:
 def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str], batch_size: int) -> Graph:
     """The graph of what a run recorded, with phases, roles and module paths."""
     builder = run.recorder.builder
-    gradients = _gradients(run, roles)
+    gradients, frozen = _gradients(run, roles)
     outputs = list(dict.fromkeys(tensor.id for tensor in tensors_of(_outputs(run, roles))))
     live = Dataflow(builder.ops, run.recorder.handed_on).ancestors([*outputs, *(gradient for _, gradient in gradients)])
     ops = [op for op in builder.ops if op.id in live]
@@ -148,7 +148,7 @@ def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str]
     gradient_ids = [gradient for _, gradient in gradients]
     states = [tensor.id for _, tensor in _tensors_with_role(run, roles, Role.OPTIMIZER_STATE)]
     phases = find_phases(dataflow, loss or outputs, gradient_ids, states, run.recorder.repeats)
-    _assign_roles(run, roles)
+    _assign_roles(run, roles, frozen)
     facts = OpFacts(
         dataflow=dataflow,
         tensors=builder.tensors,
@@ -188,9 +188,13 @@ def _outputs(run: SymbolicRun, roles: ModuleRoles) -> list[Value]:
     return [value for index, value in enumerate(run.results) if index not in gradients]
 
 
-def _gradients(run: SymbolicRun, roles: ModuleRoles) -> list[tuple[str, str]]:
-    """Pairs of parameter and gradient, slot by slot where they are stacked. A gradient of zeros is left out."""
+def _gradients(run: SymbolicRun, roles: ModuleRoles) -> tuple[list[tuple[str, str]], set[str]]:
+    """Pairs of parameter and gradient, slot by slot where they are stacked, and parameters that are frozen.
+
+    These have a gradient of zeros (`jax.lax.stop_gradient`), or come out of a step as they went in.
+    """
     pairs: list[tuple[str, str]] = []
+    frozen: set[str] = set()
     for argument, result in roles.gradients.items():
         parameter, gradient = run.arguments[argument], run.results[result]
         if isinstance(parameter, Stack):
@@ -200,9 +204,13 @@ def _gradients(run: SymbolicRun, roles: ModuleRoles) -> list[tuple[str, str]]:
             matched = zip((parameter,), (gradient,), strict=True)
         for part, part_gradient in matched:
             is_zero = isinstance(part_gradient, Constant) and part_gradient.value == 0
-            if isinstance(part, Tensor) and not is_zero:
+            if not isinstance(part, Tensor):
+                continue
+            if is_zero or (isinstance(part_gradient, Tensor) and part_gradient.id == part.id):
+                frozen.add(part.id)
+            else:
                 pairs.append((part.id, run.recorder.id(part_gradient, Scope())))
-    return pairs
+    return pairs, frozen if pairs else set()
 
 
 def _slots(run: SymbolicRun, value: Value) -> list[Value]:
@@ -237,11 +245,12 @@ def _forward_first(ops: Sequence[Op]) -> list[Op]:
     return [op for op in ops if op.phase is Phase.FORWARD] + [op for op in ops if op.phase is not Phase.FORWARD]
 
 
-def _assign_roles(run: SymbolicRun, roles: ModuleRoles) -> None:
+def _assign_roles(run: SymbolicRun, roles: ModuleRoles, frozen: set[str]) -> None:
     tensors = run.recorder.builder.tensors
     for value, role in zip(run.arguments, roles.arguments, strict=True):
         for tensor in tensors_of((value,)):
-            tensors[tensor.id] = replace(tensors[tensor.id], role=role)
+            is_frozen = role is Role.PARAMETER and tensor.id in frozen
+            tensors[tensor.id] = replace(tensors[tensor.id], role=role, is_frozen=is_frozen)
 
 
 def _drop_unread(tensors: dict[str, GraphTensor], ops: Sequence[Op], outputs: Sequence[str]) -> None:

@@ -164,10 +164,7 @@ def _notes(task: _Import, graph: Graph) -> Iterator[str]:
     frozen = sum(parameter.numel() for parameter in task.fake.module.parameters() if not parameter.requires_grad)
     if frozen:
         share = frozen / sum(parameter.numel() for parameter in task.fake.module.parameters())
-        yield (
-            f"{share:.1%} of the parameters are frozen; plans hold gradients and optimizer states for them, too, so "
-            "that memory, the exchange of gradients and the update are upper bounds"
-        )
+        yield f"{share:.1%} of the parameters are frozen: they have no gradients and no optimizer states"
     with_gradient = {parameter for parameter, _ in graph.gradients}
     without_gradient = [name for name in task.fake.trainable if name not in with_gradient]
     if without_gradient:

@@ -40,7 +40,8 @@ def translate_capture(capture: Capture, module: torch.nn.Module, *, name: str, b
     builder = GraphBuilder(name, micro_batch_size=batch_size)
     translation = _Translation(capture, builder, _modules_called_again(capture, module))
     for parameter, value in module.named_parameters():
-        builder.argument(parameter, tuple(value.shape), Role.PARAMETER, to_dtype(value.dtype))
+        is_frozen = value.is_floating_point() and not value.requires_grad
+        builder.argument(parameter, tuple(value.shape), Role.PARAMETER, to_dtype(value.dtype), is_frozen=is_frozen)
     for node in capture.nodes:
         translation.visit(node)
     for parameter, node in capture.gradients.items():

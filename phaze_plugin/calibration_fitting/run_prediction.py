@@ -30,7 +30,14 @@ from phaze.place.model.stage_sums import build_stage_sums
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement import stage_times
-from phaze.profile.layer_memory import expert_parameters, layer_outputs, layer_parameter_bytes, peak_working_bytes
+from phaze.profile.layer_memory import (
+    expert_parameters,
+    frozen_parameters,
+    layer_outputs,
+    layer_parameter_bytes,
+    peak_working_bytes,
+    shared_parameters,
+)
 from phaze.profile.layer_passes import placement_graph
 from phaze.profile.layer_profile import Bounded
 from phaze.profile.local_graphs import LocalGraphs
@@ -364,7 +371,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
         accumulated_bytes=sum(
             tensor.size_bytes + 2 * summed * tensor.elements
             for tensor in local.parameters
-            if summed and tensor.dtype.is_float
+            if summed and tensor.is_trained
         ),
         profile=LayerProfile(
             forward_s=Bounded.exact(0.0),
@@ -376,8 +383,11 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             peak_working_bytes=peak_working_bytes(local, layer, mode),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=axis.tp > 1,
-            tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+            tied_parameters=shared_parameters(local, tied),
             expert_parameters=expert_parameters(local),
+            frozen_parameters=frozen_parameters(local),
+            frozen_expert_parameters=expert_parameters(local, frozen=True),
+            frozen_ties=shared_parameters(local, tied, frozen=True),
         ),
     )
 

@@ -42,7 +42,8 @@ def run(arguments: Namespace, console: Console) -> int:
     }
     columns = ["model", "family", ">parameters", ">active", ">sequence"]
     table = plain_table(columns, [_row(offer, facts) for offer, facts in wanted])
-    legend = "active: the parameters that a token meets, of routed experts only the chosen ones."
+    legend = "active: the parameters that a token meets, of routed experts only the chosen ones.\n"
+    legend += "MODEL+lora16 is a model with LoRA of rank 16, MODEL+lora16:q_proj,v_proj that of some modules only."
     show(console, arguments, document, table, legend)
     return ExitCode.FINE
 

@@ -119,7 +119,9 @@ def cost_report(
         rows.append(_row(functions, phase, shape, work, len(members), estimate.rows([index]), accelerator))
     return CostReport(
         rows=tuple(sorted(rows, key=lambda row: (-row.total_s, row.functions, row.shape))),
-        update=_update(recipe or precision_recipe(), graph.parameter_count, accelerator, calibration),
+        update=_update(
+            recipe or precision_recipe(), graph.parameter_count - graph.frozen_parameter_count, accelerator, calibration
+        ),
         calibration=calibration,
         static_power_w=float(energy_model().static_power_w(AcceleratorArray.of([accelerator]))[0]),
         skipped_update_ops=len(graph.ops) - len(ops),

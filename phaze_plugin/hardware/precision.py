@@ -88,6 +88,11 @@ class PrecisionRecipe:
         return self.gradient_bytes > 0
 
     @property
+    def of_frozen(self) -> PrecisionRecipe:
+        """The same for parameters that are read and not trained: nothing is kept besides the copy that is read."""
+        return replace(self, gradient_bytes=0, master_bytes=0, state_bytes=0)
+
+    @property
     def quantizes_products(self) -> bool:
         """Whether products need kernels that cast and scale their operands, which few targets run."""
         return self.product_dtype not in ("", "tf32")

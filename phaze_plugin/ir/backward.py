@@ -183,8 +183,8 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
 
 
 def tensors_with_gradient(graph: Graph) -> set[str]:
-    """Tensors that a gradient must reach: parameters, and floats that depend on one."""
-    wanted = {tensor.id for tensor in graph.parameters if tensor.dtype.is_float}
+    """Tensors that a gradient must reach: parameters that are trained, and floats that depend on one."""
+    wanted = {tensor.id for tensor in graph.parameters if tensor.is_trained}
     for op in graph.ops_of(Phase.FORWARD):
         if wanted.intersection(op.inputs):
             wanted.update(tensor_id for tensor_id in op.outputs if graph.tensors[tensor_id].dtype.is_float)

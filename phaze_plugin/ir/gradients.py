@@ -287,9 +287,12 @@ def _dispatch(request: GradientRequest) -> Answers:
 def _combine(request: GradientRequest) -> Answers:
     """out = sum over k of weight[k] * row picked by ids[k]: rows get weight * gradient, weights get row . gradient."""
     rows, weights, ids = (request.operand(index) for index in range(3))
-    (to_rows,) = request.emit("combine_rows_backward", (request.came_in(), weights, ids), (rows,))
-    (to_weights,) = request.emit("combine_weights_backward", (request.came_in(), rows, ids), (weights,))
-    return to_rows, to_weights, None
+    answers: list[str | None] = [None, None, None]
+    if request.wanted[0]:
+        (answers[0],) = request.emit("combine_rows_backward", (request.came_in(), weights, ids), (rows,))
+    if request.wanted[1]:
+        (answers[1],) = request.emit("combine_weights_backward", (request.came_in(), rows, ids), (weights,))
+    return answers
 
 
 def _top_k(request: GradientRequest) -> Answers:

@@ -88,6 +88,11 @@ class Graph:
         """Number of scalar parameters; a tied one counts once."""
         return sum(tensor.elements for tensor in self.parameters)
 
+    @cached_property
+    def frozen_parameter_count(self) -> int:
+        """How many of these are read and not trained."""
+        return sum(tensor.elements for tensor in self.parameters if tensor.is_frozen)
+
     @property
     def tokens_per_sample(self) -> int:
         """The length of the longest sequence of tokens among the inputs; 1 where there is none."""
@@ -172,7 +177,8 @@ def format_graph(graph: Graph) -> str:
     lines = [f"graph {graph.name} (microbatch {graph.micro_batch_size})"]
     for tensor in graph.tensors.values():
         if tensor.role is not None:
-            lines.append(f"  {tensor.role} {tensor.id}: {tensor.dtype}{list(tensor.shape)}")
+            frozen = "frozen " if tensor.is_frozen else ""
+            lines.append(f"  {frozen}{tensor.role} {tensor.id}: {tensor.dtype}{list(tensor.shape)}")
     for phase in Phase:
         ops = graph.ops_of(phase)
         if ops:
@@ -221,7 +227,7 @@ def _rescaled(graph: Graph, size: int) -> Graph:
     for tensor_id, shape in (shapes or {}).items():
         tensor = tensors[tensor_id]
         if tensor.shape != shape:
-            tensors[tensor_id] = Tensor(tensor_id, shape, tensor.dtype, tensor.role)
+            tensors[tensor_id] = Tensor(tensor_id, shape, tensor.dtype, tensor.role, tensor.is_frozen)
     if shapes is None or max(tensor.elements for tensor in tensors.values()) > LARGEST_TENSOR:
         return replace(graph, tensors=tensors, ops=ops, micro_batch_size=size)  # says what is wrong
     # All other checks passed at the other size, and hold at every size.

@@ -43,9 +43,11 @@ class GraphBuilder:
         builder._op_ids.update(op.id for op in graph.ops)
         return builder
 
-    def argument(self, tensor_id: str, shape: Sequence[int], role: Role, dtype: DType | None = None) -> str:
+    def argument(
+        self, tensor_id: str, shape: Sequence[int], role: Role, dtype: DType | None = None, *, is_frozen: bool = False
+    ) -> str:
         """Add an argument of the graph; returns its id."""
-        self._add_tensor(Tensor(tensor_id, tuple(shape), dtype or self.dtype, role))
+        self._add_tensor(Tensor(tensor_id, tuple(shape), dtype or self.dtype, role, is_frozen))
         return tensor_id
 
     def parameter(self, tensor_id: str, *shape: int) -> str:

@@ -212,10 +212,15 @@ def _check_results(graph: Graph) -> None:
     for op in graph.ops:
         if op.gradient_of and op.gradient_of not in op_ids:
             raise GraphError(f"op {op.id!r} is the gradient of {op.gradient_of!r}, which does not exist.")
-    parameters = {tensor.id for tensor in graph.parameters}
+    parameters = {tensor.id: tensor for tensor in graph.parameters}
+    for tensor in graph.tensors.values():
+        if tensor.is_frozen and tensor.role is not Role.PARAMETER:
+            raise GraphError(f"tensor {tensor.id!r} is frozen, which only parameters can be.")
     for parameter, gradient in graph.gradients:
         if parameter not in parameters:
             raise GraphError(f"gradient {gradient!r} belongs to {parameter!r}, which is not a parameter.")
+        if parameters[parameter].is_frozen:
+            raise GraphError(f"gradient {gradient!r} belongs to {parameter!r}, which is frozen and has none.")
         if gradient not in graph.tensors:
             raise GraphError(f"the gradient {gradient!r} of {parameter!r} does not exist.")
         shape, gradient_shape = graph.tensors[parameter].shape, graph.tensors[gradient].shape

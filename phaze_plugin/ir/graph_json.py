@@ -56,7 +56,7 @@ def _record(needed: Mapping[str, object], optional: Mapping[str, object]) -> dic
 
 _TENSOR = _record(
     {"id": _TEXT, "shape": {"type": "array", "items": _WHOLE}, "dtype": {"enum": [kind.value for kind in DType]}},
-    {"role": {"enum": [role.value for role in Role]}},
+    {"role": {"enum": [role.value for role in Role]}, "is_frozen": {"type": "boolean"}},
 )
 _ATTRIBUTE = {
     "anyOf": [
@@ -195,12 +195,13 @@ def _graph_from_document(document: Mapping[str, Any]) -> Graph:
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, object]:
     entry: dict[str, object] = {"id": tensor.id, "shape": list(tensor.shape), "dtype": tensor.dtype.value}
-    return entry if tensor.role is None else entry | {"role": tensor.role.value}
+    entry |= {} if tensor.role is None else {"role": tensor.role.value}
+    return entry | ({"is_frozen": True} if tensor.is_frozen else {})
 
 
 def _tensor_from_json(entry: Mapping[str, Any]) -> Tensor:
     role = Role(entry["role"]) if "role" in entry else None
-    return Tensor(entry["id"], tuple(entry["shape"]), DType(entry["dtype"]), role)
+    return Tensor(entry["id"], tuple(entry["shape"]), DType(entry["dtype"]), role, entry.get("is_frozen", False))
 
 
 def _op_to_json(op: Op, rule: int) -> dict[str, object]:

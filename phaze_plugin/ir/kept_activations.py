@@ -93,7 +93,7 @@ def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, 
 
 def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> tuple[Op, ...]:
     """The forward ops that run again in backward, in order."""
-    if mode is RecomputeMode.NONE:
+    if mode is RecomputeMode.NONE or not layer.backward:
         return ()
     if mode is RecomputeMode.FULL and not is_trimmed:
         return layer.forward

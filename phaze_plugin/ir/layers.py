@@ -31,7 +31,8 @@ class Layer:
 
     `inputs` are the forward tensors that come from other layers, `outputs` those that other layers or the graph's
     outputs need. `gradients_out` are the tensors made backward that ops outside of the layer read, in the order of
-    their first read.
+    their first read. `forward_key` is equal for layers with an equal forward, in graphs of which parts are frozen:
+    there the first layer that is trained gives no gradient of its input and has a backward of its own.
     """
 
     index: int
@@ -43,6 +44,12 @@ class Layer:
     outputs: tuple[str, ...]
     gradients_out: tuple[str, ...]
     key: str
+    forward_key: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What layers share that repeat, whatever of them is frozen."""
+        return self.forward_key or self.key
 
     def __repr__(self) -> str:
         return f"<Layer {self.index} {self.name}: {len(self.forward)} + {len(self.backward)} ops>"
@@ -282,16 +289,20 @@ class _Ends:
 
 def _make_layer(graph: Graph, index: int, name: str, ops: list[Op], ends: _Ends, rule_texts: dict[int, str]) -> Layer:
     used = dict.fromkeys(tensor_id for op in ops for tensor_id in op.inputs)
+    forward = tuple(op for op in ops if op.phase is Phase.FORWARD)
     return Layer(
         index=index,
         name=name,
-        forward=tuple(op for op in ops if op.phase is Phase.FORWARD),
+        forward=forward,
         backward=tuple(op for op in ops if op.phase is not Phase.FORWARD),
         parameters=tuple(name for name in used if graph.tensors[name].role is Role.PARAMETER),
         inputs=ends.inputs,
         outputs=ends.outputs,
         gradients_out=ends.gradients_out,
         key=canonical_key(graph, ops, ends.outputs, rule_texts),
+        forward_key=canonical_key(graph, forward, ends.outputs, rule_texts, tells_frozen=False)
+        if graph.frozen_parameter_count
+        else "",
     )
 
 
@@ -311,7 +322,9 @@ def _boundaries(graph: Graph, layer_of: Mapping[str, int]) -> tuple[Boundary, ..
     return tuple(boundaries)
 
 
-def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], rule_texts: dict[int, str]) -> str:
+def canonical_key(
+    graph: Graph, ops: Sequence[Op], outputs: Iterable[str], rule_texts: dict[int, str], *, tells_frozen: bool = True
+) -> str:
     """Hash a layer's ops with tensors numbered by first appearance; `rule_texts` keeps the text of rules seen before.
 
     Tensors from outside enter by role, shape and type; those that leave are marked, since they must be kept.
@@ -321,18 +334,19 @@ def canonical_key(graph: Graph, ops: Sequence[Op], outputs: Iterable[str], rule_
     lines = []
     for op in ops:
         rule = rule_text(op.rule, rule_texts)
-        inputs = [_number(graph, tensor_id, numbers, made) for tensor_id in op.inputs]
-        results = [_number(graph, tensor_id, numbers, made) for tensor_id in op.outputs]
+        inputs = [_number(graph, tensor_id, numbers, made, tells_frozen) for tensor_id in op.inputs]
+        results = [_number(graph, tensor_id, numbers, made, tells_frozen) for tensor_id in op.outputs]
         moved = f" {op.collective_bytes}" if op.collective_bytes else ""
         lines.append(f"{op.phase} {op.kind} {op.function} {op.attributes}{moved} {rule} {inputs} {results}")
     lines.append(f"out {sorted(numbers[tensor_id] for tensor_id in outputs if tensor_id in numbers)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _number(graph: Graph, tensor_id: str, numbers: dict[str, int], made: set[str]) -> str:
+def _number(graph: Graph, tensor_id: str, numbers: dict[str, int], made: set[str], tells_frozen: bool) -> str:
     if tensor_id in numbers:
         return str(numbers[tensor_id])
     numbers[tensor_id] = len(numbers)
     tensor = graph.tensors[tensor_id]
-    origin = "" if tensor_id in made else f" {tensor.role or 'boundary'} {tensor.shape}"
+    frozen = "frozen " if tensor.is_frozen and tells_frozen else ""
+    origin = "" if tensor_id in made else f" {frozen}{tensor.role or 'boundary'} {tensor.shape}"
     return f"{numbers[tensor_id]}{origin} {tensor.dtype}"

@@ -66,12 +66,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value that flows between ops, or an argument of the graph where it has a role."""
+    """A value that flows between ops, or an argument of the graph where it has a role.
+
+    A parameter that is frozen is read and not trained: it has no gradient and no optimizer state.
+    """
 
     id: str
     shape: tuple[int, ...]
     dtype: DType
     role: Role | None = None
+    is_frozen: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether this is a parameter that an optimizer updates: a float one that is not frozen."""
+        return self.role is Role.PARAMETER and self.dtype.is_float and not self.is_frozen
 
     @property
     def elements(self) -> int:

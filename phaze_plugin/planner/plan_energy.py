@@ -99,12 +99,18 @@ def _of_parameters(
     """Parameters of some layers that all devices together update, and bytes that they send for them in a step."""
     sharding = ZeroSharding(problem.recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups)
     profiles = [problem.profile(layer, parallelism.tp, problem.choices.recompute[0]) for layer in layers]
-    experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
-    dense = sum(profile.parameters for profile in profiles) - experts
+    counts = []
+    for all_parameters, of_experts in (
+        ("parameters", "expert_parameters"),
+        ("frozen_parameters", "frozen_expert_parameters"),
+    ):
+        experts = sum(getattr(profile, of_experts) for profile in profiles) if problem.ep > 1 else 0.0
+        dense = sum(getattr(profile, all_parameters) for profile in profiles) - experts
+        counts += [dense] if problem.ep == 1 else [dense, experts]
     batches, updated, sent = problem.micro_batches / parallelism.dp, 0.0, 0.0
-    for part, parameters in zip(sharding.by_kind(problem.ep), (dense, experts), strict=False):
+    for part, parameters in zip(sharding.by_kind(problem.ep, has_frozen=True), counts, strict=True):
         on_devices = tp * parallelism.replicas * parameters
-        updated += on_devices / float(part.optimizer_shards)
+        updated += on_devices / float(part.optimizer_shards) * part.recipe.trains
         sent += on_devices * _sent_bytes_per_parameter(part, batches)
     if problem.offload is Offload.OPTIMIZER:  # states come from the host and go back
         sent += 2 * updated * problem.recipe.optimizer_bytes

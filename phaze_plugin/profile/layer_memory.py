@@ -15,7 +15,15 @@ from phaze.shard import WHOLE, ShardedLayer
 from phaze.shard.expert_slicing import DIVIDED_OVER
 from phaze.shard.mesh_axes import EXPERT_AXIS, WAYS, is_ring
 
-__all__ = ["expert_parameters", "layer_outputs", "layer_parameter_bytes", "peak_working_bytes", "total_bytes"]
+__all__ = [
+    "expert_parameters",
+    "frozen_parameters",
+    "layer_outputs",
+    "layer_parameter_bytes",
+    "peak_working_bytes",
+    "shared_parameters",
+    "total_bytes",
+]
 
 
 def layer_parameter_bytes(local: Graph) -> dict[str, float]:
@@ -26,16 +34,30 @@ def layer_parameter_bytes(local: Graph) -> dict[str, float]:
     return sizes
 
 
-def expert_parameters(local: Graph) -> float:
-    """How many of the trained parameters on a device belong to experts that are divided over ep devices."""
+def expert_parameters(local: Graph, *, frozen: bool = False) -> float:
+    """How many of the trained (or of the frozen) parameters on a device belong to experts divided over ep devices."""
     names = {
         name
         for op in local.ops
         if op.attribute(DIVIDED_OVER) == EXPERT_AXIS
         for name in op.inputs
-        if local.tensors[name].role is Role.PARAMETER and local.tensors[name].dtype.is_float
+        if (local.tensors[name].is_frozen if frozen else local.tensors[name].is_trained)
     }
     return float(sum(local.tensors[name].elements for name in names))
+
+
+def frozen_parameters(local: Graph) -> float:
+    """How many float parameters on a device are read and not trained."""
+    return float(sum(tensor.elements for tensor in local.parameters if tensor.is_frozen and tensor.dtype.is_float))
+
+
+def shared_parameters(local: Graph, ties: Iterable[str], *, frozen: bool = False) -> dict[str, float]:
+    """How many of the trained (or of the frozen) parameters of a layer other layers share, by the name of the tie."""
+    return {
+        name: float(local.tensors[name].elements)
+        for name in ties
+        if name in local.tensors and local.tensors[name].is_frozen == frozen
+    }
 
 
 def total_bytes(local: Graph, names: Iterable[str]) -> float:

@@ -30,9 +30,11 @@ from phaze.ir.layers import single_layer
 from phaze.profile.layer_jobs import PricedPass, price_pass
 from phaze.profile.layer_memory import (
     expert_parameters,
+    frozen_parameters,
     layer_outputs,
     layer_parameter_bytes,
     peak_working_bytes,
+    shared_parameters,
     total_bytes,
 )
 from phaze.profile.layer_profile import (
@@ -203,8 +205,11 @@ def profile_and_report(
             peak_working_bytes=peak_working_bytes(local, layer, mode, is_trimmed=options.trims_recompute),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.problem.axis.tp > 1,
-            tied_parameters={name: local.tensors[name].elements for name in tied if name in local.tensors},
+            tied_parameters=shared_parameters(local, tied),
             expert_parameters=expert_parameters(local),
+            frozen_parameters=frozen_parameters(local),
+            frozen_expert_parameters=expert_parameters(local, frozen=True),
+            frozen_ties=shared_parameters(local, tied, frozen=True),
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
         gap = max((part.gap for part in (forward, backward, first, again) if part is not None), default=0.0)
@@ -220,7 +225,7 @@ def _accumulation_s(sharded: ShardedLayer, local: Graph, options: ProfileOptions
     moved = sum(
         tensor.size_bytes + 2 * options.gradient_bytes * tensor.elements
         for tensor in local.parameters
-        if tensor.dtype.is_float
+        if tensor.is_trained
     )
     return moved / (axis.cluster.accelerator.hbm_bandwidth_bytes_per_s * axis.calibration.memory)
 
@@ -262,7 +267,8 @@ def placement_graph(graph: Graph, keys: Sequence[str] | None = None) -> Placemen
     keys = keys or [layer.key for layer in layers.layers]
     return PlacementGraph(
         layers=tuple(
-            PlacementLayer(f"{layer.index}:{layer.name}", key) for layer, key in zip(layers.layers, keys, strict=True)
+            PlacementLayer(f"{layer.index}:{layer.name}", key, layer.forward_key)
+            for layer, key in zip(layers.layers, keys, strict=True)
         ),
         flows=tuple(
             Flow(boundary.producer, boundary.consumers, layers.layers[boundary.producer].outputs.index(boundary.tensor))

@@ -85,7 +85,7 @@ class LayerProfile:
         backward_input_s: the part of backward that makes the gradients of inputs.
         backward_weight_s: the part that makes the gradients of parameters.
         recompute_s: what runs again before backward.
-        parameter_bytes: of the parameters on this device, per data type; only float types are trained.
+        parameter_bytes: of the parameters on this device, per data type; only float types can be trained.
         stashed_bytes: what stays between forward and backward.
         peak_working_bytes: the most that lives on top of that while the layer runs.
         outputs: tensors that other layers read.
@@ -93,9 +93,12 @@ class LayerProfile:
         tied_parameters: how many of the parameters are shared with other layers, by the name of the tie.
         expert_parameters: how many of the trained parameters on this device belong to experts that are divided over ep
             devices; no parameter of an expert is tied.
+        frozen_parameters: how many of the parameters of float types are read and not trained.
+        frozen_expert_parameters: how many of these belong to such experts.
+        frozen_ties: how many of these are shared with other layers, by the name of the tie.
 
     Raises:
-        PlacementError: a size is negative, infinite or NaN, or experts have more parameters than the layer.
+        PlacementError: a size is negative, infinite or NaN, or a part has more parameters than the layer.
     """
 
     forward_s: Bounded
@@ -109,20 +112,31 @@ class LayerProfile:
     is_tensor_parallel: bool = False
     tied_parameters: Mapping[str, float] = field(default_factory=dict)
     expert_parameters: float = 0.0
+    frozen_parameters: float = 0.0
+    frozen_expert_parameters: float = 0.0
+    frozen_ties: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         sizes = {
             "expert_parameters": self.expert_parameters,
+            "frozen_parameters": self.frozen_parameters,
+            "frozen_expert_parameters": self.frozen_expert_parameters,
             "stashed_bytes": self.stashed_bytes,
             "peak_working_bytes": self.peak_working_bytes,
             **{f"parameter_bytes[{dtype}]": size for dtype, size in self.parameter_bytes.items()},
             **{f"outputs[{index}]": tensor.size_bytes for index, tensor in enumerate(self.outputs)},
             **{f"tied_parameters[{name}]": count for name, count in self.tied_parameters.items()},
+            **{f"frozen_ties[{name}]": count for name, count in self.frozen_ties.items()},
         }
         for name, size in sizes.items():
             if not (np.isfinite(size) and size >= 0):
                 raise PlacementError(f"{name} is {size}; expected a finite number of at least 0.")
+        if self.frozen_parameters > self._float_parameters * (1 + CLAIM_MARGIN):
+            raise PlacementError(
+                f"frozen_parameters is {self.frozen_parameters}; expected at most the {self._float_parameters} "
+                "parameters of float types on the device."
+            )
         if self.expert_parameters > self.parameters * (1 + CLAIM_MARGIN):
             raise PlacementError(
                 f"expert_parameters is {self.expert_parameters}; expected at most the {self.parameters} parameters "
@@ -132,29 +146,38 @@ class LayerProfile:
     @property
     def parameters(self) -> float:
         """How many parameters are trained on this device."""
-        return sum(size / dtype_bytes(dtype) for dtype, size in self.parameter_bytes.items() if _is_trained(dtype))
+        return max(self._float_parameters - self.frozen_parameters, 0.0)
 
     @property
-    def frozen_bytes(self) -> float:
-        """Bytes of parameters that are not trained."""
-        return sum(size for dtype, size in self.parameter_bytes.items() if not _is_trained(dtype))
+    def _float_parameters(self) -> float:
+        return sum(size / dtype_bytes(dtype) for dtype, size in self.parameter_bytes.items() if _is_float(dtype))
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of parameters of whole numbers, such as tables of indices: these are never trained or sharded."""
+        return sum(size for dtype, size in self.parameter_bytes.items() if not _is_float(dtype))
 
 
-def _is_trained(dtype: str) -> bool:
+def _is_float(dtype: str) -> bool:
     return not dtype.startswith(("int", "uint", "bool"))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementLayer:
-    """One layer: its name, and the key that equal layers share; behind a # it may tell how they are sliced."""
+    """One layer: its name, and the key that equal layers share; behind a # it may tell how they are sliced.
+
+    ``forward_key`` is what layers with an equal forward share, where freezing some parameters gave them another
+    backward.
+    """
 
     name: str
     key: str
+    forward_key: str = ""
 
     @property
     def kind(self) -> str:
-        """What equal layers share however they are sliced."""
-        return self.key.partition("#")[0]
+        """What equal layers share however they are sliced, and whatever of them is frozen."""
+        return self.forward_key or self.key.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)

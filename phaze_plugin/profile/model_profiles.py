@@ -397,7 +397,9 @@ def _is_no_more(first: LayerProfile, second: LayerProfile, tp: int) -> bool:
         and first.stashed_bytes <= second.stashed_bytes
         and first.peak_working_bytes <= second.peak_working_bytes
         and all(first.parameter_bytes[dtype] <= size for dtype, size in second.parameter_bytes.items())
+        and first.frozen_parameters <= second.frozen_parameters
         and all(first.tied_parameters[name] <= count for name, count in second.tied_parameters.items())
+        and all(first.frozen_ties[name] <= count for name, count in second.frozen_ties.items())
     )
 
 
@@ -408,9 +410,10 @@ def repeated_layers(model: ShardedModel) -> frozenset[str]:
 
 def recomputed_keys(graph: Graph, calibration: Calibration) -> frozenset[str]:
     """Keys of the layers of a graph that the software stack of a calibration may recompute."""
-    counts = Counter(layer.key for layer in graph.layers)
-    often = frozenset(key for key, count in counts.items() if count > 1)
-    return frozenset(counts) if calibration.stack.recomputes_ends or not often else often
+    counts = Counter(layer.kind for layer in graph.layers)
+    often = frozenset(layer.key for layer in graph.layers if counts[layer.kind] > 1)
+    every = frozenset(layer.key for layer in graph.layers)
+    return every if calibration.stack.recomputes_ends or not often else often
 
 
 def layer_keys(model: ShardedModel) -> list[str]:

@@ -344,7 +344,8 @@ class _ContextSlicer:
         shape = list(tensor.shape)
         if location is not None:
             shape[location[0]] //= self.cp
-        return self.builder.argument(name, shape, tensor.role or Role.OTHER, tensor.dtype)
+        role = tensor.role or Role.OTHER
+        return self.builder.argument(name, shape, role, tensor.dtype, is_frozen=tensor.is_frozen)
 
     def _gather(self, op: Op, name: str, dims: Dims, held: Location, mode: str) -> str:
         """Add the all-gather of a tensor; refuse it where it is neither keys nor a few positions of many."""

@@ -105,7 +105,7 @@ class _ExpertSlicer:
         if op.id in self.inside:
             local = self._local(op)
             shape = local.shape(local.operands[op.inputs.index(name)])
-        self.builder.argument(name, shape, tensor.role, tensor.dtype)
+        self.builder.argument(name, shape, tensor.role, tensor.dtype, is_frozen=tensor.is_frozen)
 
     def _attributes(self, op: Op) -> tuple[tuple[str, int | float | str | tuple[int, ...]], ...]:
         has_parameter = any(self.graph.tensors[name].role is Role.PARAMETER for name in op.inputs)

@@ -61,7 +61,8 @@ class _Slicer:
         producer = self.graph.producer(name)
         is_forward = producer is not None and producer.phase is Phase.FORWARD
         role = tensor.role or (Role.BATCH if is_forward else Role.OTHER)
-        self.builder.argument(name, layout.local_shape(tensor.shape), role, tensor.dtype)
+        shape = layout.local_shape(tensor.shape)
+        self.builder.argument(name, shape, role, tensor.dtype, is_frozen=tensor.is_frozen)
         self.layouts[name] = layout
 
     def _move(self, name: str, wanted: Layout, op: Op) -> str:

@@ -131,10 +131,12 @@ class PlainCosts:
     def _in_pass_s(self, collective: Collective, profile: LayerProfile, devices: int) -> float:
         """Seconds of gathering a layer's parameters for a pass (ZeRO-3), or of scattering its gradients after one."""
         recipe, zero = self.problem.recipe, self.parallelism.zero
-        each = recipe.parameter_bytes if zero == 3 else 0.0
+        counts = self._by_kind(profile)
         if collective is Collective.REDUCE_SCATTER:
             each = recipe.reduction_bytes if zero >= 2 else 0.0
-        counts = self._by_kind(profile)
+        else:
+            each = recipe.parameter_bytes if zero == 3 else 0.0
+            counts += self._frozen_by_kind(profile)
         return sum(self._in_group_s(collective, count * each, devices, kind) for kind, count in counts)
 
     def _by_kind(self, profile: LayerProfile) -> list[tuple[bool, float]]:
@@ -142,6 +144,11 @@ class PlainCosts:
         if self.problem.ep == 1:
             return [(False, profile.parameters)]
         return [(False, profile.parameters - profile.expert_parameters), (True, profile.expert_parameters)]
+
+    def _frozen_by_kind(self, profile: LayerProfile) -> list[tuple[bool, float]]:
+        """The same of the parameters that are read and not trained."""
+        experts = profile.frozen_expert_parameters if self.problem.ep > 1 else 0.0
+        return [(False, profile.frozen_parameters - experts), (True, experts)]
 
     def _reduce_s(self, count: float, devices: int, is_expert: bool = False) -> float:
         """Seconds of what follows the last backward pass for the gradients of so many parameters."""
@@ -258,7 +265,7 @@ class PlainCosts:
                 result.tie_s += self._between_stages_s(Collective.ALL_REDUCE, tie.held * gradient_bytes, members)
         for is_expert, parameters in self._held_by_kind(profiles):
             result.finish_s += parameters * self._update_s() / (self._groups(is_expert).shard if zero >= 1 else 1)
-            if zero in (1, 2):
+            if zero in (1, 2) and recipe.trains:
                 size = parameters * recipe.parameter_bytes
                 result.finish_s += self._in_group_s(Collective.ALL_GATHER, size, result.devices, is_expert)
 
@@ -331,20 +338,39 @@ class PlainCosts:
         experts = sum(profile.expert_parameters for profile in profiles.values())
         return [(False, held - experts), (True, experts)]
 
+    def _frozen_held_by_kind(self, profiles: Mapping[int, LayerProfile]) -> list[tuple[bool, float]]:
+        """Parameters of a stage that are read and not trained; what several of its layers read is held once."""
+        held = experts = 0.0
+        largest_of_tie: dict[str, float] = {}
+        for profile in profiles.values():
+            experts += profile.frozen_expert_parameters if self.problem.ep > 1 else 0.0
+            held += profile.frozen_parameters - sum(profile.frozen_ties.values())
+            for name, count in profile.frozen_ties.items():
+                largest_of_tie[name] = max(count, largest_of_tie.get(name, 0.0))
+        return [(False, held + sum(largest_of_tie.values()) - experts), (True, experts)]
+
+    def _shared_parameters(self, counts: Sequence[tuple[bool, float]]) -> float:
+        """How many of some parameters are divided over several devices, where ZeRO divides them."""
+        return sum(count for is_expert, count in counts if self._groups(is_expert).shard > 1)
+
     def _add_memory(
         self, result: PlainStage, before: set[int], profiles: Mapping[int, LayerProfile], transferred_bytes: float
     ) -> None:
         """Add what each device of a stage holds, stashes and needs for a while."""
         recipe, zero = self.problem.recipe, self.parallelism.zero
         result.held_bytes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
-        result.held_bytes["parameters"] = sum(profile.frozen_bytes for profile in profiles.values())
+        result.held_bytes["parameters"] = sum(profile.table_bytes for profile in profiles.values())
         for is_expert, parameters in self._held_by_kind(profiles):
             shard = self._groups(is_expert).shard
             result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / (shard if zero == 3 else 1)
             result.held_bytes["gradients"] += parameters * recipe.gradient_bytes / (shard if zero >= 2 else 1)
             result.held_bytes["optimizer"] += parameters * recipe.optimizer_bytes / (shard if zero >= 1 else 1)
-        largest = max(
-            sum(count for is_expert, count in self._by_kind(profile) if self._groups(is_expert).shard > 1)
+        for is_expert, parameters in self._frozen_held_by_kind(profiles):
+            shard = self._groups(is_expert).shard if zero == 3 else 1
+            result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / shard
+        largest = max(self._shared_parameters(self._by_kind(profile)) for profile in profiles.values())
+        largest_held = max(
+            self._shared_parameters([*self._by_kind(profile), *self._frozen_by_kind(profile)])
             for profile in profiles.values()
         )
         stashed_bytes = peak_bytes = 0.0
@@ -363,7 +389,7 @@ class PlainCosts:
         if zero >= 2:
             result.buffer_bytes += largest * recipe.reduction_bytes
         if zero == 3:  # one layer's parameters are gathered while another's are used
-            result.buffer_bytes += 2 * largest * recipe.parameter_bytes
+            result.buffer_bytes += 2 * largest_held * recipe.parameter_bytes
         result.stash_bytes = stashed_bytes
         placed = before | set(profiles)
         for flow in self.problem.graph.flows:

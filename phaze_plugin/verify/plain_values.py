@@ -44,8 +44,8 @@ def plain_times_below(
 
     def time_s(strategy: Parallelism) -> float:
         work_j = passes_j
-        for count, experts_over in _parameters(problem, strategy):
-            updated, sent_bytes = _per_parameter(problem, strategy, experts_over)
+        for count, experts_over, is_trained in _parameters(problem, strategy):
+            updated, sent_bytes = _per_parameter(problem, strategy, experts_over, is_trained)
             if problem.offload == "optimizer":  # states come from the host and go back
                 sent_bytes += 2 * updated * problem.recipe.optimizer_bytes
             work_j += count * strategy.tp * strategy.dp * strategy.cp * (updated * update_j + sent_bytes * sent_j)
@@ -75,16 +75,25 @@ def _pass_j(report: PassReport) -> float:
     return math.fsum(cores_j) + report.link_energy_j
 
 
-def _parameters(problem: PlacementProblem, strategy: Parallelism) -> list[tuple[float, int]]:
-    """Parameters on a device of all layers, dense ones and experts: how many, and the devices experts are over."""
+def _parameters(problem: PlacementProblem, strategy: Parallelism) -> list[tuple[float, int, bool]]:
+    """Parameters on a device of all layers: how many, the devices experts are over, and whether they are trained."""
     mode = problem.choices.recompute[0]
     profiles = [problem.profile(layer, strategy.tp, mode) for layer in range(len(problem.graph.layers))]
     total = sum(profile.parameters for profile in profiles)
     experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
-    return [(total - experts, 1), (experts, problem.ep)]
+    frozen = sum(profile.frozen_parameters for profile in profiles)
+    frozen_experts = sum(profile.frozen_expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
+    return [
+        (total - experts, 1, True),
+        (experts, problem.ep, True),
+        (frozen - frozen_experts, 1, False),
+        (frozen_experts, problem.ep, False),
+    ]
 
 
-def _per_parameter(problem: PlacementProblem, strategy: Parallelism, experts_over: int) -> tuple[float, float]:
+def _per_parameter(
+    problem: PlacementProblem, strategy: Parallelism, experts_over: int, is_trained: bool
+) -> tuple[float, float]:
     """Of one parameter on one device: the part that it updates, and bytes that it sends in a step."""
     copies = strategy.dp * strategy.cp
     group = copies if isinstance(strategy.shard, str) else strategy.shard
@@ -93,6 +102,8 @@ def _per_parameter(problem: PlacementProblem, strategy: Parallelism, experts_ove
     recipe, batches = problem.recipe, problem.micro_batches / strategy.dp
     gradient, parameter = recipe.reduction_bytes, recipe.parameter_bytes
     within, between = (shard - 1) / shard, 2 * (1 / shard - 1 / copies)
+    if not is_trained or not recipe.trains:  # gathered in both passes, and nothing else
+        return 0.0, within * batches * 2 * parameter if strategy.zero == 3 else 0.0
     match strategy.zero:
         case 0:
             return 1.0, 2 * (1 - 1 / copies) * gradient

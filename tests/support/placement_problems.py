@@ -100,7 +100,10 @@ def random_capabilities(random: Random) -> Capabilities:
 def random_problem(
     seed: int, *, largest: int = 4, most_devices: int = 6, most_micro_batches: int = 6, memory_bytes: int | None = None
 ) -> PlacementProblem:
-    """A problem of at most so many layers, devices and microbatches, on chips with little or with this much memory."""
+    """A problem of at most so many layers, devices and microbatches, on chips with little or with this much memory.
+
+    Of every third seed some parameters are frozen.
+    """
     random = Random(seed)
     graph = random_graph(random, random.randrange(1, largest + 1))
     tp_degrees = random.choice([(1,), (1, 2), (2,), (1, 2, 4)])
@@ -116,7 +119,7 @@ def random_problem(
     )
     memory = int(random.choice([8e6, 20e6, 80e6, 1e9]))
     chip = replace(preset("a100-80gb").accelerator, hbm_bytes=memory_bytes or memory)
-    return PlacementProblem(
+    problem = PlacementProblem(
         graph=graph,
         profiles=random_profiles(random, graph, tp_degrees, modes),
         cluster=Cluster(chip, random.randrange(1, most_devices + 1), random.choice([nodes, flat, torus])),
@@ -134,6 +137,24 @@ def random_problem(
         calibration=random.choice([IDEAL, replace(IDEAL, link=0.5, memory=0.7)]),
         accelerator=1,
     )
+    return with_frozen(problem, seed) if seed % 3 == 1 else problem
+
+
+def with_frozen(problem: PlacementProblem, seed: int) -> PlacementProblem:
+    """The problem with none, some or all parameters of each kind of layer frozen, and sometimes the tied ones."""
+    random = Random(seed + 4)
+    shares = {key: random.choice([0.0, 0.6, 0.99, 1.0]) for key in {layer.key: 0 for layer in problem.graph.layers}}
+    freezes_ties = random.random() < 0.5
+    profiles = {}
+    for index, profile in problem.profiles.items():
+        tied = sum(profile.tied_parameters.values())
+        profiles[index] = replace(
+            profile,
+            frozen_parameters=shares[index[0]] * (profile.parameters - tied) + freezes_ties * tied,
+            frozen_ties=profile.tied_parameters if freezes_ties else {},
+            tied_parameters={} if freezes_ties else profile.tied_parameters,
+        )
+    return replace(problem, profiles=profiles)
 
 
 def stage_sharded_problem(seed: int, *, largest: int = 5, most_devices: int = 6) -> PlacementProblem:
@@ -180,6 +201,8 @@ def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
         index: replace(
             profile,
             expert_parameters=experts[index[0]] * (profile.parameters - sum(profile.tied_parameters.values())),
+            frozen_expert_parameters=experts[index[0]]
+            * (profile.frozen_parameters - sum(profile.frozen_ties.values())),
         )
         for index, profile in problem.profiles.items()
     }

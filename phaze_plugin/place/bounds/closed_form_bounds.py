@@ -70,8 +70,8 @@ class ClosedFormBounds:
         problem: what is placed.
         sums: sums over stages, of which only the stage that is the whole model is read.
         degrees: dp and ZeRO's groups, of each strategy.
-        parameters: trained parameters of the whole model on one tensor-parallel rank, dense ones and experts apart,
-            with what is held and moved of them.
+        parameters: parameters of the whole model on one tensor-parallel rank, dense ones and experts apart, frozen
+            ones behind them, with what is held and moved of them.
         whole_model: the stage that holds everything.
         s_per_byte: seconds per byte on the fastest link.
         least_cut_s: seconds of the smallest boundary between stages on that link.
@@ -97,7 +97,7 @@ class ClosedFormBounds:
         """The bounds of a problem."""
         cuts = sums.received_bytes[space.source > 0]
         whole_model = int(np.flatnonzero((space.source == 0) & (space.target == space.states - 1))[0])
-        parameters = (float(kind.parameters[whole_model]) for kind in sums.kinds(problem.ep))
+        parameters = (float(kind.parameters[whole_model]) for kind in sums.kinds(problem.ep, problem.has_frozen))
         return cls(
             problem=problem,
             sums=sums,
@@ -112,7 +112,7 @@ class ClosedFormBounds:
         """What all stages of a pipeline hold together at least."""
         held = sum(kind.sharding.held_bytes_per_parameter * parameters for kind, parameters in self.parameters)
         stash = float(self.sums.stashed_bytes[:, self.whole_model].min())
-        return np.asarray(held + self.sums.frozen_bytes[self.whole_model] + stash)
+        return np.asarray(held + self.sums.table_bytes[self.whole_model] + stash)
 
     def time_bound_s(self, schedule: PipelineSchedule, chunks: int, pp: IntArray, update_s: float) -> FloatArray:
         """The bound of each number of copies with its pipeline depth; ``update_s`` is that of one parameter."""
@@ -176,9 +176,9 @@ class ClosedFormBounds:
         finish, reduced = np.zeros((2, len(self.degrees.dp)))
         for kind, parameters in self.parameters:
             sharding, sent_s = kind.sharding, parameters * self.s_per_byte
-            finish += parameters * update_s / sharding.optimizer_shards
+            finish += parameters * update_s * sharding.recipe.trains / sharding.optimizer_shards
             finish += kind.within * sent_s * sharding.gathered_bytes_per_batch
-            reduced += kind.reduced * sent_s * self.problem.recipe.reduction_bytes
+            reduced += kind.reduced * sent_s * sharding.recipe.reduction_bytes
         return np.asarray(finish + np.maximum(reduced - hidden_s, 0.0))
 
 

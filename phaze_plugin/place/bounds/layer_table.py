@@ -33,7 +33,7 @@ from phaze.place.model.data_degrees import listed_shards
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
-from phaze.place.model.stage_sums import cut_bytes
+from phaze.place.model.stage_sums import cut_bytes, frozen_by_layer
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
@@ -90,6 +90,8 @@ class LayerTable:
         weight_s: the part of backward that makes gradients of parameters.
         untied: parameters that no other layer shares and that are not sharded over stages.
         experts: those of them that belong to experts which are divided over several devices.
+        frozen: parameters that are read and not trained, dense ones and those of divided experts, tied ones at the
+            first layer that has them; per (dense or experts, tp, layer).
         tied: tied parameters, each at the first layer that has it.
         tied_ends: tied parameters that the first and the last layer share, per (first or last, tp).
         stashed_bytes: stash per microbatch.
@@ -120,6 +122,7 @@ class LayerTable:
     weight_s: FloatArray
     untied: FloatArray
     experts: FloatArray
+    frozen: FloatArray
     tied: FloatArray
     tied_ends: FloatArray
     stashed_bytes: FloatArray
@@ -142,8 +145,15 @@ class LayerTable:
 
     @property
     def parameters(self) -> FloatArray:
-        """What a stage holds at least of each of its layers, per (tp, layer)."""
+        """What a stage trains at least of each of its layers, per (tp, layer)."""
         return np.asarray(self.untied + self.tied)
+
+    @property
+    def _held_kinds(self) -> tuple[FloatArray, ...]:
+        """What a stage holds at least of each of its layers, per (tp, layer), in the order of the kinds of sharding."""
+        trained = (self.parameters - self.experts, self.experts)
+        count = 1 if self.problem.ep == 1 else 2
+        return (*trained[:count], *(self.frozen[:count] if self.problem.has_frozen else ()))
 
     def refuted(self, strategies: ParallelismTable, target_s: FloatArray) -> BoolArray:
         """Whether nothing with each of these strategies takes less than its target."""
@@ -186,21 +196,20 @@ class LayerTable:
     def held_and_buffered_bytes(self, strategies: ParallelismTable) -> tuple[FloatArray, FloatArray]:
         """What a device holds for each layer, and what buffers the layer needs, per (layer, strategy)."""
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
-        parameters, experts = self.parameters[tp_index].T, self.experts[tp_index].T
-        held, buffers = np.zeros((2, *parameters.shape))
+        held, buffers = np.zeros((2, self.parameters.shape[1], len(strategies)))
         kinds = strategies.degrees.sharding(self.problem)
-        for sharding, count in zip(kinds, (parameters - experts, experts), strict=False):
-            held += count * sharding.held_bytes_per_parameter
-            buffers += count * sharding.buffer_bytes
+        for sharding, count in zip(kinds, self._held_kinds, strict=True):
+            held += count[tp_index].T * sharding.held_bytes_per_parameter
+            buffers += count[tp_index].T * sharding.buffer_bytes
         return held, buffers
 
     def held_by_model_bytes(self, strategies: ParallelismTable) -> FloatArray:
         """What all devices of a pipeline hold together for the layers, per strategy."""
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
-        parameters, experts = (count.sum(axis=1)[tp_index] for count in (self.parameters, self.experts))
-        kinds = strategies.degrees.sharding(self.problem)
-        counts = zip(kinds, (parameters - experts, experts), strict=False)
-        return np.asarray(sum(count * sharding.held_bytes_per_parameter for sharding, count in counts))
+        kinds = zip(strategies.degrees.sharding(self.problem), self._held_kinds, strict=True)
+        return np.asarray(
+            sum(count.sum(axis=1)[tp_index] * sharding.held_bytes_per_parameter for sharding, count in kinds)
+        )
 
     def _data_prices(self, strategies: ParallelismTable, experts: bool) -> FloatArray:
         """Of gather, scatter and reduction of each strategy: seconds per byte, and latencies.
@@ -256,22 +265,27 @@ class LayerTable:
         tp_index = np.searchsorted(self.tp_degrees, strategies.tp)
         experts, tied = self.experts[:, self.kinds][tp_index].T, self._tied(strategies)
         dense = self.untied[:, self.kinds][tp_index].T - experts
+        frozen = [count[:, self.kinds][tp_index].T for count in self.frozen]
         total = _DataTerms.nothing(dense.shape)
-        for is_expert, sharding in enumerate(strategies.degrees.sharding(self.problem)):
-            untied = experts if is_expert else dense
-            parameters = untied if is_expert else dense + tied
-            prices = self._data_prices(strategies, experts=bool(is_expert))
+        for place, sharding in enumerate(strategies.degrees.sharding(self.problem)):
+            trains, is_expert = sharding.recipe.trains, sharding.divided > 1
+            if place >= (1 if self.problem.ep == 1 else 2):  # frozen ones come behind the others
+                untied = parameters = frozen[is_expert]
+            else:
+                untied = experts if is_expert else dense
+                parameters = untied if is_expert else dense + tied
+            prices = self._data_prices(strategies, experts=is_expert)
             gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = prices
             gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
-            has_parameters, reduction = parameters > 0, self.problem.recipe.reduction_bytes * reduce
+            has_parameters, reduction = parameters > 0, sharding.recipe.reduction_bytes * reduce
             total += _DataTerms(
                 gathered_s=parameters * (gathered_bytes * gather)
                 + has_parameters * (gathered_bytes > 0) * gather_latency_s,
                 scattered_s=parameters * (scattered_bytes * scatter)
                 + has_parameters * (scattered_bytes > 0) * scatter_latency_s,
-                reduced_s=untied * reduction + (untied > 0) * reduce_latency_s,
+                reduced_s=untied * reduction + (untied > 0) * trains * reduce_latency_s,
                 finish_s=parameters
-                * (self.update_s / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather)
+                * (self.update_s * trains / sharding.optimizer_shards + sharding.gathered_bytes_per_batch * gather)
                 + (parameters - untied) * reduction,
                 held_bytes=parameters * sharding.held_bytes_per_parameter,
                 buffer_bytes=parameters * sharding.buffer_bytes,
@@ -366,8 +380,9 @@ def build_layer_table(
     tied, tied_ends = _tied_parameters(problem, layers, space)
     least_cut_bytes, least_sent_bytes = np.array([_least_cut_bytes(problem, space, tp) for tp in problem.tp_degrees]).T
     recompute, experts = seconds("recompute_s"), by_mode(lambda profile: profile.expert_parameters * (problem.ep > 1))
+    frozen = frozen_by_layer(problem, layers)
     passes = [seconds(name) for name in ("forward_s", "backward_input_s", "backward_weight_s")]
-    kinds, kind_of_layer = _kinds_of_layers([*passes, recompute, stash, peak, untied, experts, tied])
+    kinds, kind_of_layer = _kinds_of_layers([*passes, recompute, stash, peak, untied, experts, tied, frozen])
     return LayerTable(
         tp_degrees=problem.tp_degrees,
         prices=np.array([_recompute_prices(problem, tp, layers) for tp in problem.tp_degrees]).T,
@@ -387,6 +402,7 @@ def build_layer_table(
         weight_s=passes[2].min(axis=0),
         untied=untied.min(axis=0),
         experts=experts.min(axis=0),
+        frozen=frozen,
         tied=tied,
         tied_ends=tied_ends,
         stashed_bytes=stash.min(axis=0),

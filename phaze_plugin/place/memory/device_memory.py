@@ -2,7 +2,7 @@
 
 With p trained parameters on the device and n microbatches in flight (`build_memory_table`, `MemoryTable.of_device`):
 
-    parameters   p * parameter bytes (over shard with ZeRO-3), and parameters that are not trained
+    parameters   (p + frozen ones) * parameter bytes (over shard with ZeRO-3), and tables of whole numbers
     gradients    p * gradient bytes (over shard from ZeRO-2 on)
     optimizer    p * (master + state bytes) (over shard from ZeRO-1 on)
     activations  n * what the stage stashes, relayed tensors included
@@ -128,22 +128,24 @@ def build_memory_table(
 
     A device has so many ``chunks``.
     """
-    recipe, kinds = problem.recipe, sharding.by_kind(problem.ep)
-    by_kind = [(part, parameters.parameters) for part, parameters in zip(kinds, sums.kinds(problem.ep), strict=True)]
+    recipe, kinds = problem.recipe, sharding.by_kind(problem.ep, problem.has_frozen)
+    parameters = [kind.parameters for kind in sums.kinds(problem.ep, problem.has_frozen)]
+    trained = len(sharding.by_kind(problem.ep))
     buffers = sums.received_bytes + sums.sent_bytes
     buffers = buffers + whole_parameters * (recipe.parameter_bytes + recipe.gradient_bytes)
     # Where experts are held whole, only the others need buffers.
-    largest = np.where(kinds[-1].buffer_bytes > 0, sums.largest_parameters, sums.largest_dense_parameters)
-    buffers = buffers + sharding.scatter_buffer_bytes * largest
-    buffers = buffers + sharding.gather_buffer_bytes * largest
+    has_buffers = kinds[trained - 1].buffer_bytes > 0
+    scattered = np.where(has_buffers, sums.largest_parameters, sums.largest_dense_parameters)
+    buffers = buffers + sharding.scatter_buffer_bytes * scattered
+    buffers = buffers + sharding.gather_buffer_bytes * np.where(has_buffers, *sums.largest_held_parameters)
     held, gradients, states = (
-        np.asarray(sum(parameters / getattr(part, name) for part, parameters in by_kind))
-        for name in ("parameter_shards", "gradient_shards", "optimizer_shards")
+        np.asarray(sum(count / getattr(part, name) for part, count in zip(kinds[:most], parameters, strict=False)))
+        for name, most in (("parameter_shards", None), ("gradient_shards", trained), ("optimizer_shards", trained))
     )
     states_bytes = recipe.optimizer_bytes * states
     host_bytes = np.minimum(states_bytes, problem.host_bytes / chunks)
     return MemoryTable(
-        parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.frozen_bytes),
+        parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.table_bytes),
         gradients_bytes=recipe.gradient_bytes * gradients,
         optimizer_bytes=states_bytes - host_bytes,
         stashed_bytes=sums.stashed_bytes,

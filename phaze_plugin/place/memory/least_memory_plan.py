@@ -166,9 +166,9 @@ def _mean_and_largest_layer_bounds(prepared: PreparedProblem, strategies: Parall
     for tp, sums in prepared.stage_sums.items():
         has_tp = strategies.tp == tp
         stash, working = sums.stashed_bytes.min(axis=0), sums.working_bytes.min(axis=0)
-        counts = (sums.stage_local_parameters - sums.expert_parameters, sums.expert_parameters)
+        counts = sums.stage_local_kinds(problem.ep, problem.has_frozen)
         whole, single_layers = stash[is_whole_model].max(), (stash + working)[is_one_layer]
-        for kind, held, count in zip(sums.kinds(problem.ep), held_each, counts, strict=False):
+        for kind, held, count in zip(sums.kinds(problem.ep, problem.has_frozen), held_each, counts, strict=True):
             whole = whole + held[has_tp] * kind.parameters[is_whole_model].max()
             single_layers = single_layers + np.multiply.outer(held[has_tp], count[is_one_layer])
         largest = _largest_layer_bytes(prepared, single_layers, is_one_layer)
@@ -240,9 +240,9 @@ def _stages_within(prepared: PreparedProblem, parallelism: Parallelism, limit_by
     sharding = ZeroSharding(
         problem.device_recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups
     )
-    counts = (sums.stage_local_parameters - sums.expert_parameters, sums.expert_parameters)
+    counts = sums.stage_local_kinds(problem.ep, problem.has_frozen)
     needs = sums.stashed_bytes.min(axis=0) + sums.working_bytes.min(axis=0)
-    for kind, count in zip(sharding.by_kind(problem.ep), counts, strict=False):
+    for kind, count in zip(sharding.by_kind(problem.ep, problem.has_frozen), counts, strict=True):
         needs = needs + float(kind.held_bytes_per_parameter) * count
     keep = needs <= limit_bytes * (1 + MEMORY_MARGIN)
     if not problem.capabilities.allows_uneven_stages:

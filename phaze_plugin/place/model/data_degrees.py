@@ -64,19 +64,20 @@ class DataDegrees:
         return np.asarray((self.least_dp < self.dp) | (self.least_shard < self.shard))
 
     def sharding(self, problem: PlacementProblem) -> tuple[ZeroSharding, ...]:
-        """What ZeRO holds with the largest groups: of dense parameters, and of experts where ep divides them."""
+        """What ZeRO holds with the largest groups: of dense parameters, of experts where ep divides them, of frozen."""
         groups = self.dp * problem.cp // self.shard
-        return ZeroSharding(problem.device_recipe, self.zero, self.shard, groups).by_kind(problem.ep)
+        sharding = ZeroSharding(problem.device_recipe, self.zero, self.shard, groups)
+        return sharding.by_kind(problem.ep, problem.has_frozen)
 
     def shares(self, problem: PlacementProblem) -> tuple[DataShares, ...]:
         """What is held and moved at least, for each kind of parameters."""
         return tuple(
             DataShares(
                 sharding,
-                1 - 1 / np.maximum(self.least_shard // divided, 1),
-                sharding.least_reduced_share(self.least_dp * problem.cp // divided),
+                1 - 1 / np.maximum(self.least_shard // sharding.divided, 1),
+                sharding.least_reduced_share(self.least_dp * problem.cp // sharding.divided),
             )
-            for sharding, divided in zip(self.sharding(problem), (1, problem.ep), strict=False)
+            for sharding in self.sharding(problem)
         )
 
 

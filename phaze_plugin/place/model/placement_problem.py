@@ -41,6 +41,7 @@ class PlacementProblem:
             layers, and sizes are those of one device.
         ep: devices that experts are divided over, likewise; a divisor of dp x cp in every strategy.
         offload: what every plan keeps in the memory of its hosts.
+        has_frozen: whether some parameters are read and not trained.
 
     Raises:
         PlacementError: a count, a margin or a choice cannot be, a profile is missing, or no layer is sliced at any tp.
@@ -62,6 +63,7 @@ class PlacementProblem:
     cp: int = 1
     ep: int = 1
     offload: Offload = Offload.NONE
+    has_frozen: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Check counts, choices and profiles."""
@@ -81,6 +83,7 @@ class PlacementProblem:
             raise PlacementError(f"choices.chunks is {self.choices.chunks}; expected whole numbers of at least 2.")
         self._check_degrees()
         self._check_profiles()
+        object.__setattr__(self, "has_frozen", any(profile.frozen_parameters for profile in self.profiles.values()))
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:

@@ -118,9 +118,9 @@ def build_stage_costs(
         problem.device_recipe, parallelism.zero, parallelism.shard_devices, parallelism.shard_groups
     )
     axes = [
-        _DataAxis(problem, sums, parameters, network, part, stride, parallelism.device_count, devices)
-        for parameters, part, stride in zip(
-            sums.kinds(problem.ep), sharding.by_kind(problem.ep), (1, problem.ep), strict=False
+        _DataAxis(problem, sums, parameters, network, part, part.divided, parallelism.device_count, devices)
+        for parameters, part in zip(
+            sums.kinds(problem.ep, problem.has_frozen), sharding.by_kind(problem.ep, problem.has_frozen), strict=True
         )
     ]
     gathered, scattered = (
@@ -281,6 +281,7 @@ class _DataAxis:
         latency, rate = self._by_stage("gather")
         sizes = self.sharding.gathered_bytes_per_batch * parameters
         gathered = np.where(sizes > 0, latency + rate * sizes, 0.0)
+        update_s *= self.sharding.recipe.trains
         return np.asarray(parameters * (update_s / self.sharding.optimizer_shards) + gathered)
 
     @property

@@ -18,7 +18,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.profile.layer_profile import LayerProfile
 
-__all__ = ["ParameterSums", "StageSums", "StageSumsByTp", "build_stage_sums", "cut_bytes"]
+__all__ = ["ParameterSums", "StageSums", "StageSumsByTp", "build_stage_sums", "cut_bytes", "frozen_by_layer"]
 
 _NOT_PER_STAGE = frozenset(
     {
@@ -30,9 +30,11 @@ _NOT_PER_STAGE = frozenset(
         "layer_expert_parameters",
         "stage_sharded_layers",
         "all_stage_sharded_parameters",
+        "frozen",
+        "largest_held_parameters",
     }
 )
-"""Fields of `StageSums` that have no stage axis: `StageSums.take` leaves them as they are."""
+"""Fields of `StageSums` that are no arrays with a stage axis."""
 
 
 class ParameterSums(NamedTuple):
@@ -44,6 +46,14 @@ class ParameterSums(NamedTuple):
     layer_parameters: FloatArray
     tied_parameters: FloatArray
     tied_groups: FloatArray
+
+    def take(self, stages: IntArray) -> ParameterSums:
+        """The same sums of only some of the stages."""
+        return ParameterSums(*(self[place] if place == _BY_LAYER else self[place][stages] for place in range(6)))
+
+
+_BY_LAYER = ParameterSums._fields.index("layer_parameters")
+"""The place of the one field of `ParameterSums` that is per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +71,7 @@ class StageSums:
         layer_parameters: trained parameters without tied ones, per layer.
         parameters: trained parameters per stage, tied ones counted once (where they are sliced unequally, the most).
         summed_parameters: the same, tied ones counted for every layer that has them.
-        largest_parameters: of one layer, per stage.
+        largest_parameters: trained ones of one layer, per stage.
         parameter_layers: how many layers have parameters, per stage.
         expert_parameters: those of all these that belong to experts which are divided over several devices, per stage.
         layer_expert_parameters: likewise, per layer.
@@ -71,7 +81,9 @@ class StageSums:
         tied_parameters: parameters that other layers (here or elsewhere) share, per stage.
         tied_groups: how many ties the stage takes part in.
         split_ties: per (tie, stage), the shared parameters if other stages hold them too, else 0.
-        frozen_bytes: parameters that are not trained, per stage.
+        table_bytes: parameters of whole numbers, per stage.
+        frozen: parameters that are read and not trained, per stage: dense ones and those of divided experts.
+        largest_held_parameters: of one layer, trained or not, per stage: all, and those outside of divided experts.
         stashed_bytes: per microbatch in flight, relayed tensors included, per (mode, stage).
         working_bytes: what the stage needs at its fullest beyond one microbatch's stash, per (mode, stage).
         received_bytes: what crosses the cut before the stage, per stage.
@@ -106,7 +118,9 @@ class StageSums:
     tied_parameters: FloatArray
     tied_groups: FloatArray
     split_ties: FloatArray
-    frozen_bytes: FloatArray
+    table_bytes: FloatArray
+    frozen: tuple[ParameterSums, ParameterSums]
+    largest_held_parameters: tuple[FloatArray, FloatArray]
     stashed_bytes: FloatArray
     working_bytes: FloatArray
     received_bytes: FloatArray
@@ -138,8 +152,11 @@ class StageSums:
                 prices.append(spent / saved)
         return tuple(prices)
 
-    def kinds(self, ep: int) -> tuple[ParameterSums, ...]:
-        """Dense parameters, and behind them those of experts where these are divided over ``ep`` > 1 devices."""
+    def kinds(self, ep: int, has_frozen: bool = False) -> tuple[ParameterSums, ...]:
+        """Dense parameters, and behind them those of experts where these are divided over ``ep`` > 1 devices.
+
+        Where parameters are frozen, the same of those follow.
+        """
         experts = self.expert_parameters
         dense = ParameterSums(
             parameters=self.parameters - experts,
@@ -149,10 +166,16 @@ class StageSums:
             tied_parameters=self.tied_parameters,
             tied_groups=self.tied_groups,
         )
-        if ep == 1:
-            return (dense,)
         none = np.zeros_like(experts)
-        return dense, ParameterSums(experts, experts, self.expert_layers, self.layer_expert_parameters, none, none)
+        of_experts = ParameterSums(experts, experts, self.expert_layers, self.layer_expert_parameters, none, none)
+        count = 1 if ep == 1 else 2
+        return (*(dense, of_experts)[:count], *(self.frozen[:count] if has_frozen else ()))
+
+    def stage_local_kinds(self, ep: int, has_frozen: bool) -> tuple[FloatArray, ...]:
+        """Parameters per stage of each of these kinds, without those that are sharded over stages."""
+        trained = (self.stage_local_parameters - self.expert_parameters, self.expert_parameters)
+        count = 1 if ep == 1 else 2
+        return (*trained[:count], *(kind.parameters for kind in self.frozen[:count] if has_frozen))
 
     @property
     def stage_local_parameters(self) -> FloatArray:
@@ -162,7 +185,13 @@ class StageSums:
     def take(self, stages: IntArray) -> StageSums:
         """The same table with only some of the stages."""
         per_stage = [name for name in self.__slots__ if name not in _NOT_PER_STAGE]
-        return replace(self, **{name: getattr(self, name)[..., stages] for name in per_stage})
+        all_parameters, dense_parameters = self.largest_held_parameters
+        return replace(
+            self,
+            **{name: getattr(self, name)[..., stages] for name in per_stage},
+            frozen=(self.frozen[0].take(stages), self.frozen[1].take(stages)),
+            largest_held_parameters=(all_parameters[stages], dense_parameters[stages]),
+        )
 
     def sharded_over_stages(self, stages: int) -> StageSums:
         """The same sums in a pipeline of so many stages.
@@ -230,7 +259,7 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
     experts = np.array([profile.expert_parameters * (problem.ep > 1) for profile in profiles])
     dense = np.maximum(parameters - experts, 0.0)
     tied = np.array([sum(profile.tied_parameters.values()) for profile in profiles])
-    ties = _ties(problem, space, profiles)
+    ties = _ties(problem, space, [profile.tied_parameters for profile in profiles])
     cut, whole = cut_bytes(problem, space, profiles), cut_bytes(problem, space, profiles, only_whole=True)
     summed = space.sums(parameters)
     sliced = np.array([float(profile.is_tensor_parallel) for profile in profiles])
@@ -254,7 +283,9 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         tied_parameters=ties.held,
         tied_groups=ties.groups,
         split_ties=ties.split,
-        frozen_bytes=space.sums(np.array([profile.frozen_bytes for profile in profiles])),
+        table_bytes=space.sums(np.array([profile.table_bytes for profile in profiles])),
+        frozen=_frozen_sums(problem, space, profiles),
+        largest_held_parameters=_largest_held(problem, space, profiles),
         stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, profiles),
         working_bytes=space.largest_above(working, stash),
         received_bytes=cut[space.source],
@@ -287,21 +318,62 @@ class _Ties:
     split: FloatArray
 
 
-def _ties(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> _Ties:
-    """Count the ties of every stage."""
+def _ties(problem: PlacementProblem, space: StageSpace, tied: list[Mapping[str, float]]) -> _Ties:
+    """Count the ties of every stage, given the shared parameters of each layer by the name of the tie."""
     stages = len(space.source)
     held, repeated, groups = np.zeros((3, stages))
     split = np.zeros((len(problem.graph.ties), stages))
     for index, (name, members) in enumerate(problem.graph.ties.items()):
         belongs, sizes = np.zeros((2, space.layers))
         for layer in set(members):
-            belongs[layer], sizes[layer] = 1.0, profiles[layer].tied_parameters.get(name, 0.0)
+            belongs[layer], sizes[layer] = 1.0, tied[layer].get(name, 0.0)
         count, size = np.rint(space.sums(belongs)), space.maxima(sizes)
         held += size
         groups += size > 0
         repeated += np.where(count > 1, space.sums(sizes) - size, 0.0)
         split[index] = np.where(count < belongs.sum(), size, 0.0)
     return _Ties(held=held, repeated=repeated, groups=groups, split=split)
+
+
+def _frozen_sums(
+    problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]
+) -> tuple[ParameterSums, ParameterSums]:
+    """Sums of the parameters that are not trained: dense ones, and those of experts that are divided over devices."""
+    experts = np.array([profile.frozen_expert_parameters * (problem.ep > 1) for profile in profiles])
+    dense = np.maximum(np.array([profile.frozen_parameters for profile in profiles]) - experts, 0.0)
+    repeated = _ties(problem, space, [profile.frozen_ties for profile in profiles]).repeated
+    none, no_layer = np.zeros(len(space.source)), np.zeros(space.layers)
+    kinds = []
+    for counts, counted_twice in ((dense, repeated), (experts, none)):
+        summed, layers = space.sums(counts), np.rint(space.sums((counts > 0).astype(float)))
+        kinds.append(ParameterSums(np.maximum(summed - counted_twice, 0.0), summed, layers, no_layer, none, none))
+    return kinds[0], kinds[1]
+
+
+def _largest_held(
+    problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]
+) -> tuple[FloatArray, FloatArray]:
+    """The most parameters of one layer, trained or not, per stage: all of them, and those outside of experts."""
+    held = np.array([profile.parameters + profile.frozen_parameters for profile in profiles])
+    experts = np.array([profile.expert_parameters + profile.frozen_expert_parameters for profile in profiles])
+    return space.maxima(held), space.maxima(np.maximum(held - experts * (problem.ep > 1), 0.0))
+
+
+def frozen_by_layer(problem: PlacementProblem, layers: list[int]) -> FloatArray:
+    """Parameters that are read and not trained, per (dense or divided experts, tp, layer).
+
+    What several layers read is counted for the first of them.
+    """
+    frozen = np.zeros((2, len(problem.tp_degrees), len(layers)))
+    for row, tp in enumerate(problem.tp_degrees if problem.has_frozen else ()):
+        counted = set[str]()
+        for column, layer in enumerate(layers):
+            profile = problem.profile(layer, tp, problem.choices.recompute[0])
+            experts = profile.frozen_expert_parameters * (problem.ep > 1)
+            repeated = sum(count for name, count in profile.frozen_ties.items() if name in counted)
+            counted.update(profile.frozen_ties)
+            frozen[:, row, column] = profile.frozen_parameters - experts - repeated, experts
+    return frozen
 
 
 def cut_bytes(

@@ -25,11 +25,14 @@ Experts that are divided over ep of these devices (neighbours, too) have fewer c
 same experts. As in Megatron-LM, each group of `shard` devices still holds one copy of all states: those of an expert
 are divided over the shard / ep devices of the group that have it, and if ep is larger, they are not divided
 (`ZeroSharding.of_experts`). One of shard and ep divides the other.
+
+Parameters that are frozen are held, and with ZeRO-3 sharded and gathered, like the others; they have no gradients, no
+optimizer states and no update (`ZeroSharding.of_frozen`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,22 +54,32 @@ class ZeroSharding:
         zero: ZeRO stage, 0 to 3.
         shard: devices of a group, which the sharded items are divided over.
         groups: how many groups have copies of the same parameters.
+        divided: over how many devices experts are divided, of whose parameters this is; 1 for others.
     """
 
     recipe: PrecisionRecipe
     zero: int | IntArray
     shard: int | IntArray
     groups: int | IntArray = 1
+    divided: int = 1
 
     def of_experts(self, ep: int) -> ZeroSharding:
         """The same of the parameters of experts that are divided over ``ep`` of the devices."""
         shard = np.maximum(np.asarray(self.shard) // ep, 1)
         groups = np.asarray(self.shard) * np.asarray(self.groups) // (ep * shard)
-        return ZeroSharding(self.recipe, self.zero, shard, groups)
+        return ZeroSharding(self.recipe, self.zero, shard, groups, ep)
 
-    def by_kind(self, ep: int) -> tuple[ZeroSharding, ...]:
-        """This one, of dense parameters, and that of experts where these are divided over ``ep`` > 1 devices."""
-        return (self,) if ep == 1 else (self, self.of_experts(ep))
+    def of_frozen(self) -> ZeroSharding:
+        """The same of parameters that are frozen."""
+        return replace(self, recipe=self.recipe.of_frozen)
+
+    def by_kind(self, ep: int, has_frozen: bool = False) -> tuple[ZeroSharding, ...]:
+        """This one, of dense parameters, and that of experts where these are divided over ``ep`` > 1 devices.
+
+        Where parameters are frozen, the same of those follow.
+        """
+        trained = (self,) if ep == 1 else (self, self.of_experts(ep))
+        return (*trained, *(kind.of_frozen() for kind in trained)) if has_frozen else trained
 
     @property
     def optimizer_shards(self) -> IntArray:
@@ -116,7 +129,7 @@ class ZeroSharding:
     def gathered_bytes_per_batch(self) -> FloatArray:
         """Bytes of one parameter that are gathered after the update."""
         zero = np.asarray(self.zero)
-        return np.where((zero == 1) | (zero == 2), self.recipe.parameter_bytes, 0.0)
+        return np.where((zero == 1) | (zero == 2), self.recipe.parameter_bytes * self.recipe.trains, 0.0)
 
     @property
     def scatter_buffer_bytes(self) -> FloatArray:

@@ -16,6 +16,7 @@ from jax_models import shape
 
 import phaze
 from phaze.ir import Graph, Phase, Role
+from phaze.ir.backward import derive_backward
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,24 @@ def test_frozen_parameters_beside_the_batch_are_not_taken_for_it() -> None:
     graph = phaze.import_graph(loss, ({"a": shape(8, 2), "b": shape(2, 16)}, frozen, batch))
     assert graph.micro_batch_size == 4
     assert [tensor.role for tensor in graph.tensors.values() if tensor.role is Role.PARAMETER] == [Role.PARAMETER] * 2
+
+
+def test_parameters_that_gradients_do_not_reach_or_that_a_step_returns_are_frozen() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        base = jax.lax.stop_gradient(params["base"])
+        return (jax.nn.relu(x @ base) @ params["head"]).mean()
+
+    def step(params: Any, x: Any) -> Any:
+        value, slopes = jax.value_and_grad(loss)(params, x)
+        return {"base": params["base"], "head": params["head"] - 0.1 * slopes["head"]}, value
+
+    inputs = ({"base": shape(8, 16), "head": shape(16, 4)}, shape(6, 8))
+    for model in (loss, step):
+        graph = phaze.import_graph(model, inputs)
+        assert [tensor.id for tensor in graph.parameters if tensor.is_frozen] == ["params.base"]
+        derived = derive_backward(graph)
+        assert [parameter for parameter, _ in derived.gradients] == ["params.head"]
+        assert derived.matmul_flops(Phase.BACKWARD) == 2 * 6 * 16 * 4
 
 
 def test_an_associative_scan_which_slices_off_nothing_at_all_imports() -> None:

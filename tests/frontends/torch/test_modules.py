@@ -266,12 +266,16 @@ def test_resnet_is_counted_to_the_unit() -> None:
     assert graph.coverage().unknown == ()
 
 
-def test_frozen_parameters_are_said_to_be_planned_as_trained_ones() -> None:
+def test_frozen_parameters_have_no_gradients() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 8, bias=False).requires_grad_(False), torch.nn.Linear(8, 8, bias=False)
     )
     graph = phaze.import_graph(model, (4, 8), loss_fn=torch.nn.functional.cross_entropy, targets=_labels(4))
-    assert any(note.startswith("50.0% of the parameters are frozen; plans hold gradients") for note in graph.notes)
+    assert any(note.startswith("50.0% of the parameters are frozen") for note in graph.notes)
+    assert [tensor.id for tensor in graph.parameters if tensor.is_frozen] == ["0.weight"]
+    derived = derive_backward(graph)
+    assert [parameter for parameter, _ in derived.gradients] == ["1.weight"]
+    assert derived.matmul_flops("backward") == graph.matmul_flops("backward") == 2 * 4 * 8 * 8
 
 
 @pytest.mark.exhaustive

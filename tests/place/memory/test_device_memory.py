@@ -52,11 +52,12 @@ def test_zero_divides_what_its_stage_names_and_leaves_the_rest_whole(seed: int, 
     problem = random_problem(seed)
     sums = build_stage_sums(problem, build_stage_space(problem.graph), problem.tp_degrees[0], use_bounds=False)
     table = build_memory_table(problem, sums, ZeroSharding(problem.recipe, zero, shard), 0.0)
-    recipe = problem.recipe
+    recipe, frozen = problem.recipe, sums.frozen[0].parameters
     held = {
         "optimizer_bytes": recipe.optimizer_bytes * sums.parameters / (shard if zero >= 1 else 1),
         "gradients_bytes": recipe.gradient_bytes * sums.parameters / (shard if zero >= 2 else 1),
-        "parameters_bytes": recipe.parameter_bytes * sums.parameters / (shard if zero >= 3 else 1) + sums.frozen_bytes,
+        "parameters_bytes": recipe.parameter_bytes * (sums.parameters + frozen) / (shard if zero >= 3 else 1)
+        + sums.table_bytes,
     }
     for name, expected in held.items():
         assert getattr(table, name) == pytest.approx(expected)

@@ -102,7 +102,8 @@ def test_a_row_for_several_strategies_holds_and_sends_no_more_than_any_of_them(s
     )
     for each_dp, shard in zip(copies, shards, strict=True):
         replicas = int(each_dp) * problem.cp
-        kinds = ZeroSharding(problem.recipe, zero, int(shard), replicas // int(shard)).by_kind(problem.ep)
+        dense = ZeroSharding(problem.recipe, zero, int(shard), replicas // int(shard))
+        kinds = dense.by_kind(problem.ep, problem.has_frozen)
         for kind, shares in zip(kinds, wide.shares(problem), strict=True):
             assert shares.sharding.held_bytes_per_parameter[0] <= kind.held_bytes_per_parameter * (1 + 1e-12)
             assert shares.within[0] <= 1 - 1 / int(kind.shard) + 1e-12

@@ -47,6 +47,8 @@ def test_sums_of_a_stage_equal_loops_over_its_layers(seed: int) -> None:
         experts = sum(profile.expert_parameters for profile in profiles) if problem.ep > 1 else 0.0
         assert sums.expert_parameters[stage] == pytest.approx(experts)
         assert sum(kind.parameters[stage] for kind in sums.kinds(problem.ep)) == pytest.approx(sums.parameters[stage])
+        frozen = sum(profile.frozen_parameters for profile in profiles)
+        assert sums.frozen[0].summed_parameters[stage] + sums.frozen[1].parameters[stage] == pytest.approx(frozen)
 
 
 def held_parameters(problem: PlacementProblem, members: tuple[int, ...], tp: int) -> float:

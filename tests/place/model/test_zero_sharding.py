@@ -32,6 +32,15 @@ def test_gradients_are_reduced_once_either_per_batch_or_per_backward(zero: int) 
     assert float(sharding.gathered_bytes_per_batch) == (2.0 if is_gathered_once else 0.0)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_frozen_parameters_are_held_and_gathered_and_nothing_else(zero: int) -> None:
+    sharding = ZeroSharding(RECIPE, zero, 8).of_frozen()
+    assert float(sharding.held_bytes_per_parameter) == (2 / 8 if zero == 3 else 2.0)
+    assert float(sharding.gathered_bytes_per_pass) == (2.0 if zero == 3 else 0.0)
+    for name in ("scattered_bytes_per_backward", "reduced_bytes_per_batch", "gathered_bytes_per_batch"):
+        assert float(getattr(sharding, name)) == 0.0
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_groups_hold_what_their_devices_share_and_reduce_between_them_after_the_last_backward(zero: int) -> None:
     sharding = ZeroSharding(RECIPE, zero, 8, 16)
