@@ -3,7 +3,7 @@
 # pages with. Nothing needs root; where it is there, on Debian and Ubuntu, a missing Chromium is installed.
 
 .NOTPARALLEL:
-.PHONY: help run test test-quick test-full docs fuzz check package clean compiler-noted compiler-required browser-required unlinked
+.PHONY: help run test test-quick test-full docs docs-outputs fuzz check package clean compiler-noted compiler-required browser-required unlinked
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -40,6 +40,7 @@ help:
 	@echo 'make test-quick  only pytest, only the rooms that need no framework: for between two edits'
 	@echo 'make test-full   make test with the exhaustive versions of slow tests'
 	@echo 'make docs        build the site of docs/ into build/site; a broken link or a warning is an error'
+	@echo 'make docs-outputs  write what blocks of docs/ print now into its pages; LONG=1 the long ones too'
 	@echo 'make fuzz        damaged files of every format: MINUTES=10 of them, or COUNT=N; SEED=N draws others'
 	@echo 'make package     source distribution and wheel in dist/'
 	@echo 'make clean       remove .venv, build/ and dist/'
@@ -60,6 +61,9 @@ test-full: compiler-required browser-required check
 docs: $(TEST_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
 	@echo 'the site is build/site/index.html'
+
+docs-outputs: $(TEST_STAMP)
+	@$(ONE_THREAD) PYTHONPATH=tests/support $(PYTHON_IN_VENV) tests/support/rewrite_outputs.py $(if $(LONG),--long)
 
 fuzz: $(TEST_STAMP)
 	@$(ONE_THREAD) PYTHONPATH=tests:tests/support $(PYTHON_IN_VENV) benchmarks/fuzz.py --minutes $(or $(MINUTES),10) \

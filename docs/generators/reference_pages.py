@@ -104,28 +104,40 @@ def file_formats() -> str:
         schema = make()
         lines += ["", f"## {kind}", "", _FORMAT_WORDS[kind], f"The schema: [{kind}.json](schemas/{kind}.json).", ""]
         lines += _fields(schema, kind)
-        for name, definition in sorted(schema.get("$defs", {}).items()):
+        inner = {**dict(sorted(schema.get("$defs", {}).items())), **dict(_inner_objects(schema))}
+        for name, definition in inner.items():
             if definition.get("properties"):
-                lines += ["", f"### {name} {{#{_anchor(kind, name)}}}", "", *_fields(definition, kind)]
+                lines += ["", f"### {name} {{#{_anchor(kind, name)}}}", "", *_fields(definition, kind, name)]
     return "\n".join(lines) + "\n"
 
 
-def _fields(schema: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _inner_objects(schema: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Objects with fields of their own that stand inside of others, by the path of their field."""
+    for field, inner in schema.get("properties", {}).items():
+        path = f"{name}.{field}" if name else field
+        target = inner.get("items", inner)
+        if target.get("properties"):
+            yield path, target
+            yield from _inner_objects(target, path)
+
+
+def _fields(schema: Mapping[str, Any], kind: str, path: str = "") -> Iterator[str]:
     """A table of the fields of an object."""
     choices = [choice for choice in schema.get("oneOf", schema.get("anyOf", ())) if choice.get("properties")]
     for choice in choices:
-        yield from _fields(choice, kind)
+        yield from _fields(choice, kind, path)
         yield ""
     if schema.get("properties"):
         required = schema.get("required", ())
         yield "| field | type | required |"
         yield "|---|---|---|"
         for name, field in schema["properties"].items():
-            yield f"| `{name}` | {_type(field, kind)} | {'yes' if name in required else 'no'} |"
+            own = f"{path}.{name}" if path else name
+            yield f"| `{name}` | {_type(field, kind, own)} | {'yes' if name in required else 'no'} |"
 
 
-def _type(schema: Mapping[str, Any], kind: str) -> str:
-    """A type in words, with links to objects that are defined on the page."""
+def _type(schema: Mapping[str, Any], kind: str, path: str) -> str:
+    """A type in words, with links to objects that have a table on the page; `path` is that of the field, if any."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{_anchor(kind, name)})"
@@ -135,13 +147,17 @@ def _type(schema: Mapping[str, Any], kind: str) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"]).replace("|", "\\|")
     for word in ("anyOf", "oneOf"):
         if word in schema:
-            return " or ".join(dict.fromkeys(_type(choice, kind) for choice in schema[word]))
+            return " or ".join(dict.fromkeys(_type(choice, kind, "") for choice in schema[word]))
     match schema.get("type"):
         case "array":
-            return f"list of {_type(schema.get('items', {}), kind)}"
+            return f"list of {_type(schema.get('items', {}), kind, path)}"
+        case "object" if schema.get("properties"):
+            names = ", ".join(f"`{name}`" for name in schema["properties"])
+            return f"[object](#{_anchor(kind, path)})" if path else f"object with {names}"
         case "object":
             values = schema.get("additionalProperties")
-            return f"object of {_type(values, kind)} by name" if isinstance(values, Mapping) and values else "object"
+            is_typed = isinstance(values, Mapping) and values
+            return f"object of {_type(values, kind, '')} by name" if is_typed else "object"
         case list() as names:
             return " or ".join(names)
         case None:
@@ -151,4 +167,4 @@ def _type(schema: Mapping[str, Any], kind: str) -> str:
 
 
 def _anchor(kind: str, name: str) -> str:
-    return f"{kind}-{name.lower()}"
+    return f"{kind}-{name.lower().replace('.', '-')}"

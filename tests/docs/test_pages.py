@@ -1,53 +1,15 @@
 """The pages of docs/ do what they say: every program and command in them is run, and prints what is shown."""
 
-import dataclasses
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from documents import LANGUAGES, Step, blocks, is_as_told, steps
-from repository import ROOT
+from rewrite_outputs import rewritten
+from site_pages import DOCS, LONG, PAGES, QUICK, run_all
 
-DOCS = ROOT / "docs"
-RUNNER = ROOT / "tests" / "support" / "document_runner.py"
 SHOWN_AS_FILES = ("csv", "json", "toml")
 """Languages of blocks that show a file, which is written and used by later steps."""
-
-
-def pages(nav: object) -> Iterator[str]:
-    """The pages of the site that people wrote, in the order of its navigation."""
-    if isinstance(nav, str):
-        if (DOCS / nav).exists():
-            yield nav
-    else:
-        for part in nav.values() if isinstance(nav, dict) else nav:  # type: ignore[attr-defined]
-            yield from pages(part)
-
-
-PAGES = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-STEPS = [step for page in PAGES for step in steps(page, (DOCS / page).read_text())]
-QUICK = [step for step in STEPS if not step.is_exhaustive]
-LONG = [step for step in STEPS if step.is_exhaustive]
-
-
-def run_all(asked: list[Step], folder: Path) -> list[dict[str, Any]]:
-    """What each step printed, or how it failed, all run in one process after the other."""
-    listed = folder / "steps.json"
-    listed.write_text(json.dumps([dataclasses.asdict(step) for step in asked]))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = [sys.executable, RUNNER, listed, folder / "answers.json"]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text())
-    return answers
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +55,22 @@ def test_a_block_with_a_title_is_a_file_and_a_comment_marks_a_block() -> None:
     file, command = steps("x.md", document)
     assert (file.file, file.command) == (("a.json", "{}\n"), "")
     assert (command.command, command.mark, command.line) == ("phaze report a.json", "fails", 6)
+
+
+@pytest.mark.parametrize(
+    ("block", "output"),
+    [
+        ("```console\n$ phaze --version\nphaze 1\n$ true\n```\n", "phaze 2\n"),
+        ("```python\nprint('phaze 2')\n```\n\n```text\nphaze 1\n```\n", "phaze 2\n"),
+    ],
+)
+def test_an_output_that_changed_is_rewritten_in_its_place(block: str, output: str) -> None:
+    page = f"phaze 1\n\n{block}\nphaze 1\n"
+    step = steps("x.md", page)[0]
+    told = rewritten(page, step, output)
+    assert told == f"phaze 1\n\n{block.replace('phaze 1', 'phaze 2')}\nphaze 1\n"
+
+
+def test_an_output_that_is_shown_in_parts_is_left_to_people() -> None:
+    page = "```console\n$ phaze --version\n...\nphaze 1\n```\n"
+    assert rewritten(page, steps("x.md", page)[0], "phaze 2\n") is None
