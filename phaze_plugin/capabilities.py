@@ -142,10 +142,19 @@ class Capabilities:
         )
 
     def for_whole_step(self) -> Capabilities:
-        """What it runs of a captured train step: one stage, all samples of a copy at once, and nothing recomputed."""
+        """What it runs of a captured train step: one stage, all samples of a copy at once, and nothing recomputed.
+
+        No experts are divided, because nothing in a step that runs as it is written exchanges their tokens.
+        """
         if not self.runs_steps_as_written:
             return self
-        return replace(self, schedules=frozenset(), recompute_modes=frozenset({"none"}), needs_single_micro_batch=True)
+        return replace(
+            self,
+            schedules=frozenset(),
+            recompute_modes=frozenset({"none"}),
+            needs_single_micro_batch=True,
+            allows_expert_parallel=False,
+        )
 
     def with_master(self, master_bytes: float) -> Capabilities:
         """What it runs for a precision whose optimizer keeps a master copy of so many bytes per parameter, or none."""
@@ -163,11 +172,13 @@ class Capabilities:
         used = {axis for axis, degree in degrees.items() if degree > 1}
         without = {other for pair in self.excluded_axes for axis, other in (pair, pair[::-1]) if axis in used}
         zero_stages = self.zero_stages.intersection(*(stages[axis] for axis in used))
+        schedules = frozenset[PipelineSchedule]() if "pp" in without else self.schedules
         return replace(
             self,
             zero_stages=zero_stages,
             needs_several_copies=self.needs_several_copies or (0 in self.zero_stages and 0 not in zero_stages),
-            schedules=frozenset() if "pp" in without else self.schedules,
+            schedules=schedules,
+            spreads_ends=self.spreads_ends and bool(schedules),
             allows_shard_groups=self.allows_shard_groups and "shard" not in without,
         )
 

@@ -26,6 +26,7 @@ from phaze.frontends.stablehlo.batch_factors import follow_batch
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main
 from phaze.frontends.stablehlo.mlir_reader import read_module
 from phaze.frontends.stablehlo.module import Module
+from phaze.frontends.stablehlo.routed_experts import mark_routed_experts
 from phaze.frontends.stablehlo.training_graph import argument_names, build_graph
 from phaze.ir import Graph, Role
 
@@ -253,7 +254,7 @@ def _import_function(task: _ImportTask) -> Graph:
         graph = _with_note(
             follow_batch(_graph(task, None)), "lowered at the batch of its inputs: another one did not trace alike"
         )
-    return replace(graph, notes=(*graph.notes, *task.notes))
+    return mark_routed_experts(replace(graph, notes=(*graph.notes, *task.notes)))
 
 
 def _with_inferred_roles(task: _ImportTask) -> _ImportTask:

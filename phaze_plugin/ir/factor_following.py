@@ -12,7 +12,7 @@ from functools import partial
 from phaze.ir.op import Op
 from phaze.ir.rule import Dims, Rule
 
-__all__ = ["Piece", "Pieces", "follow_pieces", "followed_factors"]
+__all__ = ["Piece", "Pieces", "follow_pieces", "followed_factors", "pieces_of"]
 
 Piece = tuple[int, int, int]
 """A factor in a tensor: its dimension, where in this it starts (the product of the factors before), and its size."""
@@ -27,7 +27,7 @@ MOST_SWEEPS = 20
 def follow_pieces(ops: Sequence[Op], start: Mapping[str, set[Piece]]) -> Pieces:
     """The pieces of every tensor that are made of those at the start."""
     pieces = {tensor_id: set(known) for tensor_id, known in start.items()}
-    of_rule = {id(op.rule): [*map(partial(_pieces_of, op.rule), op.rule.tensors())] for op in ops}
+    of_rule = {id(op.rule): [*map(partial(pieces_of, op.rule), op.rule.tensors())] for op in ops}
     for sweep in range(MOST_SWEEPS):
         has_changed = False
         for op in ops if sweep % 2 == 0 else reversed(ops):
@@ -48,7 +48,7 @@ def follow_pieces(ops: Sequence[Op], start: Mapping[str, set[Piece]]) -> Pieces:
 
 def followed_factors(op: Op, pieces: Mapping[str, set[Piece]]) -> frozenset[str]:
     """The factors of an op that cover, in some of its tensors, a piece that is followed."""
-    around = zip((*op.inputs, *op.outputs), map(partial(_pieces_of, op.rule), op.rule.tensors()), strict=True)
+    around = zip((*op.inputs, *op.outputs), map(partial(pieces_of, op.rule), op.rule.tensors()), strict=True)
     return frozenset(_followed(around, pieces))
 
 
@@ -62,7 +62,7 @@ def _followed(around: Iterable[tuple[str, list[tuple[str, Piece]]]], pieces: Map
     return names
 
 
-def _pieces_of(rule: Rule, dims: Dims) -> list[tuple[str, Piece]]:
+def pieces_of(rule: Rule, dims: Dims) -> list[tuple[str, Piece]]:
     """Every factor of a tensor with the piece that it covers; a dimension that is covered in part has none."""
     pieces = []
     for index, dim in enumerate(dims):

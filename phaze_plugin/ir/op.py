@@ -11,6 +11,7 @@ from phaze.errors import GraphError, shown
 from phaze.ir.rule import FactorKind, Rule, names_of
 
 __all__ = [
+    "EXPERT_DIM",
     "OPERANDS_AND_RESULTS",
     "PASSES_GRADIENT",
     "UNARY_READS",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 Attribute = int | float | str | tuple[int, ...]
+
+EXPERT_DIM = "expert_dim"
+"""The attribute of a captured op that brings tokens to experts: the dimension of its result that counts experts."""
 
 
 class OpKind(StrEnum):

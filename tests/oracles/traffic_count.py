@@ -21,6 +21,8 @@ from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import repeated_layers, slice_model
 from phaze.question import Question
 from phaze.shard import WHOLE, ShardedModel, slice_layer
+from phaze.shard.expert_slicing import DIVIDED_OVER
+from phaze.shard.mesh_axes import EXPERT_AXIS, axis_of
 from phaze.verify.saved_plan import question_for
 
 __all__ = ["StageTraffic", "planned_exchanges", "planned_traffic"]
@@ -28,7 +30,7 @@ __all__ = ["StageTraffic", "planned_exchanges", "planned_traffic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTraffic:
-    """Bytes of one step on one device of a stage: between tensor-parallel devices, copies, and stages.
+    """Bytes of one step on one device of a stage: between tensor-parallel devices, copies, stages, owners of experts.
 
     To the last belong what is sent to the next stage and comes back, and what is spread over all of them.
     """
@@ -36,6 +38,7 @@ class StageTraffic:
     tp_bytes: float
     dp_bytes: float
     pp_bytes: float
+    ep_bytes: float
 
 
 def planned_exchanges(plan: Plan, model: object, inputs: object = None) -> float:
@@ -54,7 +57,10 @@ def planned_traffic(
     question = question_for(plan, model, inputs, PluginManager.load())
     chosen = plan.strategy
     graph = graph_at(question, chosen.micro_batch_size)
-    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=chosen.sequence_parallel)
+    if chosen.ep > 1:
+        graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=1, ep=chosen.ep)
+    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=chosen.sequence_parallel, ep=chosen.ep)
+    experts = _experts(graph)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
     spread = _spread_names(question, sharded) if len(plan.stages) > 1 else frozenset()
     parameters = _parameters(sharded, range(len(sharded.layers)))
@@ -67,19 +73,24 @@ def planned_traffic(
         layers = range(first, first + len(stage.layers))
         first += len(stage.layers)
         mode = RecomputeMode(stage.recompute)
-        width_bytes = 0.0
+        width_bytes, exchanged_bytes = 0.0, 0.0
         for layer in layers:
             local = slice_layer(sharded.layers[layer])
             again = mode if sharded.graph.layers[layer].key in repeated else RecomputeMode.NONE
             width_bytes += _layer_bytes(local, again, sharded.axis.tp, is_trimmed, least_bytes)
+            exchanged_bytes += _exchanged_bytes(local, again, is_trimmed)
         sent = _sent_bytes(sharded, first) if number + 1 < len(plan.stages) else 0.0
         held = {name: size for name, size in _parameters(sharded, layers).items() if name not in spread}
         held |= {name: parameters[name] / len(plan.stages) for name in spread}
         found.append(
             StageTraffic(
                 tp_bytes=batches * width_bytes,
-                dp_bytes=sum(_copy_bytes(plan, size, batches, least_bytes) for size in held.values()),
+                dp_bytes=sum(
+                    _copy_bytes(plan, size, batches, least_bytes, chosen.ep if name in experts else 1)
+                    for name, size in held.items()
+                ),
                 pp_bytes=2 * sends * sent + ends_bytes,
+                ep_bytes=batches * exchanged_bytes,
             )
         )
     return tuple(found)
@@ -90,6 +101,19 @@ def _layer_bytes(local: Graph, mode: RecomputeMode, tp: int, is_trimmed: bool, l
     ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
     links = [op for op in ops if op.kind is OpKind.COLLECTIVE]
     return sum(_weighed(op, tp) for op in links if float(op.collective_bytes) >= least_bytes)
+
+
+def _exchanged_bytes(local: Graph, mode: RecomputeMode, is_trimmed: bool) -> float:
+    """What a device holds of what one layer exchanges between the owners of experts for one microbatch."""
+    ops = (*local.ops, *recomputed_ops(local, single_layer(local), mode, is_trimmed=is_trimmed))
+    exchanges = [op for op in ops if op.kind is OpKind.COLLECTIVE and axis_of(op) == EXPERT_AXIS]
+    return float(sum(local.tensors[op.inputs[0]].size_bytes for op in exchanges))
+
+
+def _experts(graph: Graph) -> frozenset[str]:
+    """What ops read whose parameters are divided over the owners of experts."""
+    divided = [op for op in graph.ops if op.attribute(DIVIDED_OVER) == EXPERT_AXIS]
+    return frozenset(name for op in divided for name in op.inputs)
 
 
 def _weighed(op: Op, tp: int) -> float:
@@ -131,11 +155,11 @@ def _parameters(sharded: ShardedModel, layers: Iterable[int]) -> dict[str, float
     return found
 
 
-def _copy_bytes(plan: Plan, parameters: float, batches: int, least_bytes: int) -> float:
-    """The gradient of a parameter that copies reduce, and what of it they gather."""
+def _copy_bytes(plan: Plan, parameters: float, batches: int, least_bytes: int, ep: int) -> float:
+    """The gradient of a parameter that copies reduce, and what of it they gather; experts have dp / ep copies."""
     chosen, recipe = plan.strategy, plan.question.precision
     gradients, gathered = recipe.reduction_bytes * parameters, recipe.parameter_bytes * parameters
-    if chosen.dp == 1 or gradients < least_bytes:
+    if chosen.dp == ep or gradients < least_bytes:
         return 0.0
     match chosen.zero:
         case 0:
