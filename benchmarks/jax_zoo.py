@@ -139,7 +139,7 @@ def answer_of(model: ZooModel, key: str, expected: tuple[list[float], Any]) -> d
 
 def arranged(model: ZooModel, strategy: Mapping[str, int]) -> Any:
     """The model on the devices of a strategy."""
-    settled: dict[str, object] = {"dp": 1, "tp": 1, "pp": 1, "zero": 0, "recompute": "none", **strategy}
+    settled: dict[str, object] = {"dp": 1, "tp": 1, "pp": 1, "ep": 1, "zero": 0, "recompute": "none", **strategy}
     copies, stages = int(str(settled["dp"])), int(str(settled["pp"]))
     settled["micro_batch_size"] = BATCH // copies if model.is_step else max(1, BATCH // copies // 2)
     settled |= {"schedule": "gpipe" if stages > 1 else "none", "chunks": 1}

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phaze.backends.jax import equal_layers
 from phaze.backends.jax.context_trace import loss_of_context
+from phaze.backends.jax.expert_trace import loss_of_experts
 from phaze.backends.jax.in_place_steps import as_in_place_step
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
@@ -41,6 +42,7 @@ from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
 from phaze.plan.plan import Plan, SplitDim
 from phaze.profile.model_profiles import recomputed_keys
+from phaze.shard.expert_slicing import expert_dims
 
 __all__ = ["AppliedPlan", "apply_plan_to"]
 
@@ -212,13 +214,17 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     if axes.context:
         others = [False] * (len(trace.batch) - len(specs))
         trace = loss_of_context(trace, [*has_sequence, *others], strategy.cp)
+    experts = _expert_dims(graph, loss_function) if axes.experts else {}
+    if experts:
+        trace = loss_of_experts(trace, experts, strategy.ep, _expert_tiles(plan, graph))
     stacks = LayerStacks()
     if strategy.pp > 1 and trace.scan is None:
         trace, stacks = stack_equal_layers(trace, first_layers(loss_function.names, graph), equal_layers(graph))
     _check_stages(plan, trace)
     return TrainingStep(
-        arranged=_arranged_loss(plan, loss_function, graph, trace, stacks),
+        arranged=_arranged_loss(plan, loss_function, graph, trace, stacks, experts),
         stacks=stacks,
+        experts=experts,
         axes=axes,
         zero=strategy.zero if axes.shards else 0,
         micro_batch_size=strategy.micro_batch_size,
@@ -280,20 +286,25 @@ def _shape_with_rows(spec: jax.ShapeDtypeStruct, share: BatchShare, rows: int) -
 
 
 def _arranged_loss(
-    plan: Plan, loss_function: LossFunction, graph: Graph, trace: TracedLoss, stacks: LayerStacks
+    plan: Plan,
+    loss_function: LossFunction,
+    graph: Graph,
+    trace: TracedLoss,
+    stacks: LayerStacks,
+    experts: Mapping[int, int],
 ) -> ArrangedLoss:
     strategy = plan.strategy
     keys = recomputed_keys(graph, plan.question.calibration)
     arranged = ArrangedLoss(
         trace=trace,
-        storages=_storages(plan, loss_function, trace, stacks),
+        storages=_storages(plan, loss_function, trace, stacks, experts),
         parameter_layers=first_layers(loss_function.names, graph),
         # All stages run one program, so that the strongest of their modes holds for all.
         recompute=next(mode for mode in reversed(RecomputeMode) if mode in strategy.recompute),
         recomputed_layers=frozenset(layer.index for layer in graph.layers if layer.key in keys),
         last_layer=len(graph.layers) - 1,
         gathers_keys=strategy.cp > 1,
-        gather_axes=mesh_axes(plan).shards if strategy.zero == 3 else (),
+        gathers_parameters=strategy.zero == 3 and bool(mesh_axes(plan).shards),
         tp=strategy.tp,
         sequence_parallel=bool(plan.layouts.boundaries),
     )
@@ -321,9 +332,18 @@ def _check_stages(plan: Plan, trace: TracedLoss) -> None:
 
 
 def _storages(
-    plan: Plan, loss_function: LossFunction, trace: TracedLoss, stacks: LayerStacks, *, keeps_shape: bool = False
+    plan: Plan,
+    loss_function: LossFunction,
+    trace: TracedLoss,
+    stacks: LayerStacks,
+    experts: Mapping[int, int],
+    *,
+    keeps_shape: bool = False,
 ) -> tuple[ParameterStorage, ...]:
-    """How parameters are stored: with layers stacked, or (with `keeps_shape`) each in the user's own shape."""
+    """How parameters are stored: with layers stacked, or (with `keeps_shape`) each in the user's own shape.
+
+    `experts` has the dimension of the user's shape that counts experts, by parameter, where these are divided.
+    """
     stacked = set() if trace.scan is None else set(trace.scan.stacked.values())
     stacked -= set(stacks.layers_of) if keeps_shape else set()
     strategy, axes = plan.strategy, mesh_axes(plan)
@@ -334,16 +354,23 @@ def _storages(
         if is_stacked and number in stacks.layers_of:
             layers = [loss_function.names[layer] for layer in stacks.layers_of[number]]
             shape = (len(layers), *shape)
+        expert_dim = experts.get(number)
+        if expert_dim is not None:
+            expert_dim += len(shape) - len(loss_function.parameters[number].shape)
+        own_axes = axes.experts if expert_dim is not None else ()
+        shard_axes = tuple(axis for axis in axes.shards if axis not in own_axes)
         return choose_storage(
             name,
             shape,
             _splits(plan, name, layers),
             is_stacked=is_stacked,
             tp=strategy.tp,
-            shards=axes.shard_count,
-            shard_axes=axes.shards,
+            shards=axes.size(shard_axes),
+            shard_axes=shard_axes,
             pp=strategy.pp,
             keeps_shape=keeps_shape,
+            expert_dim=expert_dim,
+            ep=strategy.ep,
         )
 
     absent = frozenset[int]() if keeps_shape else stacks.absent
@@ -351,6 +378,24 @@ def _storages(
         ParameterStorage(name=name, shape=EMPTY_SHAPE) if number in absent else storage(number, name, tuple(spec.shape))
         for number, (name, spec) in enumerate(zip(loss_function.names, loss_function.parameters, strict=True))
     )
+
+
+def _expert_dims(graph: Graph, loss_function: LossFunction) -> dict[int, int]:
+    """The dimension of the user's shape that counts experts, by the number of a parameter.
+
+    A stacked parameter is one for each layer in the graph, `name[layer]`, and has its layers first.
+    """
+    of_graph = expert_dims(graph)
+    stacked = {name.rpartition("[")[0]: dim + 1 for name, dim in of_graph.items() if name.endswith("]")}
+    found = {number: (stacked | of_graph).get(name) for number, name in enumerate(loss_function.names)}
+    return {number: dim for number, dim in found.items() if dim is not None}
+
+
+def _expert_tiles(plan: Plan, graph: Graph) -> int:
+    """Into how many parts the tensor axis divides experts: all of them, or none where it cuts some in another way."""
+    splits = [(plan.layouts.parameters.get(name, ()), dim) for name, dim in expert_dims(graph).items()]
+    is_along = [of_parameter[0].dim == dim for of_parameter, dim in splits if of_parameter]
+    return plan.strategy.tp if is_along and all(is_along) else 1
 
 
 def _splits(plan: Plan, name: str, layers: Sequence[str]) -> tuple[SplitDim, ...]:
@@ -368,7 +413,8 @@ def _applied_plan(
     plan: Plan, loss_function: LossFunction, training_step: TrainingStep, optimizer: Optimizer, given_mesh: object
 ) -> AppliedPlan:
     mesh, stacks = mesh_for_plan(plan, given_mesh), training_step.stacks
-    user_storages = _storages(plan, loss_function, training_step.arranged.trace, stacks, keeps_shape=True)
+    trace, experts = training_step.arranged.trace, training_step.experts
+    user_storages = _storages(plan, loss_function, trace, stacks, experts, keeps_shape=True)
     layout = StateLayout(
         loss_function=loss_function,
         storages=training_step.storages,
@@ -380,7 +426,6 @@ def _applied_plan(
             optimizer, training_step.storages, user_storages, stacks, loss_function.structure
         ),
         zero=training_step.zero,
-        shard_axes=training_step.axes.shards,
         has_stages=training_step.pp > 1,
         has_master=plan.question.precision.master_bytes > 0,
         compute_dtype=training_step.compute_dtype,

@@ -28,7 +28,9 @@ from jax.extend import core
 
 from phaze.backends.jax.traced_loss import TracedLoss, loss_of_trace, primitive_name
 
-__all__ = ["AXIS", "ELEMENTWISE", "loss_of_context"]
+__all__ = [
+    *("ALONG_ONE", "AXIS", "ELEMENTWISE", "MOVES", "bind", "local_shape", "loss_of_context", "place_in_product"),
+]
 
 AXIS = "cp"
 """The mesh axis over which sequences are split."""
@@ -60,7 +62,7 @@ the size 1."""
 _REDUCTIONS = ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
 """Primitives that take the dimensions `axes` away."""
 
-_ALONG_ONE = {
+ALONG_ONE = {
     "cumsum": "axis",
     "cummax": "axis",
     "cummin": "axis",
@@ -91,13 +93,14 @@ def loss_of_context(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) ->
         return [one.whole(result) for result in one.run(trace.flat, values)]
 
     shapes = [
-        jax.ShapeDtypeStruct(_local_shape(variable.aval.shape, 1 if part else None, cp), variable.aval.dtype)
+        jax.ShapeDtypeStruct(local_shape(variable.aval.shape, 1 if part else None, cp), variable.aval.dtype)
         for variable, part in zip(jaxpr.invars, is_part, strict=True)
     ]
     return loss_of_trace(jax.make_jaxpr(run, axis_env=[(AXIS, cp)])(*shapes), first)
 
 
-def _local_shape(shape: Sequence[int], dim: int | None, cp: int) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], dim: int | None, cp: int) -> tuple[int, ...]:
+    """A shape of which each of cp devices has an equal part along a dimension."""
     return tuple(size // cp if place == dim else size for place, size in enumerate(shape))
 
 
@@ -158,10 +161,10 @@ class _OneContext:
         name = primitive_name(equation)
         if name in ELEMENTWISE:
             return self._elementwise(equation, operands, dim)
-        if name in _MOVES:
+        if name in MOVES:
             return self._moved(equation, operands[0], dim)
-        if name in _ALONG_ONE:
-            is_along = equation.params[_ALONG_ONE[name]] == dim
+        if name in ALONG_ONE:
+            is_along = equation.params[ALONG_ONE[name]] == dim
             return None if is_along else self._on_parts(equation, operands, dim)
         match name:
             case "dot_general":
@@ -183,7 +186,7 @@ class _OneContext:
 
     def _moved(self, equation: core.JaxprEqn, operand: _Value, dim: int) -> list[_Value] | None:
         """What moves or reduces one operand; sums over the split dimension itself are added up."""
-        move = _MOVES[primitive_name(equation)](equation, dim, self.cp)
+        move = MOVES[primitive_name(equation)](equation, dim, self.cp)
         if move is not None:
             result_dim, changes = move
             return [
@@ -236,7 +239,7 @@ class _OneContext:
         side = next(number for number in (0, 1) if isinstance(sides[number], _Part))
         own = sides[side]
         assert isinstance(own, _Part)
-        other, place = sides[1 - side], _place_in_product(equation, side, own.dim)
+        other, place = sides[1 - side], place_in_product(equation, side, own.dim)
         if place.kind != "free":
             dims = equation.params["dimension_numbers"][place.kind == "batched"]
             other = self.part(other, dims[1 - side][place.number])
@@ -253,7 +256,7 @@ class _OneContext:
         """Which of two parts is gathered: a key, whose positions are summed over later; None where both fit."""
         assert isinstance(sides[0], _Part)
         assert isinstance(sides[1], _Part)
-        places = [_place_in_product(equation, side, sides[side].dim) for side in (0, 1)]
+        places = [place_in_product(equation, side, sides[side].dim) for side in (0, 1)]
         if places[0].kind == places[1].kind != "free" and places[0].number == places[1].number:
             return None
         if places[0].kind == places[1].kind == "free":
@@ -324,7 +327,7 @@ class _OneContext:
             return [result.value if isinstance(result, _Part) else result for result in results]
 
         shapes = [
-            jax.ShapeDtypeStruct(_local_shape(variable.aval.shape, dim, self.cp), variable.aval.dtype)
+            jax.ShapeDtypeStruct(local_shape(variable.aval.shape, dim, self.cp), variable.aval.dtype)
             for variable, dim in zip(body.jaxpr.invars, dims, strict=True)
         ]
         jax.eval_shape(run, *shapes)
@@ -388,7 +391,8 @@ class _PlaceInProduct:
     result_dim: int
 
 
-def _place_in_product(equation: core.JaxprEqn, side: int, dim: int) -> _PlaceInProduct:
+def place_in_product(equation: core.JaxprEqn, side: int, dim: int) -> _PlaceInProduct:
+    """What a product does with a dimension of its left (0) or right (1) operand."""
     contracted, batched = equation.params["dimension_numbers"]
     if dim in contracted[side]:
         return _PlaceInProduct("contracted", list(contracted[side]).index(dim), -1)
@@ -415,7 +419,7 @@ def _is_summed_over(variable: core.Var, dim: int, later: Sequence[core.JaxprEqn]
             if name in _REDUCTIONS and place in equation.params["axes"]:
                 return True
             if name == "dot_general":
-                return _place_in_product(equation, side, place).kind == "contracted"
+                return place_in_product(equation, side, place).kind == "contracted"
             shape = operand.aval.shape
             if name == "transpose":
                 followed[equation.outvars[0]] = list(equation.params["permutation"]).index(place)
@@ -428,7 +432,7 @@ def _broadcast(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
     params, size = equation.params, equation.invars[0].aval.shape[dim]
     result_dim = params["broadcast_dimensions"][dim]
     is_repeated = params["shape"][result_dim] != size
-    return None if is_repeated else (result_dim, {"shape": _local_shape(params["shape"], result_dim, cp)})
+    return None if is_repeated else (result_dim, {"shape": local_shape(params["shape"], result_dim, cp)})
 
 
 def _reshape(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
@@ -441,7 +445,7 @@ def _reshape(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
     if equation.params["dimensions"] is not None or not fitting:
         return None
     result_dim = next((place for place in fitting if sizes[place] == before[dim]), fitting[-1])
-    return result_dim, {"new_sizes": _local_shape(sizes, result_dim, cp)}
+    return result_dim, {"new_sizes": local_shape(sizes, result_dim, cp)}
 
 
 def _transpose(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
@@ -468,10 +472,10 @@ def _slice(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
     stride = 1 if params["strides"] is None else params["strides"][dim]
     if (params["start_indices"][dim], params["limit_indices"][dim], stride) != (0, size, 1):
         return None
-    return dim, {"limit_indices": _local_shape(params["limit_indices"], dim, cp)}
+    return dim, {"limit_indices": local_shape(params["limit_indices"], dim, cp)}
 
 
-_MOVES: Mapping[str, Callable[[core.JaxprEqn, int, int], _Move | None]] = {
+MOVES: Mapping[str, Callable[[core.JaxprEqn, int, int], _Move | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

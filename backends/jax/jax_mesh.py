@@ -1,8 +1,10 @@
 """The JAX mesh of a plan: made of the devices that JAX sees, or checked where one is given.
 
-Every mesh has the axes pp (stages), dp (data-parallel copies) and tp (tensor parallelism). Two more are there where a
+Every mesh has the axes pp (stages), dp (data-parallel copies) and tp (tensor parallelism). Three more are there where a
 plan uses them: shard, the copies among which ZeRO divides its states where these are not all (then dp counts the groups
-of such copies), and cp, the devices that a sequence is split over. The order is pp, dp, shard, cp, tp, last fastest.
+of such copies); ep, those of the copies (or of such a group) that experts are divided over, which dp (or shard) then
+counts the groups of; and cp, the devices that a sequence is split over. The order is pp, dp, shard, ep, cp, tp, last
+fastest.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ class MeshAxes:
         batch: the axes that divide the samples of a batch.
         shards: the axes over which ZeRO divides its states; none where it divides nothing.
         context: the axis that divides sequences; none where they are whole.
+        experts: the axis that divides experts; none where every device has all.
     """
 
     sizes: Mapping[str, int]
     batch: tuple[str, ...]
     shards: tuple[str, ...]
     context: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The axes over which every parameter has copies, so that its gradients are summed over them."""
+        """The axes over which parameters have copies (experts but over `experts`): gradients are summed over them."""
         return (*self.batch, *self.context)
 
     @property
@@ -70,28 +74,34 @@ class MeshAxes:
 def mesh_axes(plan: Plan) -> MeshAxes:
     """The axes of a plan's mesh. Raises PlanError for groups of ZeRO that no axis divides off."""
     strategy = plan.strategy
-    in_group = strategy.shard_devices
+    cp, ep, in_group = strategy.cp, strategy.ep, strategy.shard_devices
     divides = strategy.zero > 0 and in_group > 1
-    context = ("cp",) if strategy.cp > 1 else ()
-    sizes = {"pp": strategy.pp, "dp": strategy.dp, "cp": strategy.cp, "tp": strategy.tp}
-    if not divides or in_group == strategy.replicas:
-        order = ["pp", "dp", *context, "tp"]
-        shards = tuple(axis for axis in ("dp", *context) if sizes[axis] > 1) if divides else ()
-        return MeshAxes(sizes={axis: sizes[axis] for axis in order}, batch=("dp",), shards=shards, context=context)
-    if in_group % strategy.cp:
+    has_groups = divides and in_group < strategy.replicas
+    context, experts = ("cp",) if cp > 1 else (), ("ep",) if ep > 1 else ()
+    if has_groups and in_group % (cp * ep):
         raise PlanError(
-            f"the plan shards over groups of {in_group} devices, which the {strategy.cp} devices of a sequence do not "
-            "divide; plan with a shard that is a multiple of cp."
+            f"the plan shards over groups of {in_group} devices, which the {cp} devices of a sequence and the {ep} of "
+            "experts do not divide; plan with a shard that is a multiple of cp x ep."
         )
-    sizes |= {"shard": in_group // strategy.cp, "dp": strategy.replicas // in_group}
-    order = ["pp", "dp", "shard", *context, "tp"]
-    shards = tuple(axis for axis in ("shard", *context) if sizes[axis] > 1)
-    return MeshAxes(sizes={axis: sizes[axis] for axis in order}, batch=("dp", "shard"), shards=shards, context=context)
+    sizes = {"pp": strategy.pp, "dp": strategy.dp // ep, "ep": ep, "cp": cp, "tp": strategy.tp}
+    if has_groups:
+        sizes |= {"shard": in_group // (cp * ep), "dp": strategy.replicas // in_group}
+    groups = ("shard",) if has_groups else ()
+    order = ["pp", "dp", *groups, *experts, *context, "tp"]
+    sharing = (*(groups or ("dp",)), *experts, *context)
+    return MeshAxes(
+        sizes={axis: sizes[axis] for axis in order},
+        batch=("dp", *groups, *experts),
+        shards=tuple(axis for axis in sharing if sizes[axis] > 1) if divides else (),
+        context=context,
+        experts=experts,
+    )
 
 
 _OTHER_NAMES = {
     "dp": ("data", "batch", "replica", "fsdp"),
     "shard": ("fsdp", "zero"),
+    "ep": ("expert", "experts"),
     "cp": ("context", "sequence", "seq"),
     "tp": ("model", "tensor", "mp"),
     "pp": ("stage", "pipe", "pipeline"),
@@ -149,7 +159,7 @@ def axis_names(plan: Plan, mesh: object) -> dict[str, str]:
 
 def _listed(sizes: Mapping[str, int]) -> str:
     """The axes in words, copies first."""
-    order = [*(axis for axis in ("dp", "shard", "cp") if axis in sizes), *sizes]
+    order = [*(axis for axis in ("dp", "shard", "ep", "cp") if axis in sizes), *sizes]
     return ", ".join(f"{name}={sizes[name]}" for name in dict.fromkeys(order))
 
 

@@ -17,7 +17,11 @@ from jax.sharding import PartitionSpec
 from phaze.backends.jax.fused_parameters import FusedView
 from phaze.backends.jax.parameter_storage import ParameterStorage, gather_shards
 from phaze.backends.jax.recompute_in_backward import keep_only_what_mode_allows, with_recomputed_attention
-from phaze.backends.jax.tensor_parallel_products import vectors_to_gather, with_tensor_parallel_products
+from phaze.backends.jax.tensor_parallel_products import (
+    vectors_to_gather,
+    with_exchanged_tiles,
+    with_tensor_parallel_products,
+)
 from phaze.backends.jax.traced_loss import (
     Equation,
     LayerScan,
@@ -51,7 +55,7 @@ class ArrangedLoss:
         recomputed_layers: the numbers of the layers to which that applies.
         last_layer: the number of the layer with the loss.
         gathers_keys: whether keys are gathered over the devices of a sequence.
-        gather_axes: the axes over which parameters are gathered for each pass (ZeRO-3); none where they are whole.
+        gathers_parameters: whether parameters are gathered for each pass (ZeRO-3).
         tp: devices of the tensor axis.
         sequence_parallel: whether activations between layers are split along the sequence; one that the tensor axis
             does not divide stays whole.
@@ -65,7 +69,7 @@ class ArrangedLoss:
     recomputed_layers: frozenset[int]
     last_layer: int
     gathers_keys: bool
-    gather_axes: tuple[str, ...]
+    gathers_parameters: bool
     tp: int
     sequence_parallel: bool
     gathered_vectors: frozenset[int] = frozenset()
@@ -73,7 +77,7 @@ class ArrangedLoss:
     @property
     def gathers(self) -> bool:
         """Whether each pass gathers something, which backward then gathers again."""
-        return self.gathers_keys or bool(self.gather_axes)
+        return self.gathers_keys or self.gathers_parameters
 
     def with_gathered_vectors(self) -> ArrangedLoss:
         """The same, with those split vectors found that meet nothing split, and are therefore gathered."""
@@ -95,10 +99,10 @@ class ArrangedLoss:
 
     def read_parameter(self, number: int, value: jax.Array, *, is_layer: bool = False) -> jax.Array:
         """A stored parameter, or one layer of it, as the loss reads it: gathered where that is due, in its shape."""
-        storage = self.storages[number]
-        axes = self.gather_axes
-        whole = gather_shards(storage, value, axes, is_layer=is_layer) if axes else value
-        read = storage.from_stored(whole, is_layer=is_layer)
+        storage, whole = self.storages[number], value
+        if self.gathers_parameters:
+            whole = gather_shards(storage, value, storage.shard_axes, is_layer=is_layer)
+        read = storage.from_stored(whole, is_layer=is_layer, is_on_device=True)
         return jax.lax.with_sharding_constraint(read, PartitionSpec()) if number in self.gathered_vectors else read
 
     def with_parallel_products(
@@ -115,7 +119,14 @@ class ArrangedLoss:
         if self.tp == 1:
             return list(equations)
         has_sequence = (tuple(shape) for shape in boundary_shapes if len(shape) > 2 and self._splits_sequence(shape))
+        if self.has_expert_tiles:
+            equations = with_exchanged_tiles(equations)
         return with_tensor_parallel_products(equations, split_dims, self.tp, frozenset(has_sequence), fused_views)
+
+    @property
+    def has_expert_tiles(self) -> bool:
+        """Whether the tensor axis divides experts that are divided over devices as well."""
+        return any(s.expert_dim is not None and s.expert_dim == s.split_dim for s in self.storages)
 
     def _split_dims(self, *, is_layer: bool = False) -> dict[int, int]:
         """For each parameter that the tensor axis cuts evenly, the dimension as the loss sees it."""

@@ -5,7 +5,7 @@ A parameter keeps its own shape wherever a mesh can cut that shape. There are th
 fused       a dimension of which the tensor axis cuts every one of several parts (query, key and value side by side) is
             seen as two, (parts, part)
 padded      a dimension that the tensor axis does not divide is padded and stored as two, (tp, chunk)
-expanded    a dimension that both the tensor and the data axis cut is stored as two, (tp, chunk)
+expanded    a dimension that both the tensor and another axis cut is stored as two, (tp, chunk)
 
 Then the stored shape differs from the user's; `to_stored`, `from_stored` and `to_user_shape` lead from one to the
 other. Data-parallel shards (ZeRO) cut the longest dimension that they divide; a parameter without one stays whole.
@@ -49,6 +49,8 @@ class ParameterStorage:
         stage_dim: the stored dimension that stages cut; None for none. In a stack these are the layers. All stages run
             one program and hold equal parts of the other parameters, for which it is a dimension that they divide.
             Where it is also `shard_dim`, shards are parts of a stage's part.
+        expert_dim: the dimension of `shape` that counts experts, where these are divided over devices; None for none.
+        ep: how many devices experts are divided over.
     """
 
     name: str
@@ -63,6 +65,8 @@ class ParameterStorage:
     shard_dim: int | None = None
     shard_axes: tuple[str, ...] = ("dp",)
     stage_dim: int | None = None
+    expert_dim: int | None = None
+    ep: int = 1
 
     def dim_cut_by(self, axes: tuple[str, ...]) -> int | None:
         """The stored dimension whose shards the pipeline axis or the axes of ZeRO's shards hold."""
@@ -94,6 +98,12 @@ class ParameterStorage:
             sizes[dim : dim + 1] = [self.tp, self.chunk]
         return tuple(sizes)
 
+    @property
+    def stored_expert_dim(self) -> int | None:
+        """The stored dimension along which experts are divided: that of a chunk, where the tensor axis cuts it."""
+        is_behind = self.is_expanded and self.expert_dim == self.split_dim
+        return None if self.expert_dim is None else self.expert_dim + is_behind
+
     def to_stored(self, value: jax.Array) -> jax.Array:
         """The user's array in its stored shape."""
         value = jnp.reshape(value, self.shape)
@@ -105,15 +115,21 @@ class ParameterStorage:
         padding = [(0, missing if dim == self.split_dim else 0) for dim in range(len(merged))]
         return jnp.pad(jnp.reshape(value, merged), padding).reshape(self.stored_shape)
 
-    def from_stored(self, value: jax.Array, *, is_layer: bool = False) -> jax.Array:
-        """A stored array, or one layer of a stacked one, in the form of `shape`: the user's, or its fused view."""
+    def from_stored(self, value: jax.Array, *, is_layer: bool = False, is_on_device: bool = False) -> jax.Array:
+        """A stored array, or one layer of a stacked one, in the form of `shape`: the user's, or its fused view.
+
+        What `is_on_device` has the experts of one device.
+        """
         if self.stored_shape == self.shape:
             return value
         assert self.split_dim is not None
         shift = 1 if is_layer else 0
-        shape, split_dim = self.shape[shift:], self.split_dim - shift
+        experts = self.expert_dim if is_on_device else None
+        sizes = [size // self.ep if dim == experts else size for dim, size in enumerate(self.shape)]
+        shape, split_dim = tuple(sizes[shift:]), self.split_dim - shift
         merged = replace(self, is_expanded=False)._stored_shape_of(shape, shift)
-        padded = [self.chunk * self.tp if dim == split_dim else size for dim, size in enumerate(merged)]
+        chunk = self.chunk // self.ep if experts == self.split_dim else self.chunk
+        padded = [chunk * self.tp if dim == split_dim else size for dim, size in enumerate(merged)]
         whole = jnp.reshape(value, padded)
         if padded[split_dim] != merged[split_dim]:
             whole = jax.lax.slice_in_dim(whole, 0, merged[split_dim], axis=split_dim)
@@ -123,10 +139,10 @@ class ParameterStorage:
         """What `from_stored` gave, in the user's shape."""
         return value.reshape(self.user_shape)
 
-    def partition_spec(self, *axes: str, is_layer: bool = False) -> PartitionSpec:
-        """The dimensions that these axes cut, of the stored array or of one layer of it."""
-        shards = ((self.shard_dim, axis) for axis in self.shard_axes)
-        cuts = ((self.split_dim, "tp"), (self.stage_dim, "pp"), *shards)
+    def partition_spec(self, *axes: str, is_layer: bool = False, has_shards: bool = True) -> PartitionSpec:
+        """The dimensions that these axes cut, of the stored array or of one layer of it, with ZeRO's shards or not."""
+        shards = ((self.shard_dim, axis) for axis in self.shard_axes if has_shards)
+        cuts = ((self.split_dim, "tp"), (self.stored_expert_dim, "ep"), (self.stage_dim, "pp"), *shards)
         axes_of_dims: list[tuple[str, ...]] = [()] * len(self.stored_shape)
         for dim, axis in cuts:
             if dim is not None and axis in axes:
@@ -154,7 +170,7 @@ def reduce_to_shards(storage: ParameterStorage, value: jax.Array, axes: tuple[st
     """The sum over some axes, of which each device keeps its shard (all of it where there are no shards)."""
     dim = storage.dim_cut_by(axes)
     if dim is None:
-        return jax.lax.psum(value, axes)
+        return jax.lax.psum(value, axes) if axes else value
 
     def scatter(summand: jax.Array) -> jax.Array:
         return jax.lax.psum_scatter(summand, axes, scatter_dimension=dim, tiled=True)
@@ -187,6 +203,8 @@ def choose_storage(
     shard_axes: tuple[str, ...] = ("dp",),
     pp: int = 1,
     keeps_shape: bool = False,
+    expert_dim: int | None = None,
+    ep: int = 1,
 ) -> ParameterStorage:
     """How a parameter with these splits is stored.
 
@@ -201,26 +219,52 @@ def choose_storage(
         pp: how many stages the pipeline has.
         keeps_shape: whether it must have the user's shape. Then a split that this shape has no spec for becomes a
             split into equal blocks of the same dimension, or none where the tensor axis does not divide it.
+        expert_dim: the dimension of the user's shape that counts experts, where these are divided over devices.
+        ep: how many devices experts are divided over; the plan's splits are those of one device's experts.
 
     Raises PlanError for splits that no named sharding expresses.
     """
     whole = ParameterStorage(name=name, shape=shape, is_stacked=is_stacked, tp=tp, shard_axes=shard_axes)
+    if expert_dim is not None:
+        on_device = tuple(size // ep if dim == expert_dim else size for dim, size in enumerate(shape))
+        whole = replace(whole, shape=on_device)
     storage = _split_in_blocks(whole, splits) if keeps_shape else _split(whole, splits)
+    if expert_dim is not None:
+        storage = _with_all_experts(storage, expert_dim, ep, splits, keeps_shape=keeps_shape)
     if shards > 1:
-        shard_dim = _longest_free_dim(storage, shards, {storage.split_dim})
+        shard_dim = _longest_free_dim(storage, shards, {storage.split_dim, storage.stored_expert_dim})
         if shard_dim is not None:
             storage = replace(storage, shard_dim=shard_dim)
-        elif storage.split_dim is not None and not storage.is_expanded and storage.chunk % shards == 0:
+        elif storage.split_dim not in (None, expert_dim) and not storage.is_expanded and storage.chunk % shards == 0:
+            assert storage.split_dim is not None
             in_chunk = replace(storage, is_expanded=True, shard_dim=storage.split_dim + 1)
             # The user's dimension may be cut by both axes, too: the tensor axis cuts first.
             storage = replace(storage, shard_dim=storage.split_dim) if keeps_shape else in_chunk
     if pp > 1:
-        stage_dim = 0 if is_stacked else _longest_free_dim(storage, pp, {storage.split_dim, storage.shard_dim})
+        stage_dim = 0 if is_stacked else _longest_free_dim(storage, pp, _cut_dims(storage))
         if stage_dim is None and storage.shard_dim is not None:
             is_divided_twice = storage.stored_shape[storage.shard_dim] % (shards * pp) == 0
             stage_dim = storage.shard_dim if is_divided_twice else None
         storage = replace(storage, stage_dim=stage_dim)
     return storage
+
+
+def _cut_dims(storage: ParameterStorage) -> set[int | None]:
+    return {storage.split_dim, storage.shard_dim, storage.stored_expert_dim}
+
+
+def _with_all_experts(
+    storage: ParameterStorage, expert_dim: int, ep: int, splits: Sequence[SplitDim], *, keeps_shape: bool
+) -> ParameterStorage:
+    """The storage of one device's experts as that of all: side by side, in each part that the tensor axis makes."""
+    is_reshaped = storage.stored_shape != storage.shape or storage.parts > 1
+    if is_reshaped and (storage.split_dim is None or expert_dim >= storage.split_dim - 1):
+        raise _inexpressible(storage, splits)
+    shape = tuple(size * ep if dim == expert_dim else size for dim, size in enumerate(storage.shape))
+    every = replace(storage, shape=shape, expert_dim=expert_dim, ep=ep)
+    if storage.split_dim != expert_dim:
+        return every
+    return replace(every, chunk=storage.chunk * ep, is_expanded=not keeps_shape)
 
 
 def _longest_free_dim(storage: ParameterStorage, parts: int, taken: set[int | None]) -> int | None:

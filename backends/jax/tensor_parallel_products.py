@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from phaze.backends.jax.fused_parameters import FusedView, join_parts, separate_parts, with_fused_views
 from phaze.backends.jax.traced_loss import Equation, primitive_name, read_variables, run_equation
 
-__all__ = ["vectors_to_gather", "with_tensor_parallel_products"]
+__all__ = ["vectors_to_gather", "with_exchanged_tiles", "with_tensor_parallel_products"]
 
 _SEQUENCE_DIM = 1
 """Activations between layers are (samples, sequence, ...)."""
@@ -71,11 +71,14 @@ class _ProductsOfOneActivation:
         products: several with column-split parameters, or a single one.
         gathers: whether the activation enters split along the sequence and is gathered.
         scatters: whether partial sums leave split along the sequence.
+        cuts: whether the activation is whole, and each device takes its part of it. Left alone, the compiler would
+            split what the activation is made of as well, and gather it elsewhere.
     """
 
     products: tuple[_SplitProduct, ...]
     gathers: bool
     scatters: bool
+    cuts: bool = False
 
     @property
     def invars(self) -> list[core.Var]:
@@ -101,7 +104,10 @@ class _ProductsOfOneActivation:
             lambda *given: (forward(*given), given),
             lambda kept, gradients: tuple(self._operand_gradients(kept, gradients)),
         )
-        return list(run(*operands))
+        activation, *weights = operands
+        if self.cuts:
+            activation = jax.lax.with_sharding_constraint(activation, PartitionSpec())
+        return list(run(activation, *weights))
 
     def _operand_gradients(self, kept: Sequence[jax.Array], gradients: Sequence[jax.Array]) -> list[jax.Array]:
         given = (*kept, *gradients)
@@ -165,6 +171,50 @@ class _ProductsOfOneActivation:
         return [activation_gradient, *weight_gradients]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ExchangeOfTiles:
+    """An exchange of rows of experts that the tensor axis divides as well, run on each of its devices.
+
+    The compiler would make the rows whole along that axis first. The rows have dimensions (owner, ..., tile, owner,
+    expert, ...), of which one of the two owners counts devices and the other one is 1, and the exchange makes it the
+    other way round; the tensor axis has the tiles.
+    """
+
+    equation: core.JaxprEqn
+
+    @property
+    def invars(self) -> list[core.Var]:
+        """The rows."""
+        return list(self.equation.invars)
+
+    @property
+    def outvars(self) -> list[core.Var]:
+        """The exchanged rows."""
+        return list(self.equation.outvars)
+
+    def run(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The exchanged rows."""
+        tiles = max(self.equation.params["split_axis"], self.equation.params["concat_axis"]) - 1
+        exchange = jax.shard_map(
+            lambda rows: run_equation(self.equation, [rows])[0],
+            in_specs=_tp_spec(self.invars[0], tiles),
+            out_specs=_tp_spec(self.outvars[0], tiles),
+            axis_names={"tp"},
+            check_vma=False,
+        )
+        return [exchange(*operands)]
+
+
+def with_exchanged_tiles(equations: Sequence[Equation]) -> list[Equation]:
+    """The equations, of which exchanges of rows of experts are run on the tiles of every device of the tensor axis."""
+    return [
+        _ExchangeOfTiles(equation=equation)
+        if isinstance(equation, core.JaxprEqn) and primitive_name(equation) == "all_to_all"
+        else equation
+        for equation in equations
+    ]
+
+
 def _gather_sequence(value: jax.Array) -> jax.Array:
     return jax.lax.all_gather(value, "tp", axis=_SEQUENCE_DIM, tiled=True)
 
@@ -201,19 +251,25 @@ def with_tensor_parallel_products(
     viewed = dict(fused_views)
     columns: dict[core.Var, list[_SplitProduct]] = {}
     rows: list[_SplitProduct] = []
+    split_activations: set[core.Var] = set()
+    cutting: set[int] = set()
     for equation in equations:
         _follow_split(equation, cut)
         if primitive_name(equation) == "convert_element_type" and equation.invars[0] in weight_views:
             weight_views[equation.outvars[0]] = weight_views[equation.invars[0]]
         product = _split_product(equation, cut, tp) or _fused_product(equation, weight_views)
+        is_split = not split_activations.isdisjoint(read_variables(equation))
         if product is None:
+            split_activations.update(equation.outvars if is_split else ())
             continue
+        split_activations.update(equation.outvars if product.result_dim is not None else ())
         if product.parts > 1:
             viewed[equation.outvars[0]] = FusedView(product.result_dim or 0, product.parts)
         if product.activation_dim is None:
             columns.setdefault(product.activation_variable, []).append(product)
         else:
             rows.append(product)
+            cutting |= set() if is_split or product.result_dim is not None else {id(equation)}
     by_hand = [
         _ProductsOfOneActivation(
             products=tuple(group),
@@ -225,7 +281,8 @@ def with_tensor_parallel_products(
     for row in rows:
         shape = tuple(row.equation.outvars[0].aval.shape)
         scatters = row.result_dim is None and shape in sequence_split_shapes
-        by_hand.append(_ProductsOfOneActivation(products=(row,), gathers=False, scatters=scatters))
+        cuts = id(row.equation) in cutting
+        by_hand.append(_ProductsOfOneActivation(products=(row,), gathers=False, scatters=scatters, cuts=cuts))
     replaced = {id(product.equation) for group in by_hand for product in group.products}
     others = [equation for equation in equations if id(equation) not in replaced]
     return [*with_fused_views(others, viewed), *by_hand]

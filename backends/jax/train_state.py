@@ -123,7 +123,6 @@ class StateLayout:
         optimizer: whose state lies beside the parameters.
         sees_user_shapes: whether the optimizer sees parameters, and keeps its state, in the user's shapes.
         zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
-        shard_axes: the axes over which ZeRO's shards lie.
         has_stages: whether there is more than one pipeline stage.
         has_master: whether parameters are copies, in the compute type, of fp32 ones.
         compute_dtype: the type in which the loss reads parameters.
@@ -137,7 +136,6 @@ class StateLayout:
     optimizer: Optimizer
     sees_user_shapes: bool
     zero: int
-    shard_axes: tuple[str, ...]
     has_stages: bool
     has_master: bool
     compute_dtype: DTypeLike
@@ -157,10 +155,8 @@ class StateLayout:
     def _specs(
         self, storages: Sequence[ParameterStorage], axes: Sequence[str], *, has_shards: bool
     ) -> list[PartitionSpec]:
-        unused = set(self.shard_axes) if not has_shards else set[str]()
-        unused |= {"pp"} if not self.has_stages else set()
-        cutting = [axis for axis in axes if axis not in unused]
-        return [storage.partition_spec(*cutting) for storage in storages]
+        cutting = [axis for axis in axes if axis != "pp" or self.has_stages]
+        return [storage.partition_spec(*cutting, has_shards=has_shards) for storage in storages]
 
     def in_user_structure(self, leaves: Sequence[object]) -> PyTree:
         """Leaves, one for each parameter, in the structure of the user's parameters."""

@@ -8,12 +8,13 @@ ZeRO-1   once, after all microbatches: each copy keeps its shard of the sum (`_r
 ZeRO-2   after every microbatch: each copy keeps its shard of the sum (`_accumulable`)
 ZeRO-3   parameters are stored as shards, and the gathers of the passes scatter gradients in backward by themselves
 
+Experts that are divided over devices have fewer copies, and their gradients hold the tokens of all of these devices.
 Where shards lie within groups of copies, the shards of the sum are summed once more, between the groups, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -81,6 +82,7 @@ class TrainingStep:
     Attributes:
         arranged: the loss of one microbatch.
         stacks: which of the user's parameters are stored as one.
+        experts: the dimension that counts experts, by parameter, where these are divided over devices.
         axes: the axes of the mesh.
         zero: the plan's ZeRO stage; 0 where there is nothing to divide over.
         micro_batch_size: samples of one microbatch of one copy.
@@ -96,6 +98,7 @@ class TrainingStep:
 
     arranged: ArrangedLoss
     stacks: LayerStacks
+    experts: Mapping[int, int]
     axes: MeshAxes
     zero: int
     micro_batch_size: int
@@ -213,7 +216,7 @@ def _accumulated_gradients(
 def _accumulable(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array) -> jax.Array:
     """A gradient as it is added up: in the gradients' type, and with ZeRO-2 this device's shard of the sum."""
     exact = _split_like_parameter(step, storage, gradient.astype(step.gradient_dtype))
-    return reduce_to_shards(storage, exact, step.axes.shards) if step.zero == 2 else exact
+    return reduce_to_shards(storage, exact, storage.shard_axes) if step.zero == 2 else exact
 
 
 def _split_like_parameter(step: TrainingStep, storage: ParameterStorage, value: jax.Array) -> jax.Array:
@@ -228,10 +231,11 @@ def _reduced(step: TrainingStep, storage: ParameterStorage, gradient: jax.Array)
         return gradient
     if step.pp > 1 and not storage.is_stacked:
         gradient = reduce_to_shards(storage, gradient, STAGES)
-    copies = tuple(axis for axis in step.axes.copies if step.axes.sizes[axis] > 1)
+    own = step.axes.experts if storage.expert_dim is not None else ()
+    copies = tuple(axis for axis in step.axes.copies if step.axes.sizes[axis] > 1 and axis not in own)
     if step.zero == 0 or (step.zero == 3 and storage.shard_dim is None):
         return jax.lax.psum(gradient, copies) if copies else gradient
     if step.zero == 1:
-        gradient = reduce_to_shards(storage, gradient, step.axes.shards)
-    between_groups = tuple(axis for axis in copies if axis not in step.axes.shards)
+        gradient = reduce_to_shards(storage, gradient, storage.shard_axes)
+    between_groups = tuple(axis for axis in copies if axis not in storage.shard_axes)
     return jax.lax.psum(gradient, between_groups) if between_groups else gradient

@@ -71,6 +71,11 @@ def specs_of_trees(plan: Plan, trees: Sequence[PyTree]) -> list[PyTree]:
     """For every tree the specs of its arrays, in its own structure; see the module's words."""
     if not trees:
         raise PlanError("specs takes the trees of your arrays, parameters first: plan.specs(params, opt_state, batch).")
+    if plan.strategy.ep > 1:
+        raise PlanError(
+            f"the plan divides experts over {plan.strategy.ep} devices (ep), and a plan does not say which arrays are "
+            "experts; plan.apply(model, inputs=...).specs does. Or plan with strategy ep=1."
+        )
     parameters, axes = _parameters(plan, trees[0]), mesh_axes(plan)
 
     def spec(words: Words, leaf: object, *, is_first: bool) -> PartitionSpec:

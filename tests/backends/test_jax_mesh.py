@@ -20,6 +20,11 @@ DEFAULT = (
 )
 HYBRID, CONTEXT = "scanned hybrid 2 x 4", "scanned cp2 dp2 zero1"
 CONTEXTS = ("pure cp2 tp2 dp2", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
+EXPERTS = "mixture ep2 dp4 tp2 zero1"
+OTHER_EXPERTS = (
+    *("mixture ep8 dp8", "mixture ep4 dp8 full", "mixture ep2 dp4 tp2 sequence", "listed mixture ep2 dp8 zero3"),
+    *("listed mixture ep2 hybrid 2 x 4", "listed mixture ep2 dp4 zero2", "linen mixture ep4 dp8 zero1"),
+)
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
 FULL = (
@@ -54,13 +59,14 @@ def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED, HYBRID, CONTEXT))
+    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED, HYBRID, CONTEXT, EXPERTS))
 
 
 @pytest.fixture(scope="module")
 def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(
-        tmp_path_factory.mktemp("jax"), (*FULL, *CONTEXTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB")
+        tmp_path_factory.mktemp("jax"),
+        (*FULL, *CONTEXTS, *OTHER_EXPERTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"),
     )
 
 
@@ -138,6 +144,36 @@ def test_devices_of_a_sequence_gather_keys_and_values_and_scatter_their_gradient
     assert measured["traffic_bytes"]["cp"] == 2 * 2 * 3 * (8 * 16 * 8 * 8) * 4
     # Gradients are scattered, and parameters gathered, over copies and contexts together.
     assert measured["traffic_bytes"]["dp cp"] == pytest.approx(2 * large_arrays(measured), rel=0.05)
+
+
+def check_experts(measured: dict[str, Any]) -> None:
+    """Rows travel between the owners of experts, and gradients of all parameters between their copies, as planned."""
+    check_equality(measured)
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
+    (planned,), traffic = measured["planned_traffic"], measured["traffic_bytes"]
+    between_copies = sum(size for axes, size in traffic.items() if axes not in ("pp", "tp", "ep"))
+    assert traffic["ep"] + between_copies == pytest.approx(planned["ep"] + planned["dp"], rel=0.05)
+    if traffic["dp"]:  # otherwise all copies are owners of experts, and gradients travel between them, too
+        assert traffic["ep"] == planned["ep"]
+
+
+def test_owners_of_experts_exchange_rows_of_tokens(results: Results) -> None:
+    measured = results(EXPERTS)
+    check_experts(measured)
+    # Two layers, two microbatches, rows of (8, 2, 4, 32) in fp32 on two tensor-parallel devices: twice there and back.
+    assert measured["traffic_bytes"]["ep"] == 2 * 2 * 4 * (8 * 2 * 4 * 32) * 4 // 2
+    # The compiler gathers scores for the choice of experts, and gathers one gradient that the plan only scatters.
+    assert measured["traffic_bytes"]["tp"] == pytest.approx(measured["planned_traffic"][0]["tp"], rel=0.2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OTHER_EXPERTS)
+def test_experts_go_with_every_other_division(full_results: Results, name: str) -> None:
+    if "hybrid" in name:
+        check_equality(full_results(name))
+        assert full_results(name)["traffic_bytes"]["ep"] == full_results(name)["planned_traffic"][0]["ep"]
+    else:
+        check_experts(full_results(name))
 
 
 @pytest.mark.exhaustive

@@ -88,6 +88,22 @@ FORCED |= {
         {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 4, "zero": 1, "recompute": "full"},
     ),
 }
+FORCED |= {
+    "mixture ep2 dp4 tp2 zero1": ("mixture", {**FIXED, "dp": 4, "ep": 2, "tp": 2, "micro_batch_size": 2, "zero": 1}),
+    "mixture ep8 dp8": ("mixture", {**FIXED, "dp": 8, "ep": 8, "micro_batch_size": 2}),
+    "mixture ep4 dp8 full": ("mixture", {**FIXED, "dp": 8, "ep": 4, "micro_batch_size": 1, "recompute": "full"}),
+    "mixture ep2 dp4 tp2 sequence": (
+        "mixture",
+        {**FIXED, "dp": 4, "ep": 2, "tp": 2, "micro_batch_size": 2, "sequence_parallel": True},
+    ),
+    "linen mixture ep4 dp8 zero1": ("linen mixture", {**FIXED, "dp": 8, "ep": 4, "micro_batch_size": 1, "zero": 1}),
+    "listed mixture ep2 dp8 zero3": ("listed mixture", {**FIXED, "dp": 8, "ep": 2, "micro_batch_size": 1, "zero": 3}),
+    "listed mixture ep2 hybrid 2 x 4": (
+        "listed mixture",
+        {**FIXED, "dp": 8, "ep": 2, "shard": 4, "micro_batch_size": 2, "zero": 3},
+    ),
+    "listed mixture ep2 dp4 zero2": ("listed mixture", {**FIXED, "dp": 4, "ep": 2, "micro_batch_size": 2, "zero": 2}),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,8 +119,9 @@ class Subject:
 
 @cache
 def subject(kind: str) -> Subject:
-    if kind == "linen":
-        module, batch = models.LinenLoss(), models.batch(BATCH)
+    if kind.startswith("linen"):
+        module = models.LinenLoss() if kind == "linen" else models.LinenMixture()
+        batch = models.batch(BATCH)
         shapes = jax.eval_shape(module.init, jax.random.key(0), batch)["params"]
         weights = models.weights(jax.tree.map(lambda leaf: leaf.shape, shapes))
         return Subject(
@@ -118,7 +135,13 @@ def subject(kind: str) -> Subject:
     batch = models.batch(BATCH, words)
     if kind == "odd":
         batch = {name: rows[:, : models.LENGTH - 1] for name, rows in batch.items()}
-    if kind == "fused":
+    if kind.endswith("mixture"):
+        stacked = kind == "mixture"
+        weights, loss = (
+            models.weights(models.mixture_shapes(stacked=stacked)),
+            partial(models.mixture_loss, stacked=stacked),
+        )
+    elif kind == "fused":
         weights, loss = models.weights(models.fused_shapes()), models.fused_loss
     elif kind == "deep":
         weights, loss = models.weights(models.shapes(layers=4, stacked=True)), models.scanned_loss
@@ -165,7 +188,7 @@ def forced(name: str) -> dict[str, Any]:
         wanted = {"sequence_parallel": False, **wanted}
     case = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
-    if name.endswith("sequence"):
+    if name.endswith("sequence") or kind == "mixture":
         question["cluster"] = "cpu:8@paper"
     if name.endswith("mixed"):
         question["precision"] = "bf16-adam"
@@ -198,7 +221,7 @@ def forced(name: str) -> dict[str, Any]:
         "traffic_bytes": axis_traffic(text, mesh, _shares(plan)),
         "array_bytes": [leaf.nbytes for leaf in jax.tree.leaves(case.weights)],
         "planned_traffic": [
-            {"pp": stage.pp_bytes, "dp": stage.dp_bytes, "tp": stage.tp_bytes}
+            {"pp": stage.pp_bytes, "dp": stage.dp_bytes, "tp": stage.tp_bytes, "ep": stage.ep_bytes}
             for stage in planned_traffic(plan, graph, least_bytes=LEAST_BYTES)
         ],
         "strided": [name for name, splits in plan.layouts.parameters.items() if any(s.outer > 1 for s in splits)],

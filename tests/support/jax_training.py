@@ -77,6 +77,66 @@ def loss(params: Tree, batch: Tree, *, stacked: bool = False) -> jax.Array:
 scanned_loss = partial(loss, stacked=True)
 
 
+EXPERTS, ROOM = 8, 4
+"""How many experts a mixture has, and how many tokens of a sample each of them takes at most."""
+
+
+def mixture_shapes(*, stacked: bool) -> Tree:
+    """Layers whose MLPs are experts with biases, gates and up-projections beside each other, (2 f)."""
+    whole = shapes(stacked=stacked)
+    lead = (LAYERS,) if stacked else ()
+    experts = {
+        "gate_up": (*lead, EXPERTS, WIDTH, 2 * HIDDEN),
+        "up_bias": (*lead, EXPERTS, 2 * HIDDEN),
+        "down": (*lead, EXPERTS, HIDDEN, WIDTH),
+    }
+
+    def with_experts(layer: Tree) -> Tree:
+        dense = {name: size for name, size in layer.items() if name not in ("up", "up_bias", "down", "down_bias")}
+        return {**dense, "router": (*lead, WIDTH, EXPERTS), "experts": experts}
+
+    layers = with_experts(whole["layers"]) if stacked else [with_experts(layer) for layer in whole["layers"]]
+    return {**whole, "layers": layers}
+
+
+def routed(gates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where two experts take each token, a mask [b, s, e, c]; its gates there; and how unevenly samples are divided."""
+    values, places = jax.lax.top_k(gates, 2)
+    chosen = jax.nn.one_hot(places, EXPERTS).sum(2)
+    place = jnp.cumsum(chosen, axis=1) * chosen - 1
+    mask = jax.nn.one_hot(place.astype(jnp.int32), ROOM) * chosen[..., None]
+    weights = jax.nn.one_hot(places, EXPERTS) * (values / values.sum(-1, keepdims=True))[..., None]
+    balance = EXPERTS * (chosen.mean(1) * gates.mean(1)).sum(-1).mean()
+    return mask, weights.sum(2)[..., None] * mask, balance
+
+
+def mixture_block(p: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention, and experts that each take a few tokens of a sample; with the loss of balance."""
+    y = layer_norm(x, p["norm_1"])
+    query, key, value = (jnp.einsum("bsi,ihd->bshd", y, p[name]) for name in ("q", "k", "v"))
+    x = x + jnp.einsum("bshd,hdi->bsi", attend(query, key, value), p["o"])
+    y = layer_norm(x, p["norm_2"])
+    mask, weights, balance = routed(jax.nn.softmax(y @ p["router"]))
+    rows = jnp.einsum("bsec,bsi->ebci", mask, y)
+    both = jnp.einsum("ebci,eif->ebcf", rows, p["experts"]["gate_up"]) + p["experts"]["up_bias"][:, None, None]
+    gate, up = jnp.split(both, 2, axis=-1)
+    results = jnp.einsum("ebcf,efi->ebci", jax.nn.relu(gate) * up, p["experts"]["down"])
+    return x + jnp.einsum("bsec,ebci->bsi", weights, results), balance
+
+
+def mixture_loss(params: Tree, batch: Tree, *, stacked: bool) -> jax.Array:
+    """A mixture of experts, with the loss of balance of all layers."""
+    x, balance = params["embed"][batch["ids"]], jnp.zeros(())
+    if stacked:
+        x, balances = jax.lax.scan(lambda x, p: mixture_block(p, x), x, params["layers"])
+        balance = balances.sum()
+    else:
+        for p in params["layers"]:
+            x, own = mixture_block(p, x)
+            balance = balance + own
+    return cross_entropy(layer_norm(x, params["norm"]) @ params["head"], batch["labels"]) + 0.01 * balance
+
+
 def fused_shapes() -> Tree:
     """Three layers with projections as columns of one matrix, (3 h d), with a bias, and gates beside them, (2 f)."""
     layer = {
@@ -139,4 +199,30 @@ class LinenLoss(linen.Module):
         x = linen.Embed(WORDS, WIDTH)(batch["ids"])
         for _ in range(LAYERS):
             x = LinenBlock()(x)
+        return cross_entropy(linen.Dense(WORDS, name="head")(linen.LayerNorm()(x)), batch["labels"])
+
+
+class LinenExperts(linen.Module):
+    """Experts in linen, each with the tokens of a sample that chose it."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def matrices(name: str, *size: int) -> jax.Array:
+            return self.param(name, linen.initializers.normal(), (EXPERTS, *size))
+
+        mask, weights, _ = routed(jax.nn.softmax(linen.Dense(EXPERTS, use_bias=False, name="router")(x)))
+        rows = jnp.einsum("bsec,bsi->beci", mask, x)
+        hidden = linen.gelu(jnp.einsum("beci,eif->becf", rows, matrices("up", WIDTH, HIDDEN)))
+        results = jnp.einsum("becf,efi->beci", hidden, matrices("down", HIDDEN, WIDTH))
+        return jnp.einsum("bsec,beci->bsi", weights, results)
+
+
+class LinenMixture(linen.Module):
+    """Experts behind an embedding in linen, with its loss."""
+
+    @linen.compact
+    def __call__(self, batch: Tree) -> jax.Array:
+        x = linen.Embed(WORDS, WIDTH)(batch["ids"])
+        for _ in range(LAYERS):
+            x = x + LinenExperts()(linen.LayerNorm()(x))
         return cross_entropy(linen.Dense(WORDS, name="head")(linen.LayerNorm()(x)), batch["labels"])
