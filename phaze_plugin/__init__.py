@@ -40,7 +40,7 @@ __all__ = [
     "search",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Evaluation": "phaze.planner.planning",

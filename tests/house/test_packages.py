@@ -124,6 +124,13 @@ def test_every_exported_name_exists_and_is_exported_once(module: str) -> None:
     assert [name for name in exported if not hasattr(importlib.import_module(module), name)] == []
 
 
+def test_the_changelog_begins_with_what_is_unreleased_and_then_this_version() -> None:
+    unreleased, released = re.findall(r"^## \[(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:2]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert unreleased == "Unreleased]"
+    assert released == f"{phaze.__version__}] - {citation['date-released']}"
+
+
 def test_the_citation_names_this_version_and_the_paper() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
