@@ -186,8 +186,8 @@ class SpecTarget(Target, Protocol):
         """For every tree of arrays (parameters first) a tree of the same structure that says how each array lies."""
         ...
 
-    def mesh(self, plan: Plan) -> object:
-        """The mesh that the specs speak of."""
+    def mesh(self, plan: Plan, *, explicit: bool = False) -> object:
+        """The mesh that the specs speak of, with axes that are part of types (`explicit`) or the compiler's own."""
         ...
 
     def constraints(self, plan: Plan) -> Mapping[str, object]:

@@ -119,11 +119,16 @@ class JaxTarget:
 
         return specs_of_trees(plan, trees)
 
-    def mesh(self, plan: Plan) -> Mesh:
-        """The plan's mesh of the first devices that JAX sees."""
-        from phaze.backends.jax.jax_mesh import mesh_for_plan  # the door: this imports jax
+    def mesh(self, plan: Plan, *, explicit: bool = False) -> Mesh:
+        """The plan's mesh of the first devices that JAX sees.
 
-        return mesh_for_plan(plan, None)
+        On one with explicit axes (`jax.sharding.AxisType`) arrays have their layouts as types. Functions that do not
+        say the layouts of their lookups and products run there within `jax.sharding.auto_axes`.
+        """
+        from phaze.backends.jax.jax_mesh import mesh_for_plan, with_explicit_axes  # the door: this imports jax
+
+        mesh = mesh_for_plan(plan, None)
+        return with_explicit_axes(mesh) if explicit else mesh
 
     def constraints(self, plan: Plan) -> Mapping[str, PartitionSpec]:
         """The specs of the batch and of activations between layers."""

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from phaze.errors import PlanError
 from phaze.plan.plan import Plan
 
-__all__ = ["MeshAxes", "axis_names", "mesh_axes", "mesh_for_plan"]
+__all__ = ["MeshAxes", "axis_names", "mesh_axes", "mesh_for_plan", "with_explicit_axes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +130,11 @@ def mesh_for_plan(plan: Plan, mesh: object) -> Mesh:
     order = [mesh.axis_names.index(names[axis]) for axis in sizes if axis in names]
     unused = [dim for dim in range(len(mesh.axis_names)) if dim not in order]
     return _mesh(mesh.devices.transpose([*order, *unused]).reshape(-1), sizes)
+
+
+def with_explicit_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with axes that are part of the types of arrays."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
 def axis_names(plan: Plan, mesh: object) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from phaze.capabilities import Capabilities
-from phaze.errors import PlanError, shown
+from phaze.errors import PlanError, near_names, shown
 from phaze.interfaces import RunnableTarget, SpecTarget, Target
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism, PipelineSchedule
 
@@ -21,7 +21,7 @@ __all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles", "spec_targe
 def apply_plan(
     plan: Plan, plugins: PluginManager, model: object, mesh: object, loss_fn: object, options: Mapping[str, object]
 ) -> Any:
-    """What the plan's own target makes of a live model."""
+    """What the plan's own target makes of a live model; an option that is None was not given."""
     if plan.question.target is None:
         raise PlanError(
             "this plan is analysis only and is not executable: it was made with target=None, or for a model that is "
@@ -33,13 +33,15 @@ def apply_plan(
             f"target {target.name!r} writes files and arranges no live model; use plan.export({target.name!r}), or "
             "plan with target='auto'."
         )
-    for option in options:
+    given = {name: value for name, value in options.items() if value is not None}
+    for option in given:
         if option not in target.options:
-            known = ", ".join(target.options) or "none"
+            known, near = ", ".join(target.options) or "none", near_names(option, target.options)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise PlanError(
-                f"apply has no option {shown(option)} for target {target.name!r}; expected some of {known}."
+                f"apply has no option {shown(option)} for target {target.name!r}; expected some of {known}.{hint}"
             )
-    return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=options)
+    return target.apply(plan, model, mesh=mesh, loss_fn=loss_fn, plugins=plugins, options=given)
 
 
 def spec_target(plan: Plan, plugins: PluginManager) -> SpecTarget:

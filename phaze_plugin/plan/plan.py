@@ -358,7 +358,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as one JSON document, with as much of its explanation as was looked for so far."""
-        document = {"format": FORMAT, "version": VERSION, **_document(self)}
+        document = {"format": FORMAT, "version": VERSION, **to_document(_known(self))}
         # The run has a digest of its own, so that equal questions have equal digests.
         run = with_digest(to_document(document.pop(_RUN)))
         return json.dumps({**with_digest(document), _RUN: run}, indent=1, allow_nan=False)
@@ -377,10 +377,7 @@ class Plan:
         return self.explainer.explained(self, model, inputs)
 
     def explain(self, model: object = None, inputs: object = None) -> str:
-        """Why: what binds, what other kinds of plans would cost, what other hardware would bring, what would fit.
-
-        Arguments are those of `explained`.
-        """
+        """Why: what binds, what other plans cost and other hardware brings, what fits; arguments of `explained`."""
         from phaze.report.plan_text import explanation
 
         return explanation(self.explained(model, inputs))
@@ -393,20 +390,28 @@ class Plan:
         inputs: object = None,
         optimizer: object = None,
         loss_fn: object = None,
-        **options: object,
+        targets: object = None,
+        takes_mean: bool | None = None,
+        loss_weight: object = None,
+        batch_norm: str | None = None,
+        weights: object = None,
+        **others: object,
     ) -> Any:
         """The model arranged as the plan says, by the target that the plan was made for; see `phaze.backends`.
 
         `mesh` is a device mesh of the plan's sizes; without one it is made. `inputs` are those that `optimize` took;
-        `optimizer` is a class of torch or an object such as optax's; `options` are those of the target. Raises
-        PlanError for a plan that does not fit or is analysis only, and where the model is not the planned one or a
-        library is missing.
+        `optimizer` is a class of torch or an object such as optax's; `loss_fn` is the loss of what a module returns. In
+        JAX, `targets` is the second argument of `loss_fn`, and `takes_mean` says that the mean of microbatches' losses
+        is wanted where a loss is no mean over samples. In torch, `loss_weight` says how much a microbatch's loss counts
+        ("samples", "sum" or a function), `batch_norm` is "synchronized" or "local", and `weights` fills models on the
+        meta device. `others` are options of a plugin's target. Raises PlanError for a plan that does not fit or is
+        analysis only, for options that the target lacks, another model than the planned one, and missing libraries.
         """
         from phaze.plan.handover import apply_plan
 
-        given = {"inputs": inputs, "optimizer": optimizer}
-        named = {name: value for name, value in given.items() if value is not None}
-        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named | options)
+        named = {"inputs": inputs, "optimizer": optimizer, "targets": targets, "takes_mean": takes_mean}
+        named |= {"loss_weight": loss_weight, "batch_norm": batch_norm, "weights": weights}
+        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named | others)
 
     def specs(self, *trees: object) -> Any:
         """How the user's own arrays lie on `mesh()`: trees of PartitionSpecs like those given, parameters first.
@@ -419,11 +424,11 @@ class Plan:
         specs = tuple(spec_target(self, installed_plugins()).specs(self, trees))
         return specs[0] if len(specs) == 1 else specs
 
-    def mesh(self) -> Any:
-        """The mesh of the first devices that JAX sees, by whose axes `specs` are said."""
+    def mesh(self, *, explicit: bool = False) -> Any:
+        """The mesh of the first devices that JAX sees, by whose axes `specs` are said; `explicit` axes if so asked."""
         from phaze.plan.handover import spec_target
 
-        return spec_target(self, installed_plugins()).mesh(self)
+        return spec_target(self, installed_plugins()).mesh(self, explicit=explicit)
 
     def constraints(self) -> Mapping[str, Any]:
         """PartitionSpecs of what lies between layers ("activations") and of what enters ("batch")."""
@@ -469,11 +474,6 @@ class Plan:
 def _known(plan: Plan) -> Plan:
     """The plan with as much of its explanation as was looked for so far."""
     return plan if plan.is_explained or plan.explainer is None else plan.explainer.known(plan)
-
-
-def _document(plan: Plan) -> dict[str, object]:
-    document: dict[str, object] = to_document(_known(plan))
-    return document
 
 
 def plan_from_document(document: object, where: str = "plan") -> Plan:

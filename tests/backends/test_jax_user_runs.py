@@ -125,6 +125,12 @@ def test_the_partitioner_never_replicates_a_tensor_for_want_of_a_way(results: Re
     assert "Involuntary full rematerialization" not in results["partitioner"]["words"]
 
 
+def test_specs_lay_out_a_step_on_a_mesh_of_explicit_axes(results: Results) -> None:
+    measured = results["hand-written"]
+    assert measured["explicit_error"] < 1e-6
+    assert "@tp" in measured["explicit_type"]
+
+
 @pytest.mark.exhaustive
 def test_two_processes_of_four_devices_each_train_as_one_device(tmp_path: Path) -> None:
     with socket.socket() as free:

@@ -164,3 +164,5 @@ def test_pipelines_are_left_out_for_models_that_nothing_cuts() -> None:
 def test_an_option_that_the_target_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="apply has no option 'colour' for target 'arranger'; expected some of speed"):
         apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"colour": 1})
+    with pytest.raises(PlanError, match=r"no option 'spede' .* Did you mean speed\?"):
+        apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"spede": 1, "inputs": None})

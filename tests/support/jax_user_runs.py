@@ -21,7 +21,7 @@ import optax
 import orbax.checkpoint
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_models import attend, cross_entropy
 
 import phaze
@@ -120,7 +120,16 @@ def hand_written() -> dict[str, Any]:
     results = compiled(*jax.device_put((params, opt_state, batch), shardings))
     run = plan.apply(models.fused_loss, inputs=(params, batch))
     placed = jax.device_put(params, run.shardings)
+    explicit = plan.mesh(explicit=True)
+    with jax.set_mesh(explicit):
+        on_explicit = jax.tree.map(lambda spec: NamedSharding(explicit, spec), specs)
+        arguments = jax.device_put((params, opt_state, batch), on_explicit)
+        whole = PartitionSpec()
+        divided = jax.sharding.auto_axes(step, axes=explicit.axis_names, out_sharding=(*specs[:2], whole))
+        explicit_results = jax.jit(divided)(*arguments)
     return {
+        "explicit_error": error(explicit_results, results),
+        "explicit_type": str(jax.typeof(explicit_results[0]["layers"][0]["gate_up"])),
         "error": error(results, jax.jit(step)(params, opt_state, batch)),
         "placed_error": error(run.parameters(run.start(placed)), params),
         "projection": str(placed["layers"][0]["qkv"].sharding.spec),
