@@ -46,6 +46,12 @@ class Scored:
     run: PreparedRun
     calibration: Calibration
     predicted_s: float
+    memory_run: PreparedRun | None = None
+
+    @property
+    def needed_bytes(self) -> float:
+        """What the fullest device needs, with what is known of the row's memory alone."""
+        return (self.memory_run or self.run).needed_bytes
 
     @property
     def error(self) -> float:
@@ -56,13 +62,15 @@ class Scored:
     @property
     def memory_bytes(self) -> float:
         """Of the fullest device, with what allocator and libraries hold."""
-        return self.run.needed_bytes * (1 + self.calibration.reserve)
+        return self.needed_bytes * (1 + self.calibration.reserve)
 
     @property
     def fit(self) -> str:
-        """Whether the fullest device's memory suffices: fits, marginal or over."""
-        share = self.memory_bytes / self.run.problem.cluster.accelerator.hbm_bytes
-        return "over" if share > 1 else "marginal" if share > 1 - self.calibration.margin else "fits"
+        """Whether the fullest device's memory suffices, as plans say it: over where its items alone are too large."""
+        capacity = self.run.problem.cluster.accelerator.hbm_bytes
+        if self.needed_bytes > capacity:
+            return "over"
+        return "marginal" if self.memory_bytes > capacity * (1 - self.calibration.margin) else "fits"
 
     @property
     def flops_per_chip(self) -> float:
@@ -156,7 +164,12 @@ class Scorer:
         if isinstance(run, str):
             return run
         seconds = float(run.seconds([replace(calibration, stack=run.stack)])[0])
-        return Scored(row=row, run=run, calibration=calibration, predicted_s=seconds)
+        memory_run: PreparedRun | str | None = None
+        if row.memory_stack:
+            memory_run = self.prepare(replace(row, stack={**row.stack, **row.memory_stack}), calibration.stack)
+            if isinstance(memory_run, str):
+                return memory_run
+        return Scored(row=row, run=run, calibration=calibration, predicted_s=seconds, memory_run=memory_run)
 
 
 def distinct(rows: Iterable[Row]) -> list[Row]:

@@ -129,7 +129,8 @@ def print_summary(scored: Sequence[Scored]) -> None:
     ran = [one for one in scored if one.row.seconds]
     judged = [one for one in ran if one.row.memory_unknown is None]
     over = [f"{part_of(one.row)} {one.row.name}" for one in judged if one.fit == "over"]
-    print(f"called over although they ran: {len(over)} of {len(judged)}")
+    marginal = sum(one.fit == "marginal" for one in judged)
+    print(f"called over although they ran: {len(over)} of {len(judged)}; marginal: {marginal}")
     for reason, count in Counter(one.row.memory_unknown for one in ran if one.row.memory_unknown).items():
         print(f"  memory of {count} others is not judged: {reason}")
     for name in over:

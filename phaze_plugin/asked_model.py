@@ -26,6 +26,7 @@ def import_asked(
     plugins: PluginManager,
     *,
     trains: bool,
+    has_fused_loss: bool,
 ) -> tuple[Graph, ChosenTarget]:
     """The model's graph, ready to be planned, and the target that is to run it.
 
@@ -38,7 +39,7 @@ def import_asked(
         if name in ("sequence_length", "loss_fn", "targets") and value is not None
     }
     imported = import_with_plugins(plugins, model, inputs, frontend=None, options=given | _frontend_options(options))
-    graph = ready_to_plan(imported, attention, trains=trains)
+    graph = ready_to_plan(imported, attention, trains=trains, has_fused_loss=has_fused_loss)
     is_step = any(op.phase is Phase.UPDATE for op in imported.ops)
     return graph, find_target(options.get("target", "auto"), model, plugins, graph, is_step=is_step)
 
@@ -52,10 +53,10 @@ def _frontend_options(options: QuestionOptions) -> dict[str, object]:
     return {str(name): value for name, value in given.items()}
 
 
-def ready_to_plan(graph: Graph, attention: AttentionMode, *, trains: bool) -> Graph:
+def ready_to_plan(graph: Graph, attention: AttentionMode, *, trains: bool, has_fused_loss: bool) -> Graph:
     """The graph as it is planned; raises QuestionError where there is no loss to train, which says what to pass."""
     try:
-        return planned_graph(graph, attention, trains=trains)
+        return planned_graph(graph, attention, trains=trains, has_fused_loss=has_fused_loss)
     except GraphError as error:
         if any(op.phase is Phase.BACKWARD for op in graph.ops):
             raise

@@ -19,6 +19,7 @@ from phaze.cost import (
     AttentionMode,
     Calibration,
     calibration_of,
+    fuses_loss,
     load_calibration,
     plugin_prices,
     settled_attention,
@@ -306,7 +307,11 @@ def ask(
     attention = settled_attention(options.get("attention"), cluster.accelerator)
     if options.get("sequence_length") is not None:
         positive("sequence_length", options.get("sequence_length"))
-    graph, target = import_asked(model, inputs, options, attention, plugins, trains=recipe.trains)
+    calibration = _calibration(options.get("calibration"), cluster)
+    has_fused_loss = fuses_loss(cluster.accelerator, calibration)
+    graph, target = import_asked(
+        model, inputs, options, attention, plugins, trains=recipe.trains, has_fused_loss=has_fused_loss
+    )
     _check_target(target, recipe, cluster)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")
@@ -318,8 +323,7 @@ def ask(
     imbalance = _expert_imbalance(options.get("expert_imbalance", 1.0), graph)
     if imbalance != 1:
         notes.append(f"it is assumed that every expert takes {imbalance:g} times its equal share of tokens")
-    calibration = options.get("calibration")
-    if calibration is None and (reason := why_ideal(cluster.accelerator)):
+    if options.get("calibration") is None and (reason := why_ideal(cluster.accelerator)):
         notes.append(reason)
     offered = offered_choices(options, cluster, graph, target, batch_size, notes, trains=recipe.trains)
     question = Question(
@@ -331,7 +335,7 @@ def ask(
         offered=offered,
         choices=offered,
         constraints=_constraints(options.get("constraints"), graph),
-        calibration=_calibration(calibration, cluster),
+        calibration=calibration,
         attention=attention,
         expert_imbalance=imbalance,
         prices=plugin_prices(plugins),

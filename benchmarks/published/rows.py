@@ -48,9 +48,10 @@ class Row:
     """One measured run: its model and strategy, seconds (None: it did not run or nobody wrote it down) and memory.
 
     `reason` says why it is not scored. Rows of equal `group` differ in strategy only; a row without one is a group of
-    its own. `stack` holds what is known to differ from the stack of the chip's calibration. `attention` says how that
-    ran. `split` names a part of a dataset that is scored apart, such as its precision. `memory_unknown` says what the
-    table does not tell or the row kept elsewhere, where what it held is not known and is not judged.
+    its own. `stack` holds what is known to differ from the stack of the chip's calibration, `memory_stack` what is
+    taken into account for memory alone. `attention` says how that ran. `split` names a part of a dataset that is
+    scored apart, such as its precision. `memory_unknown` says what the table does not tell or the row kept elsewhere,
+    where what it held is not known and is not judged.
     """
 
     dataset: str
@@ -63,6 +64,7 @@ class Row:
     strategy: dict[str, Any] = field(default_factory=dict)
     recipe: PrecisionRecipe | str = "bf16"
     stack: dict[str, Any] = field(default_factory=dict)
+    memory_stack: dict[str, Any] = field(default_factory=dict)
     attention: str = "fused"
     seconds: float | None = None
     memory_bytes: float | None = None

@@ -52,7 +52,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, console: Console) -> int:
     """Price the model's ops and show the most expensive ones."""
-    from phaze.cost import AttentionMode, planned_graph, plugin_prices, settled_attention
+    from phaze.cost import AttentionMode, calibration_of, fuses_loss, planned_graph, plugin_prices, settled_attention
     from phaze.cost.cost_breakdown import cost_report
     from phaze.hardware import cast_graph, find_accelerator, precision_recipe
     from phaze.installed import installed_plugins
@@ -66,7 +66,9 @@ def run(arguments: Namespace, console: Console) -> int:
     mode = settled_attention(arguments.attention, chip)
     graph = import_graph(arguments.model, **options, **file_options(arguments))
     # A program for inference is priced as it is.
-    graph = planned_graph(graph, mode, trains=recipe.trains and has_loss(graph))
+    has_fused_loss = fuses_loss(chip, calibration_of(chip))
+    trains = recipe.trains and has_loss(graph)
+    graph = planned_graph(graph, mode, trains=trains, has_fused_loss=has_fused_loss)
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
     graph = cast_graph(graph, recipe)

@@ -169,7 +169,7 @@ def _inquiry(arguments: Namespace, plugins: PluginManager) -> _Inquiry:
 
 def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     """Import, cast and slice the model."""
-    from phaze.cost import calibration_of, planned_graph, settled_attention
+    from phaze.cost import calibration_of, fuses_loss, planned_graph, settled_attention
     from phaze.hardware import cast_graph, parse_cluster, precision_recipe
     from phaze.model_import import import_graph
     from phaze.shard import Axis, ShardOptions, shard_model
@@ -179,10 +179,12 @@ def _sliced_model(arguments: Namespace, plugins: PluginManager) -> _SlicedModel:
     recipe = precision_recipe(arguments.precision)
     lengths = {} if arguments.sequence_length is None else {"sequence_length": arguments.sequence_length}
     mode = settled_attention(arguments.attention, cluster.accelerator)
-    graph = planned_graph(import_graph(arguments.model, **lengths), mode)
+    calibration = calibration_of(cluster.accelerator)
+    has_fused_loss = fuses_loss(cluster.accelerator, calibration)
+    graph = planned_graph(import_graph(arguments.model, **lengths), mode, has_fused_loss=has_fused_loss)
     if arguments.micro_batch_size is not None:
         graph = graph.with_micro_batch(arguments.micro_batch_size)
-    axis = Axis(cluster, arguments.tp, calibration_of(cluster.accelerator))
+    axis = Axis(cluster, arguments.tp, calibration)
     graph = cast_graph(graph, recipe)
     if arguments.tp == 1:
         return _SlicedModel(graph=graph, axis=axis, sharded=None)

@@ -20,6 +20,7 @@ from phaze.cost.cost_breakdown import CostReport, CostRow, cost_report, explain
 from phaze.cost.elementwise_fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
 from phaze.cost.graph_prices import plugin_prices, price_groups, price_ops
+from phaze.cost.loss_fusion import fuses_loss
 from phaze.cost.operator_work import VIEW, Product, Work, matmul_work, op_work, vector_work
 from phaze.cost.optimizer_update import update_work
 from phaze.cost.work_prices import PriceTable, PriceTables, price_works
@@ -53,6 +54,7 @@ __all__ = [
     "explain",
     "fuse_attention",
     "fuse_epilogues",
+    "fuses_loss",
     "group_work",
     "load_calibration",
     "matmul_work",

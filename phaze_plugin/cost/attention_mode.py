@@ -1,4 +1,7 @@
-"""How attention runs on a chip, as one kernel or as products, and the graph that is planned accordingly."""
+"""How attention runs on a chip, as one kernel or as products, and the graph that is planned accordingly.
+
+How the loss runs is a fact of the software (`loss_fusion.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from phaze.cost.attention_fusion import fuse_attention
+from phaze.cost.loss_fusion import fuse_loss
 from phaze.errors import GraphError, QuestionError, shown
 from phaze.hardware import Accelerator
 from phaze.hardware.chip_presets import preset, preset_names
@@ -38,12 +42,16 @@ def settled_attention(asked: object, accelerator: Accelerator) -> AttentionMode:
     return AttentionMode(str(asked))
 
 
-def planned_graph(graph: Graph, attention: AttentionMode, *, trains: bool = True) -> Graph:
-    """The graph as it is planned: attention as it runs, and a backward by rule; none for inference.
+def planned_graph(
+    graph: Graph, attention: AttentionMode, *, trains: bool = True, has_fused_loss: bool = False
+) -> Graph:
+    """The graph as it is planned: attention and loss as they run, and a backward by rule; none for inference.
 
     Ops of such a backward can be sliced like those of forward. A captured one is kept only where none can be derived,
     such as where no loss is known; its attention then stays as it was captured, and a note says so.
     """
+    if has_fused_loss and trains:
+        graph = fuse_loss(graph)
     if not trains:
         forward = without_backward(graph)
         return forward if attention is AttentionMode.UNFUSED else fuse_attention(forward)

@@ -74,10 +74,15 @@ MOST_NARROW_MATRIX = 1.3
 
 
 class Fusion(StrEnum):
-    """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op."""
+    """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op.
+
+    With the first two it may also have a loss that reads 16-bit logits as they are (`loss_fusion.py`).
+    """
 
     NONE = "none"
+    LOSS = "loss"
     CHAINS = "chains"
+    CHAINS_AND_LOSS = "chains+loss"
     EPILOGUES = "epilogues"
 
 

@@ -34,7 +34,9 @@ __all__ = [
 _EPILOGUES = frozenset({OpKind.ELEMENTWISE, OpKind.DROPOUT})
 _HEADS = {
     Fusion.NONE: frozenset[OpKind](),
+    Fusion.LOSS: frozenset[OpKind](),
     Fusion.CHAINS: _EPILOGUES,
+    Fusion.CHAINS_AND_LOSS: _EPILOGUES,
     Fusion.EPILOGUES: frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION}),
 }
 

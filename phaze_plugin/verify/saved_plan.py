@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phaze.asked_model import ready_to_plan
+from phaze.cost import fuses_loss
 from phaze.errors import PhazeError, PlanError, shown
 from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
@@ -133,7 +134,9 @@ def differences(
 
 def model_differences(plan: Plan, graph: Graph) -> list[str]:
     """What differs between the model that the plan was made for and an imported one; nothing where it still holds."""
-    graph = ready_to_plan(graph, plan.question.attention, trains=plan.question.precision.trains)
+    question = plan.question
+    has_fused_loss = fuses_loss(_asked_cluster(plan).accelerator, question.calibration)
+    graph = ready_to_plan(graph, question.attention, trains=question.precision.trains, has_fused_loss=has_fused_loss)
     if hash_graph(graph) == plan.hashes.graph:
         return []
     facts = {
