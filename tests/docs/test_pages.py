@@ -1,10 +1,12 @@
 """The pages of docs/ do what they say: every program and command in them is run, and prints what is shown."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documents import LANGUAGES, Step, blocks, is_as_told, steps
+from repository import ROOMS, source_files
 from rewrite_outputs import rewritten
 from site_pages import DOCS, LONG, PAGES, QUICK, run_all
 
@@ -74,3 +76,10 @@ def test_an_output_that_changed_is_rewritten_in_its_place(block: str, output: st
 def test_an_output_that_is_shown_in_parts_is_left_to_people() -> None:
     page = "```console\n$ phaze --version\n...\nphaze 1\n```\n"
     assert rewritten(page, steps("x.md", page)[0], "phaze 2\n") is None
+
+
+def test_messages_that_are_quoted_among_the_questions_are_those_of_the_code() -> None:
+    quoted = re.findall(r'^\*\*"(.+?)"', (DOCS / "faq.md").read_text(), flags=re.MULTILINE)
+    code = "".join(path.read_text() for room in ROOMS for path in source_files(room))
+    assert len(quoted) > 10
+    assert [words for words in quoted if words not in code] == []
