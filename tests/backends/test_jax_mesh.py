@@ -22,7 +22,7 @@ HYBRID, CONTEXT = "scanned hybrid 2 x 4", "scanned cp2 dp2 zero1"
 CONTEXTS = ("pure cp2 tp2 dp2", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
 EXPERTS = "mixture ep2 dp4 tp2 zero1"
 OTHER_EXPERTS = (
-    *("mixture ep8 dp8", "mixture ep4 dp8 full", "mixture ep2 dp4 tp2 sequence", "listed mixture ep2 dp8 zero3"),
+    *("mixture ep8 dp8", "mixture ep4 dp8 full", "mixture ep2 dp4 tp2 sequence", "mixture ep2 dp8 zero3"),
     *("listed mixture ep2 hybrid 2 x 4", "listed mixture ep2 dp4 zero2", "linen mixture ep4 dp8 zero1"),
 )
 MIXED = "scanned pp2 dp2 tp2 mixed"

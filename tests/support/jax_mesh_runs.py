@@ -97,7 +97,7 @@ FORCED |= {
         {**FIXED, "dp": 4, "ep": 2, "tp": 2, "micro_batch_size": 2, "sequence_parallel": True},
     ),
     "linen mixture ep4 dp8 zero1": ("linen mixture", {**FIXED, "dp": 8, "ep": 4, "micro_batch_size": 1, "zero": 1}),
-    "listed mixture ep2 dp8 zero3": ("listed mixture", {**FIXED, "dp": 8, "ep": 2, "micro_batch_size": 1, "zero": 3}),
+    "mixture ep2 dp8 zero3": ("mixture", {**FIXED, "dp": 8, "ep": 2, "micro_batch_size": 1, "zero": 3}),
     "listed mixture ep2 hybrid 2 x 4": (
         "listed mixture",
         {**FIXED, "dp": 8, "ep": 2, "shard": 4, "micro_batch_size": 2, "zero": 3},
