@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster
-from phaze.ir import SEARCHED_MODES, Graph, RecomputeMode
+from phaze.ir import BUDGET_MODES, SEARCHED_MODES, Graph, RecomputeMode
+from phaze.ir.recompute_policies import BUDGET, recompute_mode
 from phaze.ir.sequence_factors import token_lengths
 from phaze.parallelism import Choices, Offload
 from phaze.shard.expert_slicing import expert_counts
@@ -88,7 +89,7 @@ def offered_choices(
         cp=offered_cp(options.get("cp"), cluster, graph, target),
         ep=offered_ep(options.get("ep"), cluster, graph, target),
         micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
-        recompute=offered_recompute(target),
+        recompute=offered_recompute(options.get("recompute"), target),
         offload=offered_offload(cluster, target, trains=trains),
     )
 
@@ -181,9 +182,21 @@ def check_host(fixed: Mapping[str, object], cluster: Cluster) -> None:
         )
 
 
-def offered_recompute(target: ChosenTarget) -> tuple[RecomputeMode, ...]:
-    """The recompute modes to try: the usual ones, or all that the target runs where it does not run the usual ones."""
+def offered_recompute(given: object, target: ChosenTarget) -> tuple[RecomputeMode, ...]:
+    """The recompute modes to try: those given, else the usual ones, or all that the target runs of fewer ones."""
     runs = target.capabilities.recompute_modes
+    if given is not None:
+        names = (given,) if isinstance(given, str) else given
+        if not isinstance(names, Iterable) or not (names := tuple(names)):
+            raise QuestionError(f"recompute is {shown(given)}; expected modes such as ('none', 'budget', 'full').")
+        every = [mode for name in names for mode in (BUDGET_MODES if name == BUDGET else (recompute_mode(name),))]
+        asked = tuple(mode for mode in RecomputeMode if mode in every)
+        if unknown := [mode for mode in asked if mode not in runs]:
+            raise QuestionError(
+                f"recompute has {unknown[0]}, which target {target.name} does not run; it runs "
+                f"{', '.join(sorted(runs))}. Leave it out, or ask with target=None."
+            )
+        return asked
     return SEARCHED_MODES if runs.issuperset(SEARCHED_MODES) else tuple(mode for mode in RecomputeMode if mode in runs)
 
 

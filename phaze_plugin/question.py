@@ -93,6 +93,8 @@ class QuestionOptions(TypedDict, total=False):
         tp: tensor-parallel degrees to try, one or several.
         cp: devices to split each sequence over, one or several values to try.
         ep: devices to divide experts over, one or several values to try.
+        recompute: recompute modes to try, by name; "budget" stands for all that keep what pays most within a budget of
+            memory. By default none, selective and full, as far as the target runs them.
         expert_imbalance: how many times its equal share of tokens an expert is assumed to take; 1 by default.
         sequence_length: tokens in a sequence, instead of the model's own length.
         loss_fn: the loss of a module's output (and of `targets`), for a module that returns none.
@@ -119,6 +121,7 @@ class QuestionOptions(TypedDict, total=False):
     tp: int | Sequence[int] | None
     cp: int | Sequence[int] | None
     ep: int | Sequence[int] | None
+    recompute: str | Sequence[str] | None
     expert_imbalance: float
     sequence_length: int | None
     loss_fn: Callable[..., object] | None

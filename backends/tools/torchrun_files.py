@@ -17,6 +17,7 @@ from phaze.capabilities import Capabilities
 from phaze.hardware.precision import PRECISIONS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
+from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.json_records import to_document
 from phaze.parallelism import STRATEGY_KEYS, Offload
 from phaze.strategy_files import StrategyFile
@@ -41,7 +42,7 @@ class TorchrunTarget(ToolTarget):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything that one mesh can say: equal tp in all stages, no idle devices, and nothing of hosts."""
+        """Everything that one mesh can say: equal tp in all stages, no idle devices, nothing of hosts or of budgets."""
         return replace(
             Capabilities.everything(),
             allows_mixed_tp=False,
@@ -49,6 +50,7 @@ class TorchrunTarget(ToolTarget):
             allows_uneven_micro_batches=False,
             shards_whole_contexts=True,
             product_dtypes=frozenset(precision.product_dtype for precision in PRECISIONS.values()),
+            recompute_modes=frozenset(RecomputeMode) - {*BUDGET_MODES},
             offloads=frozenset({Offload.NONE}),
         )
 

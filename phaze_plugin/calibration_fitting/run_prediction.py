@@ -19,7 +19,7 @@ from phaze.cost import Calibration, Stack
 from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
 from phaze.cost.product_kernels import product_kernels_of
 from phaze.errors import QuestionError
-from phaze.ir import Graph, RecomputeMode, kept_tensors, recomputed_ops
+from phaze.ir import Graph, RecomputeMode, recomputation
 from phaze.ir.layers import single_layer
 from phaze.parallelism import ALL_DEVICES, Choices, Parallelism, PipelineSchedule, read_strategy
 from phaze.place import Flow, LayerProfile, PlacementGraph, PlacementLayer, PlacementProblem
@@ -362,12 +362,13 @@ def _layers(model: ShardedModel, mode: RecomputeMode, stack: Stack, gradient_byt
 
 def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stack, gradient_bytes: float) -> _Layer:
     layer, axis = single_layer(local), sharded.problem.axis
+    chosen = recomputation(local, layer, mode)
     summed = 0.0 if stack.accumulates_in_products else gradient_bytes
     tied = sharded.problem.graph.layer_graph.tied_parameters
     return _Layer(
         forward=pass_parts(local, layer.forward, axis, stack),
         backward=pass_parts(local, layer.backward, axis, stack),
-        recompute=pass_parts(local, recomputed_ops(local, layer, mode), axis, stack),
+        recompute=pass_parts(local, chosen.again, axis, stack),
         accumulated_bytes=sum(
             tensor.size_bytes + 2 * summed * tensor.elements
             for tensor in local.parameters
@@ -379,8 +380,8 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             backward_weight_s=Bounded.exact(0.0),
             recompute_s=Bounded.exact(0.0),
             parameter_bytes=layer_parameter_bytes(local),
-            stashed_bytes=float(sum(local.tensors[name].size_bytes for name in kept_tensors(local, layer, mode))),
-            peak_working_bytes=peak_working_bytes(local, layer, mode),
+            stashed_bytes=float(sum(local.tensors[name].size_bytes for name in chosen.kept)),
+            peak_working_bytes=peak_working_bytes(local, layer, chosen),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=axis.tp > 1,
             tied_parameters=shared_parameters(local, tied),

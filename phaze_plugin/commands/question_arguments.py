@@ -76,6 +76,12 @@ def add_question_options(parser: ArgumentParser) -> None:
     parser.add_argument("--cp", type=numbers, metavar="N,N", help="devices to split each sequence over, values to try")
     parser.add_argument("--ep", type=numbers, metavar="N,N", help="devices to divide experts over, values to try")
     parser.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
+    parser.add_argument(
+        "--recompute",
+        type=_names,
+        metavar="NAME,NAME",
+        help="recompute modes to try (default none,selective,full); budget: what pays most within parts of the memory",
+    )
     parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
     parser.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
@@ -121,6 +127,11 @@ def numbers(text: str) -> tuple[int, ...]:
     return values
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """An argument's type: names with commas between."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def question_options(arguments: Namespace) -> QuestionOptions:
     """The options of a question, as `phaze.optimize` takes them."""
     return {
@@ -132,6 +143,7 @@ def question_options(arguments: Namespace) -> QuestionOptions:
         "tp": arguments.tp,
         "cp": arguments.cp,
         "ep": arguments.ep,
+        "recompute": arguments.recompute,
         "sequence_length": arguments.sequence_length,
         "calibration": arguments.calibration,
         "attention": arguments.attention,

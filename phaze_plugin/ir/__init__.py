@@ -4,9 +4,12 @@ from phaze.ir.coverage import Coverage, UnknownOp, op_bytes
 from phaze.ir.graph import Graph
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.kept_activations import (
+    BUDGET_MODES,
     SEARCHED_MODES,
+    Recomputation,
     RecomputeMode,
     kept_tensors,
+    recomputation,
     recomputed_ops,
     stashed_bytes,
     stashed_tensors,
@@ -17,6 +20,7 @@ from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
 from phaze.ir.tensor import DType, Role, Tensor
 
 __all__ = [
+    "BUDGET_MODES",
     "SEARCHED_MODES",
     "Attribute",
     "Boundary",
@@ -34,6 +38,7 @@ __all__ = [
     "Op",
     "OpKind",
     "Phase",
+    "Recomputation",
     "RecomputeMode",
     "Role",
     "Rule",
@@ -41,6 +46,7 @@ __all__ = [
     "UnknownOp",
     "kept_tensors",
     "op_bytes",
+    "recomputation",
     "recomputed_ops",
     "stashed_bytes",
     "stashed_tensors",

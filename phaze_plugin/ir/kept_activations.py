@@ -18,13 +18,17 @@ projections   the products right before and behind attention
 qkv           the products right before attention: queries, keys and values
 out           the first product behind attention
 
+budget-75, budget-50 and budget-25 keep what makes computing the rest again least, within that part of the bytes between
+full and none (`recompute_budget.py`).
+
 full       only what enters the layer; the whole forward runs again, or (trimmed) what leads to a tensor that backward
            reads: compilers drop the rest, such as a layer's last product and the sum of its parts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from phaze.ir.graph import Graph
@@ -33,9 +37,14 @@ from phaze.ir.op import Op, OpKind, Phase
 from phaze.ir.tensor import Role
 
 __all__ = [
+    "BUDGET_MODES",
     "SEARCHED_MODES",
+    "Recomputation",
     "RecomputeMode",
+    "entering_tensors",
     "kept_tensors",
+    "made_again",
+    "recomputation",
     "recomputed_ops",
     "stashed_bytes",
     "stashed_tensors",
@@ -53,11 +62,35 @@ class RecomputeMode(StrEnum):
     PROJECTIONS = "projections"
     QKV = "qkv"
     OUT = "out"
+    BUDGET_75 = "budget-75"
+    BUDGET_50 = "budget-50"
+    BUDGET_25 = "budget-25"
     FULL = "full"
+
+    @property
+    def budget(self) -> float | None:
+        """The part of the bytes between full recompute and none that may be kept; None for modes without a budget."""
+        return _BUDGETS.get(self)
+
+
+_BUDGETS = {RecomputeMode.BUDGET_75: 0.75, RecomputeMode.BUDGET_50: 0.5, RecomputeMode.BUDGET_25: 0.25}
+"""Three points between the ends: more of them make more stages to choose from, and stages of other modes beside each
+other reach most of what lies between."""
+
+BUDGET_MODES = tuple(_BUDGETS)
+"""The modes that keep what pays most within a budget of memory."""
 
 
 SEARCHED_MODES = (RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL)
 """What is searched unless a strategy says otherwise; few targets run the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What a layer keeps between forward and backward, by the ids of tensors, and the ops that backward runs again."""
+
+    kept: tuple[str, ...]
+    again: tuple[Op, ...]
 
 
 def stashed_tensors(graph: Graph, layer: Layer) -> tuple[str, ...]:
@@ -82,25 +115,30 @@ def stashed_bytes(graph: Graph, layer: Layer) -> int:
 
 
 def kept_tensors(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[str, ...]:
-    """Ids of the tensors that a layer keeps between forward and backward."""
+    """Ids of the tensors that a layer keeps between forward and backward in a mode without a budget."""
     stash = stashed_tensors(graph, layer)
     if mode is RecomputeMode.NONE:
         return stash
     if mode is RecomputeMode.FULL:
-        return tuple(_entering(graph, layer)) if stash else ()
-    return _kept_and_rerun(graph, layer, mode)[0]
+        return tuple(entering_tensors(graph, layer)) if stash else ()
+    return made_again(graph, layer, _may_keep(graph, layer, mode)).kept
 
 
 def recomputed_ops(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> tuple[Op, ...]:
-    """The forward ops that run again in backward, in order."""
+    """The forward ops that run again in backward, in order, in a mode without a budget."""
     if mode is RecomputeMode.NONE or not layer.backward:
         return ()
     if mode is RecomputeMode.FULL and not is_trimmed:
         return layer.forward
-    return _kept_and_rerun(graph, layer, mode)[1]
+    return made_again(graph, layer, _may_keep(graph, layer, mode)).again
 
 
-def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
+def recomputation(graph: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> Recomputation:
+    """What a layer keeps and what runs again, in a mode without a budget."""
+    return Recomputation(kept_tensors(graph, layer, mode), recomputed_ops(graph, layer, mode, is_trimmed=is_trimmed))
+
+
+def entering_tensors(graph: Graph, layer: Layer) -> dict[str, None]:
     """Activations and batch tensors that a layer reads and does not make."""
     made = {tensor_id for op in layer.forward for tensor_id in op.outputs}
     return dict.fromkeys(
@@ -111,18 +149,25 @@ def _entering(graph: Graph, layer: Layer) -> dict[str, None]:
     )
 
 
-def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tuple[str, ...], tuple[Op, ...]]:
-    """What a layer keeps of what its mode may keep, and the ops that make the rest of what backward asks for again."""
-    may_keep = {*_entering(graph, layer)}
+def _may_keep(graph: Graph, layer: Layer, mode: RecomputeMode) -> set[str]:
+    """The tensors that a mode may keep."""
+    if mode.budget is not None:
+        raise ValueError(f"recompute {mode} depends on the seconds of ops; see recompute_budget.py.")
+    may_keep = {*entering_tensors(graph, layer)}
     if mode in _RESULTS_KEPT:
         kept_ops = _settled(layer, _RESULTS_KEPT[mode](graph, layer))
         may_keep |= {graph.storage(tensor_id) for op in kept_ops for tensor_id in op.outputs}
     elif mode is RecomputeMode.SELECTIVE:
         may_keep |= {graph.storage(tensor_id) for op in layer.forward for tensor_id in op.outputs}
         may_keep -= _inside_attention(graph, layer)
+    return may_keep
+
+
+def made_again(graph: Graph, layer: Layer, may_keep: Collection[str]) -> Recomputation:
+    """What a layer keeps of what it may keep, and the ops that make the rest of what backward asks for again."""
     stash = stashed_tensors(graph, layer)
     kept = dict.fromkeys(tensor_id for tensor_id in stash if tensor_id in may_keep)
-    wanted = set(stash) - may_keep
+    wanted = set(stash) - set(may_keep)
     rerun: list[Op] = []
     for op in reversed(layer.forward):
         if wanted.isdisjoint(op.outputs):
@@ -133,7 +178,7 @@ def _kept_and_rerun(graph: Graph, layer: Layer, mode: RecomputeMode) -> tuple[tu
                 kept[storage] = None
             else:
                 wanted.add(tensor_id)
-    return tuple(kept), tuple(reversed(rerun))
+    return Recomputation(tuple(kept), tuple(reversed(rerun)))
 
 
 def _settled(layer: Layer, ops: Sequence[Op]) -> list[Op]:

@@ -12,9 +12,12 @@ Policies that move what is kept to the host's memory are known by name and refus
 from __future__ import annotations
 
 from phaze.errors import QuestionError, near_names, shown
-from phaze.ir.kept_activations import RecomputeMode
+from phaze.ir.kept_activations import BUDGET_MODES, RecomputeMode
 
-__all__ = ["MAXTEXT_POLICIES", "recompute_mode"]
+__all__ = ["BUDGET", "MAXTEXT_POLICIES", "recompute_mode"]
+
+BUDGET = "budget"
+"""What stands for all modes with a budget where a search is told which modes to try."""
 
 MAXTEXT_POLICIES: dict[str, RecomputeMode] = {
     "none": RecomputeMode.NONE,
@@ -48,6 +51,10 @@ def recompute_mode(name: object) -> RecomputeMode:
         raise QuestionError(
             f"strategy has recompute {name!r}, which keeps activations in the host's memory: that is not priced. Name "
             "a policy that keeps them on the device, or recomputes them."
+        )
+    if name == BUDGET:
+        raise QuestionError(
+            f"strategy has recompute {name!r}; say which part of the bytes may be kept: {', '.join(BUDGET_MODES)}."
         )
     known = {mode.value: mode for mode in RecomputeMode} | MAXTEXT_POLICIES | _OTHER_NAMES
     if not isinstance(name, str) or name not in known:

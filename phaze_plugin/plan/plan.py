@@ -62,8 +62,8 @@ FORMAT = "phaze-plan"
 _RUN = "run"
 """The field of a plan that differs between equal questions."""
 
-VERSION = 8
-"""Version 8 says what is kept on the host, version 7 has objectives."""
+VERSION = 9
+"""Version 9 says what layers keep and which recompute modes were asked for, version 8 what is kept on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +116,14 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What equal layers under one recompute mode take: a microbatch's passes, and the ops in them as scheduled."""
+    """What equal layers under one recompute mode take for a microbatch, its ops as scheduled, and what they keep."""
 
     name: str
     recompute: str
     forward_s: float
     backward_s: float
     recompute_s: float
+    kept: tuple[str, ...]
     ops: tuple[OpTime, ...]
 
 
@@ -206,6 +207,7 @@ class QuestionFacts:
     tp: tuple[int, ...]
     cp: tuple[int, ...]
     ep: tuple[int, ...]
+    recompute: tuple[str, ...]
     has_shard_groups: bool
     precision: PrecisionRecipe
     calibration: Calibration

@@ -17,7 +17,7 @@ from phaze.capabilities import Capabilities
 from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
-from phaze.ir import RecomputeMode
+from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.parallelism import ALL_DEVICES, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
@@ -94,7 +94,7 @@ class _Kind:
 
 def runners_up(answer: Answer, watch: Watch) -> tuple[RunnerUp, ...]:
     """The best plan of each other kind: one that the search came across, else one that is looked for now."""
-    kinds = [*_other_kinds(answer.placement), *_other_axes(answer), *_other_sizes(answer)]
+    kinds = [*_other_kinds(answer.placement), *_other_budgets(answer), *_other_axes(answer), *_other_sizes(answer)]
     watch.expect(len(kinds))
     found: dict[str, RunnerUp] = {}
     searchable = _Searchable(answer)
@@ -169,6 +169,25 @@ def _other_kinds(placement: Placement) -> Iterator[_Kind]:
     if any(stage.recompute is not RecomputeMode.NONE for stage in placement.stages):
         mode, name = RecomputeMode.NONE, "no recompute"
     yield _Kind(name, lambda plan: set(plan.recompute) == {mode.value}, _with_recompute(mode))
+
+
+def _other_budgets(answer: Answer) -> Iterator[_Kind]:
+    """Plans without the budgets that stages recompute within, or with them where they were offered and not chosen."""
+    offered = answer.candidate.problem.choices.recompute
+    named, budgets = (tuple(mode for mode in offered if (mode in BUDGET_MODES) == is_one) for is_one in (False, True))
+    is_used = any(stage.recompute in BUDGET_MODES for stage in answer.placement.stages)
+    modes = named if is_used else budgets
+    if not named or not budgets:
+        return
+    yield _Kind(
+        "no budgets of recompute" if is_used else "recompute within budgets",
+        lambda plan: BUDGET_NAMES.isdisjoint(plan.recompute) == is_used,
+        lambda problem: problem.choosing(recompute=modes),
+    )
+
+
+BUDGET_NAMES = frozenset(mode.value for mode in BUDGET_MODES)
+"""The modes with a budget as strategies name them."""
 
 
 _AXES: tuple[tuple[str, object, str, str], ...] = (

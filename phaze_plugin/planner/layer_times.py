@@ -48,6 +48,7 @@ def _kind(slices: ModelProfiles, layer: int, mode: RecomputeMode) -> LayerKind:
         forward_s=report.forward.time_s,
         backward_s=report.backward.time_s,
         recompute_s=report.recompute.time_s,
+        kept=report.kept,
         ops=tuple(op for phase, layer_pass in passes.items() for op in _ops(phase, layer_pass)),
     )
 

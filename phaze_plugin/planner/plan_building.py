@@ -133,6 +133,7 @@ def question_facts(question: Question) -> QuestionFacts:
         tp=question.tp_degrees,
         cp=question.cp_degrees,
         ep=question.ep_degrees,
+        recompute=question.offered.recompute,
         has_shard_groups=question.capabilities.allows_shard_groups,
         precision=question.recipe,
         calibration=question.calibration,

@@ -1,6 +1,6 @@
 """How many bytes one layer holds on one device: its parameters, its working set at the fullest, and what leaves it.
 
-What a layer keeps between forward and backward is decided in `phaze.ir` (`kept_tensors`); here the bytes that live on
+What a layer keeps between forward and backward is decided in `phaze.ir` (`Recomputation`); here the bytes that live on
 top of that while the layer runs are counted, tensor by tensor, until each is read for the last time.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from phaze.ir import Graph, Layer, Op, OpKind, RecomputeMode, Role, kept_tensors, recomputed_ops
+from phaze.ir import Graph, Layer, Op, OpKind, Recomputation, Role
 from phaze.profile.layer_profile import BoundaryTensor
 from phaze.shard import WHOLE, ShardedLayer
 from phaze.shard.expert_slicing import DIVIDED_OVER
@@ -65,13 +65,13 @@ def total_bytes(local: Graph, names: Iterable[str]) -> float:
     return float(sum(local.tensors[name].size_bytes for name in names))
 
 
-def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_trimmed: bool = False) -> float:
+def peak_working_bytes(local: Graph, layer: Layer, recomputation: Recomputation) -> float:
     """The most bytes that live beside the parameters, their gradients and the kept tensors, in forward or in backward.
 
     In backward, a tensor that this layer kept or computed again is freed once it was read for the last time. Tensors
     that entered the layer stay, because the layer that made them keeps them too.
     """
-    kept = set(kept_tensors(local, layer, mode))
+    kept = set(recomputation.kept)
     gradients = {gradient for _, gradient in local.gradients}
     forward = _peak_alive_bytes(local, layer.forward, kept | gradients)
     made_and_kept = {name for op in layer.forward for name in op.outputs if name in kept}
@@ -82,7 +82,7 @@ def peak_working_bytes(local: Graph, layer: Layer, mode: RecomputeMode, *, is_tr
         for name in op.inputs
         if local.tensors[name].role is Role.OTHER and name not in read
     ]
-    again = (*recomputed_ops(local, layer, mode, is_trimmed=is_trimmed), *layer.backward)
+    again = (*recomputation.again, *layer.backward)
     backward = _peak_alive_bytes(local, again, (kept - made_and_kept) | gradients, (*made_and_kept, *entering))
     return max(forward, backward - total_bytes(local, made_and_kept), 0.0)
 

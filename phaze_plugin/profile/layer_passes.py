@@ -10,8 +10,10 @@ the bound of the whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from phaze.cost import PriceTables, Work
 from phaze.hardware import AcceleratorArray
@@ -22,11 +24,13 @@ from phaze.ir import (
     Op,
     OpKind,
     Phase,
+    Recomputation,
     RecomputeMode,
     kept_tensors,
-    recomputed_ops,
+    recomputation,
 )
 from phaze.ir.layers import single_layer
+from phaze.ir.recompute_budget import recompute_front, within_budget
 from phaze.profile.layer_jobs import PricedPass, price_pass
 from phaze.profile.layer_memory import (
     expert_parameters,
@@ -57,10 +61,12 @@ __all__ = [
     "ProfileOptions",
     "TrainingPasses",
     "leading_to_inputs",
+    "op_seconds",
     "placement_graph",
     "priced_pass",
     "profile_and_report",
     "profile_layer",
+    "recomputations",
     "training_passes",
 ]
 
@@ -129,12 +135,13 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """The passes behind a profile, and the largest relative gap of their schedules."""
+    """The passes behind a profile, the largest relative gap of their schedules, and the tensors that are kept."""
 
     forward: PassReport
     backward: PassReport
     recompute: PassReport
     gap: float = 0.0
+    kept: tuple[str, ...] = ()
 
 
 def profile_layer(sharded: ShardedLayer, mode: RecomputeMode, options: ProfileOptions | None = None) -> LayerProfile:
@@ -192,8 +199,8 @@ def profile_and_report(
     to_weights = _later(to_weights, passes.accumulation_s)
     tied = sharded.problem.graph.layer_graph.tied_parameters
     profiles = {}
-    for mode in modes:
-        ops = recomputed_ops(local, layer, mode, is_trimmed=options.trims_recompute)
+    for mode, chosen in recomputations(sharded, passes, modes, options).items():
+        ops = chosen.again
         again = forward if ops is layer.forward else _schedule(sharded, local, ops, options, works)
         profile = LayerProfile(
             forward_s=_timed(forward),
@@ -201,8 +208,8 @@ def profile_and_report(
             backward_weight_s=to_weights,
             recompute_s=_timed(again),
             parameter_bytes=layer_parameter_bytes(local),
-            stashed_bytes=total_bytes(local, kept_tensors(local, layer, mode)),
-            peak_working_bytes=peak_working_bytes(local, layer, mode, is_trimmed=options.trims_recompute),
+            stashed_bytes=total_bytes(local, chosen.kept),
+            peak_working_bytes=peak_working_bytes(local, layer, chosen),
             outputs=layer_outputs(sharded),
             is_tensor_parallel=sharded.problem.axis.tp > 1,
             tied_parameters=shared_parameters(local, tied),
@@ -213,8 +220,34 @@ def profile_and_report(
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
         gap = max((part.gap for part in (forward, backward, first, again) if part is not None), default=0.0)
-        profiles[mode] = (profile, LayerReport(reports[0], reports[1], reports[2], gap))
+        profiles[mode] = (profile, LayerReport(reports[0], reports[1], reports[2], gap, chosen.kept))
     return profiles
+
+
+def recomputations(
+    sharded: ShardedLayer, passes: TrainingPasses, modes: Sequence[RecomputeMode], options: ProfileOptions
+) -> dict[RecomputeMode, Recomputation]:
+    """What the layer keeps and runs again in each mode; seconds of ops count alone and unfused within a budget."""
+    local, layer = passes.local, passes.layer
+    named = {
+        mode: recomputation(local, layer, mode, is_trimmed=options.trims_recompute)
+        for mode in modes
+        if mode.budget is None
+    }
+    if len(named) == len(modes):
+        return named
+    front = recompute_front(local, layer, op_seconds(sharded, local, layer.forward, options))
+    least, most = (
+        int(total_bytes(local, kept_tensors(local, layer, mode))) for mode in (RecomputeMode.FULL, RecomputeMode.NONE)
+    )
+    return {mode: named.get(mode) or within_budget(local, layer, mode, front, (least, most)) for mode in modes}
+
+
+def op_seconds(sharded: ShardedLayer, local: Graph, ops: Sequence[Op], options: ProfileOptions) -> dict[str, float]:
+    """The seconds of each op by itself, spread over the cores where that is quicker."""
+    priced = priced_pass(sharded, local, ops, replace(options, is_fused=False))
+    seconds = np.minimum(priced.latency_s[0], priced.spread_s[0]).tolist()
+    return dict(zip(priced.names, seconds, strict=True))
 
 
 def _accumulation_s(sharded: ShardedLayer, local: Graph, options: ProfileOptions) -> float:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from phaze.ir import BUDGET_MODES
 from phaze.objective import ObjectiveKind
 from phaze.parallelism import MIXED_SEQUENCES, Offload, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
@@ -339,12 +340,22 @@ def explanation(plan: Plan) -> str:
         ("would fit", [f"{remedy.text}: optimize(..., {remedy.argument}={remedy.value})" for remedy in plan.remedies]),
         ("the best of other kinds that were seen", [_runner_up_text(plan, other) for other in plan.runners_up]),
         ("other hardware", [_change_text(plan, change.text, change.step_time_s) for change in plan.changes]),
+        ("what layers keep for backward within their budgets", _kept_texts(plan)),
         ("how the numbers were obtained", provenance_lines(plan)),
     )
     for heading, texts in sections:
         if texts:
             lines += [f"{heading}:", *_bullets(texts), ""]
     return "\n".join(lines).rstrip()
+
+
+def _kept_texts(plan: Plan) -> list[str]:
+    """The tensors that layers keep which recompute within a budget."""
+    return [
+        f"{kind.name} ({kind.recompute}): {', '.join(kind.kept)}"
+        for kind in plan.layer_kinds
+        if kind.recompute in BUDGET_MODES
+    ]
 
 
 def _runner_up_text(plan: Plan, runner_up: RunnerUp) -> str:

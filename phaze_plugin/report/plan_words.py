@@ -26,6 +26,9 @@ _SCHEDULE_WORDS = {
 _RECOMPUTE_WORDS = {
     "full": "everything is recomputed in backward",
     "selective": "attention is recomputed in backward",
+    "budget-75": "a quarter of what could be kept is recomputed, where that takes least",
+    "budget-50": "half of what could be kept is recomputed, where that takes least",
+    "budget-25": "three quarters of what could be kept are recomputed, where that takes least",
     "products": "every other product is recomputed in backward",
 }
 

@@ -43,6 +43,7 @@ from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, 
 from phaze.verify.bound_checks import BoundProof, derive_bound, derive_value_bound
 from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
 from phaze.verify.plain_placement import PlainCosts
+from phaze.verify.plain_recompute import budget_checks
 from phaze.verify.saved_plan import differences, question_for
 
 if TYPE_CHECKING:
@@ -198,6 +199,8 @@ def _plain_findings(plan: Plan, answer: Answer) -> Iterator[Finding]:
         yield Finding(
             "the bound is not above the plan with its layers' bounds", f"{plan.bound_s}", f"{least_s}", is_below
         )
+    for what, claimed, most in budget_checks(plan, answer):
+        yield Finding(f"{what} within a budget", f"{claimed}", f"{most}", claimed <= most * (1 + EQUAL_CLAIMS))
     yield from _memory_findings(plan, stages, schedule, micro_batches, problem.usable_bytes)
 
 

@@ -98,6 +98,7 @@ def question_for(
         "tp": facts.tp,
         "cp": facts.cp,
         "ep": facts.ep,
+        "recompute": facts.recompute,
         "target": facts.target,
         "constraints": facts.constraints,
         "calibration": facts.calibration,

@@ -51,7 +51,7 @@ def test_every_other_product_of_a_llama_block_is_kept_and_the_rest_runs_again() 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "mixtral"])
-@pytest.mark.parametrize("mode", RecomputeMode)
+@pytest.mark.parametrize("mode", [mode for mode in RecomputeMode if mode.budget is None])
 def test_what_is_kept_and_what_runs_again_give_backward_all_that_it_reads(family: str, mode: RecomputeMode) -> None:
     graph = tiny_graph(family)
     for layer in graph.layers:

@@ -7,7 +7,7 @@ from graphs import TINY_CONFIGS
 import phaze
 from phaze.cost import LIBRARY_STACK, PERFECT_STACK, Calibration, Collective, Stack, fuse_attention
 from phaze.installed import installed_plugins
-from phaze.ir import Graph, OpKind, Phase, RecomputeMode
+from phaze.ir import Graph, OpKind, Phase, RecomputeMode, recomputation
 from phaze.profile.layer_jobs import price_pass
 from phaze.profile.layer_memory import peak_working_bytes
 from phaze.profile.local_graphs import LocalGraphs, exchange_counts, exchange_seconds
@@ -112,7 +112,8 @@ def test_a_ring_never_holds_all_keys() -> None:
     for way in (KeyExchange.GATHER, KeyExchange.RING):
         ways = dict.fromkeys((op.id for op in key_attentions(graph)), way)
         local = device_graph(graph, cp=16, exchanges=ways)
-        peaks[way] = peak_working_bytes(local, local.layers[1], RecomputeMode.NONE)
+        layer = local.layers[1]
+        peaks[way] = peak_working_bytes(local, layer, recomputation(local, layer, RecomputeMode.NONE))
     keys = sum(graph.tensors[name].size_bytes for name in key_attentions(graph)[0].inputs[1:3])
     assert peaks[KeyExchange.RING] < peaks[KeyExchange.GATHER]
     assert peaks[KeyExchange.GATHER] - peaks[KeyExchange.RING] <= 2 * keys
