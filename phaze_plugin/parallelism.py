@@ -16,6 +16,7 @@ from phaze.ir.recompute_policies import recompute_mode
 
 __all__ = [
     "ALL_DEVICES",
+    "HOST_WORDS",
     "MIXED_SEQUENCES",
     "PIPELINE_SCHEDULES",
     "STRATEGY_KEYS",
@@ -43,6 +44,27 @@ class Offload(StrEnum):
     NONE = "none"
     OPTIMIZER = "optimizer"
     """The optimizer's states and master copy, which pass through the device in every update."""
+    ACTIVATIONS = "activations"
+    """What layers keep between forward and backward, which leaves in forward and comes back in backward."""
+    BOTH = "optimizer+activations"
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether optimizer states are on the host."""
+        return self in (Offload.OPTIMIZER, Offload.BOTH)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations are on the host."""
+        return self in (Offload.ACTIVATIONS, Offload.BOTH)
+
+
+HOST_WORDS = {
+    Offload.OPTIMIZER: "optimizer states",
+    Offload.ACTIVATIONS: "activations",
+    Offload.BOTH: "optimizer states and activations",
+}
+"""What is kept on hosts, in words."""
 
 
 class PipelineSchedule(StrEnum):

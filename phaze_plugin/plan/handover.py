@@ -136,7 +136,7 @@ def axes_not_run(chosen: Parallelism, capabilities: Capabilities) -> list[str]:
     if chosen.ep > 1 and not capabilities.allows_expert_parallel:
         reasons.append(f"expert parallelism (ep {chosen.ep})")
     if chosen.offload not in capabilities.offloads:
-        reasons.append(f"states on the host (offload {chosen.offload})")
+        reasons.append(f"memory of the host (offload {chosen.offload})")
     size, replicas = chosen.shard_devices, chosen.replicas
     has_groups = chosen.zero > 0 and size < replicas
     if has_groups and not capabilities.runs_groups(size, zero=chosen.zero, cp=chosen.cp, ep=chosen.ep):

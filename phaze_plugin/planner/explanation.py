@@ -18,7 +18,7 @@ from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import BUDGET_MODES, RecomputeMode
-from phaze.parallelism import ALL_DEVICES, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
+from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
@@ -193,7 +193,6 @@ BUDGET_NAMES = frozenset(mode.value for mode in BUDGET_MODES)
 _AXES: tuple[tuple[str, object, str, str], ...] = (
     ("cp", 1, "no context parallelism", "context parallelism"),
     ("ep", 1, "no expert parallelism", "expert parallelism"),
-    ("offload", Offload.NONE, "optimizer states on the devices", "optimizer states on the host"),
 )
 """Axes by which slicings differ beside tp: their name, their value where they are not used, and plans without them and
 with them in words."""
@@ -203,11 +202,21 @@ def _other_axes(answer: Answer) -> Iterator[_Kind]:
     """Plans without an axis that the plan uses, and with one that it does not use and that was looked at."""
     looked_at: list[ModelProfiles | CandidateSlicing] = [candidate.slices for candidate in answer.candidates]
     looked_at += [pruned.slicing for pruned in answer.pruned]
+    for kept in Offload:
+        if kept is not answer.placement.parallelism.offload and any(slices.offload is kept for slices in looked_at):
+            yield _with_offload(kept)
     for name, unused, without, using in _AXES:
         if getattr(answer.placement.parallelism, name) != unused:
             yield _of_axis(name, unused, without, is_used=False)
         elif any(getattr(slices, name) != unused for slices in looked_at):
             yield _of_axis(name, unused, using, is_used=True)
+
+
+def _with_offload(kept: Offload) -> _Kind:
+    def has(chosen: Parallelism | ModelProfiles | CandidateSlicing) -> bool:
+        return chosen.offload is kept
+
+    return _Kind(f"{HOST_WORDS.get(kept, 'nothing')} on the host", has, includes=has)
 
 
 def _of_axis(name: str, unused: object, text: str, *, is_used: bool) -> _Kind:

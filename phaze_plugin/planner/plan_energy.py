@@ -21,7 +21,7 @@ import numpy as np
 
 from phaze.cost import price_works, update_work
 from phaze.hardware import AcceleratorArray, energy_model
-from phaze.parallelism import Offload, Parallelism
+from phaze.parallelism import Parallelism
 from phaze.place import Flow, PlacedStage, PlacementProblem
 from phaze.place.model.zero_sharding import ZeroSharding
 from phaze.planner.strategy_search import Answer
@@ -45,6 +45,8 @@ def step_energy(question: Question, answer: Answer, tokens: float) -> dict[str, 
         sent += devices * batches * 2 * _received_bytes(answer, stage)
         updated, sent_bytes = _of_parameters(problem, parallelism, stage.layers, stage.tp)
         update, sent = update + updated * update_j, sent + sent_bytes
+        moved = sum(problem.profile(layer, parallelism.tp, stage.recompute).host_bytes for layer in stage.layers)
+        sent += devices * batches * 2 * moved  # activations go to the host and come back
     sent += _sent_of_spread(question, answer)
     items = {
         "compute_j": compute,
@@ -112,7 +114,7 @@ def _of_parameters(
         on_devices = tp * parallelism.replicas * parameters
         updated += on_devices / float(part.optimizer_shards) * part.recipe.trains
         sent += on_devices * _sent_bytes_per_parameter(part, batches)
-    if problem.offload is Offload.OPTIMIZER:  # states come from the host and go back
+    if problem.offload.moves_states:  # states come from the host and go back
         sent += 2 * updated * problem.recipe.optimizer_bytes
     return updated, sent
 

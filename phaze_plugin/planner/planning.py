@@ -57,8 +57,9 @@ def optimize(
             cluster (text such as "a100-80gb:64", or a Cluster; by default the devices that are visible),
             global_batch_size (sequences in a step; by default 8 per device), optimizer ("adamw", "sgd", "muon", ..),
             precision ("bf16", "fp32", "fp8", .. or a recipe), micro_batch_size and tp (values to try, one or several),
-            recompute (modes to try, such as ("none", "budget", "full")), sequence_length, loss_fn and targets (for a module that returns no loss; its plan is applied with the same
-            loss_fn), target (what is to run the plan: a name, "auto" for the model's own framework, None for analysis),
+            recompute (modes to try, such as ("none", "budget", "full")), sequence_length, loss_fn and targets (for a
+            module that returns no loss; its plan is applied with the same loss_fn), target (what is to run the plan: a
+            name, "auto" for the model's own framework, None for analysis),
             constraints (layouts that tensors must have), calibration, attention ("fused" or "unfused"; by default what
             the chip's software does), objective ("throughput", "cost", "energy" or "devices") with price (money for a
             device-hour) and step_time (seconds that a step may take), gap (how near to the proven optimum), solver (the

@@ -96,6 +96,7 @@ class LayerProfile:
         frozen_parameters: how many of the parameters of float types are read and not trained.
         frozen_expert_parameters: how many of these belong to such experts.
         frozen_ties: how many of these are shared with other layers, by the name of the tie.
+        host_bytes: what goes to the host between forward and backward instead.
 
     Raises:
         PlacementError: a size is negative, infinite or NaN, or a part has more parameters than the layer.
@@ -115,6 +116,7 @@ class LayerProfile:
     frozen_parameters: float = 0.0
     frozen_expert_parameters: float = 0.0
     frozen_ties: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the sizes."""

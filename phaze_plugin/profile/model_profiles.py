@@ -368,6 +368,8 @@ def dominates(first: ModelProfiles, second: ModelProfiles) -> bool:
     the simulated time of a strategy only grows with each of them.
     """
     layers = range(len(first.placement.layers))
+    if first.offload.moves_activations:  # shorter passes hide less of what moves to the host: parts may grow
+        return False
     return first.offload is second.offload and all(
         _is_no_more(first.placed(layer, mode), second.placed(layer, mode), first.tp)
         for layer in layers

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from phaze.ir import BUDGET_MODES
 from phaze.objective import ObjectiveKind
-from phaze.parallelism import MIXED_SEQUENCES, Offload, Parallelism
+from phaze.parallelism import HOST_WORDS, MIXED_SEQUENCES, Offload, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.printable_text import with_printable_text
@@ -69,7 +69,8 @@ def _host_lines(plan: Plan) -> list[str]:
     kept, host = max(stage.memory_bytes.get("host", 0.0) for stage in plan.stages), plan.cluster.host
     if not kept or host is None:
         return []
-    text = f"up to {kept / 2**30:.1f} of {host.memory_bytes / 2**30:.0f} GiB for each device, optimizer states"
+    what = HOST_WORDS[plan.strategy.offload]
+    text = f"up to {kept / 2**30:.1f} of {host.memory_bytes / 2**30:.0f} GiB for each device, {what}"
     return _paragraph("on hosts  ", text)
 
 
@@ -183,8 +184,8 @@ def strategy_text(strategy: Parallelism) -> str:
     if strategy.tp > 1:
         words.append(_SEQUENCE_WORDS[strategy.sequence_parallel])
     words.append(f"recompute {recompute}")
-    if strategy.offload is Offload.OPTIMIZER:
-        words.append("optimizer states on the host")
+    if strategy.offload is not Offload.NONE:
+        words.append(f"{HOST_WORDS[strategy.offload]} on the host")
     return ", ".join(words)
 
 

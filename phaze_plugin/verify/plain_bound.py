@@ -153,10 +153,12 @@ class _LayerSums:
     def of(cls, problem: PlacementProblem, tp: int) -> _LayerSums:
         """The sums at one tp."""
 
+        keys = [layer.key for layer in problem.graph.layers]
+
         def least(name: str) -> tuple[float, ...]:
             return tuple(
                 min(
-                    float(getattr(problem.profile(layer, tp, mode), name).bound[problem.accelerator])
+                    float(getattr(problem.profiles[keys[layer], tp, mode], name).bound[problem.accelerator])
                     for mode in problem.choices.recompute
                 )
                 for layer in range(len(problem.graph.layers))

@@ -32,6 +32,7 @@ class PlainStage:
         working_bytes: the most that a layer needs beside stashes.
         buffer_bytes: buffers of transfers and collectives.
         host_bytes: optimizer states that are kept on the host.
+        host_stash_bytes: what a microbatch keeps on the host from its forward pass to its last backward pass.
     """
 
     forward_s: float = 0.0
@@ -47,6 +48,7 @@ class PlainStage:
     working_bytes: float = 0.0
     buffer_bytes: float = 0.0
     host_bytes: float = 0.0
+    host_stash_bytes: float = 0.0
 
     @property
     def scratch_bytes(self) -> float:

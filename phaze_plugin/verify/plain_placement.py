@@ -22,7 +22,7 @@ from phaze.hardware.area_energy import EnergyModel, energy_model
 from phaze.ir import RecomputeMode
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import LayerProfile, PlacementProblem
-from phaze.verify.plain_pipeline import PlainStage
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight
 
 __all__ = ["PlainCosts"]
 
@@ -169,8 +169,43 @@ class PlainCosts:
         return self._over_copies_s(collective, size, groups.shard, groups.stride * devices)
 
     def _sum_s(self, profiles: Mapping[int, LayerProfile], name: str) -> float:
-        """The seconds of one pass over all layers of a stage."""
-        return math.fsum(self._pass_s(profile, name) for profile in profiles.values())
+        """The seconds of one pass over all layers of a stage, and what each waits for its tensors on the host."""
+        return math.fsum(
+            self._pass_s(profile, name) + self._waits_s(layer, profile, name) for layer, profile in profiles.items()
+        )
+
+    def _moves(self, layer: int) -> bool:
+        """Whether the kept tensors of a layer go to the host: those of layers that repeat, or of all if none does."""
+        if "activations" not in self.problem.offload:
+            return False
+        kinds = [placed.kind for placed in self.problem.graph.layers]
+        return kinds.count(kinds[layer]) > 1 or len(set(kinds)) == len(kinds)
+
+    def _waits_s(self, layer: int, profile: LayerProfile, name: str) -> float:
+        """What a pass takes longer than its ops because the layer's kept tensors move beside it."""
+        host = self.problem.cluster.host
+        if host is None or name not in ("forward_s", "backward_input_s") or not self._moves(layer):
+            return 0.0
+        beside_s = self._pass_s(profile, name)
+        if name == "backward_input_s":  # of a bound the same is certain that the value waits
+            passes = (profile.backward_input_s, profile.backward_weight_s)
+            beside_s = float(sum(seconds.value[self.problem.accelerator] for seconds in passes))
+        moved_s = profile.stashed_bytes / host.bandwidth_bytes_per_s
+        return self.problem.calibration.together_s(beside_s, moved_s) - beside_s
+
+    def _most_in_flight(self) -> int:
+        """The most microbatches that any chunk of the pipeline has in flight."""
+        strategy = self.parallelism
+        schedule = "1f1b" if strategy.schedule is PipelineSchedule.NONE else strategy.schedule.value
+        micro_batches = strategy.micro_batches_per_pipeline(self.problem.micro_batches)
+        key = ("in flight", schedule, strategy.pp, micro_batches, strategy.chunks)
+        if key not in self.known_s:
+            self.known_s[key] = max(
+                plain_in_flight(schedule, strategy.pp, micro_batches, strategy.chunks, device, chunk)
+                for device in range(strategy.pp)
+                for chunk in range(strategy.chunks)
+            )
+        return int(self.known_s[key])
 
     def _pass_s(self, profile: LayerProfile, name: str) -> float:
         """The seconds of one pass of one layer, or the bound under them."""
@@ -178,7 +213,8 @@ class PlainCosts:
         return float((seconds.bound if self.uses_bounds else seconds.value)[self.problem.accelerator])
 
     def _profile(self, layer: int, mode: RecomputeMode | None = None) -> LayerProfile:
-        return self.problem.profile(layer, self.parallelism.tp, mode or self.problem.choices.recompute[0])
+        key = self.problem.graph.layers[layer].key
+        return self.problem.profiles[key, self.parallelism.tp, mode or self.problem.choices.recompute[0]]
 
     def _over_copies_s(self, collective: Collective, size: float, members: int, stride: int) -> float:
         """Seconds of a collective over some copies, or parts, of a stage."""
@@ -277,7 +313,7 @@ class PlainCosts:
             profile = profiles[layer]
             ready_s += self._pass_s(profile, "backward_weight_s")
             if not self._splits_backward:
-                ready_s += self._pass_s(profile, "backward_input_s")
+                ready_s += self._pass_s(profile, "backward_input_s") + self._waits_s(layer, profile, "backward_input_s")
             parameters = 0.0 if spread and self.problem.stage_sharded_layers[layer] else self._untied_parameters(layer)
             experts = profile.expert_parameters if self.problem.ep > 1 else 0.0
             takes_s = self._reduce_s(parameters - experts, result.devices)
@@ -301,7 +337,7 @@ class PlainCosts:
             estimate = price_works(works, chip, calibration=calibration, energy=self.energy)
             update_s = float(estimate.spread_s[0, 0]) / _UPDATED_PARAMETERS
             host = self.problem.cluster.host
-            if host is not None and self.problem.offload == "optimizer":  # all states pass over the link, both ways
+            if host is not None and "optimizer" in self.problem.offload:  # all states pass over the link, both ways
                 update_s = max(update_s, self.problem.recipe.optimizer_bytes / host.bandwidth_bytes_per_s)
             self.known_s["update",] = update_s
         return self.known_s["update",]
@@ -373,15 +409,17 @@ class PlainCosts:
             self._shared_parameters([*self._by_kind(profile), *self._frozen_by_kind(profile)])
             for profile in profiles.values()
         )
-        stashed_bytes = peak_bytes = 0.0
-        for profile in profiles.values():
-            stashed_bytes += profile.stashed_bytes
-            peak_bytes = max(peak_bytes, stashed_bytes + profile.peak_working_bytes)
+        stashed_bytes = peak_bytes = moved_bytes = 0.0
+        for layer, profile in profiles.items():
+            on_host_bytes = profile.stashed_bytes if self._moves(layer) else 0.0
+            moved_bytes += on_host_bytes
+            stashed_bytes += profile.stashed_bytes - on_host_bytes
+            peak_bytes = max(peak_bytes, stashed_bytes + profile.peak_working_bytes + 2 * on_host_bytes)
         result.working_bytes = peak_bytes - stashed_bytes
         spread_bytes = self._spread_parameters() * (recipe.parameter_bytes + recipe.gradient_bytes)
         result.buffer_bytes = transferred_bytes + spread_bytes
         host = self.problem.cluster.host
-        if host is not None and self.problem.offload == "optimizer":
+        if host is not None and "optimizer" in self.problem.offload:
             states_bytes = result.held_bytes["optimizer"]
             result.host_bytes = min(states_bytes, host.memory_bytes / self.parallelism.chunks)
             result.held_bytes["optimizer"] = states_bytes - result.host_bytes
@@ -390,7 +428,10 @@ class PlainCosts:
             result.buffer_bytes += largest * recipe.reduction_bytes
         if zero == 3:  # one layer's parameters are gathered while another's are used
             result.buffer_bytes += 2 * largest_held * recipe.parameter_bytes
-        result.stash_bytes = stashed_bytes
+        if host is not None and moved_bytes:
+            room_bytes = host.memory_bytes / self.parallelism.chunks - result.host_bytes
+            result.host_stash_bytes = min(moved_bytes, room_bytes / self._most_in_flight())
+        result.stash_bytes = stashed_bytes + moved_bytes - result.host_stash_bytes
         placed = before | set(profiles)
         for flow in self.problem.graph.flows:
             readers = set(flow.consumers)

@@ -46,7 +46,7 @@ def plain_times_below(
         work_j = passes_j
         for count, experts_over, is_trained in _parameters(problem, strategy):
             updated, sent_bytes = _per_parameter(problem, strategy, experts_over, is_trained)
-            if problem.offload == "optimizer":  # states come from the host and go back
+            if "optimizer" in problem.offload:  # states come from the host and go back
                 sent_bytes += 2 * updated * problem.recipe.optimizer_bytes
             work_j += count * strategy.tp * strategy.dp * strategy.cp * (updated * update_j + sent_bytes * sent_j)
         return max(0.0, value - work_j) / (static_w * _devices(strategy))

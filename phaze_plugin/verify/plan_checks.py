@@ -250,7 +250,9 @@ def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dic
     """Memory of one device by item, from its chunks and the microbatches that each of them holds."""
     held = {name: sum(stage.held_bytes[name] for stage in chunks) for name in ("parameters", "gradients", "optimizer")}
     largest = max(chunks, key=lambda stage: stage.scratch_bytes)
-    host_bytes = sum(stage.host_bytes for stage in chunks)
+    host_bytes = sum(
+        stage.host_bytes + count * stage.host_stash_bytes for stage, count in zip(chunks, in_flight, strict=True)
+    )
     return {
         **held,
         **({"host": host_bytes} if host_bytes else {}),

@@ -1,4 +1,4 @@
-"""Optimizer states on the host, from a cluster that names one to a plan that is verified, explained and saved."""
+"""What is kept on the host, from a cluster that names one to a plan that is verified, explained and saved."""
 
 from dataclasses import replace
 from functools import cache
@@ -53,7 +53,7 @@ def test_states_stay_on_the_devices_where_they_fit_since_that_is_faster() -> Non
     other = next(runner for runner in plan.runners_up if runner.kind == "optimizer states on the host")
     assert other.step_time_s is not None
     assert other.step_time_s > plan.step_time_s
-    assert "optimizer states on the devices: nothing fits" in " ".join(offloaded().explain().split())
+    assert "nothing on the host: nothing fits" in " ".join(offloaded().explain().split())
 
 
 def test_a_strategy_says_where_states_are() -> None:
@@ -74,6 +74,48 @@ def test_a_strategy_says_where_states_are() -> None:
     checked(staged)
 
 
+@cache
+def moved() -> Plan:
+    """One device with too little memory for the activations of its microbatch, and a quick host."""
+    cluster = replace(small_cluster(220 * 2**20, 1), host=HostLink(1e12, 2**33))
+    asked = {**ASKED, "micro_batch_size": 8, "optimizer": "sgd", "explain": True}
+    return checked(phaze.optimize(small_graph(), cluster=cluster, **asked))
+
+
+def test_activations_go_to_the_host_where_that_is_quicker_than_recomputing_them() -> None:
+    plan = moved()
+    assert plan.strategy.offload.moves_activations
+    assert "activations on the host" in str(plan)
+    memory = plan.stages[0].memory_bytes
+    assert memory["host"] > 0
+    others = {runner.kind: runner.step_time_s for runner in plan.runners_up}
+    without = others["nothing on the host"]
+    assert "full" not in plan.strategy.recompute
+    assert without is None or without > plan.step_time_s
+
+
+def test_a_strategy_says_that_activations_are_on_the_host() -> None:
+    given = {"dp": 1, "pp": 2, "schedule": "1f1b", "zero": 0, "micro_batch_size": 2, "recompute": "none"}
+    plans = {
+        offload: phaze.evaluate(
+            small_graph(),
+            strategy={**given, "offload": offload},
+            compares=False,
+            **{**ASKED, "micro_batch_size": 2, "cluster": with_host(4096, 2)},
+        ).plan
+        for offload in Offload
+    }
+    memory = {offload: plan.stages[0].memory_bytes for offload, plan in plans.items()}
+    kept, both = memory[Offload.ACTIVATIONS], memory[Offload.BOTH]
+    assert kept["activations"] < memory[Offload.NONE]["activations"]
+    assert kept["activations"] + kept["host"] == pytest.approx(memory[Offload.NONE]["activations"])
+    assert both["host"] == pytest.approx(kept["host"] + memory[Offload.OPTIMIZER]["host"])
+    assert plans[Offload.ACTIVATIONS].step_time_s > plans[Offload.NONE].step_time_s
+    assert plans[Offload.ACTIVATIONS].energy["communication_j"] > plans[Offload.NONE].energy["communication_j"]
+    for plan in plans.values():
+        checked(plan)
+
+
 def test_a_plan_with_states_on_the_host_is_saved_and_loaded(tmp_path: Path) -> None:
     offloaded().save(tmp_path / "plan.json")
     loaded = phaze.load_plan(tmp_path / "plan.json", small_graph(), cluster=with_host(240))
@@ -85,12 +127,12 @@ def test_a_plan_with_states_on_the_host_is_saved_and_loaded(tmp_path: Path) -> N
 def test_targets_that_cannot_keep_states_on_the_host_never_offer_it() -> None:
     for target in installed_plugins().targets():
         assert target.value.capabilities.offloads == {Offload.NONE}
-    assert "states on the host (offload optimizer)" in obstacles(offloaded(), Capabilities())
+    assert "memory of the host (offload optimizer)" in obstacles(offloaded(), Capabilities())
     asked = {**ASKED, "cluster": with_host(240), "target": "megatron-lm"}
     assert not phaze.optimize(small_graph(), **asked).is_feasible
     with pytest.raises(QuestionError, match=r"offload optimizer .it runs none."):
         phaze.evaluate(small_graph(), strategy={"offload": "optimizer"}, **asked)
-    with pytest.raises(PlanError, match="states on the host"):
+    with pytest.raises(PlanError, match="memory of the host"):
         offloaded().export("megatron-lm")
 
 
@@ -110,7 +152,9 @@ def test_a_host_that_cannot_be_is_refused(host: str) -> None:
         parse_cluster(f"a100-80gb:8/host={host}")
 
 
-@pytest.mark.parametrize(("value", "message"), [("disk", "expected one of none, optimizer"), (True, "offload True")])
+@pytest.mark.parametrize(
+    ("value", "message"), [("disk", "expected one of none, optimizer, activations"), (True, "offload True")]
+)
 def test_an_offload_that_cannot_be_is_refused(value: object, message: str) -> None:
     with pytest.raises(QuestionError, match=message):
         phaze.evaluate(small_graph(), cluster=with_host(240), strategy={"offload": value}, **ASKED)

@@ -220,11 +220,11 @@ def with_axes(problem: PlacementProblem, seed: int) -> PlacementProblem:
     )
 
 
-def with_host(problem: PlacementProblem, seed: int) -> PlacementProblem:
-    """The problem with optimizer states on hosts whose links and memory are small or large."""
+def with_host(problem: PlacementProblem, seed: int, offload: Offload = Offload.OPTIMIZER) -> PlacementProblem:
+    """The problem with something on hosts whose links and memory are small or large."""
     random = Random(seed + 3)
     host = HostLink(random.choice([1e6, 1e8, 1e12]), int(random.choice([1e5, 5e6, 1e9])))
-    return replace(problem, cluster=replace(problem.cluster, host=host), offload=Offload.OPTIMIZER)
+    return replace(problem, cluster=replace(problem.cluster, host=host), offload=offload)
 
 
 def changed(problem: PlacementProblem, **changes: object) -> PlacementProblem:

@@ -12,7 +12,9 @@ With p trained parameters on the device and n microbatches in flight (`build_mem
                  that are sharded over stages, whole, and their gradient
 
 Optimizer states that are offloaded are kept on the host, which has an equal part of its memory for each chunk; what it
-does not hold stays on the device, which has two buckets as buffers for what passes through it.
+does not hold stays on the device, which has two buckets as buffers for what passes through it. Activations that are
+offloaded have the rest of that part: of each microbatch so many bytes as it can hold of all that are in flight on the
+fullest device of the pipeline. What it does not hold of them stays on the device, too.
 
 A device with several chunks adds up the first four and takes the largest of the last two. What ZeRO shards and buffers
 is in `zero_sharding.py`. Whether a device fits, with the margin and the calibration's reserve, is `DeviceMemory.fit`.
@@ -25,10 +27,12 @@ from enum import StrEnum
 
 import numpy as np
 
+from phaze.parallelism import Parallelism
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.model.stage_sums import StageSums
 from phaze.place.model.zero_sharding import ZeroSharding
+from phaze.place.simulation.pass_orders import in_flight
 
 __all__ = ["OFFLOAD_BUCKET_BYTES", "DeviceMemory", "Fit", "MemoryTable", "build_memory_table"]
 
@@ -90,6 +94,7 @@ class MemoryTable:
     working_bytes: FloatArray
     buffers_bytes: FloatArray
     host_bytes: FloatArray
+    host_stashed_bytes: FloatArray
 
     @property
     def held_bytes(self) -> FloatArray:
@@ -117,17 +122,21 @@ class MemoryTable:
             capacity_bytes=float(problem.cluster.accelerator.hbm_bytes),
             margin=problem.memory_margin,
             reserve=problem.calibration.reserve,
-            host_bytes=float(self.host_bytes[stages].sum()),
+            host_bytes=float(
+                self.host_bytes[stages].sum()
+                + sum(count * self.host_stashed_bytes[chunk] for chunk, count in zip(chunks, in_flight, strict=True))
+            ),
         )
 
 
 def build_memory_table(
-    problem: PlacementProblem, sums: StageSums, sharding: ZeroSharding, whole_parameters: float, chunks: int = 1
+    problem: PlacementProblem,
+    sums: StageSums,
+    sharding: ZeroSharding,
+    whole_parameters: float,
+    parallelism: Parallelism,
 ) -> MemoryTable:
-    """The items of all stages at one tp; ``whole_parameters`` are held in parts, and whole during a batch.
-
-    A device has so many ``chunks``.
-    """
+    """The items of all stages under one strategy; ``whole_parameters`` are held in parts, and whole during a batch."""
     recipe, kinds = problem.recipe, sharding.by_kind(problem.ep, problem.has_frozen)
     parameters = [kind.parameters for kind in sums.kinds(problem.ep, problem.has_frozen)]
     trained = len(sharding.by_kind(problem.ep))
@@ -143,13 +152,24 @@ def build_memory_table(
         for name, most in (("parameter_shards", None), ("gradient_shards", trained), ("optimizer_shards", trained))
     )
     states_bytes = recipe.optimizer_bytes * states
-    host_bytes = np.minimum(states_bytes, problem.host_bytes / chunks)
+    part_bytes = problem.host_bytes / parallelism.chunks
+    host_bytes = np.minimum(states_bytes, part_bytes) if problem.offload.moves_states else np.zeros_like(states_bytes)
+    host_stashed = sums.host_bytes
+    if problem.offload.moves_activations:
+        host_stashed = np.minimum(host_stashed, (part_bytes - host_bytes) / _most_in_flight(problem, parallelism))
     return MemoryTable(
         parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.table_bytes),
         gradients_bytes=recipe.gradient_bytes * gradients,
         optimizer_bytes=states_bytes - host_bytes,
-        stashed_bytes=sums.stashed_bytes,
+        stashed_bytes=sums.stashed_bytes + sums.host_bytes - host_stashed,
         working_bytes=sums.working_bytes,
         buffers_bytes=buffers + 2 * np.minimum(host_bytes, OFFLOAD_BUCKET_BYTES),
         host_bytes=host_bytes,
+        host_stashed_bytes=host_stashed,
     )
+
+
+def _most_in_flight(problem: PlacementProblem, parallelism: Parallelism) -> int:
+    """The most microbatches that a chunk of any device of the pipeline has in flight."""
+    micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
+    return int(in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks).max())

@@ -12,6 +12,7 @@ from phaze.cost import IDEAL, Calibration
 from phaze.errors import PlacementError
 from phaze.hardware import Cluster, PrecisionRecipe
 from phaze.parallelism import ALL_DEVICES, ZERO_STAGES, Choices, Offload
+from phaze.place.model.host_activations import moved_profiles
 from phaze.profile.layer_profile import LayerProfile, PlacementGraph, ProfileKey, RecomputeMode
 
 __all__ = ["PlacementProblem"]
@@ -23,7 +24,8 @@ class PlacementProblem:
 
     Attributes:
         graph: the layers.
-        profiles: a profile for every distinct layer, tp and recompute mode that may be chosen. Where a layer cannot
+        profiles: a profile for every distinct layer, tp and recompute mode that may be chosen, as if nothing went to
+            the host. Where a layer cannot
             be sliced at a tp its profile says so and describes the whole layer.
         cluster: devices and links; its accelerator gives memory and its bandwidth.
         micro_batches: microbatches in one batch, over all pipelines.
@@ -64,6 +66,7 @@ class PlacementProblem:
     ep: int = 1
     offload: Offload = Offload.NONE
     has_frozen: bool = field(init=False, default=False)
+    _placed: Mapping[ProfileKey, LayerProfile] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check counts, choices and profiles."""
@@ -81,6 +84,10 @@ class PlacementProblem:
                 raise PlacementError(f"choices.{name} is empty; expected at least one choice.")
         if any(count < 2 for count in self.choices.chunks):
             raise PlacementError(f"choices.chunks is {self.choices.chunks}; expected whole numbers of at least 2.")
+        placed = self.profiles
+        if self.offload.moves_activations and self.cluster.host is not None:
+            placed = moved_profiles(self.graph, self.profiles, self.cluster.host, self.calibration.hidden_share)
+        object.__setattr__(self, "_placed", placed)
         self._check_degrees()
         self._check_profiles()
         object.__setattr__(self, "has_frozen", any(profile.frozen_parameters for profile in self.profiles.values()))
@@ -104,7 +111,7 @@ class PlacementProblem:
     @property
     def device_recipe(self) -> PrecisionRecipe:
         """Bytes per parameter that devices hold at least: without optimizer states where these are on the host."""
-        if self.offload is Offload.NONE:
+        if not self.offload.moves_states:
             return self.recipe
         return replace(self.recipe, master_bytes=0, state_bytes=0)
 
@@ -125,8 +132,8 @@ class PlacementProblem:
         return ~np.array(self.graph.body) & self.capabilities.spreads_ends
 
     def profile(self, layer: int, tp: int, mode: RecomputeMode) -> LayerProfile:
-        """The profile of one layer of the graph."""
-        return self.profiles[self.graph.layers[layer].key, tp, mode]
+        """The profile of one layer of the graph, with what goes to the host."""
+        return self._placed[self.graph.layers[layer].key, tp, mode]
 
     def choosing(self, **allowed: object) -> PlacementProblem:
         """The same problem with other choices for some fields of `Choices`."""

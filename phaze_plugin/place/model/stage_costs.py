@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
-from phaze.parallelism import Offload, Parallelism, PipelineSchedule
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import DataPrices, Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
@@ -87,7 +87,7 @@ def update_s_per_parameter(problem: PlacementProblem) -> float:
     works = [update_work(problem.recipe, _PROBE_PARAMETERS, stack=problem.calibration.stack)]
     estimate = price_works(works, problem.cluster.accelerator, calibration=problem.calibration)
     update_s = float(estimate.spread_s[0, 0]) / _PROBE_PARAMETERS
-    if problem.offload is Offload.NONE or problem.cluster.host is None:
+    if not problem.offload.moves_states or problem.cluster.host is None:
         return update_s
     return max(update_s, problem.recipe.optimizer_bytes / problem.cluster.host.bandwidth_bytes_per_s)
 
@@ -144,7 +144,7 @@ def build_stage_costs(
         tie_s=_tie_s(problem, sums, network, parallelism) + stage_sharded_s,
         finish_s=np.asarray(sum(axis.updated(update_s) for axis in axes)),
         devices=devices,
-        memory=build_memory_table(problem, sums, sharding, whole_parameters, parallelism.chunks),
+        memory=build_memory_table(problem, sums, sharding, whole_parameters, parallelism),
     )
 
 

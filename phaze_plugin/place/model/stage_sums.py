@@ -85,6 +85,7 @@ class StageSums:
         frozen: parameters that are read and not trained, per stage: dense ones and those of divided experts.
         largest_held_parameters: of one layer, trained or not, per stage: all, and those outside of divided experts.
         stashed_bytes: per microbatch in flight, relayed tensors included, per (mode, stage).
+        host_bytes: what goes to the host instead, per (mode, stage).
         working_bytes: what the stage needs at its fullest beyond one microbatch's stash, per (mode, stage).
         received_bytes: what crosses the cut before the stage, per stage.
         sent_bytes: what crosses the cut after it.
@@ -122,6 +123,7 @@ class StageSums:
     frozen: tuple[ParameterSums, ParameterSums]
     largest_held_parameters: tuple[FloatArray, FloatArray]
     stashed_bytes: FloatArray
+    host_bytes: FloatArray
     working_bytes: FloatArray
     received_bytes: FloatArray
     sent_bytes: FloatArray
@@ -251,9 +253,9 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         for name in ("forward_s", "backward_input_s", "backward_weight_s", "recompute_s")
     }
     per_mode = [[problem.profile(layer, tp, mode) for layer in layers] for mode in modes]
-    stash, working = (
+    stash, working, host = (
         np.array([[getattr(profile, name) for profile in row] for row in per_mode])
-        for name in ("stashed_bytes", "peak_working_bytes")
+        for name in ("stashed_bytes", "peak_working_bytes", "host_bytes")
     )
     parameters = np.array([profile.parameters for profile in profiles])
     experts = np.array([profile.expert_parameters * (problem.ep > 1) for profile in profiles])
@@ -286,6 +288,7 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         table_bytes=space.sums(np.array([profile.table_bytes for profile in profiles])),
         frozen=_frozen_sums(problem, space, profiles),
         largest_held_parameters=_largest_held(problem, space, profiles),
+        host_bytes=space.sums(host),
         stashed_bytes=space.sums(stash) + _relayed_bytes(problem, space, profiles),
         working_bytes=space.largest_above(working, stash),
         received_bytes=cut[space.source],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from placement_problems import chain_problem, random_problem, with_memory
 from property_examples import examples
 
+from phaze.parallelism import Parallelism
 from phaze.place import Fit, find_placement
 from phaze.place.memory.device_memory import DeviceMemory, build_memory_table
 from phaze.place.model.stage_space import build_stage_space
@@ -51,7 +52,7 @@ def test_margin_and_reserve_decide_what_fits_and_the_items_alone_what_is_over(
 def test_zero_divides_what_its_stage_names_and_leaves_the_rest_whole(seed: int, zero: int, shard: int) -> None:
     problem = random_problem(seed)
     sums = build_stage_sums(problem, build_stage_space(problem.graph), problem.tp_degrees[0], use_bounds=False)
-    table = build_memory_table(problem, sums, ZeroSharding(problem.recipe, zero, shard), 0.0)
+    table = build_memory_table(problem, sums, ZeroSharding(problem.recipe, zero, shard), 0.0, Parallelism())
     recipe, frozen = problem.recipe, sums.frozen[0].parameters
     held = {
         "optimizer_bytes": recipe.optimizer_bytes * sums.parameters / (shard if zero >= 1 else 1),
@@ -68,7 +69,7 @@ def test_zero_divides_what_its_stage_names_and_leaves_the_rest_whole(seed: int, 
 def test_chunks_of_a_device_add_up_what_they_keep_and_share_what_they_work_in(seed: int, in_flight: int) -> None:
     problem = random_problem(seed)
     sums = build_stage_sums(problem, build_stage_space(problem.graph), problem.tp_degrees[0], use_bounds=False)
-    table = build_memory_table(problem, sums, ZeroSharding(problem.recipe, 0, 1), 0.0)
+    table = build_memory_table(problem, sums, ZeroSharding(problem.recipe, 0, 1), 0.0, Parallelism())
     chunks = [(0, stage) for stage in range(min(2, len(sums.parameters)))]
     together = table.of_device(problem, chunks, [in_flight] * len(chunks))
     alone = [table.of_device(problem, [chunk], [in_flight]) for chunk in chunks]
