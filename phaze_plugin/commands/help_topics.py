@@ -91,10 +91,11 @@ A strategy is a list of KEY=VALUE with commas between; what is left out is chose
   ep                  devices that experts are divided over; a divisor of dp x cp
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp
   micro_batch_size    sequences of a copy that run at once
-  recompute           what is computed again in backward to save memory: none, selective or full
+  recompute           what is computed again in backward to save memory: none, selective or full; budget-75, -50
+                      and -25 keep that part of what could be kept, whatever makes the rest quickest
   sequence_parallel   whether activations between layers are split over the tp devices
   stages              how many layers each stage has, such as stages=12+13+13+12
-  offload             optimizer: keep its states in the host's memory
+  offload             optimizer, activations or optimizer+activations: kept in the host's memory
 
 dp x cp x tp x pp is the number of devices.
 
@@ -125,8 +126,8 @@ runs had) or to be over.
 $ phaze fit llama3-8b --cluster a100-80gb:8 --global-batch 64
 
 This says what is full, and which changes make it fit. By hand, in this order: zero=1 to 3 divide the
-states, a smaller micro_batch_size and recompute=selective or full save activations, tp and pp divide the
-model, cp divides long sequences, offload=optimizer uses the host.
+states, a smaller micro_batch_size and recompute=selective, budget-50 or full save activations, tp and pp
+divide the model, cp divides long sequences, offload=optimizer or activations uses the host.
 """,
         ),
         "objectives": _topic(
