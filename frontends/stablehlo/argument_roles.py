@@ -11,10 +11,12 @@ What the caller says by name or index holds (`read_selectors`, `select`). The re
    not but its result depends on more than the forward;
 4. an argument without one that the loss depends on is the batch, unless it is a scalar or a random key.
 
-A module with a loss and without such results is a forward: its parameters are told by their path (`params...`), or by
-integers among the arguments, which are data (`_parameters_by_type`); where neither is there, the caller must say.
-A module without a loss is a program for inference, or a fragment: its roles are guessed where they are not told, and a
-note says so (`_guessed_parameters`).
+A module with a loss and without such results is a forward: its parameters are told by their path (`params...`), by
+integers among the arguments, which are data (`_parameters_by_type`), or by the dimension that samples are counted along
+(`data_arguments.py`); where neither is there, the caller must say.
+A module without a loss whose results are arguments minus something that all of them depend on is a train step that
+keeps its loss to itself (`_unseen_forward`). Any other is a program for inference, or a fragment: its roles are guessed
+where they are not told, and a note says so (`_guessed_parameters`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phaze.errors import ImportModelError
+from phaze.frontends.stablehlo.data_arguments import find_data
 from phaze.frontends.stablehlo.dataflow import Dataflow
 from phaze.frontends.stablehlo.interpreter import SymbolicRun
 from phaze.frontends.stablehlo.name_scopes import path_keys
 from phaze.frontends.stablehlo.symbols import Value, tensors_of
+from phaze.frontends.stablehlo.training_phases import find_gradient, forward_of_gradients
 from phaze.ir import DType, OpKind, Role
 
 __all__ = ["ModuleRoles", "Selector", "infer_roles", "read_selectors", "select", "select_result"]
@@ -36,6 +40,9 @@ Selector = int | str
 
 MOST_LISTED = 8
 """The most arguments that a message lists: enough to see how they are named."""
+
+MOST_STATES_EACH = 5
+"""The most arrays that a step updates for each parameter, itself among them: more are caches and no optimizer."""
 
 MOST_LISTED_RUNS = 5
 """The most possible places of the parameters that a message lists."""
@@ -107,36 +114,79 @@ def infer_roles(
     chosen_batch = None if batch is None else select(batch, names, "batch")
     notes: tuple[str, ...] = ()
     forward = dataflow.ancestors(results[loss_index]) if loss_index is not None else set()
+    if loss_index is None and chosen_parameters is None:
+        forward, notes = _unseen_forward(run, dataflow, results, pairs)
+    is_step = loss_index is not None or bool(forward)
     trained = {a for a, result in pairs.items() if not _is_made_forward(dataflow, results[result], forward)}
-    if chosen_parameters is None and (not trained or loss_index is None):
+    trained -= {a for a in trained if results[pairs[a]] == _ids(run.arguments[a])}
+    if chosen_parameters is None and (not trained or not is_step):
         if loss is None and not _is_trainable(dataflow, results, loss_index):
-            loss_index, forward = None, set()
-        chosen_parameters, notes = _parameters_of_forward(run, names, chosen_batch, loss_index, pairs)
+            loss_index, forward, is_step = None, set(), False
+        ends = [] if loss_index is None else results[loss_index]
+        chosen_parameters, notes = _parameters_of_forward(run, dataflow, names, chosen_batch, ends, pairs)
     read_forward = dataflow.read_by(forward) | (set(results[loss_index]) if loss_index is not None else set())
+    returned = _returned_data(run, dataflow, results, pairs, trained, loss_index)
     roles = []
     for index, value in enumerate(run.arguments):
         is_read = bool(set(_ids(value)) & read_forward)
         if chosen_parameters is not None:
             is_parameter = index in chosen_parameters
         else:
-            is_parameter = index in trained and is_read and value.dtype.is_float
+            is_kept = index in pairs and index not in returned and results[pairs[index]] == _ids(value)
+            is_parameter = (index in trained or is_kept) and is_read and value.dtype.is_float
         if is_parameter:
             roles.append(Role.PARAMETER)
         elif chosen_batch is not None and index in chosen_batch:
             roles.append(Role.BATCH)
-        elif index in pairs:
+        elif index in pairs and index not in returned:
             is_updated_apart = not is_read and bool(dataflow.ancestors(results[pairs[index]]) - forward)
-            is_state = is_updated_apart and loss_index is not None
-            roles.append(Role.OPTIMIZER_STATE if is_state else Role.OTHER)
+            roles.append(Role.OPTIMIZER_STATE if is_updated_apart and is_step else Role.OTHER)
         else:
-            is_data = (is_read or loss_index is None) and not _is_scalar_or_key(value)
+            is_data = (is_read or not is_step) and not _is_scalar_or_key(value)
             roles.append(Role.BATCH if chosen_batch is None and is_data else Role.OTHER)
     gradients: dict[int, int] = {}
-    if loss_index is not None:
+    if is_step:
         is_trained = [index for index, role in enumerate(roles) if role is Role.PARAMETER]
         gradients = {index: pairs[index] for index in is_trained if index in trained}
     is_updated = _is_updated(dataflow, run, results, gradients)
     return ModuleRoles(arguments=tuple(roles), loss=loss_index, gradients=gradients, is_updated=is_updated, notes=notes)
+
+
+def _unseen_forward(
+    run: SymbolicRun, dataflow: Dataflow, results: Sequence[Sequence[str]], pairs: Mapping[int, int]
+) -> tuple[set[str], tuple[str, ...]]:
+    """The ops of the forward of a step that has no loss among its results, and a note; none where it is no step.
+
+    It is a step where new values of arguments are computed from these element by element, and from gradients that all
+    depend on products which read most of these arguments.
+    """
+    arguments = frozenset(tensor_id for value in run.arguments for tensor_id in _ids(value))
+    arrays = {a: r for a, r in pairs.items() if run.arguments[a].shape and run.arguments[a].dtype.is_float}
+    updated = {a: r for a, r in arrays.items() if _reads(dataflow, results[r], set(_ids(run.arguments[a])))}
+    found = [find_gradient(dataflow, tensor_id, arguments) for r in updated.values() for tensor_id in results[r]]
+    forward = forward_of_gradients(dataflow, [gradient for gradient in found if gradient is not None])
+    read = dataflow.read_by(forward)
+    is_read = [bool(set(_ids(run.arguments[argument])) & read) for argument in updated]
+    has_products = any(op.kind.is_matrix for op in dataflow.ops if op.id in forward)
+    if not has_products or sum(is_read) * MOST_STATES_EACH < len(updated):
+        return set(), ()
+    return forward, ("the step does not return its loss: what all gradients depend on counts as the forward",)
+
+
+def _returned_data(
+    run: SymbolicRun,
+    dataflow: Dataflow,
+    results: Sequence[Sequence[str]],
+    pairs: Mapping[int, int],
+    trained: set[int],
+    loss: int | None,
+) -> set[int]:
+    """The arguments that come back unchanged and are data: torch_xla returns its inputs, JAX what is frozen."""
+    returned = {a for a, r in pairs.items() if results[r] and results[r] == _ids(run.arguments[a])}
+    if not returned or loss is None:
+        return set()
+    data = find_data(run, dataflow, results[loss], trained) or set()
+    return {index for index in returned if index in data or not run.arguments[index].dtype.is_float}
 
 
 def select_result(selector: Selector, run: SymbolicRun) -> int:
@@ -253,24 +303,36 @@ def _pairs_by_name(
 
 
 def _parameters_of_forward(
-    run: SymbolicRun, names: Sequence[str], batch: set[int] | None, loss: int | None, pairs: Mapping[int, int]
+    run: SymbolicRun,
+    dataflow: Dataflow,
+    names: Sequence[str],
+    batch: set[int] | None,
+    loss: Sequence[str],
+    pairs: Mapping[int, int],
 ) -> tuple[set[int], tuple[str, ...]]:
     """The parameters of a module without gradients, and a note where they are guessed; raises where a loss needs more.
 
-    They are everything that is not batch, what the first words of paths tell, or all floats beside integers.
+    They are everything that is not batch, what the first words of paths tell, all floats beside integers, or all that
+    do not have the dimension of samples. `loss` is empty where there is none.
     """
     if batch is not None:
         return set(range(len(names))) - batch, ()
     named = {
         index for index, name in enumerate(names) if path_keys(name)[:1] and path_keys(name)[0] in _PARAMETER_WORDS
     }
-    if named:
+    if named and len(named) < len(names):  # XLA calls every argument `param` where it knows no name
         return named, ()
     typed = _parameters_by_type(run, pairs)
     if typed is not None:
         told = f"{len(typed)} floating point arguments beside integers are taken for the parameters"
         return typed, (f"{told}; pass parameters= or batch= if they are not",)
-    if loss is not None:
+    data = find_data(run, dataflow, loss) if loss else None
+    if data is not None:
+        listed = ", ".join(names[index] for index in sorted(data)[:MOST_LISTED])
+        told = f"{listed} are taken for the batch, because their first dimension goes through all products"
+        floats = {index for index, value in enumerate(run.arguments) if value.dtype.is_float and index not in pairs}
+        return floats - data, (f"{told}; pass parameters= or batch= if they are not",)
+    if loss:
         raise ImportModelError(_ambiguous_forward(run, names))
     return _guessed_parameters(run, pairs)
 

@@ -47,7 +47,16 @@ def read_module(module: ir.Module) -> Document:
             meshes.append(str(op.operation)[:MOST_CHARACTERS])
     attributes = module.operation.attributes
     name = attributes["sym_name"].value if "sym_name" in attributes else "module"
-    return {"name": name, "functions": functions, "meshes": meshes, "aliases": aliases}
+    counts = {key: _device_count(attributes, f"mhlo.num_{key}") for key in ("partitions", "replicas")}
+    return {"name": name, "functions": functions, "meshes": meshes, "aliases": aliases, **counts}
+
+
+def _device_count(attributes: ir.OpAttributeMap, name: str) -> int:
+    """The devices that a module says it is for: one where it says nothing."""
+    if name not in attributes:
+        return 1
+    given = attributes[name]
+    return max(1, int(given.value)) if isinstance(given, ir.IntegerAttr) else 1
 
 
 def _aliases(function: ir.OpView) -> list[list[int]]:
@@ -139,7 +148,8 @@ class _Reader:
     def attribute(self, operation: ir.Operation, name: str) -> Attribute:
         """An attribute; what Python has no type for (complex constants, texts of bytes) is told by its operation."""
         try:
-            return _attribute(operation.attributes[name])
+            given = operation.attributes[name]
+            return _groups(given) if name == "replica_groups" else _attribute(given)
         except (TypeError, RuntimeError, UnicodeDecodeError):
             return {"made_by": next(iter(self.all_numbers(operation.results)), 0)}
 
@@ -188,6 +198,14 @@ def _attribute(attribute: ir.Attribute) -> Attribute:
     text = str(attribute)[:MOST_CHARACTERS]
     fields = _FIELD.findall(text)
     return {"text": text, **{name: _field(value) for name, value in fields}} if fields else text
+
+
+def _groups(attribute: ir.Attribute) -> Attribute:
+    """The groups of a collective as HLO writes them: `[groups,size]` counted through, where they are listed."""
+    if not isinstance(attribute, ir.DenseElementsAttr):
+        return _attribute(attribute)
+    count, size = (*ir.RankedTensorType(attribute.type).shape, 1)[:2]
+    return f"[{count},{size}]<=[{count * size}]" if count * size else "{}"
 
 
 def _elements(attribute: ir.DenseElementsAttr) -> dict[str, Any]:

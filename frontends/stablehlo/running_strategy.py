@@ -25,8 +25,10 @@ __all__ = ["argument_tiles", "find_strategy", "strategy_note"]
 
 def argument_tiles(module: Module) -> list[DeviceTiles | None]:
     """The tiles of every argument, None where its sharding does not say."""
-    arguments = module.main.arguments
-    return [read_tiles(argument.sharding, len(argument.type.shape), module.partitions) for argument in arguments]
+    return [
+        read_tiles(argument.sharding, len(argument.type.shape), module.partitions, module.meshes)
+        for argument in module.main.arguments
+    ]
 
 
 def find_strategy(module: Module, roles: ModuleRoles, graph: Graph) -> dict[str, int]:

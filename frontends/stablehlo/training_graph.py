@@ -59,6 +59,12 @@ def build_graph(
     not listed in the order of the program, as in HLO.
     """
     run = run_main(module, names)
+    if not run.results:
+        others = ", ".join(sorted(set(module.functions) - {run.function.name})) or "none"
+        raise ImportModelError(
+            f"the function {run.function.name!r} returns nothing, so that nothing it computes is seen outside of it, "
+            f"as in a test; nothing to import. Other functions of the module (entry=, --entry): {others}."
+        )
     if not run.arguments and not run.recorder.builder.ops:
         raise ImportModelError(
             f"the function {run.function.name!r} takes no arguments and computes from constants of the module alone, "
@@ -147,7 +153,8 @@ def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str]
         gradients = _behind_updates(run, dataflow, gradients)
     gradient_ids = [gradient for _, gradient in gradients]
     states = [tensor.id for _, tensor in _tensors_with_role(run, roles, Role.OPTIMIZER_STATE)]
-    phases = find_phases(dataflow, loss or outputs, gradient_ids, states, run.recorder.repeats)
+    ends = loss if loss or gradient_ids else outputs
+    phases = find_phases(dataflow, ends, gradient_ids, states, run.recorder.repeats)
     _assign_roles(run, roles, frozen)
     facts = OpFacts(
         dataflow=dataflow,

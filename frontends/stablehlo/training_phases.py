@@ -5,7 +5,8 @@ backward    what gradients depend on, besides the forward
 recompute   backward ops that compute again what a forward op has computed (`Recorder.repeats`)
 update      what depends on a gradient or on optimizer state, besides the backward, and what only that reads
 
-A whole train step has no gradients among its results. `find_gradient` finds the gradient behind a new parameter.
+A whole train step has no gradients among its results. `find_gradient` finds the gradient behind a new parameter. A step
+may even have no loss among them: the forward is then what all gradients depend on (`forward_of_gradients`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from phaze.frontends.stablehlo.dataflow import Dataflow
 from phaze.ir import Op, OpKind, Phase
 
-__all__ = ["find_gradient", "find_phases"]
+__all__ = ["find_gradient", "find_phases", "forward_of_gradients"]
 
 
 def find_phases(
@@ -25,7 +26,7 @@ def find_phases(
 
     `loss`, `gradients` and `states` are tensors; `repeats` has, for an op, the earlier one that it computes again.
     """
-    forward = dataflow.ancestors(loss)
+    forward = dataflow.ancestors(loss) if loss else forward_of_gradients(dataflow, gradients)
     backward = dataflow.ancestors(gradients) - forward
     made_backward = (tensor_id for op in dataflow.ops if op.id in backward for tensor_id in op.outputs)
     update = dataflow.descendants([*gradients, *states, *made_backward]) - forward - backward
@@ -40,6 +41,31 @@ def find_phases(
         else:
             phases[op.id] = Phase.UPDATE if op.id in update else Phase.FORWARD
     return phases
+
+
+def forward_of_gradients(dataflow: Dataflow, gradients: Sequence[str]) -> set[str]:
+    """The ops that all gradients depend on, without the last product or sum of each, which is of the backward.
+
+    That of the last bias depends on nothing but the forward and the derivative of the loss by the last layer.
+    """
+    common: set[str] | None = None
+    for gradient in gradients:
+        made_by = dataflow.ancestors([gradient]) - _last_steps(dataflow, gradient)
+        common = made_by if common is None else common & made_by
+    return common or set()
+
+
+def _last_steps(dataflow: Dataflow, gradient: str) -> set[str]:
+    """The product or sum that makes a gradient, and the ops of one operand behind it."""
+    steps: set[str] = set()
+    op = dataflow.producers.get(gradient)
+    while op is not None:
+        steps.add(op.id)
+        made = [tensor_id for tensor_id in op.inputs if tensor_id in dataflow.producers]
+        if op.kind not in (OpKind.ELEMENTWISE, OpKind.COPY, OpKind.VIEW, OpKind.COLLECTIVE) or len(made) != 1:
+            return steps
+        op = dataflow.producers[made[0]]
+    return steps
 
 
 def find_gradient(dataflow: Dataflow, updated: str, arguments: frozenset[str]) -> str | None:

@@ -184,24 +184,33 @@ def _add_backward_layers(graph: Graph, layer_of: dict[str, int]) -> None:
     for op in graph.ops_of(Phase.FORWARD):
         for tensor_id in op.inputs:
             users.setdefault(tensor_id, set()).add(layer_of[op.id])
+    trained = {gradient: parameter for parameter, gradient in graph.gradients}
     for op in graph.ops:
         if op.phase in _BACKWARD:
-            layer_of[op.id] = _backward_layer(graph, op, layer_of, by_module, users)
+            made = (users.get(trained[name], set()) for name in op.outputs if name in trained)
+            only_users = [layers for layers in made if len(layers) == 1]
+            layer_of[op.id] = _backward_layer(graph, op, layer_of, by_module, users, only_users)
 
 
 def _backward_layer(
-    graph: Graph, op: Op, layer_of: dict[str, int], by_module: Mapping[str, int], users: Mapping[str, set[int]]
+    graph: Graph,
+    op: Op,
+    layer_of: dict[str, int],
+    by_module: Mapping[str, int],
+    users: Mapping[str, set[int]],
+    only_users: list[set[int]],
 ) -> int:
-    """The layer of one backward op.
+    """The layer of one backward op; `only_users` are those of the parameters whose gradients it makes.
 
-    In this order: that of the forward op that it is the gradient of, of its module, the only user of a parameter that
-    it reads, the last layer whose forward it reads, and else the first whose backward it reads.
+    In this order: that of the forward op that it is the gradient of, of its module, the only user of a parameter whose
+    gradient it makes or that it reads, the last layer whose forward it reads, and else the first whose backward it
+    reads.
     """
     if op.gradient_of in layer_of:
         return layer_of[op.gradient_of]
     if op.module in by_module:
         return by_module[op.module]
-    users_of_untied = [
+    users_of_untied = only_users + [
         users[name]
         for name in op.inputs
         if graph.tensors[name].role is Role.PARAMETER and len(users.get(name, ())) == 1

@@ -1,6 +1,7 @@
 """Every form of one function imports to the same graph; dumps of XLA; roles by name and index."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,9 @@ def test_after_optimizations_fusions_are_walked(dumps: Path, ending: str) -> Non
 
 def test_a_forward_gets_its_backward_by_rule_once_its_parameters_are_told() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ w).sum()
+        return jnp.tanh(x @ w.T).sum()  # samples or features: nothing tells them apart
 
-    text = hlo_forms.forms_of(loss, models.shape(6, 8), models.shape(4, 6))["text"]
+    text = hlo_forms.forms_of(loss, models.shape(8, 6), models.shape(4, 6))["text"]
     with pytest.raises(ImportModelError, match=r"\(--batch 1\), or on 0 argument0 \(--batch 0\), .* pass parameters="):
         phaze.import_graph(text)
     for options in ({"parameters": 0}, {"batch": [1]}, {"parameters": "argument0", "batch": "argument1"}):
@@ -109,6 +110,96 @@ def test_a_forward_gets_its_backward_by_rule_once_its_parameters_are_told() -> N
         assert (graph.parameter_count, graph.micro_batch_size) == (48, 4)
         assert graph.matmul_flops("backward") == graph.matmul_flops("forward")
         assert "backward derived by rule" in graph.notes
+
+
+def network(weights: list[tuple[jax.Array, jax.Array]], x: jax.Array, *, is_transposed: bool = False) -> jax.Array:
+    for weight, bias in weights:
+        x = jnp.tanh(x @ (weight.T if is_transposed else weight) + bias)
+    return x
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_data_of_a_loss_without_names_is_what_no_product_sums_over(is_transposed: bool) -> None:
+    def loss(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return ((network(weights, x, is_transposed=is_transposed) - y) ** 2).mean()
+
+    widths = (6, 8, 8, 3)
+    shapes = [(b, a) if is_transposed else (a, b) for a, b in itertools.pairwise(widths)]
+    weights = [(models.shape(*shape), models.shape(b)) for shape, b in zip(shapes, widths[1:], strict=True)]
+    text = hlo_forms.forms_of(loss, weights, models.shape(4, 6), models.shape(4, 3))["text"]
+    graph = phaze.import_graph(text)
+    assert graph.micro_batch_size == 4
+    assert graph.parameter_count == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3
+    assert len(graph.gradients) == 6
+    assert any("argument6, argument7 are taken for the batch" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("has_momentum", [False, True])
+def test_a_step_that_keeps_its_loss_to_itself_is_a_step(has_momentum: bool) -> None:
+    def loss(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return ((network(weights, x) - y) ** 2).mean()
+
+    def sgd(weights: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x, y))
+
+    def momentum(weights: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, jax.grad(loss)(weights, x, y))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, state), state
+
+    weights = [(models.shape(a, b), models.shape(b)) for a, b in ((6, 8), (8, 7), (7, 3))]
+    data = (models.shape(4, 6), models.shape(4, 3))
+    expected = phaze.import_graph(loss, (weights, *data)).with_micro_batch(4)
+    arguments = (weights, weights, *data) if has_momentum else (weights, *data)
+    for name, text in hlo_forms.forms_of(momentum if has_momentum else sgd, *arguments).items():
+        graph = phaze.import_graph(text)
+        assert graph.parameter_count == expected.parameter_count, name
+        assert graph.micro_batch_size == 4, name
+        roles = [tensor.role for tensor in graph.tensors.values()]
+        assert roles.count(Role.OPTIMIZER_STATE) == 6 * has_momentum, name
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            assert graph.matmul_flops(phase) == expected.matmul_flops(phase), (name, phase)
+        assert any("does not return its loss" in note for note in graph.notes), name
+    assert phaze.optimize(graph, cluster="a100-80gb:2", global_batch_size=8, target=None).step_time_s > 0
+
+
+def test_inputs_that_are_returned_unchanged_are_no_parameters_and_frozen_weights_are() -> None:
+    def step(w: jax.Array, frozen: jax.Array, x: jax.Array, labels: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            hits = jax.nn.one_hot(labels, 3) * jnp.tanh(x @ frozen @ w.T)
+            return hits.sum()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, frozen, x, labels, value
+
+    arguments = (models.shape(3, 8), models.shape(6, 8), models.shape(5, 6), models.shape(5, dtype=jnp.int32))
+    lowered = jax.jit(step, donate_argnums=(0, 1, 2, 3), keep_unused=True).lower(*arguments)
+    graph = phaze.import_graph(lowered.as_text().encode(), frontend="hlo")
+    roles = [tensor.role for tensor in graph.tensors.values() if tensor.shape in ((3, 8), (6, 8), (5, 6), (5,))]
+    assert roles[:4] == [Role.PARAMETER, Role.PARAMETER, Role.BATCH, Role.BATCH]
+    assert (len(graph.gradients), graph.micro_batch_size) == (1, 5)
+
+
+def test_names_that_xla_gives_to_every_argument_tell_nothing() -> None:
+    text = b"""HloModule m
+ENTRY e {
+  param = f32[4,6] parameter(0)
+  param.1 = f32[6,8] parameter(1)
+  ROOT d = f32[4,8] dot(param, param.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+    graph = phaze.import_graph(text)
+    assert (graph.parameter_count, graph.micro_batch_size) == (48, 4)
+
+
+def test_a_function_that_returns_nothing_is_refused_and_names_the_others() -> None:
+    text = b"""module {
+  func.func @work(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> }
+  func.func @main() { %c = stablehlo.constant dense<1.0> : tensor<4xf32>
+    %y = "stablehlo.custom_call"(%c) {call_target_name = "check", has_side_effect = true}
+      : (tensor<4xf32>) -> tensor<4xf32>
+    return }
+}"""
+    with pytest.raises(ImportModelError, match=r"'main' returns nothing, .* \(entry=, --entry\): work"):
+        phaze.import_graph(text)
 
 
 def test_results_that_fit_several_runs_of_arguments_are_ambiguous() -> None:

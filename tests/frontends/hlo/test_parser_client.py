@@ -37,7 +37,7 @@ def forms() -> hlo_forms.Forms:
     return hlo_forms.small_forms()
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_every_damaged_dump_ends_in_a_graph_or_an_error(count: int, forms: hlo_forms.Forms, parser: Parser) -> None:
     ends: Counter[str] = Counter()
     for name, data in hlo_forms.damaged(forms, count):

@@ -97,6 +97,41 @@ def test_shardings_say_which_tile_each_device_has() -> None:
         assert read_tiles(wrong, 1, 2) is None, wrong
 
 
+def test_shardings_by_axes_of_a_mesh_say_the_same_as_those_by_tiles() -> None:
+    meshes = ('sdy.mesh @other = <["a"=8]>', 'sdy.mesh @mesh = <["data"=2, "model"=4]>')
+    for axes, tiles in {
+        '{"data"}, {}': "{devices=[2,1,4]<=[8] last_tile_dim_replicate}",
+        '{}, {"model", ?}': "{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}",
+        '{"model", "data"}, {}': "{devices=[8,1]<=[2,4]T(1,0)}",
+        '{"data"}, {"model"}': "{devices=[2,4]<=[8]}",
+        "{}, {}": "{replicated}",
+    }.items():
+        text = f"#sdy.sharding<@mesh, [{axes}]>"
+        assert read_tiles(text, 2, 8, meshes) == read_tiles(tiles, 2, 8), axes
+    for wrong in ('@mesh, [{"data":(1)2}, {}]', '@absent, [{"data"}, {}]', '@mesh, [{"data"}]', "@mesh"):
+        assert read_tiles(f"#sdy.sharding<{wrong}>", 2, 8, meshes) is None, wrong
+
+
+@pytest.mark.parametrize("axes", [(8, 1), (1, 8), (2, 4)])
+def test_stablehlo_with_shardings_shows_its_strategy(axes: tuple[int, int]) -> None:
+    text = f"""
+module @step attributes {{mhlo.num_partitions = 8 : i32, mhlo.num_replicas = 1 : i32}} {{
+  sdy.mesh @mesh = <["data"={axes[0]}, "model"={axes[1]}]>
+  func.func public @main(%w: tensor<16x32xf32> {{sdy.sharding = #sdy.sharding<@mesh, [{{}}, {{"model"}}]>}},
+      %x: tensor<64x16xf32> {{sdy.sharding = #sdy.sharding<@mesh, [{{"data"}}, {{}}]>}}) -> tensor<f32> {{
+    %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+      : (tensor<64x16xf32>, tensor<16x32xf32>) -> tensor<64x32xf32>
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %1 = stablehlo.reduce(%0 init: %c) applies stablehlo.add across dimensions = [0, 1]
+      : (tensor<64x32xf32>, tensor<f32>) -> tensor<f32>
+    return %1 : tensor<f32>
+  }}
+}}"""
+    graph = phaze.import_graph(text.encode())
+    assert (graph.runs_as["dp"], graph.runs_as["tp"]) == axes
+    assert f"this runs dp {axes[0]} x tp {axes[1]} on 8 devices" in graph.notes
+
+
 def test_groups_of_collectives_have_a_size_in_every_way_of_writing_them() -> None:
     texts = {"{{0,1,2},{3,4,5}}": 3, "[2,4]<=[8]": 4, "[4,2]<=[2,4]T(1,0)": 2, "{}": 8, "garbage": None}
     texts |= {"mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}": 4}
