@@ -118,22 +118,23 @@ def infer_roles(
         forward, notes = _unseen_forward(run, dataflow, results, pairs)
     is_step = loss_index is not None or bool(forward)
     trained = {a for a, result in pairs.items() if not _is_made_forward(dataflow, results[result], forward)}
-    trained -= {a for a in trained if results[pairs[a]] == _ids(run.arguments[a])}
+    unchanged = {a for a in trained if results[pairs[a]] == _ids(run.arguments[a])}
+    trained -= unchanged
     if chosen_parameters is None and (not trained or not is_step):
         if loss is None and not _is_trainable(dataflow, results, loss_index):
             loss_index, forward, is_step = None, set(), False
         ends = [] if loss_index is None else results[loss_index]
         chosen_parameters, notes = _parameters_of_forward(run, dataflow, names, chosen_batch, ends, pairs)
     read_forward = dataflow.read_by(forward) | (set(results[loss_index]) if loss_index is not None else set())
-    returned = _returned_data(run, dataflow, results, pairs, trained, loss_index)
+    returned = _returned_data(run, dataflow, unchanged, trained, [] if loss_index is None else results[loss_index])
     roles = []
     for index, value in enumerate(run.arguments):
         is_read = bool(set(_ids(value)) & read_forward)
         if chosen_parameters is not None:
             is_parameter = index in chosen_parameters
         else:
-            is_kept = index in pairs and index not in returned and results[pairs[index]] == _ids(value)
-            is_parameter = (index in trained or is_kept) and is_read and value.dtype.is_float
+            is_kept = index in trained or index in unchanged - returned
+            is_parameter = is_kept and is_read and value.dtype.is_float
         if is_parameter:
             roles.append(Role.PARAMETER)
         elif chosen_batch is not None and index in chosen_batch:
@@ -147,7 +148,7 @@ def infer_roles(
     gradients: dict[int, int] = {}
     if is_step:
         is_trained = [index for index, role in enumerate(roles) if role is Role.PARAMETER]
-        gradients = {index: pairs[index] for index in is_trained if index in trained}
+        gradients = {index: pairs[index] for index in is_trained if index in trained | unchanged}
     is_updated = _is_updated(dataflow, run, results, gradients)
     return ModuleRoles(arguments=tuple(roles), loss=loss_index, gradients=gradients, is_updated=is_updated, notes=notes)
 
@@ -174,19 +175,13 @@ def _unseen_forward(
 
 
 def _returned_data(
-    run: SymbolicRun,
-    dataflow: Dataflow,
-    results: Sequence[Sequence[str]],
-    pairs: Mapping[int, int],
-    trained: set[int],
-    loss: int | None,
+    run: SymbolicRun, dataflow: Dataflow, unchanged: set[int], trained: set[int], loss: Sequence[str]
 ) -> set[int]:
     """The arguments that come back unchanged and are data: torch_xla returns its inputs, JAX what is frozen."""
-    returned = {a for a, r in pairs.items() if results[r] and results[r] == _ids(run.arguments[a])}
-    if not returned or loss is None:
+    if not unchanged or not loss:
         return set()
-    data = find_data(run, dataflow, results[loss], trained) or set()
-    return {index for index in returned if index in data or not run.arguments[index].dtype.is_float}
+    data = find_data(run, dataflow, loss, trained) or set()
+    return {index for index in unchanged if index in data or not run.arguments[index].dtype.is_float}
 
 
 def select_result(selector: Selector, run: SymbolicRun) -> int:
