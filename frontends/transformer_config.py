@@ -57,13 +57,20 @@ def graph_from_config(
     config: Mapping[str, object], *, name: str, sequence_length: int | None = None, micro_batch_size: int = 1
 ) -> Graph:
     """The training graph (forward, loss, backward by rule) of a model given by its config, a dict with a model_type."""
+    return _forward_graph(config, name, sequence_length, micro_batch_size).with_backward()
+
+
+def _forward_graph(
+    config: Mapping[str, object], name: str, sequence_length: int | None, micro_batch_size: int = 1
+) -> Graph:
+    """Forward and loss of a model given by its config."""
     fields = fields_of(config, sequence_length)
     builder = GraphBuilder(name, micro_batch_size=micro_batch_size, dtype=DType.BFLOAT16)
     loss = write_model(fields, builder)
     kind, outer = fields.text("model_type", ""), config.get("model_type")
     if kind != outer:
         builder.notes.append(f"only the language model of the {outer} config, its text_config, is imported")
-    return builder.build((loss,), (f"imported from a {kind} config",)).with_backward()
+    return builder.build((loss,), (f"imported from a {kind} config",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,10 @@ class NamedModel:
     def __call__(self, *, sequence_length: int | None = None) -> Graph:
         """The model's graph at this sequence length, or at its own."""
         return graph_from_config(self.config, name=self.name, sequence_length=sequence_length)
+
+    def forward(self, *, sequence_length: int | None = None) -> Graph:
+        """The same without its backward."""
+        return _forward_graph(self.config, self.name, sequence_length)
 
     def facts(self) -> ModelFacts:
         """The model's family and size."""

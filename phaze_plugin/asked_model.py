@@ -33,12 +33,13 @@ def import_asked(
     `options` are those of a question; what stands in `frontend_options` goes to the frontend. Raises QuestionError
     where a model without a loss is to be trained.
     """
-    given = {
+    given: dict[str, object] = {
         name: value
         for name, value in options.items()
         if name in ("sequence_length", "loss_fn", "targets") and value is not None
     }
-    imported = import_with_plugins(plugins, model, inputs, frontend=None, options=given | _frontend_options(options))
+    given |= _frontend_options(options)
+    imported = import_with_plugins(plugins, model, inputs, frontend=None, options=given, needs_backward=not trains)
     graph = ready_to_plan(imported, attention, trains=trains, has_fused_loss=has_fused_loss)
     is_step = any(op.phase is Phase.UPDATE for op in imported.ops)
     return graph, find_target(options.get("target", "auto"), model, plugins, graph, is_step=is_step)

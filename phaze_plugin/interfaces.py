@@ -64,7 +64,11 @@ class Frontend(Protocol):
 
 @runtime_checkable
 class ModelFactory(Protocol):
-    """Builds the graph of a model that is known by name."""
+    """Builds the graph of a model that is known by name.
+
+    A factory may have a method `forward` with the same argument, which gives the graph without its backward: planning
+    asks for that one, because it derives the backward itself, behind fused attention.
+    """
 
     def __call__(self, *, sequence_length: int | None) -> Graph:
         """The model's graph at this sequence length, or at its own default."""

@@ -51,15 +51,24 @@ def import_graph(model: object, inputs: object = None, *, frontend: str | None =
 
 
 def import_with_plugins(
-    plugins: PluginManager, model: object, inputs: object, *, frontend: str | None, options: Mapping[str, object]
+    plugins: PluginManager,
+    model: object,
+    inputs: object,
+    *,
+    frontend: str | None,
+    options: Mapping[str, object],
+    needs_backward: bool = True,
 ) -> Graph:
-    """`import_graph` with the plugins of a given manager."""
+    """`import_graph` with the plugins of a given manager.
+
+    Without `needs_backward` the graph of a known model may come without one, for whoever derives it anyway.
+    """
     if frontend is not None:
         return _import_by_named(plugins.frontends().offer(frontend), model, inputs, options)
     if isinstance(model, str) and model in plugins.named_models().names:
         if inputs is not None:
             raise ImportModelError(f"{model!r} describes its own inputs; pass sequence_length instead of inputs.")
-        return _build_named(plugins.named_models().offer(model), options)
+        return _build_named(plugins.named_models().offer(model), options, needs_backward)
     if isinstance(model, str) and "+" in model and not os.path.exists(model):
         from phaze.ir.low_rank_adapters import add_adapters, split_adapter_text
 
@@ -104,13 +113,14 @@ def _import_by_named(offer: Offer[Frontend], model: object, inputs: object, opti
         raise _plugin_error("frontend", offer, error) from error
 
 
-def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object]) -> Graph:
+def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object], needs_backward: bool) -> Graph:
     _check_options(offer, options, ["sequence_length"])
     sequence_length = options.get("sequence_length")
     if sequence_length is not None and (not isinstance(sequence_length, int) or sequence_length < 1):
         raise ValueError(f"sequence_length is {sequence_length!r}; expected a positive integer")
+    build = offer.value if needs_backward else getattr(offer.value, "forward", offer.value)
     try:
-        return _checked(offer.value(sequence_length=sequence_length))
+        return _checked(build(sequence_length=sequence_length))
     except (PhazeError, MemoryError):
         raise
     except Exception as error:

@@ -6,9 +6,13 @@ import pytest
 from plans import QUESTION, checked, small_cluster, small_graph
 
 import phaze
+from phaze.asked_model import ready_to_plan
 from phaze.cost import AttentionMode, settled_attention
 from phaze.errors import PlanError, QuestionError
 from phaze.hardware import preset
+from phaze.installed import installed_plugins
+from phaze.ir import Phase
+from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan
 
 
@@ -73,3 +77,20 @@ def test_an_attention_that_stays_apart_is_said() -> None:
     notes = " ".join(plan.provenance.notes)
     assert "2 attentions fused" in notes
     assert "4 attentions stay products with a softmax: kernels would write the gradient of their learned bias" in notes
+
+
+@pytest.mark.parametrize("mode", AttentionMode)
+@pytest.mark.parametrize("name", ["gpt2", "t5-large", "mixtral-8x7b"])
+def test_a_known_model_is_planned_alike_whether_its_backward_was_derived_before_or_not(
+    name: str, mode: AttentionMode
+) -> None:
+    both = [
+        import_with_plugins(installed_plugins(), name, None, frontend=None, options={}, needs_backward=needs)
+        for needs in (True, False)
+    ]
+    assert [any(op.phase is Phase.BACKWARD for op in graph.ops) for graph in both] == [True, False]
+    for has_fused_loss in (False, True):
+        whole, forward = (ready_to_plan(graph, mode, trains=True, has_fused_loss=has_fused_loss) for graph in both)
+        assert forward == whole
+        assert [op.id for op in forward.ops] == [op.id for op in whole.ops]
+        assert forward.notes == whole.notes
