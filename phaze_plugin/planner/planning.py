@@ -15,6 +15,7 @@ from phaze.parallelism import ALL_DEVICES, Offload, Parallelism, PipelineSchedul
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
+from phaze.planner.collection_pauses import rare_collections
 from phaze.planner.device_counts import answered_question, find_answer, price_given_stages
 from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.launch import active_world, plan_together
@@ -229,6 +230,7 @@ def _watch(progress: Callable[[Progress], object] | None, time_limit_s: float | 
     return Watch(listener=progress, time_limit_s=time_limit_s)
 
 
+@rare_collections()
 def plan_for(question: Question, watch: Watch, *, explain: bool = False) -> Plan:
     """The best plan for a question, explained at once or when somebody asks.
 
