@@ -47,7 +47,7 @@ the mean device can hold what it must.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +70,10 @@ _STRATEGIES_AT_ONCE = 4_000
 _NUMBERS_AT_ONCE = 2_000_000
 """How many numbers the largest array of the closed form may have: more strategies at once save calls of numpy, and cost
 memory. Two million doubles are 16 MB, which many a processor's last cache holds."""
+
+_KEPT_LAYER_STAGES = 1_024
+"""For so many chains of layers and numbers of stages it is kept which layers can lie where: a search asks for each
+number of stages of its few chains again and again."""
 
 _MEANS = 4
 """How many weighted means of paths `InterleavedBounds` follows: two of path (1), one each of paths (2) and (3)."""
@@ -297,19 +301,64 @@ def interleaved_closed_form_s(layer_table: LayerTable, strategies: ParallelismTa
 
 def _block_closed_form_s(layer_table: LayerTable, strategies: ParallelismTable) -> FloatArray:
     """The same for strategies whose terms are worked out together."""
-    layers, terms = layer_table.forward_s.shape[1], layer_table.terms(strategies)
+    terms, kinds = layer_table.terms(strategies), tuple(layer_table.kind_of_layer.tolist())
     bounds = np.zeros(len(strategies))
     stages = strategies.pp * strategies.chunks
     for stage_count in np.unique(stages).tolist():
-        first, last = _possible_stages(layers, stage_count)
-        numbers_each = layers * int((last - first).max() + 1) * len(layer_table.recompute_s)
+        pairs = _layer_stages(kinds, stage_count)
+        numbers_each = max(len(pairs.stage) * len(layer_table.recompute_s), pairs.choices.size)
         at_once = max(1, _NUMBERS_AT_ONCE // numbers_each)
         members = np.flatnonzero(stages == stage_count)
         for start in range(0, len(members), at_once):
             part = members[start : start + at_once]
-            possible = (stage_count, first, last)
-            bounds[part] = _closed_form_s(layer_table, strategies.take(part), terms.take(part).per_layer(), *possible)
+            bounds[part] = _closed_form_s(layer_table, strategies.take(part), terms.take(part), pairs)
     return bounds
+
+
+class _LayerStages(NamedTuple):
+    """The stages in which layers can lie, each pair of alike layers and a stage once.
+
+    Layers are alike that are of one kind and have layers of the same kinds behind them.
+
+    Attributes:
+        stages: how many stages there are.
+        layers: how many layers there are.
+        kind: the kind of the layers of each pair.
+        is_behind: whether a layer of each kind is one of them or stands behind them, per (pair, kind).
+        stage: the stage of each pair.
+        choices: of layers that are alike and can lie in the same stages: the pairs that they choose from.
+        counts: how many layers have each of these choices.
+    """
+
+    stages: int
+    layers: int
+    kind: IntArray
+    is_behind: BoolArray
+    stage: IntArray
+    choices: IntArray
+    counts: IntArray
+
+    def least_sum(self, per_pair: FloatArray) -> FloatArray:
+        """The sum over all layers of the least of what they choose from, per strategy."""
+        return np.asarray(self.counts @ per_pair[self.choices].min(axis=1))
+
+
+@lru_cache(maxsize=_KEPT_LAYER_STAGES)
+def _layer_stages(kinds: tuple[int, ...], stages: int) -> _LayerStages:
+    """The pairs of a chain of layers of these kinds and so many stages of nearly equal length."""
+    kind_of_layer, layers = np.array(kinds), len(kinds)
+    first, last = _possible_stages(layers, stages)
+    place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
+    is_kind = kind_of_layer[:, None] == np.arange(int(kind_of_layer.max()) + 1)
+    is_behind = np.logical_or.accumulate(is_kind[::-1])[::-1]
+    # Kinds only drop out from layer to layer, so that their number says which are left.
+    alike = kind_of_layer * is_kind.shape[1] + is_behind.sum(axis=1) - 1
+    pair, pair_of_place = np.unique(alike[:, None] * stages + place, return_inverse=True)
+    choices, counts = np.unique(pair_of_place.reshape(place.shape), axis=0, return_counts=True)
+    alike_layers, stage = np.divmod(pair, stages)
+    distinct, example = np.unique(alike, return_index=True)
+    layer = example[np.searchsorted(distinct, alike_layers)]
+    return _LayerStages(stages, layers, kind_of_layer[layer], is_behind[layer], stage, choices, counts)
 
 
 def _possible_stages(layers: int, stages: int) -> tuple[IntArray, IntArray]:
@@ -322,43 +371,37 @@ def _possible_stages(layers: int, stages: int) -> tuple[IntArray, IntArray]:
 
 
 def _closed_form_s(
-    layer_table: LayerTable,
-    strategies: ParallelismTable,
-    terms: LayerTerms,
-    stages: int,
-    first: IntArray,
-    last: IntArray,
+    layer_table: LayerTable, strategies: ParallelismTable, terms: LayerTerms, pairs: _LayerStages
 ) -> FloatArray:
-    """Bounds of strategies with equally many stages. Axes: mode, layer, place among its stages, strategy."""
-    layers = len(first)
+    """Bounds of strategies with equally many stages. Axes: mode, pair of alike layers and a stage, strategy."""
     tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
-    held, through = terms.held_bytes[:, None], terms.through_s[:, None]
-    layers_per_device = strategies.chunks * -(-layers // stages)
-    again, stash, working = (
-        table[:, :, None] for table in (terms.again_s, terms.stash_bytes, _least_behind(terms.working_bytes))
-    )
-    device_weight, second_weight, flight = _stage_weights(strategies, stages)
-    place = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
-    kept = flight[place] * stash + working / layers_per_device
+    held, through = terms.held_bytes[pairs.kind], terms.through_s[pairs.kind]
+    layers_per_device = strategies.chunks * -(-pairs.layers // pairs.stages)
+    again, stash = (table[:, pairs.kind] for table in (terms.again_s, terms.stash_bytes))
+    device_weight, second_weight, flight = _stage_weights(strategies, pairs.stages)
+    kept = flight[pairs.stage] * stash + _least_behind(terms.working_bytes, pairs) / layers_per_device
     usable = layer_table.problem.usable_bytes * (1 + GREEDY_MARGIN)
-    needed = (kept.min(axis=0) + held).min(axis=1).sum(axis=0)
+    needed = pairs.least_sum(kept.min(axis=0) + held)
     bounds = np.where(needed > usable * strategies.pp, np.inf, 0.0)
-    seconds = second_weight[place] * (through + again)
+    seconds = second_weight[pairs.stage] * (through + again)
     tail = terms.finish_s[0] + terms.reduced_s[0]
     received = tail + terms.cut_s * second_weight[1:].sum(axis=0)
     given_back = terms.cut_s * second_weight[:-1].sum(axis=0)
-    bounds = np.maximum(bounds, received + given_back + (second_weight[place] * through).min(axis=1).sum(axis=0))
+    least_through = pairs.least_sum(second_weight[pairs.stage] * through)
+    bounds = np.maximum(bounds, received + given_back + least_through)
     for prices in layer_table.prices:
         price = prices[tp_index] * strategies.micro_batches / flight.mean(axis=0)
-        priced_weight = price * device_weight[place]
+        priced_weight = price * device_weight[pairs.stage]
         spent = (seconds + priced_weight * kept).min(axis=0) + priced_weight * held
-        bounds = np.maximum(bounds, received + spent.min(axis=1).sum(axis=0) - price * usable)
+        bounds = np.maximum(bounds, received + pairs.least_sum(spent) - price * usable)
     return np.asarray(bounds * (1 - GREEDY_MARGIN))
 
 
-def _least_behind(per_layer: FloatArray) -> FloatArray:
-    """The least of each layer and all behind it, per (mode, layer, strategy)."""
-    return np.asarray(np.minimum.accumulate(per_layer[:, ::-1], axis=1)[:, ::-1])
+def _least_behind(working_bytes: FloatArray, pairs: _LayerStages) -> FloatArray:
+    """The least working set of the layers of each pair and all behind them, per (mode, pair, strategy)."""
+    distinct, which = np.unique(pairs.is_behind, axis=0, return_inverse=True)
+    least = np.stack([working_bytes[:, is_behind].min(axis=1) for is_behind in distinct], axis=1)
+    return np.asarray(least[:, which.ravel()])
 
 
 def _stage_weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -96,19 +96,6 @@ class LayerTerms:
         columns = {name: getattr(self, name)[..., strategies] for name in self.__slots__ if name not in by_layer}
         return replace(self, **columns)
 
-    def per_layer(self) -> LayerTerms:
-        """The same with every layer as a kind of its own."""
-        layers = self.kind_of_layer
-        by_kind = ("run_s", "through_s", "weight_s", "finish_s", "reduced_s", "hidden_s", "held_bytes", "buffer_bytes")
-        by_mode = ("again_s", "stash_bytes", "working_bytes")
-        return replace(
-            self,
-            kind_of_layer=np.arange(len(layers)),
-            counts=np.ones(len(layers)),
-            **{name: getattr(self, name)[layers] for name in by_kind},
-            **{name: getattr(self, name)[:, layers] for name in by_mode},
-        )
-
 
 class _Sums:
     """Sums over the layers of a stage in one array, so that a layer is added by one call, with a name for each row.

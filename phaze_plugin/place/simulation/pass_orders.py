@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,10 @@ from phaze.parallelism import PipelineSchedule
 __all__ = ["Order", "Pass", "in_flight", "pipeline_order"]
 
 IntArray = NDArray[np.int64]
+
+_KEPT_COUNTS = 4_096
+"""So many answers of `in_flight` are kept for pipelines of the same depth, microbatches and chunks: a search asks for
+some hundred, each many times."""
 
 
 class Pass(IntEnum):
@@ -124,15 +129,23 @@ def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: i
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((pp, 1), min(pp, micro_batches))
         case PipelineSchedule.INTERLEAVED:
-            total = min(micro_batches, 3 * pp) * chunks
-            first = np.minimum(2 * (pp - 1 - device) + (chunks - 1) * pp, total)
-            backwards = np.arange(total + 1)
-            forwards = np.minimum(first + backwards + (first < total), total)
-            begun, ended = (
-                np.stack([_of_chunk(counts, pp, chunks, place) for place in places], axis=1)
-                for counts, places in ((forwards, range(chunks)), (backwards[None], range(chunks - 1, -1, -1)))
-            )
-            return np.asarray((begun - ended).max(axis=2))
+            return _in_flight_interleaved(pp, min(micro_batches, 3 * pp), chunks)
+
+
+@lru_cache(maxsize=_KEPT_COUNTS)
+def _in_flight_interleaved(pp: int, micro_batches: int, chunks: int) -> IntArray:
+    """`in_flight` of an interleaved pipeline, as an array that nobody may write to."""
+    total = micro_batches * chunks
+    first = np.minimum(2 * (pp - 1 - np.arange(pp)[:, None]) + (chunks - 1) * pp, total)
+    backwards = np.arange(total + 1)
+    forwards = np.minimum(first + backwards + (first < total), total)
+    begun, ended = (
+        np.stack([_of_chunk(counts, pp, chunks, place) for place in places], axis=1)
+        for counts, places in ((forwards, range(chunks)), (backwards[None], range(chunks - 1, -1, -1)))
+    )
+    most = np.asarray((begun - ended).max(axis=2))
+    most.flags.writeable = False
+    return most
 
 
 def _of_chunk(passes: IntArray, pp: int, chunks: int, place: int) -> IntArray:
