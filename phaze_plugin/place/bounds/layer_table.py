@@ -21,6 +21,7 @@ that it provably cannot beat. Interleaved schedules are never refuted here: `int
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -231,15 +232,15 @@ class LayerTable:
         copies = tp * dp * self.problem.cp
         used = np.maximum(np.minimum(copies * strategies.pp[narrow], self.most_used), copies)
         depths = self.network.depths(used)
-        columns = [tp, zero, dp, degrees.least_shard[narrow], degrees.shard[narrow], depths]
-        distinct, first, which = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
+        columns = np.stack([tp, zero, dp, degrees.least_shard[narrow], degrees.shard[narrow], depths])
+        first, which = _distinct_columns(columns)
         least = np.array(
             [
                 self._least_prices(key, experts, devices)
-                for key, devices in zip(distinct.tolist(), used[first].tolist(), strict=True)
+                for key, devices in zip(columns[:, first].T.tolist(), used[first].tolist(), strict=True)
             ]
         )
-        prices[:, narrow] = least[which.ravel()].T
+        prices[:, narrow] = least[which].T
         return prices
 
     def _least_prices(self, key: list[int], experts: bool, used: int) -> tuple[float, ...]:
@@ -413,6 +414,20 @@ def build_layer_table(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
+
+
+def _distinct_columns(columns: IntArray) -> tuple[IntArray, IntArray]:
+    """Of columns of small counts: one of each that differs from all others, and for each column which of these it is.
+
+    Every column is read as the digits of one number, which is sorted many times sooner than the column itself.
+    """
+    digits = [int(row.max()) + 1 for row in columns]
+    if math.prod(digits) > np.iinfo(np.int64).max:
+        _, first, which = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    else:
+        numbers = np.ravel_multi_index(tuple(columns), tuple(digits))
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    return first, which.ravel()
 
 
 def _kinds_of_layers(tables: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:

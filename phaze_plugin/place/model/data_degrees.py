@@ -12,6 +12,7 @@ largest groups, and of the collectives within groups what the smallest send (`Da
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.model.zero_sharding import ZeroSharding
 
 __all__ = ["DataDegrees", "DataShares", "every_shard", "listed_shards", "offered_shards", "shard_ranges"]
+
+_KEPT_SIZES = 1_024
+"""So many lists of sizes are kept: one for each tp and ep on each cluster, which are asked for with every row."""
 
 
 class DataShares(NamedTuple):
@@ -84,15 +88,27 @@ class DataDegrees:
 def offered_shards(problem: PlacementProblem, tp: int) -> tuple[int, ...]:
     """Sizes of groups that may be chosen beside all devices (or only these, where the choices name no "all")."""
     if problem.choices.shard is not None:
-        values = {int(value) for value in problem.choices.shard if value != ALL_DEVICES}
+        values = frozenset(int(value) for value in problem.choices.shard if value != ALL_DEVICES)
     elif problem.capabilities.allows_shard_groups:
-        most = problem.cluster.device_count // tp
-        blocks = accumulate((level.size for level in problem.cluster.levels), mul)
-        values = {1 << power for power in range(1, most.bit_length())}
-        values |= {block // tp for block in blocks if block % tp == 0}
+        cluster = problem.cluster
+        values = _natural_shards(cluster.device_count // tp, tuple(level.size for level in cluster.levels), tp)
     else:
         return ()
-    return tuple(sorted(size for size in values if size > 1 and (size % problem.ep == 0 or problem.ep % size == 0)))
+    return _beside_experts(values, problem.ep)
+
+
+@lru_cache(maxsize=_KEPT_SIZES)
+def _natural_shards(most: int, level_sizes: tuple[int, ...], tp: int) -> frozenset[int]:
+    """Every power of two up to ``most``, and as many devices as fill a level of the network beside tp."""
+    blocks = accumulate(level_sizes, mul)
+    powers = (1 << power for power in range(1, most.bit_length()))
+    return frozenset([*powers, *(block // tp for block in blocks if block % tp == 0)])
+
+
+@lru_cache(maxsize=_KEPT_SIZES)
+def _beside_experts(sizes: frozenset[int], ep: int) -> tuple[int, ...]:
+    """The sizes of groups that divide ep or that ep divides, the smallest first."""
+    return tuple(sorted(size for size in sizes if size > 1 and (size % ep == 0 or ep % size == 0)))
 
 
 def every_shard(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:

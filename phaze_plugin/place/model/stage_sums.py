@@ -383,13 +383,15 @@ def cut_bytes(
     problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile], *, only_whole: bool = False
 ) -> FloatArray:
     """Per state: bytes of every tensor (or only of whole ones) that was made before the cut and is read after it."""
-    cut = np.zeros(space.states)
-    for flow in problem.graph.flows:
-        crosses = space.inside[:, flow.producer] & ~space.inside[:, list(flow.consumers)].all(axis=1)
-        tensor = profiles[flow.producer].outputs[flow.output]
-        if tensor.is_whole or not only_whole:
-            cut += np.where(crosses, tensor.size_bytes, 0.0)
-    return cut
+    flows = problem.graph.flows
+    if not flows:
+        return np.zeros(space.states)
+    tensors = [profiles[flow.producer].outputs[flow.output] for flow in flows]
+    sizes = np.array([float(tensor.size_bytes) if tensor.is_whole or not only_whole else 0.0 for tensor in tensors])
+    consumers = [layer for flow in flows for layer in flow.consumers]
+    first_consumer = np.cumsum([0, *(len(flow.consumers) for flow in flows[:-1])])
+    is_read = np.logical_and.reduceat(space.inside[:, consumers], first_consumer, axis=1)
+    return np.asarray((space.inside[:, [flow.producer for flow in flows]] & ~is_read) @ sizes)
 
 
 def _relayed_bytes(problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]) -> FloatArray:

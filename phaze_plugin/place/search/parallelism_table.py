@@ -214,18 +214,22 @@ def split_rows(
     """
     halves: list[tuple[int, int, int, int, int]] = []  # the row, its least and largest dp, and shard likewise
     columns = (rows.tp, rows.pp, rows.zero, rows.least_dp, rows.dp, rows.least_shard, rows.shard)
+    ranges: dict[tuple[int, int, int, int], tuple[IntArray, IntArray, IntArray]] = {}  # rows share most of them
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         tp, depth, zero, least_dp, most_dp, least_shard, most_shard = row
         if least_dp == most_dp:
             sizes = listed_shards(problem, tp, least_dp, least_shard, most_shard, zero)
-            parts = [part for part in np.array_split(sizes, 2) if len(part)]
-            halves += [(index, least_dp, most_dp, int(part[0]), int(part[-1])) for part in parts]
+            middle = -(-len(sizes) // 2)
+            parts = [part for part in (sizes[:middle], sizes[middle:]) if part]
+            halves += [(index, least_dp, most_dp, part[0], part[-1]) for part in parts]
             continue
-        dp = _copies(problem, least_dp, most_dp)
+        if (key := (tp, zero, least_dp, most_dp)) not in ranges:
+            copies = _copies(problem, least_dp, most_dp)
+            ranges[key] = copies, *shard_ranges(problem, tp, zero, copies)
+        dp, least, largest = ranges[key]
         pp = np.full(len(dp), depth)
         is_allowed = _divides_devices(problem, stage_sums[tp], dp, pp)
         is_allowed &= _allowed(problem, space, SCHEDULES[rows.schedule[index]], int(rows.chunks[index]), dp, pp)
-        least, largest = shard_ranges(problem, tp, zero, dp)
         for half in np.array_split(np.flatnonzero(is_allowed & (largest > 0)), 2):
             if len(half):
                 bounds = int(dp[half[0]]), int(dp[half[-1]]), int(least[half].min()), int(largest[half].max())

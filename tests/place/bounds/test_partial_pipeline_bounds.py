@@ -5,12 +5,14 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placement_problems import random_problem, random_strategy, with_axes, with_memory
 from property_examples import examples
 
-from phaze.place.bounds.interleaved_bounds import interleaved_closed_form_s
+from phaze.place.bounds.interleaved_bounds import _layer_stages, _possible_stages, interleaved_closed_form_s
+from phaze.place.bounds.layer_table import _distinct_columns
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import StageSearch
@@ -98,3 +100,34 @@ def test_bounds_of_a_strategy_never_exceed_the_time_of_a_pipeline_in_the_memory_
     assert search.root_bound() <= limit
     if interleaved:
         assert max(search.simulated_bound(target_s) for target_s in (1.001 * limit, 2 * limit, 1e9)) <= limit
+
+
+@examples(200)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=14), st.integers(1, 7), st.integers(0, 2**32 - 1))
+def test_what_alike_layers_choose_together_is_what_each_would_choose_alone(
+    inner: list[int], stages: int, seed: int
+) -> None:
+    kinds = (0, *(kind + 1 for kind in inner), 4)
+    stages = min(stages, len(kinds))
+    pairs = _layer_stages(kinds, stages)
+    prices = np.random.default_rng(seed).random((5, 2**5, stages))  # by kind, kinds behind, and stage
+
+    def behind(layer: int) -> int:
+        return sum(2**kind for kind in set(kinds[layer:]))
+
+    alone = 0.0
+    for layer, (first, last) in enumerate(zip(*_possible_stages(len(kinds), stages), strict=True)):
+        alone += min(prices[kinds[layer], behind(layer), stage] for stage in range(first, last + 1))
+    behind_pairs = [sum(2**kind for kind in np.flatnonzero(row)) for row in pairs.is_behind]
+    together = pairs.least_sum(prices[pairs.kind, behind_pairs, pairs.stage][:, None])
+    assert together[0] == pytest.approx(alone, rel=1e-12)
+    assert pairs.counts.sum() == len(kinds)
+
+
+@examples(60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([3, 2**20, 2**40]))
+def test_equal_columns_are_found_whether_their_digits_fit_one_number_or_not(seed: int, largest: int) -> None:
+    columns = np.random.default_rng(seed).integers(0, 3, (4, 30)) * (largest // 3)
+    first, which = _distinct_columns(columns)
+    assert (columns[:, first][:, which] == columns).all()
+    assert len(first) == len({tuple(column) for column in columns.T.tolist()})
