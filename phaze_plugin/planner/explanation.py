@@ -20,6 +20,7 @@ from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
+from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.plan.plan import Change, Plan, Remedy, RunnerUp
@@ -284,13 +285,16 @@ class _Searchable:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self._networks: dict[Cluster, Network] = {}
         self._prepared: dict[int, PreparedProblem] = {}
         self._unpruned: dict[int, Candidate] = {}
 
     def of(self, candidate: Candidate) -> PreparedProblem:
         """The tables of one candidate."""
         if id(candidate) not in self._prepared:
-            self._prepared[id(candidate)] = PreparedProblem.of(candidate.problem)
+            cluster, calibration = candidate.problem.cluster, candidate.problem.calibration
+            network = self._networks.setdefault(cluster, Network(cluster, calibration))
+            self._prepared[id(candidate)] = PreparedProblem.of(candidate.problem, network=network)
         return self._prepared[id(candidate)]
 
     def with_plans_of(self, kind: _Kind, cutoff_s: Callable[[], float]) -> Iterator[tuple[Candidate, PlacementProblem]]:
@@ -349,21 +353,20 @@ def _runner_up(kind: _Kind, searchable: _Searchable) -> RunnerUp:
 
 def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> float | None:
     """The least time that a short search of several problems finds, or what is already known to be reached."""
-    best_s = least_s
+    best_s, networks = least_s, dict[Cluster, Network]()
     for problem in problems:
-        placement, _ = _short_search(problem, best_s)
+        network = networks.setdefault(problem.cluster, Network(problem.cluster, problem.calibration))
+        placement, _ = _short_search(problem, best_s, PreparedProblem.of(problem, network=network))
         best_s = best_s if placement is None else placement.time_s
     return best_s if best_s < math.inf else None
 
 
-def _short_search(
-    problem: PlacementProblem, cutoff_s: float = math.inf, known: PreparedProblem | None = None
-) -> tuple[Placement | None, bool]:
+def _short_search(problem: PlacementProblem, cutoff_s: float, known: PreparedProblem) -> tuple[Placement | None, bool]:
     """A fast placement below the cutoff if a short search finds one, and whether everything was looked at.
 
-    ``known`` has the tables of the same problem under other choices.
+    ``known`` has the tables of the same problem, maybe under other choices.
     """
-    prepared = PreparedProblem.of(problem) if known is None else known.with_problem(problem)
+    prepared = known.with_problem(problem)
     answer = search_parallelisms(prepared, effort=_SHORT_EFFORT, cutoff_s=cutoff_s, gap=_SHORT_GAP)
     if not answer.plans:
         return None, answer.bound_s >= cutoff_s

@@ -138,7 +138,7 @@ class StrategySearch:
     options: ProfileOptions
     network: Network
     graphs: LocalGraphs
-    tables: dict[tuple[int, int], ShardingTables] = field(default_factory=dict)
+    tables: ShardingTables = field(default_factory=ShardingTables)
     candidates: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -265,8 +265,7 @@ class StrategySearch:
             return []
         try:
             graph = self.graphs.at(size, tp=tp, cp=cp, ep=ep)
-            tables = self.tables.setdefault((cp, ep), ShardingTables())
-            models = slicings(self.question, graph, tp, tables, cp=cp, ep=ep)
+            models = slicings(self.question, graph, tp, self.tables, cp=cp, ep=ep)
         except ShardError as error:
             self.refused[_degrees_text(tp, cp, ep)] = str(error)
             return []

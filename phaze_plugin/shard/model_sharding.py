@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from phaze.cost import PriceTables
 from phaze.errors import GraphError, ShardError
-from phaze.ir import Graph, Layer
+from phaze.ir import Graph, Layer, OpKind
 from phaze.shard.combination_choice import choose_combinations
 from phaze.shard.elimination import Minimum
 from phaze.shard.layer_boundaries import (
@@ -112,12 +112,11 @@ def shard_variants(
     """
     options, tables = options or ShardOptions(), tables or ShardingTables()
     check_constraints(options.constraints, graph.tensors)
-    priced: dict[str, _PricedLayer] = {}
     variants: dict[SequenceParallel, ShardedModel] = {}
     errors: list[ShardError] = []
     for mode in modes:
         try:
-            variants[mode] = _shard(graph, axis, replace(options, sequence_parallel=mode), tables, priced)
+            variants[mode] = _shard(graph, axis, replace(options, sequence_parallel=mode), tables)
         except ShardError as error:
             errors.append(error)
     if errors and not variants:
@@ -130,13 +129,12 @@ def _shard(
     axis: Axis,
     options: ShardOptions,
     tables: ShardingTables,
-    priced: dict[str, _PricedLayer],
 ) -> ShardedModel:
-    """The best sharding; `priced` keeps what serves other modes, too, by layer."""
+    """The best sharding under one mode; `tables` keep what serves other modes, too."""
     answers: dict[str, _LayerAnswers] = {}
     for layer in graph.distinct_layers:
         try:
-            answers[layer.key] = _answers(graph, layer, axis, options, tables, priced)
+            answers[layer.key] = _answers(graph, layer, axis, options, tables)
         except (GraphError, ShardError) as error:  # a GraphError says which factor of a rule cannot be split
             raise ShardError(f"layer {layer.name!r}, {error}") from error
         if not answers[layer.key].seconds:
@@ -185,27 +183,21 @@ class _KnownLayer:
 
 
 class ShardingTables:
-    """What was worked out for the layers of one model, whatever its microbatch size: splits, tables, prices of ops.
+    """What was worked out for the layers of one model: splits and tables whatever the microbatch size, prices of ops.
 
-    Whoever shards a model at several microbatch sizes makes one of these and passes it on. Layers are known by their
-    place in the model; what was worked out for one of another structure is not used.
+    Whoever shards a model at several microbatch sizes, cp or ep makes one of these and passes it on. Layers are known
+    by their place in the model; what was worked out for one of another structure is not used.
     """
 
     def __init__(self) -> None:
         self.prices = PriceTables()
         self._known: dict[object, _KnownLayer] = {}
+        self._priced: dict[object, _PricedLayer] = {}
 
     def layer(self, problem: ShardingProblem, options: ShardOptions) -> _KnownLayer:
         """What is known of a layer, worked out where it is not known yet; raises ShardError where it has no splits."""
         is_automatic = options.solver is AUTOMATIC_SOLVERS
-        rules = (
-            options.constraints,
-            options.may_stride_parameters,
-            options.may_cut_parameters_twice,
-            options.may_split_norms,
-        )
-        axis = problem.axis
-        key = (problem.layer.index, (axis.tp, axis.cp, axis.ep), rules, is_automatic)
+        key = self._key(problem, options)
         known = self._known.get(key)
         if known is None or not has_equal_splits(known.problem, problem):
             problem = replace(problem, may_split_sequence=True)
@@ -215,6 +207,30 @@ class ShardingTables:
             tables = layer_tables(problem, splits, kept.variables(problem)) if is_automatic else None
             known = self._known[key] = _KnownLayer(problem=problem, splits=splits, kept=kept, tables=tables)
         return known
+
+    def priced(self, problem: ShardingProblem, options: ShardOptions, known: _KnownLayer) -> _PricedLayer:
+        """A layer that has tables with the prices of its ops, which serve every mode, and every ep where it may."""
+        assert known.tables is not None
+        key = (self._key(problem, options), problem.layer.key)
+        priced = self._priced.get(key)
+        if priced is None or priced.known is not known:
+            priced = self._priced[key] = _PricedLayer.of(problem, known, known.tables, self.prices)
+        return priced
+
+    @staticmethod
+    def _key(problem: ShardingProblem, options: ShardOptions) -> tuple[object, ...]:
+        """What splits depend on; a layer without collectives is the same whatever ep divides experts of others."""
+        axis, rules = (
+            problem.axis,
+            (
+                options.constraints,
+                options.may_stride_parameters,
+                options.may_cut_parameters_twice,
+                options.may_split_norms,
+            ),
+        )
+        ep = axis.ep if any(op.kind is OpKind.COLLECTIVE for op in problem.ops) else 1
+        return (problem.layer.index, (axis.tp, axis.cp, ep), rules, options.solver is AUTOMATIC_SOLVERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +315,6 @@ def _answers(
     axis: Axis,
     options: ShardOptions,
     tables: ShardingTables,
-    priced: dict[str, _PricedLayer],
 ) -> _LayerAnswers:
     """The answers of a layer under all combinations, without a solver where none is named and tables stay small."""
     problem = ShardingProblem(
@@ -325,9 +340,7 @@ def _answers(
     kept = known.kept.within(options.sequence_parallel)
     if known.tables is None:
         return _solved_answers(problem, tuple(kept.combinations()))
-    if layer.key not in priced:
-        priced[layer.key] = _PricedLayer.of(problem, known, known.tables, tables.prices)
-    answers = priced[layer.key].answers(problem, kept)
+    answers = tables.priced(problem, options, known).answers(problem, kept)
     if not answers.seconds and not options.constraints:
         splits_of_layer(problem, problem.ops)  # which says what op has no split, where that is the reason
     return answers

@@ -14,6 +14,7 @@ from phaze.errors import ShardError
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph
 from phaze.shard import Axis, SequenceParallel, ShardingProblem, ShardingTables, ShardOptions, shard_layer, shard_model
+from phaze.shard.device_graph import device_graph
 from phaze.shard.layer_sharding import NO_SOLVER, ShardingProgram
 from phaze.shard.sharding_problem import seconds_of_splits, splits_of_layer
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
@@ -77,6 +78,16 @@ def test_tables_of_one_microbatch_size_serve_all_others(name: str, mode: Sequenc
         scaled, options = graph.with_micro_batch(size), ShardOptions(sequence_parallel=mode)
         shared = shard_model(scaled, Axis(A100S, 4), options, tables)
         alone = shard_model(scaled, Axis(A100S, 4), options)
+        assert [layer.splits for layer in shared.layers] == [layer.splits for layer in alone.layers]
+        assert shared.seconds == alone.seconds
+        assert shared.parameters == alone.parameters
+
+
+def test_tables_of_one_ep_serve_all_others() -> None:
+    graph, tables = phaze.import_graph("mixtral-8x7b", sequence_length=256), ShardingTables()
+    for ep, size in ((1, 1), (2, 1), (4, 2), (2, 2)):
+        local, axis = device_graph(graph, ep=ep).with_micro_batch(size), Axis(A100S, 2, ep=ep)
+        shared, alone = shard_model(local, axis, None, tables), shard_model(local, axis)
         assert [layer.splits for layer in shared.layers] == [layer.splits for layer in alone.layers]
         assert shared.seconds == alone.seconds
         assert shared.parameters == alone.parameters
