@@ -21,7 +21,6 @@ that it provably cannot beat. Interleaved schedules are never refuted here: `int
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -30,7 +29,7 @@ import numpy as np
 
 from phaze.parallelism import PipelineSchedule
 from phaze.place.bounds.stage_filling import LayerTerms, StageFilling
-from phaze.place.model.data_degrees import listed_shards
+from phaze.place.model.data_degrees import distinct_columns, listed_shards
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
@@ -233,7 +232,7 @@ class LayerTable:
         used = np.maximum(np.minimum(copies * strategies.pp[narrow], self.most_used), copies)
         depths = self.network.depths(used)
         columns = np.stack([tp, zero, dp, degrees.least_shard[narrow], degrees.shard[narrow], depths])
-        first, which = _distinct_columns(columns)
+        first, which = distinct_columns(columns)
         least = np.array(
             [
                 self._least_prices(key, experts, devices)
@@ -414,20 +413,6 @@ def build_layer_table(
         most_used=problem.cluster.device_count,
         update_s=update_s,
     )
-
-
-def _distinct_columns(columns: IntArray) -> tuple[IntArray, IntArray]:
-    """Of columns of small counts: one of each that differs from all others, and for each column which of these it is.
-
-    Every column is read as the digits of one number, which is sorted many times sooner than the column itself.
-    """
-    digits = [int(row.max()) + 1 for row in columns]
-    if math.prod(digits) > np.iinfo(np.int64).max:
-        _, first, which = np.unique(columns, axis=1, return_index=True, return_inverse=True)
-    else:
-        numbers = np.ravel_multi_index(tuple(columns), tuple(digits))
-        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
-    return first, which.ravel()
 
 
 def _kinds_of_layers(tables: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:

@@ -11,6 +11,7 @@ largest groups, and of the collectives within groups what the smallest send (`Da
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -24,7 +25,15 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.model.zero_sharding import ZeroSharding
 
-__all__ = ["DataDegrees", "DataShares", "every_shard", "listed_shards", "offered_shards", "shard_ranges"]
+__all__ = [
+    "DataDegrees",
+    "DataShares",
+    "distinct_columns",
+    "every_shard",
+    "listed_shards",
+    "offered_shards",
+    "shard_ranges",
+]
 
 _KEPT_SIZES = 1_024
 """So many lists of sizes are kept: one for each tp and ep on each cluster, which are asked for with every row."""
@@ -164,3 +173,17 @@ def _runs_groups(problem: PlacementProblem, size: int, zero: int) -> bool:
 
 def _offers_all(problem: PlacementProblem) -> bool:
     return problem.choices.shard is None or ALL_DEVICES in problem.choices.shard
+
+
+def distinct_columns(columns: IntArray) -> tuple[IntArray, IntArray]:
+    """Of columns of small counts: one of each that differs from all others, and for each column which of these it is.
+
+    Every column is read as the digits of one number, which is sorted many times sooner than the column itself.
+    """
+    digits = [int(row.max()) + 1 for row in columns]
+    if math.prod(digits) > np.iinfo(np.int64).max:
+        _, first, which = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    else:
+        numbers = np.ravel_multi_index(tuple(columns), tuple(digits))
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    return first, which.ravel()

@@ -12,7 +12,7 @@ from placement_problems import random_problem, random_strategy, with_axes, with_
 from property_examples import examples
 
 from phaze.place.bounds.interleaved_bounds import _layer_stages, _possible_stages, interleaved_closed_form_s
-from phaze.place.bounds.layer_table import _distinct_columns
+from phaze.place.model.data_degrees import distinct_columns
 from phaze.place.search.parallelism_table import ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import StageSearch
@@ -128,6 +128,6 @@ def test_what_alike_layers_choose_together_is_what_each_would_choose_alone(
 @given(st.integers(0, 2**32 - 1), st.sampled_from([3, 2**20, 2**40]))
 def test_equal_columns_are_found_whether_their_digits_fit_one_number_or_not(seed: int, largest: int) -> None:
     columns = np.random.default_rng(seed).integers(0, 3, (4, 30)) * (largest // 3)
-    first, which = _distinct_columns(columns)
+    first, which = distinct_columns(columns)
     assert (columns[:, first][:, which] == columns).all()
     assert len(first) == len({tuple(column) for column in columns.T.tolist()})
