@@ -59,8 +59,7 @@ __all__ = [
 ]
 
 FORMAT = "phaze-plan"
-_RUN = "run"
-"""The field of a plan that differs between equal questions."""
+_RUN = "run"  # the field of a plan that differs between equal questions
 
 VERSION = 9
 """Version 9 says what layers keep and which recompute modes were asked for, version 8 what is kept on the host."""
@@ -406,8 +405,7 @@ class Plan:
         JAX, `targets` is the second argument of `loss_fn`, and `takes_mean` says that the mean of microbatches' losses
         is wanted where a loss is no mean over samples. In torch, `loss_weight` says how much a microbatch's loss counts
         ("samples", "sum" or a function), `batch_norm` is "synchronized" or "local", and `weights` fills models on the
-        meta device. `others` are options of a plugin's target. Raises PlanError for a plan that does not fit or is
-        analysis only, for options that the target lacks, another model than the planned one, and missing libraries.
+        meta device. `others` are a plugin target's options. Raises PlanError where plan, model and options do not fit.
         """
         from phaze.plan.handover import apply_plan
 

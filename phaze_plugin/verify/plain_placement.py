@@ -136,7 +136,8 @@ class PlainCosts:
             each = recipe.reduction_bytes if zero >= 2 else 0.0
         else:
             each = recipe.parameter_bytes if zero == 3 else 0.0
-            counts += self._frozen_by_kind(profile)
+            frozen = dict(self._frozen_by_kind(profile))  # a layer's parameters of one kind are gathered together
+            counts = [(kind, count + frozen[kind]) for kind, count in counts]
         return sum(self._in_group_s(collective, count * each, devices, kind) for kind, count in counts)
 
     def _by_kind(self, profile: LayerProfile) -> list[tuple[bool, float]]:

@@ -66,7 +66,7 @@ def test_options_complete(script: Path) -> None:
         (("schema", "pl"), {"plan"}),
         (("completion", "z"), {"zsh"}),
     ],
-    ids=lambda value: " ".join(value),
+    ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value),
 )
 def test_names_complete(script: Path, words: tuple[str, ...], expected: set[str], tmp_path: Path) -> None:
     assert completed(script, *words, folder=tmp_path) == expected

@@ -271,16 +271,18 @@ class LayerTable:
             trains, is_expert = sharding.recipe.trains, sharding.divided > 1
             if place >= (1 if self.problem.ep == 1 else 2):  # frozen ones come behind the others
                 untied = parameters = frozen[is_expert]
+                starts_gather = (parameters > 0) & ((experts if is_expert else dense + tied) <= 0)
             else:
                 untied = experts if is_expert else dense
                 parameters = untied if is_expert else dense + tied
+                starts_gather = parameters > 0
             prices = self._data_prices(strategies, experts=is_expert)
             gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = prices
             gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
             has_parameters, reduction = parameters > 0, sharding.recipe.reduction_bytes * reduce
             total += _DataTerms(
                 gathered_s=parameters * (gathered_bytes * gather)
-                + has_parameters * (gathered_bytes > 0) * gather_latency_s,
+                + starts_gather * (gathered_bytes > 0) * gather_latency_s,
                 scattered_s=parameters * (scattered_bytes * scatter)
                 + has_parameters * (scattered_bytes > 0) * scatter_latency_s,
                 reduced_s=untied * reduction + (untied > 0) * trains * reduce_latency_s,

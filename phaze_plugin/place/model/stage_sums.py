@@ -341,14 +341,20 @@ def _ties(problem: PlacementProblem, space: StageSpace, tied: list[Mapping[str, 
 def _frozen_sums(
     problem: PlacementProblem, space: StageSpace, profiles: list[LayerProfile]
 ) -> tuple[ParameterSums, ParameterSums]:
-    """Sums of the parameters that are not trained: dense ones, and those of experts that are divided over devices."""
+    """Sums of the parameters that are not trained: dense ones, and those of experts that are divided over devices.
+
+    A layer's trained and frozen parameters of one kind are gathered together: such layers are counted with the trained.
+    """
+    trained_experts = np.array([profile.expert_parameters * (problem.ep > 1) for profile in profiles])
+    trained_dense = np.array([profile.parameters for profile in profiles]) - trained_experts
     experts = np.array([profile.frozen_expert_parameters * (problem.ep > 1) for profile in profiles])
     dense = np.maximum(np.array([profile.frozen_parameters for profile in profiles]) - experts, 0.0)
     repeated = _ties(problem, space, [profile.frozen_ties for profile in profiles]).repeated
     none, no_layer = np.zeros(len(space.source)), np.zeros(space.layers)
     kinds = []
-    for counts, counted_twice in ((dense, repeated), (experts, none)):
-        summed, layers = space.sums(counts), np.rint(space.sums((counts > 0).astype(float)))
+    for counts, trained, counted_twice in ((dense, trained_dense, repeated), (experts, trained_experts, none)):
+        summed, gathered_alone = space.sums(counts), (counts > 0) & (trained <= 0)
+        layers = np.rint(space.sums(gathered_alone.astype(float)))
         kinds.append(ParameterSums(np.maximum(summed - counted_twice, 0.0), summed, layers, no_layer, none, none))
     return kinds[0], kinds[1]
 
