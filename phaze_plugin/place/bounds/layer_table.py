@@ -269,13 +269,11 @@ class LayerTable:
         total = _DataTerms.nothing(dense.shape)
         for place, sharding in enumerate(strategies.degrees.sharding(self.problem)):
             trains, is_expert = sharding.recipe.trains, sharding.divided > 1
-            if place >= (1 if self.problem.ep == 1 else 2):  # frozen ones come behind the others
-                untied = parameters = frozen[is_expert]
-                starts_gather = (parameters > 0) & ((experts if is_expert else dense + tied) <= 0)
-            else:
-                untied = experts if is_expert else dense
-                parameters = untied if is_expert else dense + tied
-                starts_gather = parameters > 0
+            is_frozen = place >= (1 if self.problem.ep == 1 else 2)  # frozen ones come behind the others
+            others = experts if is_expert else dense + tied
+            parameters = frozen[is_expert] if is_frozen else others
+            untied = parameters if is_expert or is_frozen else dense
+            starts_gather = (parameters > 0) & ((not is_frozen) | (others <= 0))  # both of a layer are gathered at once
             prices = self._data_prices(strategies, experts=is_expert)
             gather, scatter, reduce, gather_latency_s, scatter_latency_s, reduce_latency_s = prices
             gathered_bytes, scattered_bytes = sharding.gathered_bytes_per_pass, sharding.scattered_bytes_per_backward
