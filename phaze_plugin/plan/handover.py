@@ -19,9 +19,15 @@ __all__ = ["apply_plan", "axes_not_run", "export_plan", "obstacles", "spec_targe
 
 
 def apply_plan(
-    plan: Plan, plugins: PluginManager, model: object, mesh: object, loss_fn: object, options: Mapping[str, object]
+    plan: Plan,
+    plugins: PluginManager,
+    model: object,
+    mesh: object,
+    loss_fn: object,
+    named: Mapping[str, object],
+    others: Mapping[str, object],
 ) -> Any:
-    """What the plan's own target makes of a live model; an option that is None was not given."""
+    """What the plan's own target makes of a live model; a named option that is None was not given."""
     if plan.question.target is None:
         raise PlanError(
             "this plan is analysis only and is not executable: it was made with target=None, or for a model that is "
@@ -33,7 +39,7 @@ def apply_plan(
             f"target {target.name!r} writes files and arranges no live model; use plan.export({target.name!r}), or "
             "plan with target='auto'."
         )
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in named.items() if value is not None} | dict(others)
     for option in given:
         if option not in target.options:
             known, near = ", ".join(target.options) or "none", near_names(option, target.options)

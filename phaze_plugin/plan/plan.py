@@ -411,7 +411,7 @@ class Plan:
 
         named = {"inputs": inputs, "optimizer": optimizer, "targets": targets, "takes_mean": takes_mean}
         named |= {"loss_weight": loss_weight, "batch_norm": batch_norm, "weights": weights}
-        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named | others)
+        return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named, others)
 
     def specs(self, *trees: object) -> Any:
         """How the user's own arrays lie on `mesh()`: trees of PartitionSpecs like those given, parameters first.

@@ -87,9 +87,9 @@ def test_a_stablehlo_file_is_imported_with_roles_by_path_or_index(
 ) -> None:
     path = tmp_path / "module.mlir"
     path.write_text(
-        'module @jit_f { func.func @main(%a: tensor<6x8xf32> loc("w"), %b: tensor<4x6xf32> loc("x")) -> tensor<f32> {\n'
-        "%0 = stablehlo.dot_general %b, %a, contracting_dims = [1] x [0] : "
-        "(tensor<4x6xf32>, tensor<6x8xf32>) -> tensor<4x8xf32>\n"
+        'module @jit_f { func.func @main(%a: tensor<8x6xf32> loc("w"), %b: tensor<4x6xf32> loc("x")) -> tensor<f32> {\n'
+        "%0 = stablehlo.dot_general %b, %a, contracting_dims = [1] x [1] : "
+        "(tensor<4x6xf32>, tensor<8x6xf32>) -> tensor<4x8xf32>\n"
         "%c = stablehlo.constant dense<0.0> : tensor<f32>\n"
         "%1 = stablehlo.reduce(%0 init: %c) applies stablehlo.add across dimensions = [0, 1] : "
         "(tensor<4x8xf32>, tensor<f32>) -> tensor<f32>\n"

@@ -83,7 +83,7 @@ def planned_for(target: str | None) -> Plan:
 def test_apply_hands_everything_to_the_plans_target() -> None:
     plan = planned_for("arranger")
     plugins = manager_with(Arranger())
-    applied = apply_plan(plan, plugins, "model", "mesh", "loss", {"speed": 1})
+    applied = apply_plan(plan, plugins, "model", "mesh", "loss", {}, {"speed": 1})
     assert applied == (plan, "model", "mesh", "loss", plugins, {"speed": 1})
 
 
@@ -94,7 +94,7 @@ def test_a_plan_for_analysis_is_not_applied() -> None:
 
 def test_a_target_that_writes_files_applies_nothing_and_says_what_to_call() -> None:
     with pytest.raises(PlanError, match=r"'writer' writes files .* plan.export\('writer'\)"):
-        apply_plan(planned_for("writer"), manager_with(Writer()), None, None, None, {})
+        apply_plan(planned_for("writer"), manager_with(Writer()), None, None, None, {}, {})
     with pytest.raises(PlanError, match=r"'arranger' writes no file; use plan.apply\(model\)"):
         export_plan(small_plan(), manager_with(Arranger()), "arranger", None)
 
@@ -163,6 +163,8 @@ def test_pipelines_are_left_out_for_models_that_nothing_cuts() -> None:
 
 def test_an_option_that_the_target_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="apply has no option 'colour' for target 'arranger'; expected some of speed"):
-        apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"colour": 1})
+        apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {}, {"colour": 1})
     with pytest.raises(PlanError, match=r"no option 'spede' .* Did you mean speed\?"):
-        apply_plan(planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"spede": 1, "inputs": None})
+        apply_plan(
+            planned_for("arranger"), manager_with(Arranger()), "model", None, None, {"inputs": None}, {"spede": 1}
+        )

@@ -57,5 +57,8 @@ def test_the_op_that_routes_tokens_of_a_captured_mixture_is_named() -> None:
     graph = derive_backward(phaze.import_graph(jax_models.moe_loss, (jax_models.moe_parameters(), ids, ids)))
     with pytest.raises(ShardError, match="takes a part of the positions along the sequence"):
         device_graph(graph, cp=2)
+
+
+def test_a_captured_model_without_experts_divides_none() -> None:
     with pytest.raises(ShardError, match="no op of it dispatches tokens"):
-        device_graph(graph, ep=2)
+        device_graph(derive_backward(captured_gpt2()), ep=2)
