@@ -56,11 +56,8 @@ def test_the_text_on_strategies_has_every_key() -> None:
     assert [key for key in STRATEGY_KEYS if not re.search(rf"\b{key}\b", told)] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_the_help_of_a_command_is_what_its_own_option_prints(
-    command: object, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = command.name  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_the_help_of_a_command_is_what_its_own_option_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = printed(capsys, name)
     if name in TOPICS:
         assert f"`phaze {name} --help`" in told

@@ -17,13 +17,13 @@ DOCS = ROOT / "docs"
 RUNNER = ROOT / "tests" / "support" / "document_runner.py"
 
 
-def pages(nav: object) -> Iterator[str]:
+def pages(nav: Any) -> Iterator[str]:
     """The pages of the site that people wrote, in the order of its navigation."""
     if isinstance(nav, str):
         if (DOCS / nav).exists():
             yield nav
     else:
-        for part in nav.values() if isinstance(nav, dict) else nav:  # type: ignore[attr-defined]
+        for part in nav.values() if isinstance(nav, dict) else nav:
             yield from pages(part)
 
 
