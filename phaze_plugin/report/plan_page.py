@@ -162,10 +162,12 @@ def tiles(plan: Plan) -> Markup:
     """The five numbers that people ask for first."""
     unit = "tokens" if plan.model.tokens_per_sample > 1 else "samples"
     fullest = max(_memory_by_place(plan), key=lambda memory: memory["total"])
+    proven_gap = f"≤ {math.ceil(plan.gap * 1e4) / 100:.2f} %"
     proof = {
         PlanStatus.OPTIMAL: ("optimal", "proven: no plan is faster"),
-        PlanStatus.WITHIN_GAP: (f"≤ {math.ceil(plan.gap * 1e4) / 100:.2f} %", "from the best possible, proven"),
-        PlanStatus.INTERRUPTED: (f"≤ {math.ceil(plan.gap * 1e4) / 100:.2f} %", "from the best; interrupted"),
+        PlanStatus.WITHIN_GAP: (proven_gap, "from the best possible, proven"),
+        PlanStatus.ABOVE_GAP: (proven_gap, f"from the best, proven; {plan.question.gap * 100:.4g} % was asked"),
+        PlanStatus.INTERRUPTED: (proven_gap, "from the best; interrupted"),
         PlanStatus.DOES_NOT_FIT: ("does not fit", "priced as if it did"),
     }[plan.status]
     shown = (

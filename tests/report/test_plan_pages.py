@@ -13,6 +13,8 @@ from playwright.sync_api import Browser, Page
 
 import phaze
 from phaze.plan.plan import Plan
+from phaze.plan.plan_status import PlanStatus
+from phaze.report.plan_page import plan_page
 
 PIPELINE = {"dp": 2, "pp": 2, "tp": 2, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>\"'&<!--\u2028"
@@ -202,6 +204,19 @@ def test_no_name_brings_its_own_markup_or_script(browser: Browser, pipelined: Pl
             page.evaluate("[...document.scripts].filter((script) => script.textContent.includes('broken')).length") == 1
         )
     assert "<img" not in hostile._repr_html_()
+
+
+@pytest.mark.parametrize("status", PlanStatus)
+def test_the_page_says_the_proof_of_a_plan_of_every_status(searched: Plan, status: PlanStatus) -> None:
+    page = plan_page(replace(searched, status=status, gap=0.0572))
+    assert (
+        "does not fit"
+        if status is PlanStatus.DOES_NOT_FIT
+        else "optimal"
+        if status is PlanStatus.OPTIMAL
+        else "≤ 5.72 %"
+    ) in page
+    assert ("% was asked" in page) == (status is PlanStatus.ABOVE_GAP)
 
 
 def test_the_page_of_gpt3_on_1024_devices_is_below_a_megabyte_and_complete(browser: Browser, tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ class CandidateStages:
         """What follows the last pass of a stage at least."""
         return self.exposed_s + self.tie_s + self.finish_s
 
+    @property
+    def busy_s(self) -> FloatArray:
+        """What the passes of a stage take for one microbatch."""
+        return self.forward_s + self.backward_s + self.weight_s
+
     def least_by_source(self, values: FloatArray, states: int) -> FloatArray:
         """The least of ``values`` (..., candidate) among the candidates that start in each state."""
         least = np.full((*values.shape[:-1], states), np.inf)
