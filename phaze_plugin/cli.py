@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit as argparse does: 0 after `--help` and `--version`, 2 on wrong usage.
     """
     parser = build_parser(COMMANDS)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # The command's own parser knows the options that may have been meant; argparse would ask the outer one.
+        (arguments.parser if arguments.command else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE

@@ -13,10 +13,14 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer
 
 __all__ = [
     "Command",
@@ -73,7 +77,7 @@ def add_json_option(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
 
 
-def add_attention_option(parser: ArgumentParser) -> None:
+def add_attention_option(parser: _ActionsContainer) -> None:
     """Let somebody say how attention runs."""
     parser.add_argument(
         "--attention", choices=("fused", "unfused"), help="one kernel, or products (default: as the chip's software)"

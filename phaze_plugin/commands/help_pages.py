@@ -20,6 +20,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """Print what was asked for; a topic goes before a command of the same name, and names that command."""
     from phaze.commands import COMMANDS
+    from phaze.commands.command_parser import command_help
     from phaze.errors import UnknownNameError
 
     commands = {command.name: command for command in COMMANDS}
@@ -37,13 +38,6 @@ def run(arguments: Namespace, console: Console) -> int:
         raise UnknownNameError("topic", name, {*TOPICS, *commands})
     console.out("\n".join(lines), highlight=False)
     return ExitCode.FINE
-
-
-def command_help(command: Command) -> str:
-    """What `phaze COMMAND --help` prints."""
-    parser = ArgumentParser(prog=f"phaze {command.name}", description=f"{command.summary}.")
-    command.configure(parser)
-    return parser.format_help()
 
 
 help_command = Command(

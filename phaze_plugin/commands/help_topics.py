@@ -26,7 +26,7 @@ from phaze.errors import (
     UnknownNameError,
 )
 
-__all__ = ["TOPICS", "Topic", "topic_of_error"]
+__all__ = ["TOPICS", "Topic", "topic_of_error", "topic_of_option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +308,11 @@ _TOPIC_OF_WORD: Mapping[str, str] = MappingProxyType(
 """Arguments of questions and kinds of names, and the topic that explains each."""
 
 _FIRST_WORD = re.compile(r"(?:unknown )?(\w+)")
+
+
+def topic_of_option(option: str) -> str | None:
+    """The topic that explains what an option such as ``--cluster`` takes, or None where none does."""
+    return _TOPIC_OF_WORD.get(option.removeprefix("--").replace("-", "_"))
 
 
 def topic_of_error(error: BaseException) -> str | None:

@@ -30,6 +30,7 @@ def _configure_optimize(parser: ArgumentParser) -> None:
     add_question_arguments(parser)
     parser.add_argument("--explain", action="store_true", help="also print why")
     add_json_option(parser)
+    parser.epilog = "For example: phaze optimize llama3.1-8b --cluster h100:8 --explain --out plan.json"
 
 
 def _run_optimize(arguments: Namespace, console: Console) -> int:

