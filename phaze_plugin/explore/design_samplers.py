@@ -41,14 +41,9 @@ _EXPLORING_SHARE = 0.1
 _CONFIDENCE = 2.0
 """Standard deviations below the mean at which a candidate is judged: the usual choice, about 95 % on one side."""
 
-_USELESS_SHARE = 0.5
-"""Designs that provably have less than this share of the best value are told as their bounds instead of evaluated to
-the end. Values in a space differ by factors of hundreds, so that what a bound is off by moves the fit of a linear
-process little; the evaluations that it saves take most of the time."""
-
 _TPE_BEST_FEW = 25
 """How many of its trials TPE learns from, at most: it looks at which are its best (a tenth of all, at most 25) and
-never at how good the others are, so that the others need not be evaluated to the end."""
+never at how good the others are, so that the others need no value."""
 
 _MISSING = (
     "the method needs {package}, which is not installed: pip install 'phaze-plugin[baselines]'. The exact search needs "
@@ -57,9 +52,7 @@ _MISSING = (
 
 
 class DesignSampler(Protocol):
-    """A method of drawing designs; one that `needs_bounds` learns from how bad the useless ones are, too."""
-
-    needs_bounds: bool
+    """A method of drawing designs."""
 
     def propose(self) -> list[int]:
         """The rows to evaluate next; none when no design is left."""
@@ -76,8 +69,6 @@ class DesignSampler(Protocol):
 
 class RandomSampler:
     """Draws designs at random."""
-
-    needs_bounds = False
 
     def __init__(self, lattice: DesignLattice, seed: int) -> None:
         self._lattice, self._generator = lattice, np.random.default_rng(seed)
@@ -98,8 +89,6 @@ class RandomSampler:
 
 class TpeSampler:
     """Optuna's TPE; a proposal outside of the space, or one made before, gives way to the nearest other design."""
-
-    needs_bounds = False
 
     def __init__(self, lattice: DesignLattice, seed: int) -> None:
         try:
@@ -138,8 +127,6 @@ class TpeSampler:
 class SpotlightSampler:
     """Spotlight's Bayesian optimisation over domain features."""
 
-    needs_bounds = True
-
     def __init__(self, lattice: DesignLattice, seed: int) -> None:
         self._lattice, self._seed, self._generator = lattice, seed, np.random.default_rng(seed)
         self._rows: list[int] = []
@@ -164,8 +151,8 @@ class SpotlightSampler:
         self._values += values
 
     def least_useful(self, values: Sequence[float]) -> float:
-        """A share of the best."""
-        return _USELESS_SHARE * values[-1] if values else 0.0
+        """The process learns from all values."""
+        return 0.0
 
     def _ranked(self, candidates: list[int]) -> list[int]:
         """The candidates, those with the least lower confidence bound on their cost first."""

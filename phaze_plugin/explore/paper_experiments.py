@@ -25,7 +25,7 @@ from phaze.explore.executors import Workers
 from phaze.explore.experiment_rows import Baseline, Contender, ModelExperiment
 from phaze.explore.journal import Journal
 from phaze.explore.sampled_result import SampledRun
-from phaze.explore.sampled_search import SearchMethod, sample_designs
+from phaze.explore.sampled_search import Rehearsal, SearchMethod, rehearse, sample_designs
 from phaze.explore.search_question import REFERENCE, SearchOptions, SearchQuestion, ask_search
 from phaze.explore.search_state import EvaluatedDesign
 from phaze.hardware import AcceleratorArray, preset
@@ -91,9 +91,11 @@ def run_experiment(
     both, best_first = _searched(model, options)
     assert best_first is not None
     baselines = []
+    best_first.workers = workers or Workers()
+    rehearsal = rehearse(best_first) if settings.methods else Rehearsal(strategies=())
     for method in settings.methods:
         report(f"{method}, {settings.seeds} seeds")
-        baselines.append(_baseline(best_first, of_experts, method, settings, workers or Workers()))
+        baselines.append(_baseline(best_first, of_experts, method, settings, rehearsal))
     return ModelExperiment(
         model=best_first.question.names[0],
         network=network,
@@ -170,11 +172,10 @@ def _baseline(
     of_experts: BestFirstSearch | None,
     method: SearchMethod,
     settings: ExperimentSettings,
-    workers: Workers,
+    rehearsal: Rehearsal,
 ) -> Baseline:
     """What a method finds with every seed, and what its chips reach with the experts' placement."""
-    best_first.workers = workers
-    runs = sample_designs(best_first, method, range(settings.seeds), settings.evaluations)
+    runs = sample_designs(best_first, method, range(settings.seeds), settings.evaluations, rehearsal)
     values = [run.value for run in runs]
     with_experts = [_with_experts(run, of_experts) for run in runs] if method is SearchMethod.SPOTLIGHT_DELAY else []
     lengths = {run.evaluations for run in runs}

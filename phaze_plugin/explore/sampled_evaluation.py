@@ -1,9 +1,10 @@
-"""How good a drawn design is: the planner's own evaluation, as far as the method that drew it can use it.
+"""How good a drawn design is: what one of its plans takes for certain, and in the end what its best plan does.
 
-The value of a design is what the exact search would find for it: the same slices, schedules, placement and objective.
-A method says which values it can tell from others (`DesignSampler.least_useful`). A design whose value provably is
-below that is not scheduled and placed to the end: its value is then an upper bound, from closed forms, and `Outcome`
-says so. What is called best was evaluated.
+While a method draws, a design is worth what a real plan of it takes (`plan_estimates.py`), or nothing where the sweep's
+bounds prove that the method cannot use it (`DesignSampler.least_useful`). The best design of a run is then evaluated as
+the exact search evaluates designs: the same slices, schedules, placement and objective (`DesignEvaluator.evaluate`).
+Where the optimum is asked for (gap 0), where energy counts, and where everything is counted as the paper does, designs
+are evaluated so from the beginning.
 
 `DelayEvaluator` is the objective that Spotlight has of its own: the time that one device takes for all layers of the
 models, forward and backward, one layer after another. It knows no network, no memory and no parallelism.
@@ -13,18 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from phaze.explore.design_bounds import FloatArray, SweptSlicing
+from phaze.explore.design_bounds import SweptSlicing
 from phaze.explore.objectives import DesignCosts, Metric, Objective
+from phaze.explore.plan_estimates import PlanEstimate, PlanEstimator, listed_problem, promise
 from phaze.explore.search_question import SearchQuestion
 from phaze.explore.worker_tasks import (
-    BoundTask,
     EvaluateTask,
     Evaluation,
-    bound_step_time,
     evaluate_design,
     one_device_delay_s,
     schedule_options,
@@ -33,54 +33,57 @@ from phaze.hardware import Accelerator
 from phaze.hardware.area_energy import area_mm2
 from phaze.parallelism import Parallelism
 from phaze.place import is_beaten
-from phaze.place.model.stage_costs import update_s_per_parameter
 
-__all__ = ["DelayEvaluator", "DesignEvaluator", "Outcome"]
+__all__ = ["DelayEvaluator", "DesignEvaluator", "Strategies", "can_estimate"]
 
-_NOTHING_KNOWN = 256
-"""Rows that are made room for at first; the table doubles when it is full."""
+Strategies = Sequence[Sequence[Parallelism]]
+"""For each model the strategies that were the best on some designs."""
+
+_NO_ESTIMATE = PlanEstimate(time_s=math.inf, parallelism=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """How good a design is.
-
-    Attributes:
-        value: the objective's value, 0 where some model does not fit; where it is not evaluated, an upper bound that
-            was low enough, or 0 if no bound was asked for.
-        is_evaluated: whether the value is that of plans.
-        evaluations: the best plan of each model, where it is evaluated.
-    """
-
-    value: float
-    is_evaluated: bool
-    evaluations: tuple[Evaluation, ...] = ()
+def can_estimate(question: SearchQuestion) -> bool:
+    """Whether the time of a plan that is nearly the best says enough of a design."""
+    return question.gap > 0 and not question.is_paper and question.metric is not Metric.PER_ENERGY
 
 
 class DesignEvaluator:
-    """Evaluates designs by the objective of the search."""
+    """Evaluates designs by the objective of the search; without strategies nothing is estimated."""
 
-    def __init__(self, question: SearchQuestion, slicings: Sequence[SweptSlicing], objective: Objective) -> None:
+    def __init__(
+        self,
+        question: SearchQuestion,
+        slicings: Sequence[SweptSlicing],
+        objective: Objective,
+        strategies: Strategies = (),
+    ) -> None:
         self._question, self._objective = question, objective
         self._by_model = [
             [swept for swept in slicings if swept.slicing.model == model] for model in range(len(question.names))
         ]
-        self._likely: dict[str, Parallelism | None] = {}  # by slicing: what was best the last time
-        self._beaten = {swept.slicing.name: _BeatenRows(len(swept.slicing.columns) + 2) for swept in slicings}
+        self._estimators = [
+            PlanEstimator(model_question, by_model, known)
+            for model_question, by_model, known in zip(question.questions, self._by_model, strategies, strict=False)
+        ]
 
-    def evaluate(self, point: int, hbm_bytes: int, least_useful: float = 0.0, *, needs_bound: bool = False) -> Outcome:
-        """The value of an accelerator of the space with some memory; see `Outcome`.
+    def value(self, point: int, hbm_bytes: int, least_useful: float = 0.0) -> float:
+        """The value of some plans of an accelerator of the space with some memory: of the best, but for estimates.
 
-        What provably is not useful has the value 0, or with `needs_bound` an upper bound on its value.
+        It is 0 where nothing fits, and where the value provably is below what is useful.
         """
-        chip = replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
+        chip = self._chip(point, hbm_bytes)
         area = area_mm2(chip)
-        cutoff_s = self._cutoff_s(area, least_useful) if least_useful > 0 else math.inf
-        if cutoff_s < math.inf and self._is_slower(point, chip, cutoff_s):
-            bound = self._upper_bound(point, chip, area, least_useful) if needs_bound else 0.0
-            return Outcome(value=bound, is_evaluated=False)
-        evaluations = tuple(self._best_plan(model, point, chip) for model in range(len(self._by_model)))
-        return Outcome(value=self.value_of(evaluations, area), is_evaluated=True, evaluations=evaluations)
+        if least_useful > 0 and self._is_useless(point, area, least_useful):
+            return 0.0
+        times_s = [estimator.estimate(point, chip).time_s for estimator in self._estimators]
+        if not times_s or math.isinf(max(times_s)):
+            return self.value_of(self.evaluate(point, hbm_bytes), area)
+        return self.value_of([_estimated(time_s) for time_s in times_s], area)
+
+    def evaluate(self, point: int, hbm_bytes: int) -> tuple[Evaluation, ...]:
+        """The best plan of each model, up to the gap of the search."""
+        chip = self._chip(point, hbm_bytes)
+        return tuple(self._best_plan(model, point, chip) for model in range(len(self._by_model)))
 
     def value_of(self, evaluations: Sequence[Evaluation], area: float) -> float:
         """The objective's value of one plan for each model; 0 where some model has none."""
@@ -94,77 +97,53 @@ class DesignEvaluator:
         )
         return self._objective.value(costs)
 
-    def _cutoff_s(self, area: float, least_useful: float) -> float:
-        """The step time at which a single model has some value; infinite where several models or energy count."""
-        if len(self._by_model) > 1 or self._objective.metric is Metric.PER_ENERGY:
-            return math.inf
-        per_area = area if self._objective.metric is Metric.PER_AREA else 1.0
-        return self._objective.samples[0] / (least_useful * per_area)
+    def _chip(self, point: int, hbm_bytes: int) -> Accelerator:
+        return replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
 
-    def _is_slower(self, point: int, chip: Accelerator, cutoff_s: float) -> bool:
-        """Whether no plan of the single model takes less than some time, as far as it can be told quickly."""
-        return all(
-            float(swept.bounds.step_s[point]) >= cutoff_s or self._is_beaten(swept, point, chip, cutoff_s)
-            for swept in self._promising(0, point)
-        )
-
-    def _is_beaten(self, swept: SweptSlicing, point: int, chip: Accelerator, time_s: float) -> bool:
-        """Whether no plan of a slicing takes less than some time, by what is known or by a quick proof."""
-        if swept.slicing.is_paper:
+    def _is_useless(self, point: int, area: float, least_useful: float) -> bool:
+        """Whether the sweep proves a value below some; energy is not looked at, its bounds are of no use here."""
+        if self._objective.metric is Metric.PER_ENERGY:
             return False
-        problem = swept.slicing.problem_with(swept.bounds.pass_s[point], chip)
-        row = np.array([*swept.bounds.pass_s[point], update_s_per_parameter(problem), -float(chip.hbm_bytes)])
-        known = self._beaten[swept.slicing.name]
-        if known.covers(row, time_s):
-            return True
-        if is_beaten(problem, time_s, swept.slicing.network):
-            known.add(row, time_s)
-            return True
-        return False
-
-    def _upper_bound(self, point: int, chip: Accelerator, area: float, least_useful: float) -> float:
-        """A value that a design which is not useful does not exceed."""
-        least_s = math.inf
-        for swept in self._promising(0, point):
-            if float(swept.bounds.step_s[point]) < least_s:
-                problem = swept.slicing.problem_with(swept.bounds.pass_s[point], chip)
-                task = BoundTask(problem=problem, cutoff_s=math.inf, is_paper=swept.slicing.is_paper)
-                least_s = min(least_s, max(bound_step_time(task), float(swept.bounds.step_s[point])))
-        if math.isinf(least_s):
-            return 0.0
-        bound = Evaluation(time_s=least_s, bound_s=least_s, parallelism=Parallelism())
-        return min(least_useful, self.value_of((bound,), area))
+        least_s = [min(float(swept.bounds.step_s[point]) for swept in by_model) for by_model in self._by_model]
+        return self.value_of([_estimated(seconds) for seconds in least_s], area) < least_useful
 
     def _best_plan(self, model: int, point: int, chip: Accelerator) -> Evaluation:
         """The best plan of a model, slicing by slicing, each with what the last one reached as its cutoff."""
         model_question = self._question.questions[model]
+        estimate = self._estimators[model].estimate(point, chip) if self._estimators else _NO_ESTIMATE
         best, cutoff_s = Evaluation(time_s=None, bound_s=None), math.inf
-        for swept in self._promising(model, point):
+        for swept in self._promising(model, point, estimate.parallelism):
             slicing, least_s = swept.slicing, float(swept.bounds.step_s[point])
-            if least_s >= cutoff_s or (cutoff_s < math.inf and self._is_beaten(swept, point, chip, cutoff_s)):
+            if least_s >= cutoff_s or self._is_beaten(model, swept, chip, cutoff_s):
                 continue
-            evaluation = evaluate_design(
-                EvaluateTask(
-                    model_question=model_question,
-                    accelerator=chip,
-                    slicings=((least_s, slicing),),
-                    cutoff_s=cutoff_s / (1 - model_question.gap / 2),  # what is nearer to it is not looked for
-                    likely=self._likely.get(slicing.name),
-                )
+            task = EvaluateTask(
+                model_question=model_question,
+                accelerator=chip,
+                slicings=((least_s, slicing),),
+                cutoff_s=cutoff_s,
+                likely=estimate.parallelism,
             )
+            evaluation = evaluate_design(task)
             if evaluation.time_s is not None and evaluation.time_s < cutoff_s:
                 best, cutoff_s = evaluation, evaluation.time_s
-                self._likely[slicing.name] = evaluation.parallelism
         return best
 
-    def _promising(self, model: int, point: int) -> list[SweptSlicing]:
-        """The quickest slicings first; of about equal ones the smallest microbatches, which are mostly the best."""
+    def _is_beaten(self, model: int, swept: SweptSlicing, chip: Accelerator, time_s: float) -> bool:
+        """Whether a quick proof tells that no plan of a slicing beats some time by more than the gap."""
+        if swept.slicing.is_paper or math.isinf(time_s):
+            return False
+        model_question = self._question.questions[model]
+        problem = listed_problem(swept.slicing, chip, schedule_options(model_question))
+        return is_beaten(problem, time_s * (1 - model_question.gap / 2), swept.slicing.network)
+
+    def _promising(self, model: int, point: int, likely: Parallelism | None) -> list[SweptSlicing]:
+        """The likely slicing first, then the quickest; of about equal ones the smallest microbatches."""
+        wanted = (None, None) if likely is None else (likely.micro_batch_size, likely.tp)
         return sorted(
             self._by_model[model],
             key=lambda swept: (
-                round(20 * math.log(float(swept.bounds.step_s[point]))),
-                swept.slicing.micro_batch_size,
-                swept.slicing.name,
+                (swept.slicing.micro_batch_size, swept.slicing.tp) != wanted,
+                *promise(point, swept),
             ),
         )
 
@@ -174,41 +153,30 @@ class DelayEvaluator:
 
     def __init__(self, question: SearchQuestion, slicings: Sequence[SweptSlicing]) -> None:
         self._question = question
-        self._slicings = [swept.slicing for swept in slicings if swept.slicing.tp == 1]
+        self._slicings = [swept for swept in slicings if swept.slicing.tp == 1]
 
-    def evaluate(self, point: int, hbm_bytes: int, least_useful: float = 0.0, *, needs_bound: bool = False) -> Outcome:
+    def value(self, point: int, hbm_bytes: int, least_useful: float = 0.0) -> float:
         """The value of an accelerator; memory counts for nothing, and nothing is left out for being useless."""
         chip = replace(self._question.points.at(point), hbm_bytes=hbm_bytes)
-        delay_s = sum(self._delay_s(model, chip) for model in range(len(self._question.names)))
-        return Outcome(value=0.0 if math.isinf(delay_s) else 1 / delay_s, is_evaluated=True)
+        delay_s = sum(self._delay_s(model, point, chip) for model in range(len(self._question.names)))
+        return 0.0 if math.isinf(delay_s) else 1 / delay_s
 
-    def _delay_s(self, model: int, chip: Accelerator) -> float:
-        """Seconds of one sample through all layers and back, at the microbatch size that suits the chip best."""
-        options = schedule_options(self._question.questions[model])
+    def _delay_s(self, model: int, point: int, chip: Accelerator) -> float:
+        """Seconds of one sample through all layers and back, at the microbatch size that suits the chip best.
+
+        Layers are scheduled by lists; a size that is no quicker by the sweep's bounds is not scheduled.
+        """
+        question = self._question.questions[model]
+        options = replace(schedule_options(question), is_quick=question.gap > 0)
+        per_sample_s = question.cluster.device_count / question.global_batch_size
+        known = [swept for swept in self._slicings if swept.slicing.model == model]
         least_s = math.inf
-        for slicing in (slicing for slicing in self._slicings if slicing.model == model):
-            least_s = min(least_s, one_device_delay_s(slicing, chip, options) / slicing.micro_batch_size)
+        for swept in sorted(known, key=lambda swept: float(swept.bounds.step_s[point])):
+            if float(swept.bounds.step_s[point]) * per_sample_s < least_s:
+                slicing = swept.slicing
+                least_s = min(least_s, one_device_delay_s(slicing, chip, options) / slicing.micro_batch_size)
         return least_s
 
 
-class _BeatenRows:
-    """Accelerators that take at least some time on a slicing: so does one that is no better in any number.
-
-    The numbers are those of its row, the seconds of its update and its memory, with a minus.
-    """
-
-    def __init__(self, numbers: int) -> None:
-        self._rows, self._times = np.empty((_NOTHING_KNOWN, numbers)), np.empty(_NOTHING_KNOWN)
-        self._count = 0
-
-    def covers(self, row: FloatArray, time_s: float) -> bool:
-        """Whether this follows from something known."""
-        known, times = self._rows[: self._count], self._times[: self._count]
-        return bool(((times >= time_s) & (known <= row).all(axis=1)).any())
-
-    def add(self, row: FloatArray, time_s: float) -> None:
-        """Remember one."""
-        if self._count == len(self._times):
-            self._rows, self._times = (np.concatenate((table, table)) for table in (self._rows, self._times))
-        self._rows[self._count], self._times[self._count] = row, time_s
-        self._count += 1
+def _estimated(time_s: float) -> Evaluation:
+    return Evaluation(time_s=time_s, bound_s=time_s, parallelism=Parallelism())

@@ -1,16 +1,18 @@
 """Searches that draw designs instead of proving them: the baselines that the exact search is compared with.
 
-A run is one method with one seed: it proposes designs (`design_samplers`), which are evaluated as the exact search
-evaluates them (`sampled_evaluation`), until it has spent its evaluations. Runs of several seeds tell how much is luck.
-Nothing that a run finds exceeds the bound of the exact search over the same question.
+A run is one method with one seed: it proposes designs (`design_samplers`) and is told what they are worth
+(`sampled_evaluation`), until it has spent its evaluations. The best design of each run is then evaluated as the exact
+search evaluates designs. Runs of several seeds tell how much is luck. Nothing that a run finds exceeds the bound of the
+exact search over the same question.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from phaze.errors import PlanError
@@ -19,13 +21,24 @@ from phaze.explore.design_bounds import SweptSlicing
 from phaze.explore.design_lattice import DesignLattice
 from phaze.explore.design_samplers import DesignSampler, RandomSampler, SpotlightSampler, TpeSampler
 from phaze.explore.objectives import Objective
+from phaze.explore.plan_estimates import rehearsal_points
 from phaze.explore.reported_designs import reported_design
-from phaze.explore.sampled_evaluation import DelayEvaluator, DesignEvaluator, Outcome
+from phaze.explore.sampled_evaluation import DelayEvaluator, DesignEvaluator, Strategies, can_estimate
 from phaze.explore.sampled_result import SampledRun, SampledSearch
 from phaze.explore.search_question import SearchQuestion
+from phaze.explore.worker_tasks import Evaluation
+from phaze.parallelism import Parallelism
 from phaze.planner.progress import TimeLimitError
 
-__all__ = ["DEFAULT_EVALUATIONS", "SAMPLED_METHODS", "SearchMethod", "run_sampled_search", "sample_designs"]
+__all__ = [
+    "DEFAULT_EVALUATIONS",
+    "SAMPLED_METHODS",
+    "Rehearsal",
+    "SearchMethod",
+    "rehearse",
+    "run_sampled_search",
+    "sample_designs",
+]
 
 DEFAULT_EVALUATIONS = 100
 """Designs that a run evaluates unless told: Spotlight's number."""
@@ -46,22 +59,61 @@ SAMPLED_METHODS = tuple(method for method in SearchMethod if method is not Searc
 layers; its chip is then planned like any other."""
 
 
+_Place = tuple[int, int]
+"""A design: its accelerator's position in the space, and its memory in bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SamplingTask:
-    """One run.
+class Rehearsal:
+    """What all runs over a space share: strategies for estimates, and designs that were evaluated.
+
+    Attributes:
+        strategies: of each model, those that were the best on some designs; none where nothing is estimated.
+        evaluated: designs that were evaluated to the end, each with the processor seconds that it took.
+    """
+
+    strategies: Strategies
+    evaluated: dict[_Place, tuple[tuple[Evaluation, ...], float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluatingTask:
+    """Designs to evaluate to the end, or what a run needs to know of them.
 
     Attributes:
         question: what is searched.
         slicings: the slicings of all models with their bounds.
         objective: what is made large.
-        method: how designs are drawn.
-        seed: of everything that is drawn.
-        evaluations: designs to evaluate.
+        strategies: strategies for estimates.
     """
 
     question: SearchQuestion
     slicings: Sequence[SweptSlicing]
     objective: Objective
+    strategies: Strategies
+
+    def evaluator(self) -> DesignEvaluator:
+        """Evaluates designs."""
+        return DesignEvaluator(self.question, self.slicings, self.objective, self.strategies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaceTask(EvaluatingTask):
+    """One design to evaluate to the end."""
+
+    place: _Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingTask(EvaluatingTask):
+    """One run.
+
+    Attributes:
+        method: how designs are drawn.
+        seed: of everything that is drawn.
+        evaluations: designs to evaluate.
+    """
+
     method: SearchMethod
     seed: int
     evaluations: int
@@ -72,16 +124,12 @@ class DrawnDesign:
     """What one run found.
 
     Attributes:
-        point: the best accelerator's position in the space; None where nothing fitted.
-        hbm_bytes: its memory.
-        outcome: how good it is by the search's objective.
+        place: the best design; None where nothing fitted.
         history: the best value after each evaluation, by the objective of the method.
         processor_s: processor seconds of the run.
     """
 
-    point: int | None
-    hbm_bytes: int
-    outcome: Outcome
+    place: _Place | None
     history: tuple[float, ...]
     processor_s: float
 
@@ -91,8 +139,9 @@ def run_sampled_search(
 ) -> SampledSearch:
     """Sweep, then run a method with seeds 0 to `seeds` - 1; a time limit keeps the runs that are finished."""
     best_first.sweep()
-    sweep_s = time.monotonic() - started_s
-    runs = sample_designs(best_first, method, range(seeds), evaluations)
+    rehearsal = rehearse(best_first)
+    shared_s = time.monotonic() - started_s
+    runs = sample_designs(best_first, method, range(seeds), evaluations, rehearsal)
     if not runs:
         raise PlanError("no run was finished before the time was over; allow more time, or fewer evaluations.")
     return SampledSearch(
@@ -101,21 +150,47 @@ def run_sampled_search(
         method=method.value,
         runs=tuple(runs),
         asked_seeds=seeds,
-        sweep_seconds=sweep_s,
+        sweep_seconds=shared_s,
         seconds=time.monotonic() - started_s,
     )
 
 
+def rehearse(best_first: BestFirstSearch) -> Rehearsal:
+    """Evaluate a few designs of a space that is swept, for the strategies that they need."""
+    question, state = best_first.question, best_first.state
+    if not can_estimate(question):
+        return Rehearsal(strategies=())
+    rehearsal = Rehearsal(strategies=())
+    # Small and large memories take turns, because what fits decides about strategies, too.
+    places = [
+        (point, question.hbm_bytes[-1 - index % len(question.hbm_bytes)])
+        for index, point in enumerate(rehearsal_points(state.slicings))
+    ]
+    _evaluate(best_first, places, rehearsal)
+    strategies: list[list[Parallelism]] = [[] for _ in question.names]
+    for evaluations, _ in rehearsal.evaluated.values():
+        for known, evaluation in zip(strategies, evaluations, strict=True):
+            if evaluation.parallelism is not None:
+                known.append(evaluation.parallelism)
+    return replace(rehearsal, strategies=strategies)
+
+
 def sample_designs(
-    best_first: BestFirstSearch, method: SearchMethod, seeds: Sequence[int], evaluations: int
+    best_first: BestFirstSearch,
+    method: SearchMethod,
+    seeds: Sequence[int],
+    evaluations: int,
+    rehearsal: Rehearsal | None = None,
 ) -> list[SampledRun]:
     """Runs of a method, one for each seed, over a space that is swept; the finished ones where the time was over."""
     state = best_first.state
+    rehearsal = rehearse(best_first) if rehearsal is None else rehearsal
     tasks = [
         SamplingTask(
             question=best_first.question,
             slicings=state.slicings,
             objective=state.objective,
+            strategies=rehearsal.strategies,
             method=method,
             seed=seed,
             evaluations=evaluations,
@@ -130,20 +205,53 @@ def sample_designs(
 
     with suppress(TimeLimitError):
         best_first.workers.run(draw_designs, tasks, done)
-    return [_told(best_first, seeds[index], drawn[index]) for index in sorted(drawn)]
+        _evaluate(best_first, [run.place for run in drawn.values() if run.place is not None], rehearsal)
+    is_told = {index: run.place is None or run.place in rehearsal.evaluated for index, run in drawn.items()}
+    return [_told(best_first, seeds[index], drawn[index], rehearsal) for index in sorted(drawn) if is_told[index]]
 
 
-def _told(best_first: BestFirstSearch, seed: int, drawn: DrawnDesign) -> SampledRun:
+def _evaluate(best_first: BestFirstSearch, places: Sequence[_Place], rehearsal: Rehearsal) -> None:
+    """Evaluate designs to the end that were not yet; each costs what it took when it came first."""
+    state = best_first.state
+    missing = [place for place in dict.fromkeys(places) if place not in rehearsal.evaluated]
+    tasks = [
+        PlaceTask(
+            question=best_first.question,
+            slicings=state.slicings,
+            objective=state.objective,
+            strategies=rehearsal.strategies,
+            place=place,
+        )
+        for place in missing
+    ]
+
+    def done(index: int, result: tuple[tuple[Evaluation, ...], float]) -> None:
+        rehearsal.evaluated[missing[index]] = result
+        best_first.report(f"evaluated {best_first.question.points.names[missing[index][0]]}")
+
+    best_first.workers.run(evaluate_place, tasks, done)
+
+
+def evaluate_place(task: PlaceTask) -> tuple[tuple[Evaluation, ...], float]:
+    """The best plans of a design, and the processor seconds that they took."""
+    started_s = time.process_time()
+    return task.evaluator().evaluate(*task.place), time.process_time() - started_s
+
+
+def _told(best_first: BestFirstSearch, seed: int, drawn: DrawnDesign, rehearsal: Rehearsal) -> SampledRun:
     """A run as results tell it."""
-    design = None
-    if drawn.point is not None:
-        design = reported_design(best_first.state, drawn.point, drawn.outcome.evaluations, drawn.hbm_bytes)
+    design, spent_s = None, drawn.processor_s
+    if drawn.place is not None:
+        (point, hbm_bytes), (evaluations, evaluated_s) = drawn.place, rehearsal.evaluated[drawn.place]
+        spent_s += evaluated_s
+        if all(evaluation.time_s is not None for evaluation in evaluations):
+            design = reported_design(best_first.state, point, evaluations, hbm_bytes)
     return SampledRun(
         seed=seed,
         value=0.0 if design is None else design.value,
         design=design,
         history=drawn.history,
-        processor_s=drawn.processor_s,
+        processor_s=spent_s,
     )
 
 
@@ -153,33 +261,25 @@ def draw_designs(task: SamplingTask) -> DrawnDesign:
     is_delay = task.method is SearchMethod.SPOTLIGHT_DELAY
     sizes = task.question.hbm_bytes[-1:] if is_delay else task.question.hbm_bytes  # memory does not change a delay
     lattice = DesignLattice(task.question.points, sizes)
-    end_to_end = DesignEvaluator(task.question, task.slicings, task.objective)
-    evaluator = DelayEvaluator(task.question, task.slicings) if is_delay else end_to_end
+    evaluator = DelayEvaluator(task.question, task.slicings) if is_delay else task.evaluator()
     sampler = _sampler(task.method, lattice, task.seed)
     history: list[float] = []
-    best_row, best = None, Outcome(value=0.0, is_evaluated=True)
-    useful: list[float] = []  # values of plans, ascending
+    best_row, best = None, 0.0
+    useful: list[float] = []  # values of designs that fit, ascending
     while len(history) < task.evaluations and (rows := sampler.propose()):
         rows = rows[: task.evaluations - len(history)]
         values = []
         for row in rows:
-            least = sampler.least_useful(useful)
-            outcome = evaluator.evaluate(*lattice.design(row), least, needs_bound=sampler.needs_bounds)
-            values.append(outcome.value)
-            if outcome.is_evaluated and outcome.value > 0:
-                useful = sorted([*useful, outcome.value])
-                if outcome.value > best.value:
-                    best_row, best = row, outcome
-            history.append(best.value)
+            value = evaluator.value(*lattice.design(row), sampler.least_useful(useful))
+            values.append(value)
+            if value > 0:
+                insort(useful, value)
+            if value > best:
+                best_row, best = row, value
+            history.append(best)
         sampler.tell(rows, values)
-    point, hbm_bytes = (None, sizes[-1]) if best_row is None else lattice.design(best_row)
-    if is_delay and point is not None:
-        best = end_to_end.evaluate(point, hbm_bytes)
-        point = point if best.value > 0 else None
     return DrawnDesign(
-        point=point,
-        hbm_bytes=hbm_bytes,
-        outcome=best,
+        place=None if best_row is None else lattice.design(best_row),
         history=tuple(history),
         processor_s=time.process_time() - started_s,
     )

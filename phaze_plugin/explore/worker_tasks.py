@@ -44,6 +44,7 @@ __all__ = [
     "ScheduleTask",
     "bound_step_time",
     "evaluate_design",
+    "on_accelerator",
     "one_device_delay_s",
     "schedule_options",
     "schedule_pass_bounds",
@@ -148,14 +149,14 @@ def schedule_pass_bounds(task: ScheduleTask) -> list[list[float]]:
         if task.slicing.is_paper:
             profiles = _paper_profiles(task.slicing, accelerator, task.options)[1]
         else:
-            profiles = dict(profile_model(_on_accelerator(task.slicing.sharded, accelerator), task.options).profiles)
+            profiles = dict(profile_model(on_accelerator(task.slicing.sharded, accelerator), task.options).profiles)
         rows.append([_column_bound_s(profiles, task.slicing.tp, column) for column in task.slicing.columns])
     return rows
 
 
 def one_device_delay_s(slicing: Slicing, accelerator: Accelerator, options: ProfileOptions) -> float:
     """Seconds of a microbatch through all layers and back on one device, one scheduled layer after another."""
-    profiles = profile_model(_on_accelerator(slicing.sharded, accelerator), options).profiles
+    profiles = profile_model(on_accelerator(slicing.sharded, accelerator), options).profiles
     layers = [profiles[layer.key, slicing.tp, RecomputeMode.NONE] for layer in slicing.problem.graph.layers]
     passes = [(layer.forward_s, layer.backward_input_s, layer.backward_weight_s) for layer in layers]
     return sum(float(seconds.value[0]) for layer_passes in passes for seconds in layer_passes)
@@ -195,7 +196,7 @@ def evaluate_design(task: EvaluateTask) -> Evaluation:
 def _evaluate(task: EvaluateTask, slicing: Slicing, cutoff_s: float) -> Evaluation:
     cluster = replace(task.model_question.cluster, accelerator=task.accelerator)
     model_question = replace(task.model_question, cluster=cluster)
-    slices = profile_model(_on_accelerator(slicing.sharded, task.accelerator), schedule_options(model_question))
+    slices = profile_model(on_accelerator(slicing.sharded, task.accelerator), schedule_options(model_question))
     problem = replace(slicing.problem, profiles=slices.profiles, cluster=cluster)
     result = find_placement(
         problem,
@@ -242,7 +243,7 @@ def _likely_here(likely: Parallelism | None, slicing: Slicing) -> Parallelism | 
     )
 
 
-def _on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
+def on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
     """The same slices on another accelerator; equal layers stay one object."""
     axis = replace(model.axis, cluster=replace(model.axis.cluster, accelerator=accelerator))
     moved: dict[int, ShardedLayer] = {}
@@ -287,7 +288,7 @@ def _paper_profiles(
     """Profiles with the seconds of schedules, and with their bounds."""
     exact_s: dict[PassColumn, float] = {}
     bounds_s: dict[PassColumn, float] = {}
-    for key, layer in layer_variants(_on_accelerator(slicing.sharded, accelerator)).items():
+    for key, layer in layer_variants(on_accelerator(slicing.sharded, accelerator)).items():
         local = slice_layer(layer)
         whole = single_layer(local)
         passes = {FORWARD: whole.forward, _PAPER_BACKWARD: whole.backward}

@@ -180,6 +180,6 @@ def test_sampling_as_the_paper_counts_finds_what_evaluating_everything_finds() -
         few, whole = (DesignEvaluator(question, state.slicings, state.objective) for _ in range(2))
         best = 0.0
         for point in range(len(points)):
-            best = max(best, few.evaluate(point, question.hbm_bytes[0], best).value)
-        values = [whole.evaluate(point, question.hbm_bytes[0]).value for point in range(len(points))]
+            best = max(best, few.value(point, question.hbm_bytes[0], best))
+        values = [whole.value(point, question.hbm_bytes[0]) for point in range(len(points))]
         assert best == pytest.approx(max(values))
