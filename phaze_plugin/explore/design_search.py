@@ -22,7 +22,7 @@ from phaze.explore.executors import Workers, open_workers
 from phaze.explore.journal import Journal
 from phaze.explore.network_search import search_networks
 from phaze.explore.objectives import pareto_front
-from phaze.explore.reported_designs import chip_fields, plans_fit, reported_design
+from phaze.explore.reported_designs import plans_fit, reported_design, with_plans
 from phaze.explore.sampled_result import SampledSearch
 from phaze.explore.sampled_search import DEFAULT_EVALUATIONS, SearchMethod, run_sampled_search
 from phaze.explore.search_question import SearchOptions, SearchQuestion, ask_search
@@ -405,5 +405,5 @@ def _explored(best_first: BestFirstSearch) -> tuple[Explored, ...]:
     explored[best.point] = replace(explored[best.point], state="evaluated", value=best.value)
     for point, row in explored.items():
         if row.state == "evaluated":
-            explored[point] = replace(row, fields=chip_fields(best_first.question.points.at(point)))
+            explored[point] = with_plans(state, best if point == best.point else state.evaluated[point], row)
     return tuple(explored[point] for point in range(len(names)))

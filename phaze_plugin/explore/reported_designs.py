@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phaze.cost.operator_work import op_work
-from phaze.explore.search_result import Design, ModelRow
+from phaze.explore.design_bounds import Slicing
+from phaze.explore.search_result import Design, Explored, ModelRow
 from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.utilisations import Utilisation, average_utilisation, peak_utilisation
 from phaze.explore.worker_tasks import Evaluation
 from phaze.hardware import Accelerator, AcceleratorArray
 from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.ir import Phase
-from phaze.planner.least_step_time import step_flops
 from phaze.question import Question
 from phaze.space import powers_w
 
-__all__ = ["chip_fields", "plans_fit", "reported_design", "utilisations"]
+__all__ = ["plans_fit", "reported_design", "with_plans"]
 
 _GIB = 2**30
 
@@ -46,48 +45,56 @@ def reported_design(state: SearchState, point: int, evaluations: Sequence[Evalua
         hbm_gib=hbm_bytes / _GIB,
         area_mm2=float(state.areas_mm2[point]),
         value=judged.value,
-        fields=chip_fields(chip),
+        fields=_chip_fields(chip),
         power_w=float(powers_w(AcceleratorArray.of([chip]))[0]),
         models=tuple(
             _model_row(
                 name,
                 replace(model_question, cluster=replace(model_question.cluster, accelerator=chip)),
+                _slicing_of(state, model, evaluation),
                 evaluation,
-                ratio,
+                ratios[model],
             )
-            for name, model_question, evaluation, ratio in zip(
-                question.names, question.questions, evaluations, ratios, strict=True
+            for model, (name, model_question, evaluation) in enumerate(
+                zip(question.names, question.questions, evaluations, strict=True)
             )
         ),
     )
 
 
-def chip_fields(chip: Accelerator) -> dict[str, object]:
+def with_plans(state: SearchState, design: EvaluatedDesign, row: Explored) -> Explored:
+    """An evaluated accelerator with its sizes, and with its plans where all models fit."""
+    question = state.question
+    chip = question.points.at(design.point)
+    models: tuple[ModelRow, ...] = ()
+    if design.costs is not None:
+        models = reported_design(state, design.point, design.evaluations, question.hbm_bytes[-1]).models
+    power_w = float(powers_w(AcceleratorArray.of([chip]))[0])
+    return replace(row, fields=_chip_fields(chip), power_w=power_w, models=models)
+
+
+def _chip_fields(chip: Accelerator) -> dict[str, object]:
     """The cores, sizes, clock and bandwidth of a design."""
     return {name: getattr(chip, name) for name in (*INTEGER_FIELDS, *REAL_FIELDS)}
 
 
-def utilisations(model_question: Question, step_time_s: float) -> tuple[float, float]:
-    """The parts of a step in which the tensor and the vector units of all devices have work, as averages.
-
-    It is the work of forward and backward over what all units could do in that time; what is computed again, fill,
-    padding and waiting count as idle.
-    """
-    chip, graph = model_question.cluster.accelerator, model_question.graph
-    devices = model_question.cluster.device_count
-    tensors = graph.tensors
-    operations = sum(op_work(op, tensors).vector_operations for op in graph.ops if op.phase is not Phase.UPDATE)
-    lane_operations = operations * model_question.global_batch_size / graph.micro_batch_size
-    peak = chip.peak_flops_per_s(model_question.recipe.compute_dtype)
-    lanes_per_s = chip.vector_cores * chip.vector_lanes * chip.clock_hz
-    available_s = devices * step_time_s
-    return step_flops(model_question) / (peak * available_s), lane_operations / (lanes_per_s * available_s)
+def _slicing_of(state: SearchState, model: int, evaluation: Evaluation) -> Slicing | None:
+    """The slicing of an evaluation's plan; None where there is none."""
+    plan = evaluation.parallelism
+    for index in state.slicings_of(model):
+        slicing = state.slicings[index].slicing
+        if plan is not None and (slicing.micro_batch_size, slicing.tp) == (plan.micro_batch_size, plan.tp):
+            return slicing
+    return None
 
 
-def _model_row(name: str, model_question: Question, evaluation: Evaluation, ratio: float | None) -> ModelRow:
+def _model_row(
+    name: str, model_question: Question, slicing: Slicing | None, evaluation: Evaluation, ratio: float | None
+) -> ModelRow:
     time_s, samples = evaluation.time_s, model_question.global_batch_size
     assert time_s is not None
-    tensor, vector = utilisations(model_question, time_s)
+    average = average_utilisation(model_question, time_s)
+    peak = Utilisation(0.0, 0.0) if slicing is None else peak_utilisation(model_question, slicing)
     return ModelRow(
         model=name,
         samples_per_s=samples / time_s,
@@ -96,7 +103,9 @@ def _model_row(name: str, model_question: Question, evaluation: Evaluation, rati
         joules_per_sample=None if evaluation.energy_j is None else evaluation.energy_j / samples,
         strategy=evaluation.strategy(),
         needed_bytes=evaluation.needed_bytes,
-        tensor_utilisation=tensor,
-        vector_utilisation=vector,
+        tensor_utilisation=average.tensor,
+        vector_utilisation=average.vector,
+        peak_tensor_utilisation=peak.tensor,
+        peak_vector_utilisation=peak.vector,
         ratio=ratio,
     )

@@ -16,7 +16,7 @@ from phaze.printable_text import printable
 from phaze.report.csv_text import csv_text
 from phaze.report.notebook_views import search_view
 from phaze.report.plan_text import seconds_text
-from phaze.report.search_page import search_page
+from phaze.report.search_page import UTILISATIONS, search_page, strategy_text
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
@@ -35,9 +35,10 @@ __all__ = [
 ]
 
 FORMAT = "phaze-search"
-VERSION = 8
-"""Version 8 has plans of version 8; version 5 tells power, utilisation, networks, the best few and the best one's
-neighbours; version 4 carries a digest of its content; version 3 has the designs that were evaluated."""
+VERSION = 9
+"""Version 9 tells the plans of all evaluated designs, and peaks of utilisation; version 8 has plans of version 8;
+version 5 tells power, utilisation, networks, the best few and the best one's neighbours; version 4 carries a digest of
+its content; version 3 has the designs that were evaluated."""
 
 _SHOWN_DEGREES = ("dp", "tp", "pp", "micro_batch_size", "zero")
 """The parts of a strategy that a line about a model shows."""
@@ -87,6 +88,8 @@ class ModelRow:
         needed_bytes: memory of the fullest device.
         tensor_utilisation: the part of all tensor cores' cycles in a step that matrix products take at least.
         vector_utilisation: likewise of the vector lanes.
+        peak_tensor_utilisation: the part in the pass of a layer that keeps the tensor cores busiest.
+        peak_vector_utilisation: likewise of the vector lanes.
         ratio: the objective over that of the model's best plan on tpuv4-paper; None for a single model.
     """
 
@@ -99,6 +102,8 @@ class ModelRow:
     needed_bytes: float
     tensor_utilisation: float
     vector_utilisation: float
+    peak_tensor_utilisation: float
+    peak_vector_utilisation: float
     ratio: float | None = None
 
 
@@ -225,6 +230,8 @@ class Explored:
         value: its value; None where it was not evaluated, or only as far as it took to see that it is not the best.
         box: the box that it was pruned or left open with.
         fields: its cores and sizes if it was evaluated, else nothing.
+        power_w: what it draws with everything at work, if it was evaluated.
+        models: its plans, if it was evaluated and all models fit.
     """
 
     name: str
@@ -234,6 +241,18 @@ class Explored:
     value: float | None
     box: str
     fields: Mapping[str, object] = field(default_factory=dict)
+    power_w: float | None = None
+    models: tuple[ModelRow, ...] = ()
+
+    def cells(self) -> list[object]:
+        """A line of CSV; what a design has of each model is joined with semicolons."""
+        columns = (
+            [f"{row.samples_per_s:.6g}" for row in self.models],
+            [strategy_text(row.strategy) for row in self.models],
+            *([f"{getattr(row, name):.4f}" for row in self.models] for name in UTILISATIONS),
+        )
+        own = (self.name, self.area_mm2, self.state, self.bound, self.value, self.box, self.power_w)
+        return [*own, *("; ".join(column) for column in columns)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +314,8 @@ class SearchResult:
 
     def explored_csv(self) -> str:
         """The explored accelerators as CSV: a line for each, in the order of the space."""
-        names = [name for name in Explored.__slots__ if name != "fields"]
-        return csv_text(names, ([getattr(row, name) for name in names] for row in self.explored))
+        names = ("name", "area_mm2", "state", "bound", "value", "box", "power_w", "samples_per_s", "strategy")
+        return csv_text((*names, *UTILISATIONS), (row.cells() for row in self.explored))
 
     def __str__(self) -> str:
         best, proof = self.best, self.certificate

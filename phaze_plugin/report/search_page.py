@@ -14,7 +14,7 @@ from phaze.report.html_elements import Markup, element, joined, table
 from phaze.report.page import build_page, chart, section
 from phaze.report.plan_text import seconds_text
 
-__all__ = ["search_page"]
+__all__ = ["UTILISATIONS", "search_page", "strategy_text"]
 
 REFERENCE = "tpuv4-paper"
 """The accelerator that people know; values of several models are ratios to it."""
@@ -35,11 +35,15 @@ _AXES = {
     "buffer_bytes": "buffer, MiB",
 }
 
+UTILISATIONS = ("tensor_utilisation", "vector_utilisation", "peak_tensor_utilisation", "peak_vector_utilisation")
+"""What a document says of a model's plan: how busy it keeps the units, over a step and in its busiest pass."""
+
 _CONTENTS = {
     "answer": "The answer",
     "designs": "Designs",
     "shapes": "What they are made of",
     "models": "Models",
+    "neighbours": "Around the best",
     "proof": "What is proven",
 }
 
@@ -47,12 +51,15 @@ _CONTENTS = {
 def search_page(document: Mapping[str, Any]) -> str:
     """The whole page of a search's document."""
     best = document["best"]
-    body = joined((_headline(document), _designs(document), _shapes(document), _models(document), _proof(document)))
+    neighbours = _neighbours(document)
+    parts = [_headline(document), _designs(document), _shapes(document), _models(document)]
+    parts += [] if neighbours is None else [neighbours]
+    contents = {name: text for name, text in _CONTENTS.items() if name != "neighbours" or neighbours is not None}
     return build_page(
         f"The accelerator to build: {best['name']}",
-        body,
+        joined((*parts, _proof(document))),
         _chart_data(document),
-        contents=_CONTENTS,
+        contents=contents,
         scripts=("search.js",),
     )
 
@@ -205,11 +212,13 @@ def _models(document: Mapping[str, Any]) -> Markup:
             f"{1 - row['bound_s'] / row['step_time_s']:.2%}",
             "" if row["ratio"] is None else f"{row['ratio']:.3f}",
             "" if row["joules_per_sample"] is None else f"{row['joules_per_sample']:.4g}",
-            _strategy(row["strategy"]),
+            *_busy(row),
+            strategy_text(row["strategy"]),
         )
         for row in document["best"]["models"]
     ]
-    headings = ["model", ">samples/s", ">step", ">gap of its plan", f">times {REFERENCE}", ">J a sample", "strategy"]
+    headings = ["model", ">samples/s", ">step", ">gap of its plan", f">times {REFERENCE}", ">J a sample"]
+    headings += [*_BUSY_HEADINGS, "strategy"]
     memories = [
         (
             f"{row['hbm_gib']:g} GiB",
@@ -221,6 +230,7 @@ def _models(document: Mapping[str, Any]) -> Markup:
         "models",
         "Models on the best design",
         table(headings, rows, aria_label="Models on the best design"),
+        element("p", _BUSY_TEXT),
         element("h3", "With other memories"),
         table(
             ["memory", f">{_UNITS[document['objective']]}"], memories, aria_label="The best design with other memories"
@@ -228,9 +238,74 @@ def _models(document: Mapping[str, Any]) -> Markup:
     )
 
 
-def _strategy(strategy: Mapping[str, Any]) -> str:
+_BUSY_HEADINGS = (">tensor units busy", ">vector units busy")
+_BUSY_TEXT = (
+    "Units are busy on average over a step and, in brackets, in the pass of a layer that keeps them busiest. What is "
+    "computed again, fill, padding and waiting count as idle."
+)
+
+
+def _busy(row: Mapping[str, Any]) -> tuple[str, str]:
+    """How busy tensor and vector units are: on average, and at most in brackets."""
+    tensor, vector, most_tensor, most_vector = (row[name] for name in UTILISATIONS)
+    return f"{tensor:.1%} ({most_tensor:.0%})", f"{vector:.1%} ({most_vector:.0%})"
+
+
+def strategy_text(strategy: Mapping[str, Any]) -> str:
+    """The parts of a strategy that a table shows."""
     names = ("dp", "tp", "pp", "zero", "micro_batch_size", "schedule")
     return ", ".join(f"{name.replace('_', ' ')} {strategy[name]}" for name in names if name in strategy)
+
+
+def _neighbours(document: Mapping[str, Any]) -> Markup | None:
+    """The best few designs, the steps along each axis and the networks, as far as they were asked for."""
+    parts: list[Markup] = []
+    if document["top"]:
+        headings = ["", "design", f">{_UNITS[document['objective']]}", ">area, mm²", ">power, W", "model"]
+        top = table([*headings, *_BUSY_HEADINGS, "strategy"], _top_rows(document), aria_label="The best few designs")
+        parts += [element("h3", "The best few designs"), top]
+    if document["sensitivity"]:
+        headings = ["one step", "design", ">area, mm²", f">{_UNITS[document['objective']]}", ">change"]
+        steps = table(headings, _step_rows(document), aria_label="One step along each axis")
+        parts += [element("h3", "One step along each axis"), steps]
+    if document["networks"]:
+        headings = ["network", "design", f">{_UNITS[document['objective']]}", ">none exceeds"]
+        rows = [
+            (row["network"], row["name"], _found_text(document, row["value"]), _value_text(document, row["bound"]))
+            for row in document["networks"]
+        ]
+        parts += [element("h3", "Networks"), table(headings, rows, aria_label="Networks")]
+    return section("neighbours", "Around the best", *parts) if parts else None
+
+
+def _top_rows(document: Mapping[str, Any]) -> list[Sequence[str]]:
+    """A row for each model of each of the best few; the design is told in the first of them."""
+    rows: list[Sequence[str]] = []
+    for index, design in enumerate(document["top"]):
+        named = design["name"] + (f" on {design['network']}" if design["network"] else "")
+        value = _value_text(document, design["value"])
+        own = (f"{index + 1}", named, value, f"{design['area_mm2']:.1f}", f"{design['power_w']:.0f}")
+        for place, row in enumerate(design["models"]):
+            rows.append((*(("",) * 5 if place else own), row["model"], *_busy(row), strategy_text(row["strategy"])))
+    return rows
+
+
+def _step_rows(document: Mapping[str, Any]) -> list[Sequence[str]]:
+    """A row for each axis and direction; what the space does not have says so."""
+    return [
+        (
+            f"{row['field'].replace('_', ' ')} {row['direction']}",
+            row["name"] or "not in the space",
+            "" if row["area_mm2"] is None else f"{row['area_mm2']:.1f}",
+            _found_text(document, row["value"]) if row["name"] else "",
+            "" if row["change"] is None else f"{row['change']:+.2%}",
+        )
+        for row in document["sensitivity"]
+    ]
+
+
+def _found_text(document: Mapping[str, Any], value: float | None) -> str:
+    return "nothing fits, or nothing better" if value is None else _value_text(document, value)
 
 
 def _proof(document: Mapping[str, Any]) -> Markup:

@@ -1,5 +1,7 @@
 """What else is told about designs, against brute force: the best few, the best network, neighbours, utilisation."""
 
+import csv
+import io
 from typing import Any
 
 import pytest
@@ -95,6 +97,36 @@ def test_utilisation_of_tensor_units_is_that_of_the_plan(result: phaze.SearchRes
     assert row.tensor_utilisation == pytest.approx(plan.mfu, rel=1e-9)
     assert 0 < row.vector_utilisation < 1
     assert result.best.power_w > 0
+
+
+def test_the_busiest_pass_keeps_units_busier_than_the_whole_step(result: phaze.SearchResult) -> None:
+    for design in (result.best, *result.top):
+        for row in design.models:
+            assert row.tensor_utilisation <= row.peak_tensor_utilisation <= 1
+            assert row.vector_utilisation <= row.peak_vector_utilisation <= 1
+
+
+def test_the_table_of_designs_tells_the_plan_of_each_that_was_evaluated(result: phaze.SearchResult) -> None:
+    lines = list(csv.DictReader(io.StringIO(result.explored_csv())))
+    assert len(lines) == len(POINTS) * len(NETWORKS)
+    planned = [line for line in lines if line["strategy"]]
+    assert planned
+    assert {line["state"] for line in planned} == {"evaluated"}
+    best = next(line for line in planned if line["name"] == f"{result.best.name}@{result.best.network}")
+    (row,) = result.best.models
+    assert float(best["samples_per_s"]) == pytest.approx(row.samples_per_s, rel=1e-5)
+    assert float(best["peak_tensor_utilisation"]) == pytest.approx(row.peak_tensor_utilisation, abs=1e-4)
+    assert float(best["power_w"]) == pytest.approx(result.best.power_w)
+
+
+def test_the_page_shows_the_best_few_their_neighbours_and_the_networks(result: phaze.SearchResult) -> None:
+    page = result.to_html()
+    for design in result.top:
+        assert f"{design.name} on {design.network}" in page
+    for row in result.sensitivity:
+        assert f"{row.field.replace('_', ' ')} {row.direction}" in page
+    for label in ("The best few designs", "One step along each axis", "Networks", "tensor units busy"):
+        assert label in page
 
 
 @pytest.mark.parametrize(
