@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
@@ -34,6 +34,7 @@ from phaze.explore.search_result import (
     PrunedBox,
     SearchProgress,
     SearchResult,
+    SensitivityRow,
 )
 from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import Evaluation
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["run_search", "search"]
 
 _GIB = 2**30
+
+_UNNOTICED_S = 1.0
+"""A time limit that is exceeded by no more than this is not explained."""
 
 
 @overload
@@ -133,13 +137,16 @@ def search(
         workers = stack.enter_context(open_workers(executor, trust_scheduler=trust_scheduler))
         kept = Journal() if journal is None else Journal.open(journal, questions[0].journal_header())
         stack.callback(kept.close)
+        workers.ends_at_s = None if time_limit_s is None else started_s + time_limit_s
         watch = _Watched(workers, kept, progress, time_limit_s, started_s)
         if chosen is not SearchMethod.EXACT:
             return run_sampled_search(watch.prepare(questions[0], 0.0), chosen, seeds, evaluations, started_s)
         settle = partial(run_search, has_sensitivity=sensitivity)
         if len(questions) > 1:  # without a journal's file: results on one network are no use to another
-            return search_networks(questions, replace(watch, journal=None).prepare, settle)
-        return settle(watch.prepare(questions[0], 0.0), started_s)
+            result = search_networks(questions, replace(watch, journal=None).prepare, settle)
+        else:
+            result = settle(watch.prepare(questions[0], 0.0), started_s)
+        return replace(result, overtime=watch.overtime())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,12 +158,24 @@ class _Watched:
     listener: Callable[[SearchProgress], object] | None
     time_limit_s: float | None
     started_s: float
+    late: list[tuple[float, str]] = field(default_factory=list)
+
+    def overtime(self) -> str:
+        """Why a search took longer than its time limit; nothing where it did not, by more than what nobody notices."""
+        over_s = 0.0 if self.time_limit_s is None else time.monotonic() - self.started_s - self.time_limit_s
+        if over_s <= _UNNOTICED_S:
+            return ""
+        noticed_s, doing = self.late[0] if self.late else (0.0, "")
+        parts = [f"{noticed_s:.1f} s until {doing} was done, which is not ended half-way"] if self.late else []
+        parts.append(f"{over_s - noticed_s:.1f} s for the plans of the answer")
+        return f"{over_s:.1f} s longer than the limit of {self.time_limit_s:g} s: {', '.join(parts)}"
 
     def prepare(self, question: SearchQuestion, floor: float) -> BestFirstSearch:
         """The search of a question, with a value to beat."""
         journal = Journal() if self.journal is None else self.journal
         best_first = BestFirstSearch(question=question, workers=self.workers, journal=journal, floor=floor)
-        best_first.report = _ProgressReporter(best_first, self.listener, self.time_limit_s, self.started_s).report
+        reporter = _ProgressReporter(best_first, self.listener, self.time_limit_s, self.started_s, self.late)
+        best_first.report = reporter.report
         return best_first
 
 
@@ -198,12 +217,13 @@ def _checked_method(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ProgressReporter:
-    """Tells a listener where a search stands, and ends the search when its time is over."""
+    """Tells a listener where a search stands, and ends the search when its time is over; `late` hears by how much."""
 
     best_first: BestFirstSearch
     listener: Callable[[SearchProgress], object] | None
     time_limit_s: float | None
     started_s: float
+    late: list[tuple[float, str]]
 
     def report(self, doing: str) -> None:
         """Called after every task."""
@@ -211,6 +231,7 @@ class _ProgressReporter:
         if self.listener is not None:
             self.listener(self._progress(doing, elapsed_s))
         if self.time_limit_s is not None and elapsed_s > self.time_limit_s:
+            self.late.append((elapsed_s - self.time_limit_s, doing))
             raise TimeLimitError
 
     def _progress(self, doing: str, elapsed_s: float) -> SearchProgress:
@@ -257,7 +278,7 @@ def run_search(best_first: BestFirstSearch, started_s: float, *, has_sensitivity
         seconds=time.monotonic() - started_s,
         explored=_explored(best_first),
         top=_top(best_first),
-        sensitivity=tuple(sensitivity_rows(best_first)) if has_sensitivity else (),
+        sensitivity=_sensitivity(best_first) if has_sensitivity else (),
     )
 
 
@@ -270,6 +291,15 @@ def _top(best_first: BestFirstSearch) -> tuple[Design, ...]:
         reported_design(state, design.point, design.evaluations, question.hbm_bytes[-1])
         for design in state.best_designs(question.top)
     )
+
+
+def _sensitivity(best_first: BestFirstSearch) -> tuple[SensitivityRow, ...]:
+    """The steps along all axes, as far as the time allows."""
+    rows: list[SensitivityRow] = []
+    if not best_first.is_interrupted:
+        with suppress(TimeLimitError, KeyboardInterrupt):
+            rows.extend(sensitivity_rows(best_first))
+    return tuple(rows)
 
 
 def _with_less_memory(best_first: BestFirstSearch, best: EvaluatedDesign) -> dict[int, tuple[Evaluation, ...]]:

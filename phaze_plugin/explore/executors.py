@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from phaze.errors import PlanError, QuestionError, shown
+from phaze.planner.progress import TimeLimitError
 
 __all__ = ["Workers", "open_workers"]
 
@@ -28,7 +30,9 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _MOST_REPLACEMENTS = 3
-"""How often processes that died are replaced. A few may be killed by chance; more die of what they compute."""
+_REPLACEMENTS_WITHIN_S = 3600.0
+"""How often processes that died are replaced within an hour. A few may be killed by chance, in a search of days more of
+them; that many in an hour die of what they compute."""
 
 _DASK_TIMEOUT_S = 5
 """How long a Dask scheduler may take to answer before it counts as absent."""
@@ -44,12 +48,14 @@ class Workers:
     Attributes:
         executor: where they run; None for this process.
         renew: makes another executor for one whose processes died; None where the executor is the caller's.
-        replaced: how often that was done.
+        replaced_at_s: when that was done, on the clock of `time.monotonic`.
+        ends_at_s: when nothing more is waited for, on the same clock; None for never. Tasks of this process end first.
     """
 
     executor: Executor | None = None
     renew: Callable[[], Executor] | None = None
-    replaced: int = field(default=0, init=False)
+    replaced_at_s: list[float] = field(default_factory=list)
+    ends_at_s: float | None = None
 
     def run(
         self,
@@ -59,7 +65,7 @@ class Workers:
     ) -> list[_Result]:
         """The results in the order of the tasks; `done` is called with each result as it comes, in any order.
 
-        Raises PlanError if processes keep dying.
+        Raises PlanError if processes keep dying, and TimeLimitError when the time is over.
         """
         results: dict[int, _Result] = {}
         if self.executor is None:
@@ -84,7 +90,7 @@ class Workers:
             for index, task in enumerate(tasks):
                 if index not in results:
                     waiting[self.executor.submit(function, task)] = index
-            for future in as_completed(waiting):
+            for future in self._completed(waiting):
                 index = waiting[future]
                 results[index] = future.result()
                 done(index, results[index])
@@ -95,12 +101,28 @@ class Workers:
                 future.cancel()
             raise
 
+    def _completed(self, waiting: Iterable[Future[_Result]]) -> Iterator[Future[_Result]]:
+        """The futures as they are done; raises TimeLimitError when the time is over."""
+        timeout_s = None if self.ends_at_s is None else max(0.0, self.ends_at_s - time.monotonic())
+        futures = as_completed(waiting, timeout_s)
+        while True:
+            try:
+                future = next(futures)
+            except StopIteration:
+                return
+            except TimeoutError:
+                raise TimeLimitError from None
+            yield future
+
     def _replace(self, error: BrokenExecutor) -> None:
-        self.replaced += 1
-        if self.renew is None or self.replaced > _MOST_REPLACEMENTS:
+        now_s = time.monotonic()
+        self.replaced_at_s.append(now_s)
+        lately = sum(now_s - died_at_s < _REPLACEMENTS_WITHIN_S for died_at_s in self.replaced_at_s)
+        if self.renew is None or lately > _MOST_REPLACEMENTS:
             raise PlanError(
-                f"the processes that evaluate accelerators keep dying ({error}); there may be too little memory for so "
-                "many of them: use fewer, such as executor='processes:1'. A journal keeps the tasks that were finished."
+                f"the processes that evaluate accelerators keep dying ({error}), {lately} times within an hour; there "
+                "may be too little memory for so many of them: use fewer, such as executor='processes:1'. A journal "
+                "keeps the tasks that were finished."
             ) from error
         assert self.executor is not None
         self.executor.shutdown(wait=False, cancel_futures=True)

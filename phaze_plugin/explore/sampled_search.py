@@ -12,7 +12,7 @@ import time
 from bisect import insort
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from phaze.errors import PlanError
@@ -62,6 +62,9 @@ layers; its chip is then planned like any other."""
 _Place = tuple[int, int]
 """A design: its accelerator's position in the space, and its memory in bytes."""
 
+EvaluatedPlaces = dict[_Place, tuple[tuple[Evaluation, ...], float]]
+"""Designs that were evaluated to the end, each with the processor seconds that it took."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rehearsal:
@@ -69,11 +72,11 @@ class Rehearsal:
 
     Attributes:
         strategies: of each model, those that were the best on some designs; none where nothing is estimated.
-        evaluated: designs that were evaluated to the end, each with the processor seconds that it took.
+        evaluated: designs that were evaluated to the end; runs in this process add theirs.
     """
 
     strategies: Strategies
-    evaluated: dict[_Place, tuple[tuple[Evaluation, ...], float]] = field(default_factory=dict)
+    evaluated: EvaluatedPlaces = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,11 +115,13 @@ class SamplingTask(EvaluatingTask):
         method: how designs are drawn.
         seed: of everything that is drawn.
         evaluations: designs to evaluate.
+        evaluated: designs that are known already, and where the run keeps its best.
     """
 
     method: SearchMethod
     seed: int
     evaluations: int
+    evaluated: EvaluatedPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,11 +130,13 @@ class DrawnDesign:
 
     Attributes:
         place: the best design; None where nothing fitted.
+        evaluations: its best plans.
         history: the best value after each evaluation, by the objective of the method.
         processor_s: processor seconds of the run.
     """
 
     place: _Place | None
+    evaluations: tuple[Evaluation, ...]
     history: tuple[float, ...]
     processor_s: float
 
@@ -138,10 +145,12 @@ def run_sampled_search(
     best_first: BestFirstSearch, method: SearchMethod, seeds: int, evaluations: int, started_s: float
 ) -> SampledSearch:
     """Sweep, then run a method with seeds 0 to `seeds` - 1; a time limit keeps the runs that are finished."""
-    best_first.sweep()
-    rehearsal = rehearse(best_first)
-    shared_s = time.monotonic() - started_s
-    runs = sample_designs(best_first, method, range(seeds), evaluations, rehearsal)
+    runs: list[SampledRun] = []
+    with suppress(TimeLimitError):
+        best_first.sweep()
+        rehearsal = rehearse(best_first)
+        shared_s = time.monotonic() - started_s
+        runs = sample_designs(best_first, method, range(seeds), evaluations, rehearsal)
     if not runs:
         raise PlanError("no run was finished before the time was over; allow more time, or fewer evaluations.")
     return SampledSearch(
@@ -160,19 +169,18 @@ def rehearse(best_first: BestFirstSearch) -> Rehearsal:
     question, state = best_first.question, best_first.state
     if not can_estimate(question):
         return Rehearsal(strategies=())
-    rehearsal = Rehearsal(strategies=())
     # Small and large memories take turns, because what fits decides about strategies, too.
     places = [
         (point, question.hbm_bytes[-1 - index % len(question.hbm_bytes)])
         for index, point in enumerate(rehearsal_points(state.slicings))
     ]
-    _evaluate(best_first, places, rehearsal)
+    evaluated = _rehearsed(best_first, places)
     strategies: list[list[Parallelism]] = [[] for _ in question.names]
-    for evaluations, _ in rehearsal.evaluated.values():
+    for evaluations, _ in evaluated.values():
         for known, evaluation in zip(strategies, evaluations, strict=True):
             if evaluation.parallelism is not None:
                 known.append(evaluation.parallelism)
-    return replace(rehearsal, strategies=strategies)
+    return Rehearsal(strategies=strategies, evaluated=evaluated)
 
 
 def sample_designs(
@@ -194,6 +202,7 @@ def sample_designs(
             method=method,
             seed=seed,
             evaluations=evaluations,
+            evaluated=rehearsal.evaluated,
         )
         for seed in seeds
     ]
@@ -205,53 +214,53 @@ def sample_designs(
 
     with suppress(TimeLimitError):
         best_first.workers.run(draw_designs, tasks, done)
-        _evaluate(best_first, [run.place for run in drawn.values() if run.place is not None], rehearsal)
-    is_told = {index: run.place is None or run.place in rehearsal.evaluated for index, run in drawn.items()}
-    return [_told(best_first, seeds[index], drawn[index], rehearsal) for index in sorted(drawn) if is_told[index]]
+    return [_told(best_first, seeds[index], drawn[index]) for index in sorted(drawn)]
 
 
-def _evaluate(best_first: BestFirstSearch, places: Sequence[_Place], rehearsal: Rehearsal) -> None:
-    """Evaluate designs to the end that were not yet; each costs what it took when it came first."""
-    state = best_first.state
-    missing = [place for place in dict.fromkeys(places) if place not in rehearsal.evaluated]
+def _rehearsed(best_first: BestFirstSearch, places: Sequence[_Place]) -> EvaluatedPlaces:
+    """Designs, evaluated to the end."""
+    state, evaluated = best_first.state, EvaluatedPlaces()
     tasks = [
         PlaceTask(
             question=best_first.question,
             slicings=state.slicings,
             objective=state.objective,
-            strategies=rehearsal.strategies,
+            strategies=(),
             place=place,
         )
-        for place in missing
+        for place in places
     ]
 
     def done(index: int, result: tuple[tuple[Evaluation, ...], float]) -> None:
-        rehearsal.evaluated[missing[index]] = result
-        best_first.report(f"evaluated {best_first.question.points.names[missing[index][0]]}")
+        evaluated[places[index]] = result
+        best_first.report(f"evaluated {best_first.question.points.names[places[index][0]]}")
 
     best_first.workers.run(evaluate_place, tasks, done)
+    return {place: evaluated[place] for place in places}
 
 
 def evaluate_place(task: PlaceTask) -> tuple[tuple[Evaluation, ...], float]:
     """The best plans of a design, and the processor seconds that they took."""
+    return _evaluated(task.evaluator(), task.place)
+
+
+def _evaluated(evaluator: DesignEvaluator, place: _Place) -> tuple[tuple[Evaluation, ...], float]:
     started_s = time.process_time()
-    return task.evaluator().evaluate(*task.place), time.process_time() - started_s
+    return evaluator.evaluate(*place), time.process_time() - started_s
 
 
-def _told(best_first: BestFirstSearch, seed: int, drawn: DrawnDesign, rehearsal: Rehearsal) -> SampledRun:
+def _told(best_first: BestFirstSearch, seed: int, drawn: DrawnDesign) -> SampledRun:
     """A run as results tell it."""
-    design, spent_s = None, drawn.processor_s
-    if drawn.place is not None:
-        (point, hbm_bytes), (evaluations, evaluated_s) = drawn.place, rehearsal.evaluated[drawn.place]
-        spent_s += evaluated_s
-        if all(evaluation.time_s is not None for evaluation in evaluations):
-            design = reported_design(best_first.state, point, evaluations, hbm_bytes)
+    design = None
+    if drawn.place is not None and all(evaluation.time_s is not None for evaluation in drawn.evaluations):
+        point, hbm_bytes = drawn.place
+        design = reported_design(best_first.state, point, drawn.evaluations, hbm_bytes)
     return SampledRun(
         seed=seed,
         value=0.0 if design is None else design.value,
         design=design,
         history=drawn.history,
-        processor_s=spent_s,
+        processor_s=drawn.processor_s,
     )
 
 
@@ -278,11 +287,12 @@ def draw_designs(task: SamplingTask) -> DrawnDesign:
                 best_row, best = row, value
             history.append(best)
         sampler.tell(rows, values)
-    return DrawnDesign(
-        place=None if best_row is None else lattice.design(best_row),
-        history=tuple(history),
-        processor_s=time.process_time() - started_s,
-    )
+    drawn_s = time.process_time() - started_s
+    place = None if best_row is None else lattice.design(best_row)
+    if place is not None and place not in task.evaluated:
+        task.evaluated[place] = _evaluated(task.evaluator(), place)
+    evaluations, evaluated_s = ((), 0.0) if place is None else task.evaluated[place]
+    return DrawnDesign(place=place, evaluations=evaluations, history=tuple(history), processor_s=drawn_s + evaluated_s)
 
 
 def _sampler(method: SearchMethod, lattice: DesignLattice, seed: int) -> DesignSampler:

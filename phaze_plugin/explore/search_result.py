@@ -274,6 +274,7 @@ class SearchResult:
         networks: what was found on each network, where several were searched.
         top: the best designs that were asked for, best first.
         sensitivity: the best design with each axis one step either way.
+        overtime: why the search took longer than its time limit; empty where it did not.
     """
 
     question: Mapping[str, object]
@@ -290,6 +291,7 @@ class SearchResult:
     networks: tuple[NetworkRow, ...] = ()
     top: tuple[Design, ...] = ()
     sensitivity: tuple[SensitivityRow, ...] = ()
+    overtime: str = ""
 
     def to_json(self) -> str:
         """Everything as a JSON document; of the explored accelerators those that were evaluated."""
@@ -329,6 +331,7 @@ class SearchResult:
             f"work      {proof.points:,} bounded, {proof.scheduled} scheduled, {proof.placed} placed, {proof.bounds} "
             f"bounds by placement; {seconds_text(self.seconds)}",
         ]
+        lines += [f"limit     {self.overtime}"] if self.overtime else []
         lines += [_network_line(self.objective, row) for row in self.networks]
         lines += [_top_line(self.objective, index, design) for index, design in enumerate(self.top)]
         lines += [_sensitivity_line(self.objective, row) for row in self.sensitivity]

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from worker_functions import die, die_once, square
 import phaze
 from phaze.errors import PlanError, QuestionError
 from phaze.explore import executors
+from phaze.explore.design_search import _Watched
 from phaze.explore.executors import Workers, open_workers
 from phaze.explore.search_result import SearchProgress
+from phaze.planner.progress import TimeLimitError
 
 QUESTION: dict[str, Any] = {**SMALL, "micro_batch_size": (2,), "gap": 0.0}
 
@@ -39,7 +43,7 @@ def test_a_process_that_dies_loses_no_task(tmp_path: Path) -> None:
     with open_workers("processes:2") as workers:
         tasks = [(value, str(tmp_path / "died")) for value in range(5)]
         assert workers.run(die_once, tasks) == list(range(5))
-        assert workers.replaced >= 1
+        assert workers.replaced_at_s
 
 
 def search_in_processes(journal: str) -> None:
@@ -96,6 +100,44 @@ def test_a_search_that_is_interrupted_waits_for_no_process() -> None:
 def test_processes_that_keep_dying_are_an_error() -> None:
     with open_workers("processes:1") as workers, pytest.raises(PlanError, match="keep dying"):
         workers.run(die, [1])
+
+
+def test_nothing_is_waited_for_when_the_time_is_over() -> None:
+    released = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        workers = Workers(executor=pool, ends_at_s=time.monotonic() + 0.05)
+        with pytest.raises(TimeLimitError):
+            workers.run(lambda event: event.wait(60), [released])
+        released.set()
+
+
+def test_a_search_that_takes_longer_than_its_limit_says_why() -> None:
+    def overtime(limit_s: float | None, late: list[tuple[float, str]]) -> str:
+        return _Watched(Workers(), None, None, limit_s, time.monotonic() - 80.0, late).overtime()
+
+    assert overtime(None, []) == overtime(100.0, []) == ""
+    told = overtime(50.0, [(20.0, "evaluate/3/0")])
+    assert "longer than the limit of 50 s: 20.0 s until evaluate/3/0 was done" in told
+    assert "for the plans of the answer" in told
+    assert "until" not in overtime(50.0, [])
+
+
+class DeadPool(Executor):
+    """A pool whose processes have died."""
+
+    def submit(self, *_: object, **__: object) -> Future[Any]:  # type: ignore[override]
+        """Tell so, as pools do."""
+        raise BrokenExecutor("a process died")
+
+
+def test_deaths_of_processes_are_counted_by_the_hour() -> None:
+    def with_earlier_deaths(ago_s: float) -> Workers:
+        died_at_s = [time.monotonic() - ago_s] * 3
+        return Workers(executor=DeadPool(), renew=partial(ThreadPoolExecutor, 1), replaced_at_s=died_at_s)
+
+    assert with_earlier_deaths(4000).run(square, [4]) == [16]
+    with pytest.raises(PlanError, match="4 times within an hour"):
+        with_earlier_deaths(1000).run(square, [4])
 
 
 def test_a_search_is_the_same_in_one_process_in_threads_and_in_processes() -> None:
