@@ -41,9 +41,10 @@ def sound_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def captioned_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Images and sequences in which some ids stand for parts of them."""
+    """Images and sequences in which some ids, at other places in each, stand for parts of them."""
     batch = token_batch(size, seed)
-    batch["input_ids"][:, 1:5] = IMAGE_WORD
+    for index, row in enumerate(batch["input_ids"]):
+        row[1 + index % 3 : 5 + index % 3] = IMAGE_WORD
     return {**batch, "pixel_values": torch.randn(size, 3, 16, 16, generator=torch.Generator().manual_seed(seed))}
 
 
@@ -222,6 +223,32 @@ def small_llava() -> torch.nn.Module:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def small_gemma3() -> torch.nn.Module:
+    """A Gemma 3 with its tower for images, which words of an image attend to both ways."""
+    vision = {**_SMALL, "image_size": 16, "patch_size": 8}
+    text = {**_CAUSAL, "head_dim": 8, "sliding_window": 8}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE_WORD
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def typed_captioned_batch(size: int, seed: int) -> dict[str, torch.Tensor]:
+    """The same, with the kind of each id."""
+    batch = captioned_batch(size, seed)
+    return {**batch, "token_type_ids": (batch["input_ids"] == IMAGE_WORD).long()}
+
+
+def small_internvl() -> torch.nn.Module:
+    """A Qwen2 that reads images between words."""
+    vision = {**_SMALL, "image_size": [16, 16], "patch_size": [8, 8]}
+    text = {"model_type": "qwen2", **_CAUSAL}
+    config = transformers.InternVLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE_WORD, downsample_ratio=1.0
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
 _ENDS = {"decoder_start_token_id": 0, "pad_token_id": 2}
 _T5 = {"num_layers": 1, "num_decoder_layers": 1, "d_model": 32, "d_ff": 64, "num_heads": 4, "d_kv": 8}
 _SIDES = {
@@ -336,6 +363,8 @@ MODELS: dict[str, ZooModel] = {
         "ResNetForImageClassification", "ResNetConfig", _RESNET, make_batch=image_batch, has_batch_norms=True
     ),
     "llava": ZooModel(make=small_llava, make_batch=captioned_batch),
+    "gemma3-images": ZooModel(make=small_gemma3, make_batch=typed_captioned_batch),
+    "internvl": ZooModel(make=small_internvl, make_batch=captioned_batch),
     "nanogpt": ZooModel(make=NanoGpt, renamed={"input_ids": "idx", "labels": "targets"}),
     "torch-encoder": ZooModel(make=TorchEncoder),
     "unet": ZooModel(make=UNet, make_batch=image_batch),

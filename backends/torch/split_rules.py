@@ -3,7 +3,7 @@
 Every rule returns what its function would return on the whole tensors, as a split or a whole tensor, or raises NoRule,
 after which the function runs on whole tensors. Rules stand in this order:
 
-- element by element: `element_by_element`, `in_place`, `converted`, and `register_hook` for gradients;
+- element by element: `element_by_element`, `in_place`, `converted`, `masked_scatter`, and `register_hook`;
 - views: `view`, `flatten`, `unflatten` (all by `reshaped`), `unsqueeze`, `squeeze`, `transpose`, `permute`, `t`,
   `expand`, `getitem`, `split`;
 - along dimensions that are whole: `along_whole_dim` (softmax, cumulative sums), `norm`, `reduce`, `cat`, `stack`,
@@ -131,6 +131,23 @@ def register_hook(
         return changed if changed is None else value.matching_part(changed, value.split_dim)
 
     return value.local.register_hook(on_local_gradient)
+
+
+@rule_for("masked_scatter")
+def masked_scatter(func: TorchFunction, target: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Rows of `source` one after another where a mask [..., 1] is true: each device takes those of its positions."""
+    mask, source = to_whole(mask), to_whole(source)
+    if not is_split(target) or mask.shape != (*target.shape[:-1], 1) or source.shape[-1] != target.shape[-1]:
+        raise NoRule
+    which_row = (mask.flatten().cumsum(0) - 1).clamp_min(0).view(mask.shape[:-1])
+    dim = target.split_dim
+    if dim == len(target.shape) - 1:
+        local_mask, local_rows = mask, which_row
+    else:
+        local_mask, local_rows = target.matching_part(mask, dim), target.matching_part(which_row, dim)
+    rows = source.reshape(-1, source.shape[-1])
+    rows = target.matching_part(rows, 1 if dim == len(target.shape) - 1 else -1)
+    return target.with_part(torch.where(local_mask, rows[local_rows], target.local))
 
 
 # ---------------------------------------------------------------------------------------------------------- views

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from phaze.errors import ImportModelError, PhazeError
 from phaze.frontends.torch.fake_model import MODEL_PREFIX, LossCall, as_exported
+from phaze.frontends.torch.values_assumed import ValuesAssumed
 
 __all__ = [
     "CAPTURE_METHODS",
@@ -148,7 +149,8 @@ def _capture_after_dynamo(loss_call: LossCall) -> Capture:
 
 
 def _export(loss_call: LossCall, *, strict: bool = False) -> torch.export.ExportedProgram:
-    with loss_call.fake.mode:
+    # Dynamo, which strict export runs, traces such questions itself.
+    with loss_call.fake.mode, contextlib.nullcontext() if strict else ValuesAssumed():
         return torch.export.export(loss_call.objective, loss_call.arguments, strict=strict)
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import KeyPath, tree_flatten_with_path
 
 from phaze.errors import ImportModelError
 from phaze.frontends.torch.example_inputs import ExampleInputs, TensorSpec
+from phaze.frontends.torch.values_assumed import ValuesAssumed
 from phaze.loss_in_output import loss_candidates
 
 __all__ = [
@@ -235,6 +236,9 @@ def _leaf_name(path: KeyPath) -> str:
 
 @contextlib.contextmanager
 def as_exported() -> Iterator[None]:
-    """Let models believe that torch.export runs them: many skip checks of values while they are exported."""
-    with _compiling_state_context():
+    """Let models believe that torch.export runs them: many skip checks of values while they are exported.
+
+    What they check or place by values all the same is assumed.
+    """
+    with _compiling_state_context(), ValuesAssumed():
         yield

@@ -49,6 +49,9 @@ nearly every model; where fewer do, the last two are taken, and the check by a s
 _FORWARD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a forward may raise at a batch size that it was not written for."""
 
+_LIST_OF_SAMPLES = "aten.unbind.int"
+"""The operator that makes a list of a tensor's samples, which models of images and words join again."""
+
 _NAMES_SHOWN = 5
 """How many names a note lists: enough to see the pattern, and still one line."""
 
@@ -124,8 +127,10 @@ def _import_with_free_batch(task: _Import) -> Graph | None:
         second_trial = run_trial(task.loss_call(examples.with_batch(second)))
         if not _follow_batch(trial.shapes, second_trial.shapes, first, second):
             return None
-        captured = task.capture(loss_call, trial)
-        return refine_factors(task.graph(captured, first), first).with_micro_batch(size)
+        graph = task.graph(task.capture(loss_call, trial), first)
+        if any(first in (len(op.inputs), len(op.outputs)) for op in graph.ops):  # a list with a tensor for each sample
+            return None
+        return refine_factors(graph, first).with_micro_batch(size)
     except (GraphError, ImportModelError, *_FORWARD_ERRORS):  # raised again, and explained, at the caller's own size
         return None
 
@@ -189,10 +194,18 @@ def _batch_primes(fake: FakeModel, examples: ExampleInputs) -> tuple[int, int]:
 
 
 def _follow_batch(small_run: OperatorShapes, large_run: OperatorShapes, small: int, large: int) -> bool:
-    """Whether two runs differ by their batch alone: each dimension that `small` divides has grown, the others not."""
+    """Whether two runs differ by their batch alone: each dimension that `small` divides has grown, the others not.
+
+    Lists of samples count as equal: what is made of their tensors shows whether they are more than views.
+    """
     if len(small_run) != len(large_run):
         return False
     for (small_operator, small_shapes), (large_operator, large_shapes) in zip(small_run, large_run, strict=True):
+        if small_operator == large_operator == _LIST_OF_SAMPLES and (len(small_shapes), len(large_shapes)) == (
+            small,
+            large,
+        ):
+            continue
         predicted = tuple(
             tuple(size // small * large if size % small == 0 else size for size in shape) for shape in small_shapes
         )

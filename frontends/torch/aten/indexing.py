@@ -134,6 +134,40 @@ def _scatter(call: OperatorCall) -> Value:
     return call.emit(OpKind.SCATTER, function, Rule(operands, (whole,), factors), *inputs)
 
 
+def _masked_scatter(call: OperatorCall) -> Value:
+    """A tensor with the rows of another, in their order, where a mask of rows is true (parts of images among words).
+
+    Every sample is taken to get as many rows as every other, so that the batch is a factor of both.
+    """
+    x, mask, source = call.tensor("self"), call.tensor("mask"), call.tensor("source")
+    dims, masked, rows, factors = _masked_rows(call.shape(x), call.shape(mask), call.shape(source))
+    return call.emit(OpKind.SCATTER, "masked_scatter", Rule((dims, masked, rows), (dims,), factors), x, mask, source)
+
+
+def _masked_scatter_backward(call: OperatorCall) -> Value:
+    """The rows of a gradient where the mask is true."""
+    gradient, mask = call.tensor("grad_output"), call.tensor("mask")
+    dims, masked, rows, factors = _masked_rows(call.shape(gradient), call.shape(mask), call.out_shape())
+    rule = Rule((dims, masked), (rows,), factors)
+    return call.emit(OpKind.LOOKUP, "masked_scatter_backward", rule, gradient, mask)
+
+
+def _masked_rows(shape: Shape, mask: Shape, source: Shape) -> tuple[Dims, Dims, Dims, tuple[Factor, ...]]:
+    """The dimensions of [batch, positions, features], of a mask [batch, positions, 1], of rows, and all factors.
+
+    Rows are [batch, rows, features] or [(batch rows), features].
+    """
+    if len(shape) != 3 or mask != (*shape[:2], 1) or source[-1] != shape[2] or len(source) not in (2, 3):
+        raise Unsupported
+    batch, of_each = (source[0], source[1]) if len(source) == 3 else (shape[0], source[0] // shape[0])
+    if batch != shape[0] or source[:-1] not in ((batch, of_each), (batch * of_each,)):
+        raise Unsupported
+    dims = dims_of(shape)
+    rows = (dims[0], Dim(("rows",)), dims[2]) if len(source) == 3 else (Dim(("d0", "rows")), dims[2])
+    factors = (*factors_of(shape), Factor("rows", of_each, FactorKind.LOOKUP))
+    return dims, (dims[0], dims[1], Dim()), rows, factors
+
+
 INDEXING: OperatorTable = {
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
@@ -143,4 +177,6 @@ INDEXING: OperatorTable = {
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _index_put),
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scatter),
+    "masked_scatter": _masked_scatter,
+    "masked_scatter_backward": _masked_scatter_backward,
 }
