@@ -197,6 +197,11 @@ def train_in_ranks(model: ZooModel, plan: phaze.Plan, expected: Mapping[str, Any
     run = plan.apply(model.build(), inputs=model.batch(BATCH), optimizer=optimizer_of, **batch_norm, **loss_fn)
     losses = [float(run.step(**run.share(model.batch(BATCH, step)))) for step in range(STEPS)]
     differences = [abs(loss - wanted) / abs(wanted) for loss, wanted in zip(losses, expected["losses"], strict=True)]
+    held = {name for stage in run.stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, held)
+    if missing := expected["parameters"].keys() - set().union(*everywhere):
+        return {"failure": f"no process trains {', '.join(sorted(missing)[:3])}"}
     for stage in run.stages:
         state = stage.state_dict()
         for name, _ in stage.named_parameters():

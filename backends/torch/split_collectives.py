@@ -334,7 +334,12 @@ def scattered(value: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torc
 def all_gathered(
     local: torch.Tensor, axis: Axis, dim: int, outer: int, length: int, *, sums_gradient: bool = False
 ) -> torch.Tensor:
-    """The whole of a split tensor; its gradient is summed over devices where what reads it works on parts."""
+    """The whole of a split tensor; its gradient is summed over devices where what reads it works on parts.
+
+    Ids and masks, which have no gradient, are gathered outside of autograd: models read them inside of torch.vmap.
+    """
+    if not local.requires_grad:
+        return gather_parts(local, axis, dim, outer, length)
     whole: torch.Tensor = _AllGathered.apply(local, axis, dim, outer, length, sums_gradient)
     return whole
 

@@ -239,6 +239,8 @@ class _FollowsDependence(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
+        if func is torch.Tensor._is_all_true:  # a check by values, such as Hugging Face's of placeholders of images
+            return torch.tensor(True)
         result, dependents = func(*args, **(kwargs or {})), self.run.dependents
         results, operands = tensors_in(result), tensors_in((args, kwargs or {}))
         if not results or not any(operand.requires_grad or id(operand) in dependents for operand in operands):

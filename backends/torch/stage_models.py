@@ -95,6 +95,7 @@ class StageModel:
         incoming: tensors that arrived and were not put in their places yet.
         wires: how tensors that cross its cuts are sent.
         losses: where the last stage puts the losses of the batch at hand.
+        exit: what stands at the end of the stage; None for the last one.
         records_gradients: whether the forward at hand was begun with gradients.
     """
 
@@ -104,6 +105,7 @@ class StageModel:
     incoming: list[torch.Tensor] = field(default_factory=list)
     wires: Wires = field(default_factory=lambda: Wires(None, None))
     losses: BatchLosses = field(init=False)
+    exit: _StageExit | None = None
     records_gradients: bool = True
 
     def take_shapes(self, run: DryRun, stage: int) -> None:
@@ -113,9 +115,8 @@ class StageModel:
         for name, part in self.module.named_modules():
             if isinstance(part, _AbsentModule):
                 part.results, part.calls = tuple(run.results[name]), 0
-            elif isinstance(part, _StageExit):
-                assert self.boundary_out is not None
-                part.boundary = self.boundary_out
+        if self.exit is not None and self.boundary_out is not None:
+            self.exit.boundary = self.boundary_out
 
 
 def build_stage(module: torch.nn.Module, paths: Sequence[str], run: DryRun, stage: int) -> StageModel:
@@ -154,7 +155,13 @@ def _replace_absent_modules(
         name = f"{path}.{key}".lstrip(".")
         if name == exit_path:
             assert built.boundary_out is not None
-            module._modules[key] = _StageExit(child, built.boundary_out)
+            built.exit = _StageExit(child, built.boundary_out)
+            if not any(is_inside(live_path, name) for live_path in live):
+                module._modules[key] = built.exit
+                continue
+            # The stage itself calls a part of this module, as models of images and words do with their embedding.
+            child.forward = built.exit.forward
+            _replace_absent_modules(child, name, live, exit_path, run, built)
         elif not any(True for _ in child.parameters()):
             continue
         elif not any(is_inside(live_path, name) for live_path in live) and name in run.results:

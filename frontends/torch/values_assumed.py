@@ -78,6 +78,7 @@ def _is_mask(index: object) -> bool:
 def _placed(target: torch.Tensor, mask: torch.Tensor, values: Any) -> torch.Tensor:
     """A tensor in which the values stand where the mask is true, each row of them once or the only one everywhere."""
     rows = torch.as_tensor(values, dtype=target.dtype, device=target.device)
-    mask = mask.reshape(*mask.shape, *(1 for _ in target.shape[mask.dim() :]))
-    has_rows = rows.dim() == len(target.shape) - mask.dim() + 1 and rows.shape[0] > 1
+    features = target.dim() - mask.dim()
+    has_rows = rows.dim() == features + 1 and rows.shape[0] > 1
+    mask = mask.reshape(*mask.shape, *(1 for _ in range(features)))
     return target.masked_scatter(mask, rows) if has_rows else torch.where(mask, rows, target)

@@ -20,6 +20,7 @@ CASES: dict[str, Strategy] = {
     "nanogpt pp2": {"pp": 2},
     "nanogpt-indexed tp2": {"tp": 2},
     "encoder pp2": {"pp": 2},
+    "captioned pp2": {"pp": 2},
     "gemma3 dp2 zero3": {"dp": 2, "zero": 3},
     "gemma3 tp2": {"tp": 2},
     "mamba dp2 zero3": {"dp": 2, "zero": 3},
@@ -46,6 +47,9 @@ CASES_IN_FULL: dict[str, Strategy] = {
     "gpt-oss dp2": {"dp": 2},
     "qwen2-moe cp2": {"cp": 2},
     "spare pp2": {"pp": 2},
+    "captioned tp2": {"tp": 2},
+    "captioned cp2": {"cp": 2},
+    "captioned dp2 zero3": {"dp": 2, "zero": 3},
     "batch-normed dp2": {"dp": 2, "micro_batch_size": 4},
 }
 """Cases beside those of the default run, whose models and degrees that one has in other combinations."""

@@ -60,6 +60,19 @@ def test_functions_without_a_rule_are_counted_with_what_they_gather() -> None:
     assert str(WholeCalls().report()) == "0 batches: every function ran on parts, or nothing is split"
 
 
+@pytest.mark.parametrize(("dim", "is_balanced"), [(1, False), (1, True), (2, False)])
+def test_rows_are_placed_by_a_mask_in_the_parts_of_devices(dim: int, is_balanced: bool) -> None:
+    mask = torch.tensor([0, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.bool).reshape(2, 8, 1)
+    words, rows = torch.randn(2, 8, 4), torch.randn(5, 4)
+    whole = words.masked_scatter(mask, rows)
+    for index in range(2):
+        axis = Axis(None, 2, index, is_balanced=is_balanced)
+        value = SplitTensor(local_part(words, axis, dim, 1), axis, words.shape, dim)
+        placed = value.masked_scatter(mask, rows)
+        assert isinstance(placed, SplitTensor)
+        assert torch.equal(placed.local, local_part(whole, axis, dim, 1))
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

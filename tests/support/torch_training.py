@@ -239,6 +239,18 @@ def _t5(layers: int = 2, use_cache: bool = False) -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def _captioned() -> torch.nn.Module:
+    """A language model that reads images between words, and whose embedding is called outside of it, and tied."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = transformers.InternVLConfig(
+        vision_config={**sizes, "image_size": [16, 16], "patch_size": [8, 8]},
+        text_config={"model_type": "qwen2", **sizes, **_IDS, "num_key_value_heads": 2, "vocab_size": 96},
+        image_token_id=1,
+        downsample_ratio=1.0,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
 def _bert() -> torch.nn.Module:
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(
@@ -337,6 +349,7 @@ _BUILDERS = {
     "lora": _lora,
     "t5": _t5,
     "bert": _bert,
+    "captioned": _captioned,
     "hand-written": HandWritten,
     "headless": partial(Headless, layers=2),
     "encoder": TorchEncoder,
@@ -368,6 +381,9 @@ def batch_of(kind: str, seed: int = 1, size: int = BATCH) -> dict[str, torch.Ten
     names = ("tokens", "targets") if is_written else ("input_ids", "labels")
     if kind.startswith("nanogpt"):
         names = ("idx", "targets")
+    if kind == "captioned":
+        tokens[:, 3:7] = 1
+        return {"input_ids": tokens, "labels": labels, "pixel_values": torch.randn(size, 3, 16, 16)}
     return dict(zip(names, (tokens, labels), strict=True))
 
 

@@ -5,6 +5,7 @@ import torch
 import torch_models as models
 
 import phaze
+import phaze.ir
 from phaze.errors import GraphError
 
 
@@ -59,3 +60,34 @@ def test_a_model_that_is_tied_to_its_batch_stays_fixed_and_says_so(model: torch.
     assert any(note.startswith("fixed to the microbatch of 6") for note in graph.notes)
     with pytest.raises(GraphError, match="fixed to the microbatch it was captured with, 6"):
         graph.with_micro_batch(2)
+
+
+class Captioned(torch.nn.Module):
+    """Puts features of images in the places of some words, in one of the ways in which people write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.words, self.look = way, torch.nn.Embedding(9, 8), torch.nn.Linear(6, 8)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        words, features, mask = self.words(ids), self.look(images), ids == 0
+        torch._check_tensor_all_with(ValueError, mask.sum() == features[..., 0].numel(), lambda: "other images")
+        if self.way == "masked_scatter":
+            words = words.masked_scatter(mask.unsqueeze(-1), torch.cat(list(features)))
+        elif self.way == "rows":
+            words[mask] = features.flatten(0, 1)
+        else:
+            words[mask] = features.mean((0, 1))
+        return words.square().mean()
+
+
+@pytest.mark.parametrize("way", ["masked_scatter", "rows", "one row"])
+def test_images_between_words_follow_the_batch(way: str) -> None:
+    def inputs(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.empty(size, 5, dtype=torch.int64, device="meta"), torch.empty(size, 2, 6, device="meta")
+
+    graph = phaze.import_graph(Captioned(way), inputs(4))
+    assert graph.with_micro_batch(2) == phaze.import_graph(Captioned(way), inputs(2))
+    functions = {op.function for op in graph.ops}
+    assert ("masked_scatter" in functions) == (way != "one row")
+    assert not any(op.kind is phaze.ir.OpKind.OPAQUE for op in graph.ops)
