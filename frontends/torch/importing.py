@@ -155,7 +155,15 @@ def _import_with_fixed_batch(task: _Import) -> Graph:
         if forward_error is not None:
             raise explain_failed_forward(name, loss_call, forward_error) from forward_error
         raise explain_failed_capture(name, failure) from next(iter(failure.errors.values()))
-    graph = refine_factors(task.graph(captured, examples.batch_size or 1))
+    try:
+        graph = refine_factors(task.graph(captured, examples.batch_size or 1))
+    except PhazeError:
+        raise
+    except Exception as error:
+        # What was traced around a question about values may have sizes that are not known.
+        if forward_error is None or not is_data_dependent(error):
+            raise
+        raise explain_failed_forward(name, loss_call, forward_error) from forward_error
     note = f"fixed to the microbatch of {graph.micro_batch_size} that it was captured with: shapes do not follow it"
     return replace(graph, notes=(*graph.notes, note))
 

@@ -5,6 +5,7 @@ the parts in the places of those words. Which places these are is in the values 
 depends on it:
 
 - checks by `torch._check_tensor_all_with`, such as Hugging Face's of placeholders, are taken as passed;
+- `bincount` of indices below `minlength`, such as of the experts that tokens chose, has so many counts;
 - `x[mask] = values` becomes a `masked_scatter`, whose shapes are known; where every place gets the same, a `where`.
 
 Features of images are also made a list of samples and joined again, which is a view of the whole (`_joined_again`):
@@ -51,6 +52,8 @@ class ValuesAssumed(TorchFunctionMode):
             target, mask, values = args
             target.copy_(_placed(target, mask, values))
             return None
+        if func in (torch.bincount, torch.Tensor.bincount) and (kwargs or {}).get("minlength"):
+            return _counted(*args, **(kwargs or {}))
         if func in (torch.cat, torch.stack) and len(args) == 1:
             joined = self._joined_again(func, args[0], (kwargs or {}).get("dim", 0))
             if joined is not None:
@@ -69,6 +72,12 @@ class ValuesAssumed(TorchFunctionMode):
                 is_flat = func is torch.cat and whole.dim() > 1
                 return whole.flatten(0, 1) if is_flat else whole
         return None
+
+
+def _counted(indices: torch.Tensor, weights: torch.Tensor | None = None, *, minlength: int) -> torch.Tensor:
+    """How often each index occurs, or the sum of its weights."""
+    added = torch.ones_like(indices) if weights is None else weights
+    return added.new_zeros(minlength).scatter_add(0, indices, added)
 
 
 def _is_mask(index: object) -> bool:

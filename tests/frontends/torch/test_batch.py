@@ -91,3 +91,22 @@ def test_images_between_words_follow_the_batch(way: str) -> None:
     functions = {op.function for op in graph.ops}
     assert ("masked_scatter" in functions) == (way != "one row")
     assert not any(op.kind is phaze.ir.OpKind.OPAQUE for op in graph.ops)
+
+
+class Balanced(torch.nn.Module):
+    """Adds how often experts are chosen, weighted by their scores, to its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.router(x).softmax(-1)
+        chosen = torch.bincount(scores.argmax(-1).flatten(), minlength=4)
+        return (scores.mean((0, 1)) * chosen).sum() / chosen.sum()
+
+
+def test_counts_of_chosen_experts_follow_the_batch() -> None:
+    graph = phaze.import_graph(Balanced(), (6, 5, 8))
+    assert not any("fixed" in note for note in graph.notes)
+    assert graph.with_micro_batch(2) == phaze.import_graph(Balanced(), (2, 5, 8))
