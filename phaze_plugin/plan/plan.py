@@ -61,8 +61,8 @@ __all__ = [
 FORMAT = "phaze-plan"
 _RUN = "run"  # the field of a plan that differs between equal questions
 
-VERSION = 9
-"""Version 9 says what layers keep and which recompute modes were asked for, version 8 what is kept on the host."""
+VERSION = 10
+"""Version 10 says which degrees were left open, version 9 what layers keep and which recompute modes were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +208,7 @@ class QuestionFacts:
     ep: tuple[int, ...]
     recompute: tuple[str, ...]
     has_shard_groups: bool
+    left_open: tuple[str, ...]  # degrees that nobody gave: more than the usual ones are offered while that pays
     precision: PrecisionRecipe
     calibration: Calibration
     attention: AttentionMode
@@ -480,10 +481,9 @@ def plan_from_document(document: object, where: str = "plan") -> Plan:
     """The plan of a JSON document; raises FormatError where it is damaged, foreign or of another schema version."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError(f"{where} is not a saved plan: its format is not {FORMAT!r}.")
-    if document.get("version") != VERSION:
+    if (version := document.get("version")) != VERSION:
         raise FormatError(
-            f"{where} has version {shown(document.get('version'))}; this is phaze {phaze.__version__} and reads "
-            f"version {VERSION}. Make the plan again."
+            f"{where} has version {shown(version)}, phaze {phaze.__version__} reads {VERSION}. Make the plan again."
         )
     run = document.get(_RUN)
     if not isinstance(run, dict):

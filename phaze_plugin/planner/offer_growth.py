@@ -1,15 +1,21 @@
-"""Microbatch sizes and degrees beyond those that are offered at first: the next one to try, if there is one."""
+"""Microbatch sizes and degrees beyond those that are offered at first: the next one to try, if there is one.
+
+A search that begins with fewer of them meets other strategies on its way than one that may choose from all at once;
+`as_first_asked` is for those who ask a plan's question again.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from phaze.ir.sequence_factors import token_lengths
+from phaze.offered_choices import offered_cp, offered_ep, offered_sizes, offered_tp
 from phaze.question import Question
 from phaze.shard.expert_slicing import expert_counts
 
-__all__ = ["next_cp", "next_ep", "next_size", "next_tp", "offering"]
+__all__ = ["as_first_asked", "next_cp", "next_ep", "next_size", "next_tp", "offering"]
 
 _SPLITTABLE_SEQUENCE = 4_096
 """The shortest sequence that is split where nothing fits otherwise, or the best plan recomputes: of shorter ones
@@ -52,3 +58,17 @@ def offering(question: Question, name: str, degree: int) -> Question:
     """The same question with a further microbatch size (or tp, cp or ep) to choose from."""
     offered = getattr(question.choices, name) or (1,)
     return replace(question, choices=replace(question.choices, **{name: (*offered, degree)}))  # type: ignore[arg-type]
+
+
+def as_first_asked(question: Question, left_open: Collection[str]) -> Question:
+    """The question before more of what was left open was offered: what was offered at first, free to grow."""
+    cluster, graph, target = question.cluster, question.graph, question.target
+    at_first = {
+        "micro_batch_size": offered_sizes(None, question.global_batch_size, graph, [], cluster, target),
+        "tp": offered_tp(None, cluster),
+        "cp": offered_cp(None, cluster, graph, target),
+        "ep": offered_ep(None, cluster, graph, target),
+    }
+    grows = frozenset(at_first.keys() & set(left_open))
+    offered = replace(question.offered, **{name: at_first[name] for name in grows})  # type: ignore[arg-type]
+    return replace(question, offered=offered, grows=grows).with_strategy(question.strategy)

@@ -135,6 +135,7 @@ def question_facts(question: Question) -> QuestionFacts:
         ep=question.ep_degrees,
         recompute=question.offered.recompute,
         has_shard_groups=question.capabilities.allows_shard_groups,
+        left_open=tuple(sorted(question.grows)),
         precision=question.recipe,
         calibration=question.calibration,
         attention=question.attention,

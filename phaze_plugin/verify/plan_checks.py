@@ -34,6 +34,7 @@ from phaze.plan.plan_integrity import MEMORY_ITEMS, check_integrity
 from phaze.planner import explanation
 from phaze.planner.device_counts import on_devices
 from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
+from phaze.planner.offer_growth import as_first_asked
 from phaze.planner.plan_building import build_plan
 from phaze.planner.planning import plan_for
 from phaze.planner.progress import Watch
@@ -109,16 +110,17 @@ def derive_plan(plan: Plan, question: Question, watch: Watch) -> Derivation:
     """
     watch.report("pricing the strategy a second time")
     asked = question.with_strategy(plan.question.strategy)
+    first_asked = as_first_asked(asked, plan.question.left_open)
     used, value_bound = question, None
     if question.objective.chooses_devices:
         used = on_devices(question, plan.cluster.device_count)
         if plan.is_feasible:
             value_bound = derive_value_bound(asked, _claimed_value(plan), watch)
     answer = price_fixed_stages(used.with_strategy(strategy_with_stages(plan)), watch)
-    used = used.with_strategy(plan.question.strategy)
+    used = replace(used.with_strategy(plan.question.strategy), grows=first_asked.grows)
     bound = derive_bound(used, plan.bound_s if plan.is_feasible else math.inf, watch)
     if plan.status is not PlanStatus.INTERRUPTED:
-        return Derivation(answer, plan_for(asked, watch, explain=plan.is_explained), bound, value_bound)
+        return Derivation(answer, plan_for(first_asked, watch, explain=plan.is_explained), bound, value_bound)
     again = build_plan(used, replace(answer, question=used, is_interrupted=True))
     again = replace(again, binds=explanation.binding(again), is_explained=bool(asked.strategy))
     return Derivation(answer, again, bound, value_bound)

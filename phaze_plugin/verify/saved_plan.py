@@ -21,6 +21,7 @@ from phaze.planner.device_counts import answered_question, price_given_stages
 from phaze.planner.explainer import FoundSearch, PlanExplainer, found_search
 from phaze.planner.explanation import binding
 from phaze.planner.fixed_stages import strategy_with_stages
+from phaze.planner.offer_growth import as_first_asked
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
 from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster
@@ -77,7 +78,7 @@ def _with_explainer(plan: Plan, model: object, inputs: object, plugins: PluginMa
             return f"the plan was saved without its explanation, and its model cannot be had again ({error}) {_PASS}"
         if question.graph_hash != plan.hashes.graph:
             return f"the plan was saved without its explanation, and {shown(search_model)} is another model; {_PASS}"
-        return found_search(question, Watch())
+        return found_search(as_first_asked(question, plan.question.left_open), Watch())
 
     return replace(plan, explainer=PlanExplainer(find))
 

@@ -82,7 +82,7 @@ def test_a_plan_for_another_model_is_refused_with_what_differs(tmp_path: Path) -
     ("change", "message"),
     [
         ({"format": "other"}, "not a saved plan"),
-        ({"version": 99}, "reads version 9"),
+        ({"version": 99}, "reads 10. Make the plan again"),
         ({"mfu": "high"}, "plan.mfu is 'high'; expected a finite number"),
         ({"mfu": None}, "plan.mfu is None"),
         ({"status": "fine"}, "plan.status is 'fine'; expected one of optimal"),

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from designs import tiny_model
 from forgeries import forged
-from plans import small_cluster, small_graph, small_plan
+from plans import SMALL_GPT, small_cluster, small_graph, small_plan
 
 import phaze
 from phaze.errors import PhazeError
+from phaze.frontends.transformer_config import graph_from_config
 from phaze.plan.plan import Plan, plan_from_document
 from phaze.verify.plan_checks import check_plan
 
@@ -21,6 +22,19 @@ def test_a_plan_that_splits_the_sequences_of_some_layers_only_verifies() -> None
     plan = phaze.optimize(tiny_model(), cluster="tpuv4-paper:4@paper", tp=(4,), **options)
     assert plan.strategy.sequence_parallel
     assert [finding for finding in check_plan(plan, tiny_model()) if not finding.holds] == []
+
+
+@pytest.mark.parametrize(("hbm_mib", "sizes"), [(400, (1,)), (256, (1,)), (4096, None)])
+def test_a_plan_for_which_more_was_offered_while_it_paid_verifies(hbm_mib: int, sizes: tuple[int, ...] | None) -> None:
+    """Degrees that nobody gives are few at first; verification begins with as few."""
+    length = 8192 if sizes else 256
+    model = graph_from_config({**SMALL_GPT, "num_layers": 2, "seq_length": length}, name="gpt", sequence_length=length)
+    cluster = small_cluster(hbm_mib * 2**20, devices=4)
+    plan = phaze.optimize(
+        model, cluster=cluster, global_batch_size=4 if sizes else 256, tp=(1,), micro_batch_size=sizes
+    )
+    assert max(plan.question.cp) > 1 or max(plan.question.micro_batch_size) > 8
+    assert [finding for finding in check_plan(plan, model) if not finding.holds] == []
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
