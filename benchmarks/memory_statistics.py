@@ -2,10 +2,13 @@
 
     python benchmarks/memory_statistics.py
 
-XLA: the temporary bytes of compiled gradients (`compiled.memory_analysis()`). torch: the bytes of the storages that are
-alive behind forward, each once, seen by a dispatch mode and counted through weak references. Both are those of a deep
-stack less those of a shallow one, per block, which leaves what blocks keep. Planned: what `kept_tensors` keeps of a
-block of the imported graph. Everything kept, and with the user's own remat of each block.
+XLA: the temporary bytes of compiled gradients (`compiled.memory_analysis()`), of blocks in a scan and one after the
+other. The barriers that `jax.checkpoint` sets stay where they are: XLA's compiler for CPUs drops them, and with them
+the remat of blocks outside of a scan. torch: the bytes of the storages that are alive behind forward, each once, seen
+by a dispatch mode and counted through weak references. Both are those of a deep stack less those of a shallow one, per
+block, which leaves what blocks keep. Planned: what `kept_tensors` keeps of a block of the imported graph. Everything
+kept, and with the user's own remat of each block: MLPs of several functions, one behind a norm, attention, and a block
+of Llama.
 """
 
 from __future__ import annotations
@@ -25,14 +28,23 @@ import phaze
 from phaze.cost import AttentionMode, planned_graph
 from phaze.ir import Graph, RecomputeMode, kept_tensors
 
-BATCH, LENGTH, HIDDEN, WIDE = 4, 128, 64, 256
-SHALLOW, DEEP = 2, 6
+BATCH, LENGTH, HIDDEN, WIDE, HEADS = 4, 128, 64, 256, 4
+SHALLOW, DEEP = 4, 8
+"""Deep enough that the most is held between forward and backward, and not inside of one block's backward."""
+
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander,optimization-barrier-expander"}
+"""Passes of XLA's compiler for CPUs that are left out, so that what is computed again stays so."""
+
 ACTIVATIONS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "tanh": (jnp.tanh, torch.tanh),
     "relu": (jax.nn.relu, torch.relu),
     "gelu": (jax.nn.gelu, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "silu": (jax.nn.silu, torch.nn.functional.silu),
 }
 """What each framework calls a function; their gradients keep different things."""
+
+Weights = dict[str, jax.Array]
+Part = Callable[[jax.Array, Weights], jax.Array]
 
 
 def planned_bytes(graph: Graph, mode: RecomputeMode) -> float:
@@ -43,23 +55,66 @@ def planned_bytes(graph: Graph, mode: RecomputeMode) -> float:
     return float(sum(planned.tensors[name].size_bytes for name in kept_tensors(planned, block, mode)))
 
 
+def mlp(name: str) -> Part:
+    """Two products with a function between them."""
+    return lambda x, weights: ACTIVATIONS[name][0](x @ weights["up"]) @ weights["down"]
+
+
+def gated(x: jax.Array, weights: Weights) -> jax.Array:
+    """The MLP of Llama."""
+    return (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
+
+
+def attention(x: jax.Array, weights: Weights) -> jax.Array:
+    """Causal attention, written out."""
+    query, key, value = (jnp.einsum("bsi,ihd->bhsd", x, weights[name]) for name in ("query", "key", "value"))
+    scores = jnp.einsum("bhsd,bhtd->bhst", query, key) / (HIDDEN // HEADS) ** 0.5
+    causal = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
+    mixed = jnp.einsum("bhst,bhtd->bhsd", jax.nn.softmax(causal, -1), value)
+    return jnp.einsum("bhsd,hdi->bsi", mixed, weights["out"])
+
+
+def normed(part: Part, scale: str) -> Part:
+    """A part behind a norm by the root of the mean square."""
+    return lambda x, weights: part(x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weights[scale], weights)
+
+
+PARTS: Mapping[str, tuple[Part, ...]] = {
+    **{name: (mlp(name),) for name in ACTIVATIONS},
+    "normed": (normed(gated, "scale_2"),),
+    "attention": (attention,),
+    "llama": (normed(attention, "scale_1"), normed(gated, "scale_2")),
+}
+"""The parts of each block, each added to what it reads."""
+
+
 def jax_model(
     name: str, depth: int, *, is_rematerialized: bool, is_scanned: bool = True
 ) -> tuple[Callable[..., jax.Array], tuple[Any, Any]]:
-    """MLP blocks in a scan or one after the other, and the shapes of the arguments."""
-    activate = ACTIVATIONS[name][0]
+    """Blocks in a scan or one after the other, and the shapes of the arguments."""
 
-    def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        return x + activate(x @ weights["up"]) @ weights["down"], None
+    def block(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
+        for part in PARTS[name]:
+            x = x + part(x, weights)
+        return x, None
 
     body = jax.checkpoint(block) if is_rematerialized else block
 
-    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.lax.scan(body, x, weights, unroll=1 if is_scanned else depth)[0].mean()
+    def scanned(weights: Weights, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, weights)[0].mean()
 
-    shapes = {"up": (depth, HIDDEN, WIDE), "down": (depth, WIDE, HIDDEN)}
-    weights = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
-    return loss, (weights, jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.float32))
+    def unrolled(blocks: list[Weights], x: jax.Array) -> jax.Array:
+        for weights in blocks:
+            x, _ = body(x, weights)
+        return x.mean()
+
+    heads, norm = (HIDDEN, HEADS, HIDDEN // HEADS), (HIDDEN,)
+    shapes = {"up": (HIDDEN, WIDE), "gate": (HIDDEN, WIDE), "down": (WIDE, HIDDEN), "scale_1": norm, "scale_2": norm}
+    shapes |= {"query": heads, "key": heads, "value": heads, "out": (HEADS, HIDDEN // HEADS, HIDDEN)}
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.float32)
+    if is_scanned:
+        return scanned, ({key: jax.ShapeDtypeStruct((depth, *shape), jnp.float32) for key, shape in shapes.items()}, x)
+    return unrolled, ([{key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}] * depth, x)
 
 
 def xla_bytes(name: str, *, is_rematerialized: bool, is_scanned: bool = True) -> float:
@@ -67,7 +122,7 @@ def xla_bytes(name: str, *, is_rematerialized: bool, is_scanned: bool = True) ->
     sizes = []
     for depth in (SHALLOW, DEEP):
         loss, arguments = jax_model(name, depth, is_rematerialized=is_rematerialized, is_scanned=is_scanned)
-        compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile()
+        compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile(compiler_options=KEEP_BARRIERS)
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     return float(sizes[1] - sizes[0]) / (DEEP - SHALLOW)
 
@@ -138,22 +193,17 @@ def torch_bytes(name: str, *, is_rematerialized: bool) -> float:
 def rows() -> list[tuple[str, str, str, float, float]]:
     """(framework, function, remat, measured bytes, planned bytes) of one block."""
     found = []
-    for name in ACTIVATIONS:
-        loss, arguments = jax_model(name, DEEP, is_rematerialized=False)
-        module = Stack(name, DEEP, is_rematerialized=False)
-        graphs = {
-            "xla scan": phaze.import_graph(loss, arguments),
-            "xla unrolled": phaze.import_graph(loss, arguments),
-            "torch": phaze.import_graph(module, (torch.zeros(BATCH, LENGTH, HIDDEN),)),
-        }
-        measure = {
-            "xla scan": xla_bytes,
-            "xla unrolled": partial(xla_bytes, is_scanned=False),
-            "torch": torch_bytes,
-        }
-        for framework, graph in graphs.items():
+    for name in PARTS:
+        graphs: dict[str, tuple[Graph, Callable[..., float]]] = {}
+        for framework, is_scanned in (("xla scan", True), ("xla unrolled", False)):
+            loss, arguments = jax_model(name, DEEP, is_rematerialized=False, is_scanned=is_scanned)
+            graphs[framework] = phaze.import_graph(loss, arguments), partial(xla_bytes, is_scanned=is_scanned)
+        if name in ACTIVATIONS:
+            module = Stack(name, DEEP, is_rematerialized=False)
+            graphs["torch"] = phaze.import_graph(module, (torch.zeros(BATCH, LENGTH, HIDDEN),)), torch_bytes
+        for framework, (graph, measure) in graphs.items():
             for mode in (RecomputeMode.NONE, RecomputeMode.FULL):
-                measured = measure[framework](name, is_rematerialized=mode is RecomputeMode.FULL)
+                measured = measure(name, is_rematerialized=mode is RecomputeMode.FULL)
                 found.append((framework, name, mode.value, measured, planned_bytes(graph, mode)))
     return found
 
@@ -162,7 +212,7 @@ def main() -> None:
     """Print a line for each framework, function and remat."""
     for framework, name, remat, measured, planned in rows():
         print(
-            f"{framework:12} {name:4} remat {remat:4} measured {measured:9,.0f} planned {planned:9,.0f} bytes a block "
+            f"{framework:12} {name:9} remat {remat:4} measured {measured:9,.0f} planned {planned:9,.0f} bytes a block "
             f"{planned / measured - 1:+.1%}"
         )
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from phaze.errors import GraphError, ImportModelError
 from phaze.frontends.jax.traceable_functions import Leaf, TraceableFunction, as_traceable, explaining_failures
+from phaze.frontends.jax.user_checkpoints import CHECKPOINTS, keeping_everything
 from phaze.frontends.paused_collection import paused_collection
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles, Selector, infer_roles, read_selectors, select
 from phaze.frontends.stablehlo.batch_factors import follow_batch
@@ -194,7 +195,7 @@ def _notes(jaxpr: jax.extend.core.Jaxpr, *, is_loss: bool) -> tuple[str, ...]:
     """What is said about how the model states that it is run."""
     primitives = {name for name, _ in _shapes(jaxpr)}
     if not is_loss:
-        return () if primitives.isdisjoint({"remat2", "checkpoint"}) else (_KEPT_IN_STEPS,)
+        return () if primitives.isdisjoint(CHECKPOINTS) else (_KEPT_IN_STEPS,)
     return tuple(dict.fromkeys(note for name, note in _GIVING_WAY.items() if name in primitives))
 
 
@@ -326,7 +327,8 @@ def _lower_loss(function: TraceableFunction, leaves: Sequence[Leaf], parameters:
         return _scalar(function, function.call([values[index] for index in range(len(leaves))]))
 
     learned_specs, other_specs = ([leaves[index].spec for index in indices] for indices in (parameters, others))
-    return _lower(jax.jit(jax.value_and_grad(objective), keep_unused=True), learned_specs, other_specs)
+    kept = keeping_everything(objective, learned_specs, other_specs)
+    return _lower(jax.jit(jax.value_and_grad(kept), keep_unused=True), learned_specs, other_specs)
 
 
 def _scalar(function: TraceableFunction, output: Any) -> Any:

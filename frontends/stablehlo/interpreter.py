@@ -85,6 +85,17 @@ class SymbolicRun:
     sliced: frozenset[int]
     aliases: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def stacking(self) -> dict[str, int]:
+        """The innermost loop of every op, where a later loop reads its stacks."""
+        followed = {loop.follows for loop in self.loops}
+        innermost: dict[str, int] = {}
+        for op_id, scope in self.recorder.scopes.items():
+            trip = next((part for part in reversed(scope.outer) if isinstance(part, Trip)), None)
+            if trip is not None and trip.loop in followed:
+                innermost[op_id] = trip.loop
+        return innermost
+
 
 def slot_name(name: str, index: int) -> str:
     """The name of a slice of a stacked argument."""

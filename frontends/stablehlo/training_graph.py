@@ -14,7 +14,7 @@ from phaze.frontends.stablehlo.module_paths import OpFacts, find_module_paths, p
 from phaze.frontends.stablehlo.name_scopes import Scope, path_keys
 from phaze.frontends.stablehlo.op_rules.collectives import EMPTY_MESH
 from phaze.frontends.stablehlo.running_strategy import argument_tiles, find_strategy, strategy_note
-from phaze.frontends.stablehlo.saved_for_backward import minimize_saved_bytes
+from phaze.frontends.stablehlo.saved_for_backward import minimize_saved_bytes, saved_activations
 from phaze.frontends.stablehlo.symbols import CONSTANT_PREFIX, Constant, Stack, Tensor, Value, tensors_of
 from phaze.frontends.stablehlo.training_phases import find_gradient, find_phases
 from phaze.frontends.stablehlo.vector_fusion import fuse_vector_ops
@@ -82,7 +82,9 @@ def build_graph(
     if is_shuffled:
         graph = replace(graph, ops=tuple(_forward_first(sorted_by_depth(graph.ops))))
     refined = refine_factors(split_tied_gradients(graph), batch_size)
-    graph = fuse_vector_ops(minimize_saved_bytes(refined))
+    stacked_tensors = {name for op in refined.ops if op.id in run.stacking for name in op.outputs}
+    graph = fuse_vector_ops(minimize_saved_bytes(refined, stacked_tensors))
+    graph = replace(graph, saved=saved_activations(graph))
     # Backward by rule follows the joined ops: gradients of ops that were joined afterwards would lose their forward op.
     if roles.loss is not None and not graph.gradients:
         graph = graph.with_backward()
@@ -154,7 +156,7 @@ def _graph(run: SymbolicRun, roles: ModuleRoles, name: str, names: Sequence[str]
     gradient_ids = [gradient for _, gradient in gradients]
     states = [tensor.id for _, tensor in _tensors_with_role(run, roles, Role.OPTIMIZER_STATE)]
     ends = loss if loss or gradient_ids else outputs
-    phases = find_phases(dataflow, ends, gradient_ids, states, run.recorder.repeats)
+    phases = find_phases(dataflow, ends, gradient_ids, states, run.recorder.repeats, run.stacking)
     _assign_roles(run, roles, frozen)
     facts = OpFacts(
         dataflow=dataflow,

@@ -1,6 +1,7 @@
 """The phase of every op (forward, backward, recompute or update), told by what depends on what.
 
-forward     what the loss depends on, and what has nothing to do with gradients (metrics)
+forward     what the loss depends on, what has nothing to do with gradients (metrics), and what the loops of the forward
+            make for those of the backward, which read it from stacks
 backward    what gradients depend on, besides the forward
 recompute   backward ops that compute again what a forward op has computed (`Recorder.repeats`)
 update      what depends on a gradient or on optimizer state, besides the backward, and what only that reads
@@ -11,7 +12,7 @@ may even have no loss among them: the forward is then what all gradients depend 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from phaze.frontends.stablehlo.dataflow import Dataflow
 from phaze.ir import Op, OpKind, Phase
@@ -20,13 +21,20 @@ __all__ = ["find_gradient", "find_phases", "forward_of_gradients"]
 
 
 def find_phases(
-    dataflow: Dataflow, loss: Sequence[str], gradients: Sequence[str], states: Sequence[str], repeats: Mapping[str, str]
+    dataflow: Dataflow,
+    loss: Sequence[str],
+    gradients: Sequence[str],
+    states: Sequence[str],
+    repeats: Mapping[str, str],
+    stacking: Mapping[str, int] | None = None,
 ) -> dict[str, Phase]:
     """The phase of every op.
 
-    `loss`, `gradients` and `states` are tensors; `repeats` has, for an op, the earlier one that it computes again.
+    `loss`, `gradients` and `states` are tensors; `repeats` has, for an op, the earlier one that it computes again;
+    `stacking` the loop of each op whose stacks a later loop reads.
     """
     forward = dataflow.ancestors(loss) if loss else forward_of_gradients(dataflow, gradients)
+    forward = forward | _stacked_for_backward(dataflow, forward, stacking or {})
     backward = dataflow.ancestors(gradients) - forward
     made_backward = (tensor_id for op in dataflow.ops if op.id in backward for tensor_id in op.outputs)
     update = dataflow.descendants([*gradients, *states, *made_backward]) - forward - backward
@@ -41,6 +49,18 @@ def find_phases(
         else:
             phases[op.id] = Phase.UPDATE if op.id in update else Phase.FORWARD
     return phases
+
+
+def _stacked_for_backward(dataflow: Dataflow, forward: Collection[str], stacking: Mapping[str, int]) -> set[str]:
+    """The ops of stacking loops of the forward that are computed from the forward alone."""
+    loops = {stacking[op_id] for op_id in forward if op_id in stacking}
+    made_forward: set[str] = set()
+    for op in dataflow.ops:
+        producers = (dataflow.producers.get(tensor_id) for tensor_id in op.inputs)
+        is_ready = all(made is None or made.id in forward or made.id in made_forward for made in producers)
+        if op.id not in forward and stacking.get(op.id) in loops and is_ready:
+            made_forward.add(op.id)
+    return made_forward
 
 
 def forward_of_gradients(dataflow: Dataflow, gradients: Sequence[str]) -> set[str]:

@@ -18,6 +18,7 @@ from phaze.ir.graph import Graph
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.op import Op, OpKind, Phase
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
+from phaze.ir.saved_activations import with_saved_activations
 from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
@@ -47,7 +48,7 @@ def add_backward(graph: Graph) -> Graph:
     walk.builder.is_backward_derived = True
     walk.builder.why_backward_kept = ""
     earlier_notes = (note for note in graph.notes if note != _DERIVED_NOTE)
-    return walk.builder.build(graph.outputs, (*earlier_notes, _DERIVED_NOTE))
+    return with_saved_activations(walk.builder.build(graph.outputs, (*earlier_notes, _DERIVED_NOTE)))
 
 
 def derive_backward(graph: Graph) -> Graph:

@@ -29,7 +29,8 @@ class Graph:
     pair per layer, so that a gradient shared across pipeline stages is reduced between them and not inside one.
     `is_backward_derived` says that the backward ops were derived by rule; `why_backward_kept` why those of a capture
     were kept although that was tried. `runs_as` has the fields of the strategy that a captured program runs on several
-    devices. `notes` tell a reader how the graph was obtained; nothing reads them back.
+    devices. `saved` has the tensors that the captured software keeps for backward, as far as that is known
+    (`saved_activations.py`). `notes` tell a reader how the graph was obtained; nothing reads them back.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Graph:
     is_backward_derived: bool = False
     why_backward_kept: str = ""
     runs_as: Mapping[str, int] = field(default_factory=dict)
+    saved: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     _producers: Mapping[str, Op] = field(init=False, repr=False, compare=False)
     _rescaled_from: Graph | None = field(init=False, default=None, repr=False, compare=False)

@@ -26,6 +26,7 @@ class GraphBuilder:
         self.is_backward_derived = False
         self.why_backward_kept = ""
         self.runs_as: dict[str, int] = {}
+        self.saved: tuple[str, ...] = ()
         self.notes: list[str] = []
         self._rules: dict[object, Rule] = {}
         self._op_ids: set[str] = set()
@@ -40,6 +41,7 @@ class GraphBuilder:
         builder.is_backward_derived = graph.is_backward_derived
         builder.why_backward_kept = graph.why_backward_kept
         builder.runs_as = dict(graph.runs_as)
+        builder.saved = graph.saved
         builder._op_ids.update(op.id for op in graph.ops)
         return builder
 
@@ -123,6 +125,7 @@ class GraphBuilder:
             is_backward_derived=self.is_backward_derived,
             why_backward_kept=self.why_backward_kept,
             runs_as=self.runs_as,
+            saved=self.saved,
             notes=(*self.notes, *notes),
         )
 

@@ -40,7 +40,7 @@ VERSION = 1
 """The schema of the document; a graph of another version is refused. Optional fields do not change it."""
 
 _OPTIONAL = ("module", "gradient_of", "origin")
-_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as")
+_OPTIONAL_FACTS = ("is_backward_derived", "why_backward_kept", "runs_as", "saved")
 
 _TEXT: Mapping[str, object] = {"type": "string"}
 _TEXTS: Mapping[str, object] = {"type": "array", "items": _TEXT}
@@ -103,6 +103,7 @@ GRAPH_SCHEMA: Mapping[str, object] = {
             "is_backward_derived": {"type": "boolean"},
             "why_backward_kept": _TEXT,
             "runs_as": {"type": "object", "additionalProperties": _WHOLE},
+            "saved": _TEXTS,
         },
     ),
 }
@@ -189,6 +190,7 @@ def _graph_from_document(document: Mapping[str, Any]) -> Graph:
         is_backward_derived=document.get("is_backward_derived", False),
         why_backward_kept=document.get("why_backward_kept", ""),
         runs_as=document.get("runs_as", {}),
+        saved=tuple(document.get("saved", ())),
         notes=tuple(document["notes"]),
     )
 

@@ -210,10 +210,9 @@ def llama_parameters(dtype: Any = jnp.bfloat16) -> Tree:
     }
 
 
-def llama_loss(params: Tree, ids: jax.Array, labels: jax.Array) -> jax.Array:
-    """Grouped attention, rotary positions, gated MLP, a scan over checkpointed layers."""
+def llama_loss(params: Tree, ids: jax.Array, labels: jax.Array, *, remat: bool = True) -> jax.Array:
+    """Grouped attention, rotary positions, gated MLP, a scan over layers, which are checkpointed."""
 
-    @jax.checkpoint
     def layer(x: jax.Array, p: Tree) -> jax.Array:
         y = rms_norm(x, p["norm_1"])
         query, key = (rotated(jnp.einsum("bsi,ihd->bshd", y, p[name])) for name in ("q", "k"))
@@ -223,7 +222,8 @@ def llama_loss(params: Tree, ids: jax.Array, labels: jax.Array) -> jax.Array:
         y = rms_norm(x, p["norm_2"])
         return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
-    x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), params["embed"][ids], params["layers"])
+    body = jax.checkpoint(layer) if remat else layer
+    x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), params["embed"][ids], params["layers"])
     return cross_entropy((rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32), labels)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from phaze.frontends.stablehlo.symbols import Broadcast, Call, Constant, Stack, Unsupported, Value, Values
-from phaze.ir import Dim, Dims, Factor, OpKind, Rule
+from phaze.ir import Dim, Dims, DType, Factor, OpKind, Rule
 
 __all__ = ["ELEMENTWISE"]
 
@@ -78,10 +78,17 @@ def _without_units(call: Call, tensor_id: str, operand: Dims) -> tuple[str, Dims
     return source, tuple(Dim() if size == 1 else next(larger) for size in tensors[source].shape)
 
 
+_BITS = {DType.FLOAT32: (8, 23), DType.BFLOAT16: (8, 7), DType.FLOAT16: (5, 10), DType.FLOAT64: (11, 52)}
+"""Bits of the exponent and of the mantissa."""
+
+
 def _unchanged(call: Call) -> Value | None:
-    """The operand that the result equals: x + 0, x - 0, x * 1, x / 1, a cast to its own type."""
+    """The operand that the result equals: x + 0, x - 0, x * 1, x / 1, a cast to its own type or precision."""
     if call.name == "convert" and call.values[0].dtype == call.out_dtype():
         return call.values[0]
+    if call.name == "reduce_precision":  # as JAX marks what a policy keeps: to as many bits as there are
+        bits = tuple(call.attribute(name) for name in ("exponent_bits", "mantissa_bits"))
+        return call.values[0] if bits == _BITS.get(call.out_dtype()) else None
     neutral = {"add": 0, "subtract": 0, "multiply": 1, "divide": 1}.get(call.name)
     if neutral is None or len(call.values) != 2:
         return None
