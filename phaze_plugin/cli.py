@@ -24,7 +24,6 @@ from rich.text import Text
 from phaze.commands import COMMANDS
 from phaze.commands.command import Command, ExitCode
 from phaze.commands.command_parser import build_parser
-from phaze.commands.help_topics import topic_of_error
 from phaze.errors import LimitError, PhazeError
 from phaze.printable_text import printable
 
@@ -116,10 +115,8 @@ def show_error(error: Exception, console: Console, *, with_traceback: bool) -> N
     if with_traceback:
         console.out("".join(traceback.format_exception(error)), highlight=False)
     kind = type(error).__name__
-    lines = [printable(line, keeps_lines=True) for line in (str(error) or kind, *getattr(error, "__notes__", ()))]
-    topic = topic_of_error(error)
-    if topic is not None:
-        lines.append(f"see: phaze help {topic}")
+    notes = sorted(getattr(error, "__notes__", ()), key=lambda note: note.startswith("see: "))
+    lines = [printable(line, keeps_lines=True) for line in (str(error) or kind, *notes)]
     console.print(Text.assemble(("error", "bold red"), f" ({kind}): ", "\n".join(lines)), soft_wrap=True)
 
 

@@ -20,12 +20,17 @@ PluginWarning (a UserWarning)  a plugin raised and was passed over; says which a
 JournalWarning (a UserWarning)  the damaged end of a journal was dropped; says what is computed again
 
 Bad argument values are ValueError or TypeError as everywhere in Python; these are for what the arguments describe.
+
+An error of which a topic of `phaze help` explains more carries the name of that topic. The command line shows it as its
+last line, and a traceback as a note below the message.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 __all__ = [
     "CostError",
@@ -57,8 +62,51 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+TOPIC_OF_WORD: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerator": "cluster",
+        "attention": "calibration",
+        "calibration": "calibration",
+        "cluster": "cluster",
+        "executor": "search",
+        "hbm_gib": "search",
+        "journal": "search",
+        "model": "models",
+        "model_type": "models",
+        "network": "cluster",
+        "objective": "objectives",
+        "optimizer": "precision",
+        "precision": "precision",
+        "price": "objectives",
+        "solver": "solvers",
+        "space": "search",
+        "step_time": "objectives",
+        "strategy": "strategy",
+        "target": "targets",
+        "term": "calibration",
+    }
+)
+"""Arguments of questions and kinds of names, and the topic that explains each."""
+
+_FIRST_WORD = re.compile(r"(?:unknown )?(\w+)")
+
+
 class PhazeError(Exception):
     """The root: what the command line shows in one readable block, without a traceback."""
+
+    topic: str | None = None
+    """The topic of `phaze help` that explains such errors."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if self.topic is not None:
+            self.add_note(f"see: phaze help {self.topic}")
+
+
+def _topic_of_message(error: Exception) -> str | None:
+    """The topic that explains what a message is about: its first word."""
+    word = _FIRST_WORD.match(str(error))
+    return TOPIC_OF_WORD.get(word[1]) if word else None
 
 
 class GraphError(PhazeError):
@@ -68,25 +116,37 @@ class GraphError(PhazeError):
 class FormatError(PhazeError):
     """A file or JSON document is damaged, foreign or of another schema version."""
 
+    topic = "files"
+
 
 class LimitError(PhazeError):
     """A count is beyond what is worked with by default; the message says how to raise the limit."""
+
+    topic = "limits"
 
 
 class ImportModelError(PhazeError):
     """A frontend could not turn a model into a graph."""
 
+    topic = "models"
+
 
 class HardwareError(PhazeError):
     """An accelerator, cluster or network cannot exist as described."""
+
+    topic = "cluster"
 
 
 class CostError(PhazeError):
     """An op or a collective has no price."""
 
+    topic = "calibration"
+
 
 class ShardError(PhazeError):
     """A layer cannot be split as asked, or layout constraints contradict each other or match nothing."""
+
+    topic = "strategy"
 
 
 class ScheduleError(PhazeError):
@@ -96,9 +156,13 @@ class ScheduleError(PhazeError):
 class PlacementError(PhazeError):
     """A placement problem contradicts itself or cannot be asked."""
 
+    topic = "strategy"
+
 
 class PlanError(PhazeError):
     """A plan cannot be made as asked, or does not belong to what it is used with."""
+
+    topic = property(_topic_of_message)
 
 
 class QuestionError(PlanError, ValueError):
@@ -108,9 +172,13 @@ class QuestionError(PlanError, ValueError):
 class SolverError(PhazeError):
     """A solver was misused, or is missing where it was asked for by name."""
 
+    topic = "solvers"
+
 
 class PluginError(PhazeError):
     """A plugin clashes with another, raised, or answered with the wrong type."""
+
+    topic = "plugins"
 
 
 class PluginWarning(UserWarning):
@@ -123,6 +191,8 @@ class JournalWarning(UserWarning):
 
 class UnknownNameError(PhazeError):
     """A name that nobody registered; the message offers near names and lists the known ones."""
+
+    topic = property(_topic_of_message)
 
     def __init__(
         self, what: str, name: str, known: Iterable[str], advice: str = "", *, near: Sequence[str] | None = None

@@ -1,32 +1,18 @@
-"""The texts of `phaze help TOPIC`, and which of them helps with an error.
+"""The texts of `phaze help TOPIC`.
 
 A text is for somebody who meets the words for the first time: what the thing is, how it is written, where to read on.
-A line that begins with `$ ` is a command that can be typed. `topic_of_error` is the only place that joins errors to
-topics: by the class of an error and, where that says too little, by the argument or the name that its message is about.
+A line that begins with `$ ` is a command that can be typed. Which topic explains an error is said in `phaze.errors`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from phaze.errors import (
-    CostError,
-    FormatError,
-    HardwareError,
-    ImportModelError,
-    LimitError,
-    PlacementError,
-    PlanError,
-    PluginError,
-    ShardError,
-    SolverError,
-    UnknownNameError,
-)
+from phaze.errors import TOPIC_OF_WORD
 
-__all__ = ["TOPICS", "Topic", "topic_of_error", "topic_of_option"]
+__all__ = ["TOPICS", "Topic", "topic_of_option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,60 +253,7 @@ chips are those that were installed when the file was written: write it again af
 )
 """The topics by name, in the order in which they are listed."""
 
-_TOPIC_OF_CLASS: Mapping[type[Exception], str] = MappingProxyType(
-    {
-        FormatError: "files",
-        LimitError: "limits",
-        ImportModelError: "models",
-        HardwareError: "cluster",
-        CostError: "calibration",
-        ShardError: "strategy",
-        PlacementError: "strategy",
-        PluginError: "plugins",
-        SolverError: "solvers",
-    }
-)
-
-_TOPIC_OF_WORD: Mapping[str, str] = MappingProxyType(
-    {
-        "accelerator": "cluster",
-        "attention": "calibration",
-        "calibration": "calibration",
-        "cluster": "cluster",
-        "executor": "search",
-        "hbm_gib": "search",
-        "journal": "search",
-        "model": "models",
-        "model_type": "models",
-        "network": "cluster",
-        "objective": "objectives",
-        "optimizer": "precision",
-        "precision": "precision",
-        "price": "objectives",
-        "solver": "solvers",
-        "space": "search",
-        "step_time": "objectives",
-        "strategy": "strategy",
-        "target": "targets",
-        "term": "calibration",
-    }
-)
-"""Arguments of questions and kinds of names, and the topic that explains each."""
-
-_FIRST_WORD = re.compile(r"(?:unknown )?(\w+)")
-
 
 def topic_of_option(option: str) -> str | None:
     """The topic that explains what an option such as ``--cluster`` takes, or None where none does."""
-    return _TOPIC_OF_WORD.get(option.removeprefix("--").replace("-", "_"))
-
-
-def topic_of_error(error: BaseException) -> str | None:
-    """The topic that helps with an error, or None where none does.
-
-    The message of a plan that cannot be, of a wrong argument and of an unknown name begins with what it is about.
-    """
-    if isinstance(error, PlanError | UnknownNameError):
-        word = _FIRST_WORD.match(str(error))
-        return _TOPIC_OF_WORD.get(word[1]) if word else None
-    return next((topic for kind, topic in _TOPIC_OF_CLASS.items() if isinstance(error, kind)), None)
+    return TOPIC_OF_WORD.get(option.removeprefix("--").replace("-", "_"))

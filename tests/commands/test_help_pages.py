@@ -1,7 +1,9 @@
 """`phaze help`: topics are listed and explained, commands too, and errors name topics that exist."""
 
 import inspect
+import pickle
 import re
+import traceback
 
 import pytest
 
@@ -9,7 +11,7 @@ from phaze import errors
 from phaze.cli import main
 from phaze.commands import COMMANDS
 from phaze.commands.command_parser import build_parser
-from phaze.commands.help_topics import _TOPIC_OF_CLASS, _TOPIC_OF_WORD, TOPICS, topic_of_error
+from phaze.commands.help_topics import TOPICS
 from phaze.errors import FormatError, HardwareError, PhazeError, PlanError, QuestionError, UnknownNameError
 from phaze.parallelism import STRATEGY_KEYS
 
@@ -72,19 +74,27 @@ def test_a_misspelt_topic_is_answered_with_near_ones(capsys: pytest.CaptureFixtu
     assert "unknown topic 'stratgy'. Did you mean strategy?" in capsys.readouterr().err
 
 
-def test_every_word_that_leads_to_a_topic_leads_to_one_that_exists() -> None:
-    assert {*_TOPIC_OF_CLASS.values(), *_TOPIC_OF_WORD.values()} <= set(TOPICS)
-
-
-def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> None:
-    """Graphs, schedules and plans contradict themselves in too many ways for one text."""
-    classes = {
+CLASSES = sorted(
+    (
         value
         for value in vars(errors).values()
         if inspect.isclass(value) and issubclass(value, PhazeError) and value is not PhazeError
-    }
-    without = {errors.GraphError, errors.ScheduleError, errors.PlanError, QuestionError, UnknownNameError}
-    assert set(_TOPIC_OF_CLASS) == classes - without
+    ),
+    key=lambda value: value.__name__,
+)
+
+
+def test_every_word_and_class_that_leads_to_a_topic_leads_to_one_that_exists() -> None:
+    by_class = {value.topic for value in CLASSES if isinstance(value.topic, str)}
+    assert {*by_class, *errors.TOPIC_OF_WORD.values()} <= set(TOPICS)
+
+
+def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> None:
+    """Graphs and schedules contradict themselves in too many ways for one text; of plans the first word decides."""
+    without = {value for value in CLASSES if value.topic is None}
+    assert without == {errors.GraphError, errors.ScheduleError}
+    by_word = {value for value in CLASSES if isinstance(value.topic, property)}
+    assert by_word == {PlanError, QuestionError, UnknownNameError}
 
 
 @pytest.mark.parametrize(
@@ -100,12 +110,17 @@ def test_every_error_class_has_a_topic_or_is_left_without_one_on_purpose() -> No
         (UnknownNameError("layer", "x", ["h.0"]), None),
         (PlanError("the plan is of another model"), None),
         (PlanError("target 'torchtitan' cannot run this plan: it has ZeRO stage 1."), "targets"),
-        (OSError("No such file"), None),
     ],
     ids=str,
 )
-def test_an_error_leads_to_the_topic_that_explains_it(error: Exception, topic: str | None) -> None:
-    assert topic_of_error(error) == topic
+def test_an_error_leads_to_the_topic_that_explains_it(error: PhazeError, topic: str | None) -> None:
+    assert error.topic == topic
+    assert traceback.format_exception_only(error)[1:] == ([f"see: phaze help {topic}\n"] if topic else [])
+
+
+def test_an_error_from_another_process_leads_to_its_topic_once() -> None:
+    error: PhazeError = pickle.loads(pickle.dumps(HardwareError("no such chip")))
+    assert error.__notes__ == ["see: phaze help cluster"]
 
 
 @pytest.mark.parametrize(
