@@ -29,14 +29,26 @@ __all__ = ["BUILT_IN_DISTRIBUTION", "PluginManager"]
 BUILT_IN_DISTRIBUTION = "phaze-plugin"
 """The distribution that this package is installed as; plugins of other distributions are asked before its own."""
 
+_MARK = f"{spec.PROJECT_NAME}_impl"
+"""The attribute by which `pluggy.HookimplMarker` marks a function."""
+
 Value = TypeVar("Value")
+
+
+class _MarkedFunctions(pluggy.PluginManager):
+    """pluggy, which looks at every name of a plugin; in a module only those of marked functions are worth it."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        if inspect.ismodule(plugin) and not hasattr(vars(plugin).get(name), _MARK):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
 
 
 class PluginManager:
     """The plugins of one process. `PluginManager.load()` finds the installed ones; a bare one starts empty."""
 
     def __init__(self) -> None:
-        self._pluggy = pluggy.PluginManager(spec.PROJECT_NAME)
+        self._pluggy = _MarkedFunctions(spec.PROJECT_NAME)
         self._pluggy.add_hookspecs(spec)
         self._origins: dict[str, Origin] = {}
         self._failures: dict[tuple[Origin, str], PluginFailure] = {}

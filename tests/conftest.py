@@ -6,6 +6,7 @@ Processes that pytest starts to share the work are told the terminal's width; te
 import os
 
 from hypothesis import settings
+from rare_collections import collect_rarely, keep_what_is_there
 
 os.environ.pop("COLUMNS", None)
 
@@ -17,6 +18,14 @@ QUICK_COMPILER = (
 they compute, keep and send is the same."""
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILER}".lstrip()
 
-settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False, max_examples=60)
+collect_rarely()
+
+
+def pytest_collection_finish() -> None:
+    """All test files, and so all frameworks, have been imported."""
+    keep_what_is_there()
+
+
+settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False, max_examples=40)
 settings.register_profile("full", parent=settings.get_profile("phaze"), max_examples=1000)
 settings.load_profile("phaze")

@@ -27,6 +27,7 @@ RATE_NAMES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp6", "fp4", "int8
 _OPERAND_BYTES = {"tf32": 4, "fp6": 1, "fp4": 1}
 
 _BY_NAME = {short: dtype for dtype, short in _RATES.items()} | {dtype.value: dtype for dtype in DType}
+_BYTES = {name: dtype.size_bytes for name, dtype in _BY_NAME.items()} | _OPERAND_BYTES
 
 
 def element_type(dtype: str) -> DType:
@@ -46,4 +47,5 @@ def rate_name(dtype: str) -> str:
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element; of types that products round to, those that an operand takes, rounded up."""
-    return _OPERAND_BYTES[dtype] if dtype in _OPERAND_BYTES else element_type(dtype).size_bytes
+    size = _BYTES.get(dtype) if isinstance(dtype, str) else None
+    return element_type(dtype).size_bytes if size is None else size

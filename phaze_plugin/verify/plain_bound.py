@@ -233,7 +233,7 @@ class _StageProof:
         enough_s: the time that is to be shown.
         downsets: the sets of layers that may be placed before a cut, smaller ones first.
         placed_s: the least seconds of the passes of each of them.
-        stages: what was added up so far, by the sets before and after it: one for every recompute mode.
+        stages: what was added up so far, by the sets before and after it: for the first recompute modes, in order.
     """
 
     problem: PlacementProblem
@@ -339,13 +339,17 @@ class _StageProof:
         stage_s = sum(self.placed_s[after]) - sum(self.placed_s[before])
         return (self.placed_s[before][0] + self.micro_batches * stage_s) * (1 - EQUAL_RESULTS)
 
-    def _added_up(self, before: int, after: int) -> list[PlainStage]:
-        if (before, after) not in self.stages:
-            placed, layers = set(self.downsets[before]), set(self.downsets[after] - self.downsets[before])
-            modes = self.problem.choices.recompute
+    def _added_up(self, before: int, after: int) -> Iterator[PlainStage]:
+        """The stages between two sets in every recompute mode: added up when they are asked for, paid for at once."""
+        modes, stages = self.problem.choices.recompute, self.stages.get((before, after))
+        if stages is None:
             self.effort.spend(len(modes))
-            self.stages[before, after] = [self.costs.stage(placed, layers, mode) for mode in modes]
-        return self.stages[before, after]
+            stages = self.stages[before, after] = []
+        for index, mode in enumerate(modes):
+            if index == len(stages):
+                placed, layers = set(self.downsets[before]), set(self.downsets[after] - self.downsets[before])
+                stages.append(self.costs.stage(placed, layers, mode))
+            yield stages[index]
 
     def _fits(self, chunks: Sequence[PlainStage], position: int) -> bool:
         """Whether the first chunks of a device, or one that is given alone, fit its memory."""

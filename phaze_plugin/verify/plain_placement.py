@@ -349,12 +349,12 @@ class PlainCosts:
 
     def _spread_parameters(self) -> float:
         """Parameters that all stages hold in equal parts: of layers unlike most, and tied ones, each once."""
-        spread = self.problem.stage_sharded_layers
-        if self.parallelism.pp == 1 or not spread.any():
+        if self.parallelism.pp == 1:
             return 0.0
         key = ("spread", self.parallelism.tp)
         if key not in self.known_s:
-            layers = range(len(spread))
+            spread = self.problem.stage_sharded_layers
+            layers = range(len(spread)) if spread.any() else range(0)
             shared = sum(tie.held for tie in self._ties(layers))
             self.known_s[key] = sum(self._untied_parameters(layer) for layer in layers if spread[layer]) + shared
         return self.known_s[key]

@@ -27,8 +27,13 @@ def module_name(path: Path) -> str:
     return ".".join([ROOMS[folder], *(part for part in rest if part != "__init__")])
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
+@cache
+def imported_modules(tree: ast.AST) -> tuple[str, ...]:
     """Every module named by an import statement anywhere in a file; `from a import b` gives both `a` and `a.b`."""
+    return tuple(_imported_modules(tree))
+
+
+def _imported_modules(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -41,9 +41,9 @@ def test_results_and_gradients_equal_the_inner_backend_s(inner: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@torch._inductor.config.patch(compile_threads=1)  # for two small kernels no processes that compile are started
+@torch._inductor.config.patch(compile_threads=1)  # for a small kernel no processes that compile are started
 def test_inductor_runs_by_default() -> None:
-    model, x = models.Tower(1).eval(), torch.randn(5, 6, 8)
+    model, x = models.Tower(0).eval(), torch.randn(5, 6, 8)
     with torch.no_grad():  # its kernels are compiled for as long as the rest of this file runs: no others than these
         through_phaze = torch.compile(model, backend="phaze")(x)
         assert "runs through inductor" in phaze.last_compiled()[-1].notes
