@@ -23,7 +23,11 @@ from phaze.commands.question_arguments import numbers
 from phaze.commands.search_designs import words
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phaze.explore.experiment_rows import ModelExperiment
+    from phaze.explore.one_chip import OneChip
+    from phaze.explore.search_question import SearchOptions
 
 __all__ = ["reproduce_paper"]
 
@@ -51,6 +55,13 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="baselines (default spotlight,spotlight-delay,tpe,random; none for none)",
     )
+    parser.add_argument(
+        "--one-chip",
+        type=words,
+        default=(),
+        metavar="NAME,NAME",
+        help="one chip for all models as well, by the average of their ratios, the worst, or both: average,worst",
+    )
     parser.add_argument("--seeds", type=positive_integer, default=10, metavar="N", help="of each (default 10)")
     parser.add_argument("--evaluations", type=positive_integer, default=100, metavar="N", help="of each (default 100)")
     parser.add_argument("--devices", type=positive_integer, default=1024, metavar="N", help="(default 1024)")
@@ -64,22 +75,27 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--convergence", metavar="FILE", help="save the best after each evaluation as CSV")
     parser.add_argument("--html", metavar="FILE", help="save a page")
     add_json_option(parser)
-    parser.epilog = "One chip for several models: phaze search MODEL MODEL .. --devices 1024 [--combine worst]."
+    parser.add_argument("--one-chip-csv", metavar="FILE", help="save a line for each model on the chip of all")
+    parser.epilog = "One chip for other models: phaze search MODEL MODEL .. --devices 1024 [--combine worst]."
 
 
 def run(arguments: Namespace, console: Console) -> int:
     """Run what is missing, print the tables and save them."""
     from phaze.explore.experiment_rows import FOUR_WAY_HEADINGS, METHOD_HEADINGS, network_notes
+    from phaze.explore.one_chip import ONE_CHIP_HEADINGS
     from phaze.json_records import to_document
 
     _check_arguments(arguments)
-    rows = _all_rows(arguments)
+    kept = _Kept(arguments)
+    rows, chips = _all_rows(arguments, kept), _all_chips(arguments, kept)
     methods = [cells for row in rows for cells in row.baseline_rows() if row.baselines]
     tables = [plain_table(FOUR_WAY_HEADINGS, [row.four_way() for row in rows])]
     if methods:
         tables.append(plain_table(METHOD_HEADINGS, methods))
-    texts = list(_saved(arguments, rows))
-    document = {"format": _FORMAT, "version": _VERSION, "rows": to_document(rows)}
+    if chips:
+        tables.append(plain_table(ONE_CHIP_HEADINGS, [cells for chip in chips for cells in chip.cells(rows)]))
+    texts = list(_saved(arguments, rows, chips))
+    document = {"format": _FORMAT, "version": _VERSION, "rows": to_document(rows), "one_chip": to_document(chips)}
     show(console, arguments, document, *tables, *network_notes(rows), *texts)
     return ExitCode.FINE
 
@@ -89,17 +105,19 @@ def _check_arguments(arguments: Namespace) -> None:
     from phaze.errors import QuestionError
     from phaze.explore.paper_experiments import EXPERT_STRATEGIES
     from phaze.explore.sampled_search import SAMPLED_METHODS
+    from phaze.explore.search_question import COMBINATIONS
     from phaze.file_writing import check_writable
 
     known: dict[str, tuple[list[str], list[str]]] = {
         "MODEL": (arguments.models, list(EXPERT_STRATEGIES)),
         "--method": ([] if arguments.method == ("none",) else arguments.method, list(SAMPLED_METHODS)),
+        "--one-chip": (arguments.one_chip, list(COMBINATIONS)),
     }
     for name, (given, possible) in known.items():
         for value in given:
             if value not in possible:
                 raise QuestionError(f"{name} has {value!r}; expected some of {', '.join(possible)}.")
-    for path in (arguments.out, arguments.csv, arguments.convergence, arguments.html):
+    for path in (getattr(arguments, name) for name in ("out", "csv", "convergence", "html", "one_chip_csv")):
         if path is not None:
             check_writable(path)
 
@@ -111,46 +129,42 @@ def _settings(arguments: Namespace) -> dict[str, Any]:
     return settings
 
 
-def _all_rows(arguments: Namespace) -> list[ModelExperiment]:
-    """The rows of all models and networks: those that the file has, and the others run now."""
-    from phaze.explore.executors import open_workers
-    from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
-    from phaze.explore.sampled_search import SearchMethod
+class _Kept:
+    """What the file of experiments has; everything that is added is kept there at once."""
 
-    known = _kept_rows(arguments)
-    wanted = [(network, model) for network in arguments.network for model in arguments.models or EXPERT_STRATEGIES]
-    settings = ExperimentSettings(
-        methods=tuple(SearchMethod(method) for method in arguments.method if method != "none"),
-        seeds=arguments.seeds,
-        evaluations=arguments.evaluations,
-        options={
-            "devices": arguments.devices,
-            "global_batch_size": arguments.global_batch,
-            "space": arguments.space,
-            "hbm_gib": arguments.hbm,
-            "gap": arguments.gap,
-        },
-    )
-    with open_workers(arguments.executor) as workers:
-        for network, model in wanted:
-            if (network, model) not in known:
+    def __init__(self, arguments: Namespace) -> None:
+        """Read the file; raises FormatError if it has rows of other settings."""
+        from phaze.explore.experiment_rows import ModelExperiment
+        from phaze.explore.one_chip import OneChip
+        from phaze.json_records import from_document
 
-                def report(doing: str, about: str = f"{model} on {network}") -> None:
-                    if not arguments.json:
-                        sys.stderr.write(f"{about}: {doing}\n")
+        self._arguments = arguments
+        document = _kept_document(arguments)
+        rows = [from_document(ModelExperiment, row, arguments.out) for row in document.get("rows", ())]
+        chips = [from_document(OneChip, row, arguments.out) for row in document.get("one_chip", ())]
+        self.rows = {(row.network, row.model): row for row in rows}
+        self.chips = {(chip.network, chip.combine, tuple(row.model for row in chip.models)): chip for chip in chips}
 
-                row = run_experiment(model, EXPERT_STRATEGIES[model], network, settings, workers=workers, report=report)
-                known[network, model] = row
-                _keep_rows(arguments, list(known.values()))
-    return [known[key] for key in wanted]
+    def save(self) -> None:
+        """Write the file anew, if there is one."""
+        from phaze.file_writing import write_whole
+        from phaze.json_records import to_document
+
+        if self._arguments.out is not None:
+            document = {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "settings": _settings(self._arguments),
+                "rows": to_document(list(self.rows.values())),
+                "one_chip": to_document(list(self.chips.values())),
+            }
+            write_whole(self._arguments.out, json.dumps(document, indent=1))
 
 
-def _kept_rows(arguments: Namespace) -> dict[tuple[str, str], ModelExperiment]:
-    """The rows of the file; raises FormatError if they are of other settings."""
+def _kept_document(arguments: Namespace) -> dict[str, Any]:
+    """The document of the file; raises FormatError if it is of other settings."""
     from phaze.errors import FormatError
-    from phaze.explore.experiment_rows import ModelExperiment
     from phaze.file_reading import read_document
-    from phaze.json_records import from_document
 
     if arguments.out is None or not Path(arguments.out).exists() or not Path(arguments.out).stat().st_size:
         return {}
@@ -159,36 +173,93 @@ def _kept_rows(arguments: Namespace) -> dict[tuple[str, str], ModelExperiment]:
         raise FormatError(f"{arguments.out} is no file of experiments; name another one with --out.")
     if document.get("settings") != _settings(arguments):
         raise FormatError(f"{arguments.out} has rows of other settings; give the same options, or another --out.")
-    rows = [from_document(ModelExperiment, row, arguments.out) for row in document.get("rows", ())]
-    return {(row.network, row.model): row for row in rows}
+    return document
 
 
-def _keep_rows(arguments: Namespace, rows: list[ModelExperiment]) -> None:
-    from phaze.file_writing import write_whole
-    from phaze.json_records import to_document
-
-    if arguments.out is not None:
-        document = {"format": _FORMAT, "version": _VERSION, "settings": _settings(arguments), "rows": to_document(rows)}
-        write_whole(arguments.out, json.dumps(document, indent=1))
+def _told(arguments: Namespace, text: str) -> None:
+    """Say what is being done, where nobody reads JSON."""
+    if not arguments.json:
+        sys.stderr.write(f"{text}\n")
 
 
-def _saved(arguments: Namespace, rows: list[ModelExperiment]) -> list[str]:
+def _search_options(arguments: Namespace) -> SearchOptions:
+    """How the space is searched, as `phaze.search` takes it."""
+    return {
+        "devices": arguments.devices,
+        "global_batch_size": arguments.global_batch,
+        "space": arguments.space,
+        "hbm_gib": arguments.hbm,
+        "gap": arguments.gap,
+    }
+
+
+def _all_rows(arguments: Namespace, kept: _Kept) -> list[ModelExperiment]:
+    """The rows of all models and networks: those that the file has, and the others run now."""
+    from phaze.explore.executors import open_workers
+    from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
+    from phaze.explore.sampled_search import SearchMethod
+
+    wanted = [(network, model) for network in arguments.network for model in arguments.models or EXPERT_STRATEGIES]
+    settings = ExperimentSettings(
+        methods=tuple(SearchMethod(method) for method in arguments.method if method != "none"),
+        seeds=arguments.seeds,
+        evaluations=arguments.evaluations,
+        options=_search_options(arguments),
+    )
+    with open_workers(arguments.executor) as workers:
+        for network, model in wanted:
+            if (network, model) not in kept.rows:
+
+                def report(doing: str, about: str = f"{model} on {network}") -> None:
+                    _told(arguments, f"{about}: {doing}")
+
+                experts = EXPERT_STRATEGIES[model]
+                kept.rows[network, model] = run_experiment(
+                    model, experts, network, settings, workers=workers, report=report
+                )
+                kept.save()
+    return [kept.rows[key] for key in wanted]
+
+
+def _all_chips(arguments: Namespace, kept: _Kept) -> list[OneChip]:
+    """One chip for all models on each network, in each way that was asked for."""
+    from phaze.explore.one_chip import run_one_chip
+    from phaze.explore.paper_experiments import EXPERT_STRATEGIES
+
+    models = tuple(arguments.models or EXPERT_STRATEGIES)
+    wanted = [(network, combine, models) for network in arguments.network for combine in arguments.one_chip]
+    for network, combine, _ in wanted:
+        if (network, combine, models) not in kept.chips:
+            _told(arguments, f"one chip for {len(models)} models on {network}, by the {combine} of their ratios")
+            kept.chips[network, combine, models] = run_one_chip(models, network, combine, _search_options(arguments))
+            kept.save()
+    return [kept.chips[key] for key in wanted]
+
+
+def _saved(arguments: Namespace, rows: list[ModelExperiment], chips: list[OneChip]) -> list[str]:
     """Save the tables, and say where."""
     from phaze.explore.experiment_rows import convergence_csv, experiments_csv
+    from phaze.explore.one_chip import one_chip_csv
     from phaze.file_writing import write_whole
 
     texts = []
-    contents = {"csv": experiments_csv, "convergence": convergence_csv, "html": _page}
+    contents: dict[str, Callable[[], str]] = {
+        "csv": lambda: experiments_csv(rows),
+        "convergence": lambda: convergence_csv(rows),
+        "one_chip_csv": lambda: one_chip_csv(chips),
+        "html": lambda: _page(rows, chips),
+    }
     for name, content in contents.items():
         path = getattr(arguments, name)
         if path is not None:
-            write_whole(path, content(rows))
+            write_whole(path, content())
             texts.append(f"saved to {path}")
     return texts
 
 
-def _page(rows: list[ModelExperiment]) -> str:
+def _page(rows: list[ModelExperiment], chips: list[OneChip]) -> str:
     from phaze.explore.experiment_rows import FOUR_WAY_HEADINGS, METHOD_HEADINGS, network_notes
+    from phaze.explore.one_chip import ONE_CHIP_HEADINGS
     from phaze.report.experiments_page import experiments_page
 
     convergence = [
@@ -200,6 +271,7 @@ def _page(rows: list[ModelExperiment]) -> str:
         (FOUR_WAY_HEADINGS, [row.four_way() for row in rows]),
         (METHOD_HEADINGS, [cells for row in rows for cells in row.baseline_rows()]),
         (("model", "network", "method", *(f">{count}" for count in _SHOWN_EVALUATIONS)), convergence),
+        (ONE_CHIP_HEADINGS, [cells for chip in chips for cells in chip.cells(rows)]),
         network_notes(rows),
     )
 

@@ -8,6 +8,7 @@ import pytest
 
 from phaze.cli import main
 from phaze.explore.experiment_rows import Baseline, Contender, ModelExperiment
+from phaze.explore.one_chip import OneChip, OneChipModel
 from phaze.json_records import to_document
 
 SETTINGS = {
@@ -55,7 +56,23 @@ def row(network: str, both: float) -> ModelExperiment:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     rows = [row("paper", 1884.0), row("paper-artifact", 400.0)]
-    document = {"format": "phaze-experiments", "version": 1, "settings": SETTINGS, "rows": to_document(rows)}
+    shared = OneChip(
+        network="paper",
+        combine="worst",
+        models=(OneChipModel(model="megatron-gpt2-72", samples_per_s=942.0, ratio=6.28),),
+        chip="t8x128x128-v8x128-b8m",
+        hbm_gib=80,
+        value=6.28,
+        bound=6.3428,
+        processor_s=1.0,
+    )
+    document = {
+        "format": "phaze-experiments",
+        "version": 1,
+        "settings": SETTINGS,
+        "rows": to_document(rows),
+        "one_chip": to_document([shared]),
+    }
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(document))
     return path
@@ -67,7 +84,7 @@ OPTIONS = ["reproduce", "megatron-gpt2-72", "--method", "random", "--seeds", "3"
 def test_rows_that_are_kept_become_tables_a_page_and_the_story_of_the_units(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {name: tmp_path / name for name in ("csv", "convergence", "html")}
+    files = {name: tmp_path / name for name in ("csv", "convergence", "one-chip-csv", "html")}
     more = [part for name, path in files.items() for part in (f"--{name}", str(path))]
     assert main([*OPTIONS, "--out", str(kept), *more]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -82,11 +99,26 @@ def test_rows_that_are_kept_become_tables_a_page_and_the_story_of_the_units(
     assert "50.0%" in page  # random after one evaluation, of what it has after two
 
 
+def test_the_chip_that_all_models_share_stands_beside_each_models_own(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, lines = tmp_path / "page.html", tmp_path / "chips.csv"
+    options = [*OPTIONS, "--network", "paper", "--one-chip", "worst", "--out", str(kept), "--html", str(page)]
+    assert main([*options, "--one-chip-csv", str(lines)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "50.0%" in out  # of what the model reaches on a chip of its own
+    (line,) = csv.DictReader(lines.read_text().splitlines())
+    assert (line["combine"], float(line["ratio"]), float(line["bound"])) == ("worst", 6.28, 6.3428)
+    assert "One chip for all" in page.read_text()
+    assert "t8x128x128-v8x128-b8m" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["reproduce", "gpt5"], "MODEL has 'gpt5'"),
         (["reproduce", "--method", "annealing"], "--method has 'annealing'"),
+        (["reproduce", "--one-chip", "median"], "--one-chip has 'median'"),
         (["reproduce", "--csv", "missing/file"], "cannot write"),
     ],
 )

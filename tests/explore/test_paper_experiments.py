@@ -9,6 +9,7 @@ from designs import SMALL, tiny_model
 
 import phaze
 from phaze.explore.experiment_rows import ModelExperiment, convergence_csv, experiments_csv, network_notes
+from phaze.explore.one_chip import run_one_chip
 from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
 from phaze.explore.sampled_search import SAMPLED_METHODS
 from phaze.hardware import preset
@@ -59,6 +60,17 @@ def test_tables_have_a_line_for_every_contender(experiment: ModelExperiment) -> 
     assert [row["who"] for row in rows] == [*ways, *SAMPLED_METHODS]
     assert float(rows[0]["ratio_to_experts"]) == 1
     assert len(convergence_csv([experiment]).splitlines()) == 1 + 4 * 4
+
+
+def test_the_chip_for_several_models_is_that_of_a_search_over_all_of_them() -> None:
+    models = [tiny_model(), tiny_model(4, name="other")]
+    options = {**SMALL, "space": POINTS, "hbm_gib": (1,), "micro_batch_size": (2,)}
+    shared = run_one_chip(models, "paper", "worst", options)  # type: ignore[arg-type]
+    best = phaze.search(models, executor="serial", combine="worst", **options).best
+    assert (shared.chip, shared.value) == (best.name, pytest.approx(best.value, rel=1e-9))
+    assert min(model.ratio for model in shared.models) == pytest.approx(shared.value, rel=1e-9)
+    assert [model.samples_per_s for model in shared.models] == pytest.approx([row.samples_per_s for row in best.models])
+    assert shared.bound >= shared.value
 
 
 def test_a_ratio_that_is_mostly_the_network_reading_says_so(experiment: ModelExperiment) -> None:
