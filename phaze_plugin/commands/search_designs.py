@@ -72,6 +72,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--combine", default="average", metavar="NAME", help="ratios of several models: average (default) or worst"
     )
+    parser.add_argument("--weights", type=shares, metavar="X,X", help="of the models in the average (default all 1)")
     parser.add_argument("--front", action="store_true", help="find the front of throughput, area and energy")
     _add_method_arguments(parser)
     _add_output_arguments(parser)
@@ -104,6 +105,14 @@ def _add_output_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", help="save a line an accelerator: evaluated or pruned, and its bound")
     parser.add_argument("--plan", metavar="FILE", help="save the plan of a single model as JSON")
     add_json_option(parser)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """An argument's type: numbers with commas between."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,1,0.5") from error
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -157,6 +166,7 @@ def _question_options(arguments: Namespace) -> dict[str, Any]:
         "compatibility": arguments.compatibility,
         "objective": arguments.objective,
         "combine": arguments.combine,
+        "weights": arguments.weights,
         "front": arguments.front,
         "gap": arguments.gap,
         **optional,

@@ -116,6 +116,20 @@ def test_counting_as_the_paper_makes_no_plan_to_save(folder: Path, capsys: pytes
     assert "makes no plans to save" in capsys.readouterr().err
 
 
+def test_weights_of_several_models_are_asked_one_for_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = folder / "other.json"
+    tiny_model(4, name="other").save(other)
+    asked = arguments(folder, "--json")
+    asked.insert(2, str(other))
+    assert main([*asked, "--weights", "3,1"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    first, second = (row["ratio"] for row in answer["best"]["models"])
+    assert answer["question"]["weights"] == [3, 1]
+    assert answer["best"]["value"] == pytest.approx((3 * first + second) / 4)
+    assert main([*asked, "--weights", "3,1,1"]) == 1
+    assert "each of the 2 models" in capsys.readouterr().err
+
+
 def test_json_is_the_answer_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(folder, "--json")) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "phaze-search"
