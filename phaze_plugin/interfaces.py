@@ -184,7 +184,7 @@ class RunnableTarget(Target, Protocol):
 
 @runtime_checkable
 class SpecTarget(Target, Protocol):
-    """A target that says a plan as specs of the user's own arrays: `plan.specs`, `mesh` and `constraints` call it."""
+    """A target that says a plan as specs of the user's own arrays: `plan.specs`, `mesh` and others call it."""
 
     def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:
         """For every tree of arrays (parameters first) a tree of the same structure that says how each array lies."""
@@ -196,6 +196,10 @@ class SpecTarget(Target, Protocol):
 
     def constraints(self, plan: Plan) -> Mapping[str, object]:
         """The specs of what lies between layers, by name."""
+        ...
+
+    def logical_axis_rules(self, plan: Plan, variables: object, activations: Sequence[str | None]) -> Sequence[object]:
+        """Pairs of a name that the user gave to dimensions of arrays and of the mesh axes along which these lie."""
         ...
 
 

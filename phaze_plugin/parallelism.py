@@ -75,6 +75,8 @@ class PipelineSchedule(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
+    EAGER = "eager-1f1b"
+    """1F1B with twice as many forwards first: what one program does whose stages all hear from each other in a tick."""
 
 
 PIPELINE_SCHEDULES = tuple(kind for kind in PipelineSchedule if kind is not PipelineSchedule.NONE)

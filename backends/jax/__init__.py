@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EqualLayerStages", "JaxTarget", "ModuleTarget", "equal_layers", "phaze_stage_builders", "phaze_targets"]
 
-_GPIPE = PipelineSchedule.GPIPE
+_SCHEDULES = (PipelineSchedule.GPIPE, PipelineSchedule.EAGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class JaxTarget:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What one program for all devices can run: equal stages in GPipe's order.
+        """What one program for all devices can run: equal stages in the orders of GPipe and of eager 1F1B.
 
         It runs on the first devices where a strategy leaves others idle; a search leaves none.
 
@@ -64,9 +64,9 @@ class JaxTarget:
         Whole train steps are divided by the compiler, as they are.
         """
         return Capabilities(
-            schedules=frozenset({_GPIPE}),
+            schedules=frozenset(_SCHEDULES),
             zero_stages=frozenset({0, 1, 2, 3}),
-            excluded_pairs=frozenset({(_GPIPE, 2), (_GPIPE, 3)}),
+            excluded_pairs=frozenset((schedule, zero) for schedule in _SCHEDULES for zero in (2, 3)),
             recompute_modes=frozenset({"none", "selective", "dots", "full"}),
             allows_strided_parameters=True,
             allows_parameters_cut_twice=False,
@@ -129,6 +129,12 @@ class JaxTarget:
 
         mesh = mesh_for_plan(plan, None)
         return with_explicit_axes(mesh) if explicit else mesh
+
+    def logical_axis_rules(self, plan: Plan, variables: object, activations: Sequence[str | None]) -> Sequence[object]:
+        """Pairs of a name of dimensions and of mesh axes, for modules of flax linen that name them."""
+        from phaze.backends.jax.logical_rules import logical_rules  # the door: this imports jax
+
+        return logical_rules(plan, variables, activations)
 
     def constraints(self, plan: Plan) -> Mapping[str, PartitionSpec]:
         """The specs of the batch and of activations between layers."""

@@ -40,6 +40,7 @@ from phaze.cost import planned_graph as graph_as_planned
 from phaze.errors import PlanError, shown
 from phaze.hooks import PluginManager
 from phaze.ir import Graph, RecomputeMode
+from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan, SplitDim
 from phaze.profile.model_profiles import recomputed_keys
 from phaze.shard.expert_slicing import expert_dims
@@ -212,14 +213,14 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         for spec, share in zip(specs, shares, strict=True)
     )
     if axes.context:
-        others = [False] * (len(trace.batch) - len(specs))
-        trace = loss_of_context(trace, [*has_sequence, *others], strategy.cp)
+        trace = loss_of_context(trace, [*has_sequence, *[False] * (len(trace.batch) - len(specs))], strategy.cp)
     experts = _expert_dims(graph, loss_function) if axes.experts else {}
     if experts:
         trace = loss_of_experts(trace, experts, strategy.ep, _expert_tiles(plan, graph))
     stacks = LayerStacks()
     if strategy.pp > 1 and trace.scan is None:
-        trace, stacks = stack_equal_layers(trace, first_layers(loss_function.names, graph), equal_layers(graph))
+        of_parameters = first_layers(loss_function.names, graph)
+        trace, stacks = stack_equal_layers(trace, of_parameters, equal_layers(graph), axes.in_traces)
     _check_stages(plan, trace)
     return TrainingStep(
         arranged=_arranged_loss(plan, loss_function, graph, trace, stacks, experts),
@@ -234,6 +235,7 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         numbers_rows=bool(draws or counts.totals),
         whole_batch=whole_batch,
         is_sum=counts.is_sum,
+        alternates=strategy.schedule is PipelineSchedule.EAGER,
         compute_dtype=compute_dtype,
         gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
     )

@@ -57,6 +57,11 @@ class MeshAxes:
         return self.size(self.shards)
 
     @property
+    def in_traces(self) -> dict[str, int]:
+        """The axes with collectives in rewritten traces, and their sizes."""
+        return {axis: self.sizes[axis] for axis in (*self.context, *self.experts)}
+
+    @property
     def manual(self) -> frozenset[str]:
         """The axes whose collectives are written by hand; the tensor axis is left to the compiler."""
         return frozenset(self.sizes) - {"tp"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +38,18 @@ __all__ = [
     "ArrangedLoss",
     "after_layers",
     "before_layers",
+    "layer_function",
     "loss_of_micro_batch",
     "run_layers",
     "slices_beside_parameters",
 ]
+
+
+LayerFunction: TypeAlias = Callable[
+    [Sequence[jax.Array], Sequence[jax.Array], tuple[Sequence[jax.Array], Sequence[jax.Array]]],
+    tuple[list[jax.Array], list[jax.Array]],
+]
+"""Of constants, carried values, and slices of parameters and others: what is carried on, and what is collected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,6 +254,18 @@ def run_layers(
     other_slices: Sequence[jax.Array] = (),
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The layers whose stacked parameters are given, one after the other; what leaves the last, what all collect."""
+    run, listed_constants = layer_function(arranged, scan), list(constants)
+    leaving, collected = jax.lax.scan(
+        lambda carry, slices: run(listed_constants, carry, slices),
+        list(carried),
+        (list(stacked), list(other_slices)),
+        reverse=scan.equation.params["reverse"],
+    )
+    return [arranged.at_boundary(value) for value in leaving], collected
+
+
+def layer_function(arranged: ArrangedLoss, scan: LayerScan) -> LayerFunction:
+    """One layer as a function of constants, of what enters it, and of its slices of parameters and of others."""
     body, places = scan.body.jaxpr, sorted(scan.stacked)
     first, count = len(scan.constants) + len(scan.carried), len(scan.carried)
     # The body's variables of scanned operands: parameters, and others such as random keys of the layers.
@@ -267,15 +288,7 @@ def run_layers(
         results = evaluate(equations, body.outvars, known)
         return [arranged.at_boundary(value) for value in results[:count]], results[count:]
 
-    run = keep_only_what_mode_allows(layer, arranged.recompute, gathers=arranged.gathers)
-    listed_constants = list(constants)
-    leaving, collected = jax.lax.scan(
-        lambda carry, slices: run(listed_constants, carry, slices),
-        list(carried),
-        (list(stacked), list(other_slices)),
-        reverse=scan.equation.params["reverse"],
-    )
-    return [arranged.at_boundary(value) for value in leaving], collected
+    return keep_only_what_mode_allows(layer, arranged.recompute, gathers=arranged.gathers)
 
 
 def _equations_of_layer(arranged: ArrangedLoss, scan: LayerScan) -> list[Equation]:

@@ -18,6 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,8 @@ __all__ = ["EMPTY_SHAPE", "LayerStacks", "stack_equal_layers"]
 
 EMPTY_SHAPE = (0,)
 """The shape of what lies in the place of a parameter that is part of another one's stack."""
+
+_NO_AXES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,31 @@ class _Layer:
 
 
 def stack_equal_layers(
-    trace: TracedLoss, parameter_layers: Sequence[int | None], layers: Sequence[int]
+    trace: TracedLoss,
+    parameter_layers: Sequence[int | None],
+    layers: Sequence[int],
+    axes: Mapping[str, int] = _NO_AXES,
 ) -> tuple[TracedLoss, LayerStacks]:
     """The same loss with its equal layers, whose numbers are given, as a scan, and what was stacked for it.
 
-    Layers are cut behind their last parameter, or before the first of the next, whichever makes them equal. Raises
-    PlanError where neither does, or where layers do more than hand something to the next.
+    Layers are cut behind their last parameter, or before the first of the next, whichever makes them equal. `axes` are
+    the sizes of the mesh axes with collectives in the trace. Raises PlanError where neither does, or where layers do
+    more than hand something to the next.
     """
+    found: list[tuple[TracedLoss, LayerStacks]] = []
+
+    def stack() -> tuple[()]:
+        found.append(_stacked_either_way(trace, parameter_layers, layers))
+        return ()
+
+    # Tracing knows the sizes of axes inside of a trace that was told them.
+    jax.make_jaxpr(stack, axis_env=list(axes.items()))()
+    return found[0]
+
+
+def _stacked_either_way(
+    trace: TracedLoss, parameter_layers: Sequence[int | None], layers: Sequence[int]
+) -> tuple[TracedLoss, LayerStacks]:
     try:
         return _stacked(trace, cut_into_layers(trace, parameter_layers), layers)
     except PlanError as refusal:

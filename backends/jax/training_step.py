@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from phaze.backends.jax.context_trace import AXIS
+from phaze.backends.jax.eager_1f1b_scan import eager_1f1b_gradients
 from phaze.backends.jax.gpipe_scan import pipelined_loss
 from phaze.backends.jax.jax_mesh import MeshAxes
 from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
@@ -92,6 +93,7 @@ class TrainingStep:
         numbers_rows: whether the loss also reads the number of a microbatch's first row (see `random_draws.py`).
         whole_batch: what microbatches take from the whole batch (see `mean_over_samples.py`); None for nothing.
         is_sum: whether the loss is the sum of the microbatches' losses, and not their mean.
+        alternates: whether stages run forwards and backwards in turn, and not all forwards first.
         compute_dtype: the type in which the loss reads parameters.
         gradient_dtype: the type in which gradients are added up.
     """
@@ -108,6 +110,7 @@ class TrainingStep:
     numbers_rows: bool
     whole_batch: WholeBatch | None
     is_sum: bool
+    alternates: bool
     compute_dtype: DTypeLike
     gradient_dtype: DTypeLike
 
@@ -175,6 +178,10 @@ def _pipelined_gradients(
     """
     pairs = zip(step.storages, parameters, strict=True)
     whole = [value if storage.is_stacked else gather_shards(storage, value, STAGES) for storage, value in pairs]
+    if step.alternates:
+        stage_loss, gradients = eager_1f1b_gradients(step.arranged, whole, step.gradient_dtype, micro_batches, step.pp)
+        pairs = zip(step.storages, gradients, strict=True)
+        return jax.lax.psum(stage_loss, "pp"), [_accumulable(step, storage, gradient) for storage, gradient in pairs]
 
     def loss(exact_parameters: Sequence[jax.Array]) -> jax.Array:
         return pipelined_loss(step.arranged, exact_parameters, step.compute_dtype, micro_batches, step.pp)

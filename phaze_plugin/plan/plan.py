@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,7 +60,6 @@ __all__ = [
 
 FORMAT = "phaze-plan"
 _RUN = "run"  # the field of a plan that differs between equal questions
-
 VERSION = 10
 """Version 10 says which degrees were left open, version 9 what layers keep and which recompute modes were asked for."""
 
@@ -351,8 +350,8 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """Microbatches that the fullest pipeline runs in a step."""
-        strategy = self.strategy
-        return strategy.micro_batches_per_pipeline(self.question.global_batch_size // strategy.micro_batch_size)
+        samples, strategy = self.question.global_batch_size, self.strategy
+        return strategy.micro_batches_per_pipeline(samples // strategy.micro_batch_size)
 
     def timeline(self) -> Timeline:
         """What every device of one pipeline does when, simulated again from the stages' passes."""
@@ -374,9 +373,8 @@ class Plan:
 
         A plan from a file is searched again for them: by the `model` given here, else by the model's name.
         """
-        if self.is_explained or self.explainer is None:
-            return self
-        return self.explainer.explained(self, model, inputs)
+        looks = None if self.is_explained else self.explainer
+        return self if looks is None else looks.explained(self, model, inputs)
 
     def explain(self, model: object = None, inputs: object = None) -> str:
         """Why: what binds, what other plans cost and other hardware brings, what fits; arguments of `explained`."""
@@ -415,27 +413,29 @@ class Plan:
         return apply_plan(self, installed_plugins(), model, mesh, loss_fn, named, others)
 
     def specs(self, *trees: object) -> Any:
-        """How the user's own arrays lie on `mesh()`: trees of PartitionSpecs like those given, parameters first.
+        """PartitionSpecs on `mesh()` for trees of the user's own arrays: parameters first, optimizer's state, batch.
 
-        Further trees may be the optimizer's state and the batch; `phaze.backends.jax.user_specs` says how their arrays
-        are told apart. One tree gives one, several give a tuple. Raises PlanError where the target is none of JAX.
+        Raises PlanError where the target is none of JAX.
         """
-        from phaze.plan.handover import spec_target
-
-        specs = tuple(spec_target(self, installed_plugins()).specs(self, trees))
-        return specs[0] if len(specs) == 1 else specs
+        specs = tuple(self._spec_target().specs(self, trees))
+        return specs if len(specs) != 1 else specs[0]
 
     def mesh(self, *, explicit: bool = False) -> Any:
         """The mesh of the first devices that JAX sees, by whose axes `specs` are said; `explicit` axes if so asked."""
-        from phaze.plan.handover import spec_target
-
-        return spec_target(self, installed_plugins()).mesh(self, explicit=explicit)
+        return self._spec_target().mesh(self, explicit=explicit)
 
     def constraints(self) -> Mapping[str, Any]:
         """PartitionSpecs of what lies between layers ("activations") and of what enters ("batch")."""
+        return dict(self._spec_target().constraints(self))
+
+    def logical_axis_rules(self, variables: object, activations: Sequence[str | None] = ()) -> Any:
+        """`specs` for linen modules with logical names: see `phaze.backends.jax.logical_rules`."""
+        return self._spec_target().logical_axis_rules(self, variables, activations)
+
+    def _spec_target(self) -> Any:
         from phaze.plan.handover import spec_target
 
-        return spec_target(self, installed_plugins()).constraints(self)
+        return spec_target(self, installed_plugins())
 
     def export(self, target: str, model: object = None) -> Mapping[str, str]:
         """The plan for another tool: texts by file name. `phaze doctor` lists the targets.

@@ -19,6 +19,7 @@ _ZERO_WORDS = {
 _SCHEDULE_WORDS = {
     "gpipe": "all forwards before all backwards (GPipe)",
     "1f1b": "forwards and backwards in turn (1F1B)",
+    "eager-1f1b": "forwards and backwards in turn, more forwards first (eager 1F1B)",
     "interleaved-1f1b": "interleaved 1F1B",
     "zero-bubble": "weight gradients put off into the bubbles (zero-bubble)",
 }

@@ -186,7 +186,8 @@ class _LayerSums:
         if strategy.chunks == 1 and strategy.schedule is PipelineSchedule.GPIPE:
             through_s += (m - 1) * (forward_s + backward_s) / pp
         elif strategy.chunks == 1:
-            through_s += ((m - 1) * backward_s + max(m - pp, 0) * forward_s) / pp
+            most_ahead = (pp - 1) * _forwards_ahead(strategy.schedule)
+            through_s += ((m - 1) * backward_s + max(m - 1 - most_ahead, 0) * forward_s) / pp
         return max(busy_s, through_s)
 
     def chunk_bound_s(self, strategy: Parallelism, micro_batches: int) -> float:
@@ -214,6 +215,11 @@ class _LayerSums:
             busy_s = sum(least_s(stage) for stage in range(device, depth, strategy.pp))
             ends_s.append(before_s[begins(device)[0]] + micro_batches * busy_s)
         return max(ends_s) * (1 - EQUAL_RESULTS)
+
+
+def _forwards_ahead(schedule: str) -> int:
+    """The forwards that a device runs before its first backward for every stage behind it, in 1F1B and its kin."""
+    return 2 if schedule == PipelineSchedule.EAGER else 1
 
 
 @cache
@@ -375,7 +381,7 @@ class _StageProof:
         ]
         if self.strategy.chunks == 1:
             later_s = whole[0] - passed[0] + whole[1] - passed[1]
-            ahead = self.strategy.pp - 1 - position
+            ahead = (self.strategy.pp - 1 - position) * _forwards_ahead(self.schedule)
             left = m - 1 if self.schedule == PipelineSchedule.GPIPE else max(m - 1 - ahead, 0)
             returned_s = forward_s + later_s + (1 + left) * stage.forward_s + m * stage.backward_s
             ends_s += [returned_s + backward_s, returned_s + m * stage.weight_s + after_s]

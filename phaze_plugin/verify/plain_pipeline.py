@@ -74,7 +74,8 @@ def plain_order(schedule: str, pp: int, micro_batches: int, chunks: int, device:
                 forwards.append(("F", chunk, batch))
                 backwards.append(("B", chunks - 1 - chunk, batch))
     ahead = pp - 1 - device
-    first = min(2 * ahead + (chunks - 1) * pp if chunks > 1 else ahead, len(forwards))
+    twice = chunks > 1 or schedule == "eager-1f1b"
+    first = min(2 * ahead + (chunks - 1) * pp if twice else ahead, len(forwards))
     passes = forwards[:first]
     for turn, forward in enumerate(forwards[first:]):
         passes += [forward, backwards[turn]]

@@ -16,15 +16,23 @@ Results = Callable[[str], dict[str, Any]]
 SCRIPT = ROOT / "tests" / "support" / "jax_mesh_runs.py"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 DEFAULT = (
-    *("pure dp2 tp4", "linen tp8", "scanned dp8 zero3", "scanned pp2 dp2 tp2", "pure pp2 dp2 tp2", "fused dp2 tp4"),
+    *(
+        "pure dp2 tp4",
+        "linen tp8",
+        "scanned dp8 zero3",
+        "scanned pp2 dp2 tp2",
+        "pure pp2 dp2 tp2 eager-1f1b",
+        "fused dp2 tp4",
+    ),
 )
 HYBRID, CONTEXT = "scanned hybrid 2 x 4", "scanned cp2 dp2 zero1"
-CONTEXTS = ("pure cp2 tp2 dp2", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
+CONTEXTS = ("pure cp2 tp2 dp2", "pure cp2 pp2 dp2 eager", "scanned cp2 pp2 dp2", "scanned hybrid 2 x 4 cp2 zero2")
 EXPERTS = "mixture ep2 dp4 tp2 zero1"
 OTHER_EXPERTS = (
     *("mixture ep8 dp8", "mixture ep4 dp8 full", "mixture ep2 dp4 tp2 sequence", "mixture ep2 dp8 zero3"),
     *("listed mixture ep2 hybrid 2 x 4", "listed mixture ep2 dp4 zero2", "linen mixture ep4 dp8 zero1"),
 )
+MANY = tuple(f"deep pp2 many {mode} {schedule}" for mode in ("none", "full") for schedule in ("gpipe", "eager-1f1b"))
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
 FULL = (
@@ -36,7 +44,7 @@ FULL = (
         "scanned dp2 tp4 full",
         "deep dp2 tp4 sequence",
     ),
-    *("pure dp2 tp4 full", "uneven dp2 tp4", "odd dp2 tp4", "fused dp4 tp2 zero1 full"),
+    *("pure pp2 dp2 tp2 gpipe", "pure dp2 tp4 full", "uneven dp2 tp4", "odd dp2 tp4", "fused dp4 tp2 zero1 full"),
 )
 """With sequences split, the plan is made for links whose bytes count (the preset's latencies favour other patterns than
 the one that is run), and the CPU's compiler keeps the gathered input of the head: 3 % less than planned."""
@@ -66,7 +74,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(
         tmp_path_factory.mktemp("jax"),
-        (*FULL, *CONTEXTS, *OTHER_EXPERTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"),
+        (*FULL, *MANY, *CONTEXTS, *OTHER_EXPERTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"),
     )
 
 
@@ -174,6 +182,16 @@ def test_experts_go_with_every_other_division(full_results: Results, name: str) 
         assert full_results(name)["traffic_bytes"]["ep"] == full_results(name)["planned_traffic"][0]["ep"]
     else:
         check_experts(full_results(name))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_eager_1f1b_holds_a_few_microbatches_where_gpipe_holds_all(full_results: Results, recompute: str) -> None:
+    gpipe, eager = (full_results(f"deep pp2 many {recompute} {schedule}") for schedule in ("gpipe", "eager-1f1b"))
+    check_equality(gpipe)
+    check_equality(eager)
+    planned = [max(measured["planned_activation_bytes"]) for measured in (gpipe, eager)]
+    assert gpipe["temporary_bytes"] - eager["temporary_bytes"] > 0.5 * (planned[0] - planned[1])
 
 
 @pytest.mark.exhaustive

@@ -54,9 +54,24 @@ FORCED |= {
         "scanned",
         {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
     ),
-    "pure pp2 dp2 tp2": (
+    **{
+        f"pure pp2 dp2 tp2 {schedule}": (
+            "pure",
+            {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": schedule, "stages": [2, 2]},
+        )
+        for schedule in ("gpipe", "eager-1f1b")
+    },
+    **{
+        f"deep pp2 many {recompute} {schedule}": (
+            "deep",
+            {**FIXED, "pp": 2, "micro_batch_size": 1, "schedule": schedule, "recompute": recompute},
+        )
+        for recompute in ("none", "full")
+        for schedule in ("gpipe", "eager-1f1b")
+    },
+    "pure cp2 pp2 dp2 eager": (
         "pure",
-        {**FIXED, "dp": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "stages": [2, 2]},
+        {**FIXED, "dp": 2, "cp": 2, "pp": 2, "micro_batch_size": 2, "schedule": "eager-1f1b", "recompute": "full"},
     ),
     "deep pp4 dp2": (
         "deep",
@@ -258,7 +273,8 @@ def on_one_device(case: Subject, adam: Adam, dtype: Any) -> tuple[Any, Any, Any]
 def _shares(plan: Plan) -> tuple[float, ...]:
     """Of the ticks of a pipeline a stage is busy in those of its microbatches; its ends are on one stage each."""
     count = BATCH // plan.strategy.dp // plan.strategy.micro_batch_size
-    return (count / (count + plan.strategy.pp - 1), 1 / plan.strategy.pp)
+    further = (plan.strategy.pp - 1) * (2 if plan.strategy.schedule == "eager-1f1b" else 1)
+    return (count / (count + further), 1 / plan.strategy.pp)
 
 
 def _is_cast_from_master(state: TrainState) -> bool:

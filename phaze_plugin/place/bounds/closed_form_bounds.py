@@ -7,6 +7,7 @@ and ZeRO's collectives at the fastest link. Every simulated time is at least
     1F1B              (m+S-1) W/S if m > S
                       W m u,  u = (1-q)/(1-q^S), q = 1 - 1/m
                       W + W/h, h the sum over s of 1 / (m-1 - (min(m, S-s) - 1)/2)
+    eager 1F1B        the same without the first, with 2 (S-s) - 1 for S-s
     zero-bubble       m W/S
                       A m u with A the seconds without weight gradients and u as for 1F1B
                       (m+S-1) A/S + (m-S)(m-S-1)/(S(m-2)) (W-A) if m > S
@@ -161,6 +162,9 @@ class ClosedFormBounds:
                 even = np.where(micro_batches > pp, (micro_batches + pp - 1) / pp, 0.0)
                 uneven = np.maximum(_geometric(micro_batches, pp), 1 + _harmonic(micro_batches, pp))
                 return np.asarray(fused * np.maximum(even, uneven))
+            case PipelineSchedule.EAGER:
+                ahead = _harmonic(micro_batches, pp, forwards_ahead=2)
+                return np.asarray(fused * np.maximum(_geometric(micro_batches, pp), 1 + ahead))
             case PipelineSchedule.ZERO_BUBBLE:
                 without_weights, split = passes.without_weights, passes.split
                 share = (micro_batches - pp) * (micro_batches - pp - 1) / (pp * np.maximum(micro_batches - 2, 1))
@@ -187,11 +191,14 @@ def _geometric(micro_batches: FloatArray, pp: IntArray) -> FloatArray:
     return np.asarray(1.0 / -np.expm1(pp * np.log1p(-1.0 / np.maximum(micro_batches, _JUST_ABOVE_ONE))))
 
 
-def _harmonic(micro_batches: FloatArray, pp: IntArray) -> FloatArray:
-    """1/h: the least largest excess of stages that add up to 1."""
+def _harmonic(micro_batches: FloatArray, pp: IntArray, forwards_ahead: int = 1) -> FloatArray:
+    """1/h: the least largest excess of stages that add up to 1.
+
+    Before its first backward a device runs `forwards_ahead` forwards for every stage behind it.
+    """
     distinct, which = np.unique(micro_batches, return_inverse=True)
     stages_behind = np.arange(int(pp.max(initial=1)))
-    early = np.minimum(distinct[:, None], stages_behind + 1) - 1
+    early = np.minimum(distinct[:, None], forwards_ahead * stages_behind + 1) - 1
     slope = np.maximum(distinct[:, None] - 1 - early / 2, _LEAST_SLOPE)
     inverse = np.cumsum(1 / slope, axis=1)[which, pp - 1]
     return np.where(micro_batches > 1, 1 / inverse, 0.0)

@@ -7,6 +7,7 @@ weight passes, t = F + B, m the microbatches per pipeline and S the number of st
 1F1B:         F_0 + .. + F_(s-1) + c_s + B_q + .. + B_(s-1) + tail_q                            for all q <= s
               c_s = m t_s + the largest of 0, u - n min(F_s, B_s) and, if m > n + 1, 2 u - n t_s,
               with u = t_(s+1) + .. + t_(S-1) and n = min(m, S-s) - 1
+eager 1F1B:   the same with n = min(m, 2(S-s)-1) - 1
 zero-bubble:  the same with tail_q + min(m, q+1) W_q for tail_q and c_s = m t_s + the largest of
               max(0, m-1-s) W_s + max(0, u - n F_s)   and
               max(0, m-S) W_s + the largest of u - n min(F_s, B_s) and, if m > n + 1, 2 u - n t_s
@@ -70,6 +71,7 @@ class PathBounds:
     ) -> None:
         self._candidates, self._micro_batches, self._pp = candidates, micro_batches, parallelism.pp
         self._splits_backward = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
+        self._is_eager = parallelism.schedule is PipelineSchedule.EAGER
         self._in_flight = _in_flight_by_position(parallelism, micro_batches)
         forward, backward = candidates.forward_s, candidates.backward_s
         shorter, through = np.minimum(forward, backward), forward + backward
@@ -102,7 +104,8 @@ class PathBounds:
         """c and tail of some candidates at one position, with the seconds t of all stages behind each."""
         forward, _, weight, through, shorter, tail = seconds
         micro_batches = self._micro_batches
-        early = min(micro_batches, self._pp - position) - 1
+        stages = self._pp - position
+        early = min(micro_batches, 2 * stages - 1 if self._is_eager else stages) - 1
         waits = behind - early * shorter
         if micro_batches > early + 1:
             waits = np.maximum(waits, 2 * behind - early * through)

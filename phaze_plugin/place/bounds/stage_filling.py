@@ -1,7 +1,8 @@
 """A quick proof that a strategy cannot beat a target time: fill the stages of a chain from the front and count them.
 
 Let m be the microbatches per pipeline, S the number of stages, F and t a stage's forward seconds and forward plus
-backward seconds, lead(p) the seconds of the layers before layer p, W the t of all layers, and n = min(m, S-s) - 1.
+backward seconds, lead(p) the seconds of the layers before layer p, W the t of all layers, and n = min(m, S-s) - 1
+(n = min(m, 2(S-s)-1) - 1 in eager 1F1B).
 Suppose that a plan takes at most U. Then its s-th stage, starting at layer p, has a recompute mode with which it
 satisfies all of these (`StageFilling._most_more_s` solves the first four for what may be recomputed, and
 `StageFilling._is_over` checks the last):
@@ -214,6 +215,9 @@ class StageFilling:
     def _begin(self) -> None:
         """What of the constraints depends on where the stages begin: microbatches in flight, n, and constraint (4)."""
         micro_batches, later = self.micro_batches, np.maximum(self.pp - self.used + 1, 1)
+        between = self.pp - self.used + 1 - self.stages_between
+        if self.schedule is PipelineSchedule.EAGER:
+            later, between = 2 * later - 1, 2 * between - 1
         stages_left = np.minimum(micro_batches, later)
         match self.schedule:
             case PipelineSchedule.GPIPE:
@@ -221,7 +225,7 @@ class StageFilling:
             case PipelineSchedule.ZERO_BUBBLE:
                 flight = np.minimum(micro_batches, self.pp)
             case _:
-                flight = np.maximum(np.minimum(stages_left, self.pp - self.used + 1 - self.stages_between), 1)
+                flight = np.maximum(np.minimum(stages_left, between), 1)
         self.kept_micro_batches = flight - 1
         self.early = stages_left - 1
         if self.schedule is PipelineSchedule.ZERO_BUBBLE:

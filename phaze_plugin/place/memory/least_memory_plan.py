@@ -52,6 +52,7 @@ the least memory is asked for again by every remedy that is tried."""
 _GPIPE = SCHEDULES.index(PipelineSchedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(PipelineSchedule.ONE_F_ONE_B)
 _ZERO_BUBBLE = SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+_EAGER = SCHEDULES.index(PipelineSchedule.EAGER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,9 @@ def least_memory(prepared: PreparedProblem, enough_bytes: float = 0.0) -> LeastM
 
 
 def _lean_schedules(strategies: ParallelismTable) -> ParallelismTable:
-    """Without GPipe and zero-bubble where 1F1B has the same ZeRO stage."""
+    """Without GPipe, zero-bubble and eager 1F1B where 1F1B has the same ZeRO stage."""
     is_lean = strategies.schedule == _ONE_F_ONE_B
-    needs_more = np.isin(strategies.schedule, [_GPIPE, _ZERO_BUBBLE])
+    needs_more = np.isin(strategies.schedule, [_GPIPE, _ZERO_BUBBLE, _EAGER])
     return strategies.take(~needs_more | ~np.isin(strategies.zero, strategies.zero[is_lean]))
 
 

@@ -30,6 +30,7 @@ class PlanKind(StrEnum):
     ONE_F_ONE_B = "schedule 1f1b"
     INTERLEAVED = "schedule interleaved-1f1b"
     ZERO_BUBBLE = "schedule zero-bubble"
+    EAGER = "schedule eager-1f1b"
     NO_ZERO = "no ZeRO"
     ZERO = "ZeRO"
     ZERO_OVER_ALL = "ZeRO over all devices"

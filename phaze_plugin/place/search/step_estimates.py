@@ -51,4 +51,6 @@ def _in_flight(strategies: ParallelismTable) -> FloatArray:
     pp, micro_batches, chunks = strategies.pp, strategies.micro_batches, strategies.chunks
     is_gpipe = strategies.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
     early = pp * (1 + (pp - 1) / (pp * chunks) * (chunks > 1))
+    is_eager = strategies.schedule == SCHEDULES.index(PipelineSchedule.EAGER)
+    early = np.where(is_eager, 2 * pp - 1, early)
     return np.asarray(np.where(is_gpipe, micro_batches, np.minimum(micro_batches, early)))

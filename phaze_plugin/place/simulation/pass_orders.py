@@ -6,6 +6,7 @@ c*S + r. A pass is a forward (F), a backward (B) or, where backward is split, th
 
     gpipe             F of all microbatches, then B of all
     1f1b              S-1-r forwards, then F and B in turn (Narayanan et al., PipeDream-flush)
+    eager-1f1b        as 1f1b behind 2(S-1-r) forwards (Zhuang et al., arXiv:2211.05322)
     interleaved-1f1b  as 1f1b over v chunks, microbatches in groups of S; needs S to divide m
                       (Narayanan et al., SC'21: 2(S-1-r) + (v-1)S forwards first)
     zero-bubble       as 1f1b with W split off and put off by r microbatches, so that every device has at most S
@@ -93,7 +94,7 @@ def _device_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunk
     match schedule:
         case PipelineSchedule.GPIPE:
             first = total
-        case PipelineSchedule.INTERLEAVED:
+        case PipelineSchedule.INTERLEAVED | PipelineSchedule.EAGER:
             first = min(2 * stages_behind + (chunks - 1) * pp, total)
         case _:
             first = min(stages_behind, total)
@@ -126,6 +127,8 @@ def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: i
             return np.full((pp, 1), micro_batches)
         case PipelineSchedule.NONE | PipelineSchedule.ONE_F_ONE_B:  # a single stage alternates like 1F1B
             return np.minimum(pp - device, micro_batches)
+        case PipelineSchedule.EAGER:
+            return np.minimum(2 * (pp - device) - 1, micro_batches)
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((pp, 1), min(pp, micro_batches))
         case PipelineSchedule.INTERLEAVED:
