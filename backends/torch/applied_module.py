@@ -246,9 +246,9 @@ class AppliedModule:
         if "size" not in self._said:
             self._said.add("size")
             warnings.warn(
-                f"copies of the model have {fewest} to {most} samples of a batch where the plan has "
-                f"{self._batch.share_size}; it runs as {len(division.rows)} microbatches. `run.share(batch)` takes a "
-                "process's share from a global batch. This is said once.",
+                f"copies of the model have {most if fewest == most else f'{fewest} to {most}'} samples of a batch "
+                f"where the plan has {self._batch.share_size} (microbatches: {len(division.rows)}). "
+                "`run.share(batch)` takes a process's share from a global batch. This is said once.",
                 stacklevel=4,
             )
 
@@ -256,6 +256,11 @@ class AppliedModule:
     def _replicas(self) -> int:
         """Devices that hold the same parameters, or shards of them: those of contexts and of copies."""
         return int(self.mesh["replicate"].size() * self.mesh["shard"].size())
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients: by 1 / n behind `backward` on n batches, whose gradients are added."""
+        parameters = (parameter for stage in self.stages for parameter in stage.parameters())
+        scale_gradients(parameters, torch.tensor(factor, device=self.mesh.device_type))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`; the norm before that.

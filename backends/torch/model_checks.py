@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from phaze.backends.torch.expert_devices import expert_modules
@@ -27,6 +28,7 @@ SHOWN_DIFFERENCES = 5
 
 def checked_model(plan: Plan, model: object) -> torch.nn.Module:
     """The model; raises PlanError saying what differs where it is not the planned one, by parameters and layers."""
+    model = _without_compilation(model)
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"the model is a {type(model).__name__}; this plan arranges a torch.nn.Module.")
     if any(isinstance(submodule, FSDPModule) for submodule in model.modules()):
@@ -89,6 +91,18 @@ def _check_types(model: torch.nn.Module) -> None:
             f"trained parameters have several types ({listed}), and FSDP2 takes one; convert the model to one of them "
             "(`model.float()`): forward computes in the plan's precision anyway. Frozen ones may have another."
         )
+
+
+def _without_compilation(model: object) -> object:
+    """The model that `torch.compile` wraps, and say so: it would follow FSDP2's hooks, stages and split tensors."""
+    if not isinstance(model, OptimizedModule):
+        return model
+    warnings.warn(
+        "the model runs uncompiled: torch.compile of all of it does not follow how it is arranged. Compile its blocks "
+        "instead (`block.compile()` for each, before `plan.apply`), which run compiled under dp and pp.",
+        stacklevel=2,
+    )
+    return model._orig_mod
 
 
 def _run_uncompiled(plan: Plan, model: torch.nn.Module) -> None:

@@ -149,7 +149,7 @@ def _reduce_scatter(value: torch.Tensor, axis: Axis, dim: int, outer: int) -> to
     ordered = _in_order_of_devices(value.unflatten(dim, (outer, -1)).movedim(dim + 1, 0), axis)
     parts = ordered.unflatten(0, (axis.size, run)).contiguous()
     local_sum = torch.empty_like(parts[:1])
-    dist.reduce_scatter_tensor(local_sum, parts, group=axis.group)
+    dist.reduce_scatter_single(local_sum, parts, group=axis.group)
     return local_sum[0].movedim(0, dim + 1).flatten(dim, dim + 1)
 
 

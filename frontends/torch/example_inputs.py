@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 
 from phaze.errors import ImportModelError
 
@@ -123,6 +124,8 @@ def read_model(
         return _read_graph_module(module, model.example_inputs if inputs is None else inputs, options, name=name)
     if isinstance(model, torch.fx.GraphModule):
         return _read_graph_module(model, inputs, options, name=type(model).__name__)
+    if isinstance(model, OptimizedModule):  # what torch.compile returns, which is the model under other names
+        model = model._orig_mod
     examples = read_inputs(model, inputs, options)
     _check_signature(model, examples)
     return ModelWithInputs(name=type(model).__name__, module=model, examples=examples)

@@ -18,6 +18,7 @@ from phaze.backends.torch.arrange import arrange_module, without_caches
 from phaze.backends.torch.batch_loss import loss_of_output
 from phaze.calibration_fitting.measured_runs import read_steps
 from phaze.errors import PlanError
+from phaze.frontends.torch.example_inputs import read_model
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_a_batch_of_another_size_runs_and_says_so_once(alone: None) -> None:
     run, batch = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut")), batch_of("uncut")
     expected = build_model("uncut")(**{name: value[:3] for name, value in batch.items()}).detach()
     few = run.share({name: value[:3] for name, value in batch.items()})
-    with pytest.warns(UserWarning, match="3 to 3 samples of a batch where the plan has 8; it runs as 1 microbatches"):
+    with pytest.warns(UserWarning, match=r"have 3 samples of a batch where the plan has 8 \(microbatches: 1\)"):
         loss = run.backward(**few)
     assert torch.allclose(loss, expected)
     assert torch.allclose(run.backward(**few), expected)  # without a warning, which would be an error
@@ -218,6 +219,50 @@ def test_compiled_blocks_run_uncompiled_where_tensors_are_split(alone: None) -> 
     ):
         planned("uncut", 2, {"tp": 2}).apply(model)
     assert model.early._compiled_call_impl is None
+
+
+def test_a_compiled_model_is_planned_and_applied_as_what_it_wraps_and_says_so(alone: None) -> None:
+    model, batch = torch.compile(build_model("uncut"), backend="eager"), batch_of("uncut")
+    assert read_model(model, batch, {}).module is model._orig_mod
+    with pytest.warns(UserWarning, match=r"runs uncompiled: .* Compile its blocks instead"):
+        run = planned("uncut", 1, {"dp": 1}).apply(model)
+    assert run.module is model._orig_mod
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_block_trains_as_it_does_uncompiled(alone: None) -> None:
+    losses = []
+    for is_compiled in (False, True):
+        model = build_model("uncut")
+        if is_compiled:
+            model.early.compile(backend="eager")
+        run = planned("uncut", 1, {"dp": 1}).apply(model, optimizer=lambda given: torch.optim.SGD(given, lr=0.1))
+        losses.append([float(run.step(**batch_of("uncut"))) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_gradients_of_several_batches_are_added_and_scaled(alone: None) -> None:
+    run = planned("uncut", 1, {"dp": 1}).apply(build_model("uncut"))
+    run.backward(**batch_of("uncut"))
+    expected = [parameter.grad.clone() for parameter in run.module.parameters()]
+    run.backward(**batch_of("uncut"))
+    run.scale_gradients(1 / 2)
+    for parameter, gradient in zip(run.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), gradient.to_local())
+
+
+def test_autocast_around_a_step_is_that_of_one_process(alone: None) -> None:
+    run, model, batch = (
+        planned("uncut", 1, {"dp": 1}).apply(build_model("uncut")),
+        build_model("uncut"),
+        batch_of("uncut"),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = run.backward(**batch), model(**batch)
+    with torch.no_grad():
+        assert float(found) == pytest.approx(float(expected), rel=1e-4)
+        assert abs(float(expected) - float(model(**batch))) > 1e-6 * float(expected)
 
 
 def test_gradient_checkpointing_of_a_model_is_left_to_the_plan_which_says_so(alone: None) -> None:
