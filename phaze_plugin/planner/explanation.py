@@ -20,6 +20,7 @@ from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
+from phaze.place.memory.remedies import Remedy as PlacementRemedy
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
@@ -438,20 +439,26 @@ def _cluster_value(cluster: Cluster, count: int) -> str:
 
 def remedies(question: Question, answer: Answer) -> tuple[Remedy, ...]:
     """Single changes after which something fits, as arguments of `optimize`."""
-    by_kind: dict[str, Remedy] = {}
+    by_kind: dict[RemedyKind, Remedy] = {}
     for candidate in answer.candidates:
         reasons = candidate.result.infeasibility
-        for remedy in reasons.remedies if reasons is not None else ():
-            cluster = remedy.problem.cluster
-            if remedy.kind is RemedyKind.DEVICES:
-                value = _cluster_value(question.cluster, cluster.device_count)
-                by_kind.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
-            elif remedy.kind is RemedyKind.HBM:
-                value = f"<{question.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
-                by_kind.setdefault(remedy.kind, Remedy(text=remedy.text, argument="cluster", value=value))
-            elif remedy.kind is RemedyKind.TP:
-                by_kind.setdefault(
-                    remedy.kind,
-                    Remedy(text=remedy.text, argument="tp", value=repr(remedy.problem.choices.tp)),
-                )
+        for kind in (RemedyKind.TP, RemedyKind.DEVICES, RemedyKind.HBM) if reasons is not None else ():
+            if kind in by_kind:
+                continue
+            assert reasons is not None
+            if remedy := reasons.remedy(kind):
+                by_kind[kind] = _as_argument(question, remedy)
     return tuple(by_kind.values())
+
+
+def _as_argument(question: Question, remedy: PlacementRemedy) -> Remedy:
+    """A remedy of placement as an argument of `optimize`."""
+    cluster = remedy.problem.cluster
+    match remedy.kind:
+        case RemedyKind.DEVICES:
+            value = _cluster_value(question.cluster, cluster.device_count)
+        case RemedyKind.HBM:
+            value = f"<{question.cluster.device_count} devices of {cluster.accelerator.hbm_bytes} bytes>"
+        case _:
+            return Remedy(text=remedy.text, argument="tp", value=repr(remedy.problem.choices.tp))
+    return Remedy(text=remedy.text, argument="cluster", value=value)

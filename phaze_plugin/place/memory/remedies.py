@@ -2,15 +2,17 @@
 
 The reason is the plan that needs least memory: which of its devices are over, and by how much. If there is no plan at
 all, `_reasons` says which fixed choices contradict the model, the batch or the target. Every remedy is a changed
-problem whose least-memory plan was found to fit (`fits`). Of each kind, the first change that fits is taken.
+problem whose least-memory plan was found to fit (`fits`). Of each kind, the first change that fits is taken. Remedies
+are looked for when somebody asks for them: each asks for the least memory of several other problems.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from phaze.hardware.field_checks import LARGEST_BYTES
 from phaze.parallelism import ZERO_STAGES, PipelineSchedule
@@ -61,21 +63,55 @@ class Remedy:
     problem: PlacementProblem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Infeasibility:
     """Why nothing fits.
 
     Attributes:
         least: the plan that needs least memory; None if the devices cannot be divided in any allowed way.
         over: its devices that are over.
-        remedies: single changes that make something fit.
         reasons: why no strategy is allowed, as far as it is known, where there is no such plan.
+        prepared: the problem in which nothing fits.
+        smaller_micro_batches: the same problem with other microbatch sizes, as `explain_infeasibility` takes them.
     """
 
     least: Placement | None
     over: tuple[StageOver, ...]
-    remedies: tuple[Remedy, ...]
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...]
+    prepared: PreparedProblem
+    smaller_micro_batches: tuple[tuple[int, PlacementProblem], ...] = ()
+    _known: dict[RemedyKind, Remedy | None] = field(default_factory=dict, repr=False)
+
+    def remedy(self, kind: RemedyKind) -> Remedy | None:
+        """The single change of a kind that makes something fit, looked for once; None if there is none."""
+        if kind not in self._known:
+            self._known[kind] = self._found(kind)
+        return self._known[kind]
+
+    @cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """Single changes that make something fit, one of each kind at most."""
+        return tuple(remedy for remedy in map(self.remedy, RemedyKind) if remedy is not None)
+
+    def _found(self, kind: RemedyKind) -> Remedy | None:
+        prepared, problem = self.prepared, self.prepared.problem
+        match kind:
+            case RemedyKind.RECOMPUTE:
+                return _first(prepared, kind, _recompute(problem))
+            case RemedyKind.ZERO:
+                return _first(prepared, kind, _zero(problem))
+            case RemedyKind.STAGES:
+                return _first(prepared, kind, _stages(problem))
+            case RemedyKind.TP:
+                return _first(prepared, kind, _tp_degrees(problem))
+            case RemedyKind.MICRO_BATCH:
+                return _first(prepared, kind, _micro_batches(self.smaller_micro_batches))
+            case RemedyKind.DEVICES:
+                return _devices(prepared)
+            case RemedyKind.MARGIN:
+                return _first(prepared, kind, _margin(problem))
+            case RemedyKind.HBM:
+                return _hbm(prepared, self.least)
 
     def __str__(self) -> str:
         """The reasons and remedies in lines."""
@@ -109,21 +145,12 @@ def explain_infeasibility(
             if memory.total_bytes > problem.usable_bytes
         ]
     )
-    remedies = (
-        _first(prepared, RemedyKind.RECOMPUTE, _recompute(problem)),
-        _first(prepared, RemedyKind.ZERO, _zero(problem)),
-        _first(prepared, RemedyKind.STAGES, _stages(problem)),
-        _first(prepared, RemedyKind.TP, _tp_degrees(problem)),
-        _first(prepared, RemedyKind.MICRO_BATCH, _micro_batches(smaller_micro_batches)),
-        _devices(prepared),
-        _first(prepared, RemedyKind.MARGIN, _margin(problem)),
-        _hbm(prepared, None if least is None else least.peak_bytes),
-    )
     return Infeasibility(
         least=placement,
         over=tuple(over),
-        remedies=tuple(remedy for remedy in remedies if remedy is not None),
         reasons=tuple(_reasons(problem)) if placement is None else (),
+        prepared=prepared,
+        smaller_micro_batches=tuple(smaller_micro_batches),
     )
 
 
@@ -238,11 +265,11 @@ def _with_devices(prepared: PreparedProblem, count: int) -> PreparedProblem:
     return prepared.with_cluster(replace(cluster, device_count=count, levels=tuple(levels)))
 
 
-def _hbm(prepared: PreparedProblem, peak_bytes: float | None) -> Remedy | None:
+def _hbm(prepared: PreparedProblem, least: Placement | None) -> Remedy | None:
     """Devices with just the memory that the least-memory plan needs, if such a size is possible."""
-    if peak_bytes is None:
+    if least is None:
         return None
-    problem = prepared.problem
+    problem, peak_bytes = prepared.problem, max(memory.total_bytes for memory in least.memory)
     share = problem.usable_bytes / problem.cluster.accelerator.hbm_bytes
     needed = int(peak_bytes / share * (1 + EQUAL_COPIES)) + 1
     if needed > LARGEST_BYTES:
