@@ -28,7 +28,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from phaze.parallelism import PipelineSchedule
-from phaze.place.bounds.stage_filling import LayerTerms, StageFilling
+from phaze.place.bounds.stage_filling import LayerTerms, StageFilling, copies_to_bisect
 from phaze.place.model.data_degrees import distinct_columns, listed_shards
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
@@ -45,8 +45,7 @@ _STRATEGIES_AT_ONCE = 4_000
 some twenty rows of 4,000 numbers (640 kB) still fit into many a processor's second cache."""
 
 _BISECTIONS = 5
-"""How often `LayerTable.tightened` halves the interval between a known bound and the target: each costs one filling of
-all strategies, and five leave a 32nd of the interval."""
+"""How often `LayerTable.tightened` halves the interval between a bound and the target: five leave a 32nd of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,13 +166,10 @@ class LayerTable:
         bounds = strategies.bound_s.copy()
         for part in self._parts(strategies):
             part_strategies = strategies.take(part)
-            filling = self._stage_filling(part_strategies)
             low, high = part_strategies.bound_s, np.maximum(part_strategies.bound_s, target_s)
-            for _ in range(_BISECTIONS):
-                middle = (low + high) / 2
-                is_refuted = filling.refuted(middle)
-                low, high = np.where(is_refuted, middle, low), np.where(is_refuted, high, middle)
-            bounds[part] = low
+            index = np.tile(np.arange(len(part)), copies_to_bisect(len(part)))
+            filling = self._stage_filling(part_strategies, index)
+            bounds[part] = filling.bisected(low, high, _BISECTIONS)
         return bounds
 
     def _parts(self, strategies: ParallelismTable) -> list[IntArray]:
@@ -190,8 +186,12 @@ class LayerTable:
             for start in range(0, len(indices), _STRATEGIES_AT_ONCE)
         ]
 
-    def _stage_filling(self, strategies: ParallelismTable) -> StageFilling:
-        return StageFilling(strategies, self.terms(strategies), self.problem.usable_bytes, self.left_out)
+    def _stage_filling(self, strategies: ParallelismTable, index: IntArray | None = None) -> StageFilling:
+        """Stages to be filled under each strategy, or under some of them, each as often as ``index`` names it."""
+        terms = self.terms(strategies)
+        if index is not None:
+            strategies, terms = strategies.take(index), terms.take(index)
+        return StageFilling(strategies, terms, self.problem.usable_bytes, self.left_out)
 
     def held_and_buffered_bytes(self, strategies: ParallelismTable) -> tuple[FloatArray, FloatArray]:
         """What a device holds for each layer, and what buffers the layer needs, per (layer, strategy)."""

@@ -29,6 +29,7 @@ farthest with each number of stages. If more than S are needed, nothing with thi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,11 +38,18 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
 from phaze.tolerances import GREEDY_MARGIN
 
-__all__ = ["LayerTerms", "StageFilling"]
+__all__ = ["LayerTerms", "StageFilling", "copies_to_bisect"]
 
 _LEAST_DIVISOR = 1e-200
 """Stands for a divisor of 0, so that a quotient is huge with the sign of its numerator and never NaN. It is far below
 any count of passes, and large enough that a time over it stays finite."""
+
+_FILLED_AT_ONCE = 512
+"""So many strategies are filled in hardly twice the time of one, which numpy's calls take whatever they are given."""
+
+_HALVINGS_AT_ONCE = (5, 3)
+"""How many halvings of an interval are decided by one filling where strategies are few: 31 or 7 copies of each are
+filled, for all points that a bisection may come to."""
 
 _LAYERS_BETWEEN_LOOKS = 8
 """After so many layers it is asked whether all strategies are refuted already: often enough to end early, and seldom
@@ -185,6 +193,27 @@ class StageFilling:
                 break
         return np.asarray(self.is_dead | (self.used > self.pp))
 
+    def bisected(self, low: FloatArray, high: FloatArray, halvings: int) -> FloatArray:
+        """The largest refuted time of each strategy that so many halvings of an interval come to, or its lower end.
+
+        The strategies may stand here `copies_to_bisect` times, one copy behind the other. Each filling then asks for
+        all points that the next few halvings may come to, which takes fewer fillings to the same end.
+        """
+        copies = self.micro_batches.size // max(len(low), 1)
+        at_once = (copies + 1).bit_length() - 1
+        while halvings > 0 and len(low):
+            levels = _bisection_points(low, high, min(at_once, halvings))
+            points = np.concatenate(levels)
+            asked = np.concatenate([points, *[points[:1]] * (copies - len(points))])
+            is_refuted = self.refuted(asked.ravel()).reshape(copies, -1)
+            which, column, before = np.zeros(len(low), dtype=np.int64), np.arange(len(low)), 0
+            for level in levels:
+                fails, point = is_refuted[before + which, column], level[which, column]
+                low, high = np.where(fails, point, low), np.where(fails, high, point)
+                which, before = 2 * which + fails, before + len(level)
+            halvings -= len(levels)
+        return low
+
     def _add(self, kind: int, returns_s: FloatArray) -> None:
         """A layer to the stage, or to a new one where it would take too much; the stage gets back what it returns."""
         cut_s, reduced_s = self.terms.cut_s, self.terms.reduced_s[kind]
@@ -261,6 +290,21 @@ class StageFilling:
             ahead_s = ahead_s + self.early * sums.forward_s
             most_s = np.minimum(most_s, self.most_twice_s)
         return np.asarray(np.minimum(most_s, ahead_s / self.further_micro_batches) - sums.through_s)
+
+
+def copies_to_bisect(count: int) -> int:
+    """How often each of so many strategies is filled at once for a bisection: 2^n - 1 times decide n halvings."""
+    return next((2**n - 1 for n in _HALVINGS_AT_ONCE if count * (2**n - 1) <= _FILLED_AT_ONCE), 1)
+
+
+def _bisection_points(low: FloatArray, high: FloatArray, halvings: int) -> list[FloatArray]:
+    """The points that so many halvings of intervals may ask for, per (point, interval) for each halving."""
+    ends, levels = [low, high], list[FloatArray]()
+    for _ in range(halvings):
+        middles = [(below + above) / 2 for below, above in pairwise(ends)]
+        levels.append(np.stack(middles))
+        ends = [end for pair in zip(ends, middles, strict=False) for end in pair] + [ends[-1]]
+    return levels
 
 
 def _over(seconds: FloatArray, times: FloatArray) -> FloatArray:

@@ -122,28 +122,38 @@ def _beside_experts(sizes: frozenset[int], ep: int) -> tuple[int, ...]:
 
 def every_shard(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:
     """Every group that each dp may have, as indices into ``dp`` and sizes; ZeRO-0 shards nothing and has one group."""
-    replicas = dp * problem.cp
-    rows, sizes = [np.arange(len(dp))], [replicas]
-    if zero and not _offers_all(problem):
-        rows, sizes = [], []
-    for size in offered_shards(problem, tp) if zero else ():
-        is_listed = (replicas % size == 0) & ((replicas > size) | (not _offers_all(problem)))
-        divides = np.flatnonzero(is_listed & ((replicas == size) | _runs_groups(problem, size, zero)))
-        rows.append(divides)
-        sizes.append(np.full(len(divides), size))
-    nothing = np.zeros(0, dtype=np.int64)
-    return np.concatenate([nothing, *rows]), np.concatenate([nothing, *sizes])
+    has_all, sizes, is_listed = _groups(problem, tp, zero, dp)
+    size_index, row = np.nonzero(is_listed)
+    if not has_all:
+        return row, sizes[size_index]
+    every_row = np.arange(len(dp))
+    return np.concatenate([every_row, row]), np.concatenate([dp * problem.cp, sizes[size_index]])
 
 
 def shard_ranges(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[IntArray, IntArray]:
     """The smallest and the largest of `every_shard` for each dp; 0 where there is none."""
     distinct, which = np.unique(dp, return_inverse=True)  # every depth of the pipeline has the same ones
-    row, sizes = every_shard(problem, tp, zero, distinct)
-    largest = np.zeros_like(distinct)
-    np.maximum.at(largest, row, sizes)
-    least = np.full_like(distinct, np.iinfo(dp.dtype).max)
-    np.minimum.at(least, row, sizes)
+    has_all, sizes, is_listed = _groups(problem, tp, zero, distinct)
+    every = distinct * problem.cp if has_all else np.zeros_like(distinct)
+    largest = np.where(is_listed, sizes[:, None], 0).max(axis=0, initial=0)
+    largest = np.maximum(largest, every)
+    # Where no group is listed, all devices are the only one, or there is none.
+    least = np.where(is_listed, sizes[:, None], largest).min(axis=0, initial=np.iinfo(dp.dtype).max)
     return np.minimum(least, largest)[which], largest[which]
+
+
+def _groups(problem: PlacementProblem, tp: int, zero: int, dp: IntArray) -> tuple[bool, IntArray, BoolArray]:
+    """Whether all devices are a group that each dp may have, further sizes, and whether each dp may have each of them.
+
+    The last is per (size, dp).
+    """
+    replicas, offers_all = dp * problem.cp, _offers_all(problem)
+    sizes = np.array(offered_shards(problem, tp) if zero else (), dtype=dp.dtype)
+    runs_groups = np.array([_runs_groups(problem, size, zero) for size in sizes.tolist()], dtype=bool)
+    is_listed = replicas % sizes[:, None] == 0
+    is_listed &= (replicas > sizes[:, None]) | (not offers_all)
+    is_listed &= (replicas == sizes[:, None]) | runs_groups[:, None]
+    return not zero or offers_all, sizes, is_listed
 
 
 def listed_shards(

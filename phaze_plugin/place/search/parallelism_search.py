@@ -19,7 +19,7 @@ import heapq
 import math
 from bisect import insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -383,7 +383,10 @@ def _search_below(
 
 
 def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target_s: float) -> ParallelismTable:
-    """Raise the bounds that are below the target, and split rows that stay below it until each is one strategy."""
+    """Raise the bounds that are below the target, and split rows that stay below it until each is one strategy.
+
+    What is left below the target is then raised as far as stage filling goes.
+    """
     below = np.flatnonzero(strategies.bound_s < target_s)
     strategies.bound_s[below] = _raise_bounds(prepared, strategies.take(below), target_s)
     while len(wide := below[(strategies.bound_s[below] < target_s) & strategies.is_wide[below]]):
@@ -392,6 +395,9 @@ def _split_below(prepared: PreparedProblem, strategies: ParallelismTable, target
         strategies.bound_s[wide] = math.inf
         below = np.arange(len(strategies), len(strategies) + len(parts))
         strategies = ParallelismTable.joined([strategies, parts])
+    if target_s < math.inf:
+        left = np.flatnonzero(strategies.bound_s < target_s)
+        strategies.bound_s[left] = prepared.layer_table.tightened(strategies.take(left), target_s)
     return strategies
 
 
@@ -409,12 +415,9 @@ def _raise_bounds(prepared: PreparedProblem, strategies: ParallelismTable, targe
 
     A strategy that provably does not beat the target gets at least the target as its bound.
     """
-    bounds, layer_table = closed_bounds(prepared, strategies), prepared.layer_table
-    refuted = layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
+    bounds = closed_bounds(prepared, strategies)
+    refuted = prepared.layer_table.refuted(strategies, np.full(len(strategies), min(target_s, _FOREVER_S)))
     bounds[refuted] = target_s
-    if target_s < math.inf:
-        unrefuted = np.flatnonzero((bounds < target_s) & ~strategies.is_wide)
-        bounds[unrefuted] = layer_table.tightened(replace(strategies, bound_s=bounds).take(unrefuted), target_s)
     return bounds
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -42,6 +43,10 @@ def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
     if extra == 0:
         return (least,)
     return (least, least + 1) if least >= 2 or extra <= 2 else ()
+
+
+_KEPT_COUNTS = 64
+"""Of so many numbers of layers and chunks the possible depths are kept: a search asks for a handful, over and over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -325,6 +330,11 @@ def _allowed(
         allowed &= problem.micro_batches // dp >= pp * chunks
     if chunks > 1:
         allowed &= -(-problem.micro_batches // dp) % pp == 0
-        possible = [bool(chunk_sizes(space.layers, depth * chunks)) for depth in range(1, space.layers // chunks + 1)]
-        allowed &= np.isin(pp, np.flatnonzero(possible) + 1)
+        allowed &= np.isin(pp, _depths_in_chunks(space.layers, chunks))
     return np.asarray(allowed)
+
+
+@lru_cache(maxsize=_KEPT_COUNTS)
+def _depths_in_chunks(layers: int, chunks: int) -> tuple[int, ...]:
+    """The depths of pipelines of so many nearly equal chunks on each device."""
+    return tuple(depth for depth in range(1, layers // chunks + 1) if chunk_sizes(layers, depth * chunks))
