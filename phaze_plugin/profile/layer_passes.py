@@ -51,6 +51,7 @@ from phaze.profile.layer_profile import (
 from phaze.schedule import Compatibility, Method, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import ShardedLayer, slice_layer
 from phaze.solvers import SolverChain
+from phaze.tolerances import PASS_BOUND_MARGIN
 
 if TYPE_CHECKING:
     from phaze.interfaces import OpPricer
@@ -312,11 +313,17 @@ def placement_graph(graph: Graph, keys: Sequence[str] | None = None) -> Placemen
 
 
 def _timed(schedule: Schedule | None) -> Bounded:
-    return Bounded.exact(0.0) if schedule is None else _bounded(schedule.time_s, schedule.time_bound_s)
+    return Bounded.exact(0.0) if schedule is None else _bounded(schedule.time_s, schedule.time_bound_s, schedule)
 
 
-def _bounded(value: float, bound: float) -> Bounded:
-    return Bounded(value, min(value, max(0.0, bound)))  # type: ignore[arg-type]
+def _bounded(value: float, bound: float, schedule: Schedule) -> Bounded:
+    """Seconds with their bound, which is the same number where only the rounding of a schedule's sums lies between.
+
+    A problem whose seconds are all their own bounds is searched once, and not once more on lower bounds.
+    """
+    if bound >= value - PASS_BOUND_MARGIN * schedule.time_s:
+        return Bounded.exact(value)
+    return Bounded(value, max(0.0, bound))  # type: ignore[arg-type]
 
 
 def _schedule(
@@ -377,7 +384,7 @@ def _backward_parts(whole: Schedule | None, first: Schedule | None) -> tuple[Bou
     inputs_s, inputs_bound_s = (first.time_s, first.time_bound_s) if first is not None else (0.0, 0.0)
     inputs_s = min(inputs_s, whole.time_s)
     weights_s = whole.time_s - inputs_s
-    return _bounded(inputs_s, inputs_bound_s), _bounded(weights_s, whole.time_bound_s - inputs_s)
+    return _bounded(inputs_s, inputs_bound_s, whole), _bounded(weights_s, whole.time_bound_s - inputs_s, whole)
 
 
 def leading_to_inputs(local: Graph, layer: Layer) -> tuple[Op, ...]:

@@ -3,20 +3,23 @@
 The memory of a device couples only its own chunks, and a simulated time never falls when a stage takes longer.
 `ModeChooser.choose` takes on each device of many cuts the modes that fit and take least, and bounds each cut by path
 (1) of `device_choice_bounds.py` with chunk 0. `ModeChooser.best_modes` looks for the best modes of one cut, device by
-device: all others have the least that they could have, which makes the simulated time a bound; what is not below the
-best time is dropped, and when every device has its modes the simulated time is that of a pipeline.
+device: the chunks of all others take the least in every part that they could take, which makes the simulated time a
+bound; what is not below the best time is dropped, and when every device has its modes the simulated time is that of a
+pipeline.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.stage_search import Pipeline, StageSearch
+from phaze.place.simulation.event_simulation import StageTimes
 from phaze.tolerances import BOUND_MARGIN
 
 __all__ = ["ChosenModes", "ModeChooser"]
@@ -118,32 +121,45 @@ class ModeChooser:
         self, search: StageSearch, pipeline: IntArray, best_s: float, gap: float
     ) -> tuple[float, Pipeline | None]:
         """A bound under the pipelines with the boundaries of this one, and one of them if it is below the best time."""
-        bounds = self._bounds
+        bounds, seconds = self._bounds, search.timed
+        assert seconds is not None  # pipelines of stages that have times
         fitting = [self._least_choices(pipeline, device) for device in range(bounds.pp)]
-        relaxed = [
-            choices[bounds.through_s[choices].argmin(axis=0), np.arange(choices.shape[1])] for choices in fitting
-        ]
-        if not all(self._is_least(choices, own) for choices, own in zip(fitting, relaxed, strict=True)):
-            return 0.0, None
-        partial = np.array(relaxed).T.reshape(1, -1)
-        more_s = [
-            float(bounds.through_s[choices].sum(axis=1).min() - bounds.through_s[own].sum())
-            for choices, own in zip(fitting, relaxed, strict=True)
-        ]
-        bound_s = 0.0
+        through = [bounds.through_s[choices] for choices in fitting]
+        more_s = [float(choices.sum(axis=1).min() - choices.min(axis=0).sum()) for choices in through]
+        partial = np.array([choices[0] for choices in fitting]).T.reshape(1, -1)
+        times = self._least_times(fitting)
+        bound_s, simulated_s = 0.0, np.zeros(1)
         for device in np.argsort(more_s)[::-1].tolist():
             choices = fitting[device]
             if len(partial) * len(choices) * bounds.micro_batches * bounds.stages * 2 > _SIMULATED_PASSES:
                 return bound_s, None
             partial = np.repeat(partial, len(choices), axis=0)
             partial[:, device :: bounds.pp] = np.tile(choices, (len(partial) // len(choices), 1))
-            times = search.simulated(partial)
-            bound_s = max(bound_s, float(times.min()) * (1 - BOUND_MARGIN))
-            kept = times < best_s * (1 - gap)
-            if not kept.any():
+            times = self._decided(times, partial, device, len(choices))
+            simulated_s = seconds(times)
+            bound_s = max(bound_s, float(simulated_s.min()) * (1 - BOUND_MARGIN))
+            kept = np.flatnonzero(simulated_s < best_s * (1 - gap))
+            if not len(kept):
                 return bound_s, None
-            partial, times = partial[kept], times[kept]
-        return bound_s, tuple(partial[int(times.argmin())].tolist())
+            partial, times, simulated_s = partial[kept], _taken(times, kept), simulated_s[kept]
+        return bound_s, tuple(partial[int(simulated_s.argmin())].tolist())
+
+    def _least_times(self, fitting: Sequence[IntArray]) -> StageTimes:
+        """The least seconds that the chunks of every device have under any choice of their modes, one by one."""
+        candidates = self._bounds.candidates
+        least = {
+            kind.name: np.stack([getattr(candidates, kind.name)[choices].min(axis=0) for choices in fitting])[None]
+            for kind in fields(StageTimes)
+        }
+        return StageTimes(**least)
+
+    def _decided(self, times: StageTimes, partial: IntArray, device: int, count: int) -> StageTimes:
+        """The times with one more device decided, in each of so many ways, as pipelines have it by now."""
+        decided, own = {}, partial[:, device :: self._bounds.pp]
+        for kind in fields(StageTimes):
+            decided[kind.name] = np.repeat(getattr(times, kind.name), count, axis=0)
+            decided[kind.name][:, device] = getattr(self._bounds.candidates, kind.name)[own]
+        return StageTimes(**decided)
 
     def _least_choices(self, pipeline: IntArray, device: int) -> IntArray:
         """Candidates per (choice, chunk) of the modes that fit the device and that no others beat in every chunk."""
@@ -166,6 +182,7 @@ class ModeChooser:
         columns = (candidates.forward_s, candidates.backward_s, candidates.exposed_s)
         return np.concatenate([column[choices] for column in columns], axis=1)
 
-    def _is_least(self, choices: IntArray, least: IntArray) -> bool:
-        """Whether the candidates of ``least`` take no longer in anything than those of any choice."""
-        return bool((self._seconds(least[None]) <= self._seconds(choices)).all())
+
+def _taken(times: StageTimes, pipelines: IntArray) -> StageTimes:
+    """The times of some of the pipelines."""
+    return StageTimes(**{kind.name: getattr(times, kind.name)[pipelines] for kind in fields(StageTimes)})
