@@ -286,7 +286,7 @@ class _Searchable:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self._networks: dict[Cluster, Network] = {}
+        self._networks = known_networks(answer)
         self._prepared: dict[int, PreparedProblem] = {}
         self._unpruned: dict[int, Candidate] = {}
 
@@ -352,9 +352,21 @@ def _runner_up(kind: _Kind, searchable: _Searchable) -> RunnerUp:
     return RunnerUp(kind=kind.name, strategy=None, step_time_s=None, reason=reason)
 
 
-def best_of(problems: Iterable[PlacementProblem], least_s: float = math.inf) -> float | None:
-    """The least time that a short search of several problems finds, or what is already known to be reached."""
-    best_s, networks = least_s, dict[Cluster, Network]()
+def known_networks(answer: Answer) -> dict[Cluster, Network]:
+    """The prices of links that the search behind an answer asked for: they serve its explanation again."""
+    known = (candidate.known for candidate in answer.candidates)
+    networks = (strategies.prepared.network for strategies in known if strategies is not None)
+    return {network.cluster: network for network in networks}
+
+
+def best_of(
+    problems: Iterable[PlacementProblem], least_s: float = math.inf, known: dict[Cluster, Network] | None = None
+) -> float | None:
+    """The least time that a short search of several problems finds, or what is already known to be reached.
+
+    ``known`` are prices of links from before, of problems with the same calibration.
+    """
+    best_s, networks = least_s, dict(known or {})
     for problem in problems:
         network = networks.setdefault(problem.cluster, Network(problem.cluster, problem.calibration))
         placement, _ = _short_search(problem, best_s, PreparedProblem.of(problem, network=network))
@@ -389,7 +401,7 @@ def changes(question: Question, answer: Answer, watch: Watch) -> tuple[Change, .
         watch.report(text)
         least_s = answer.placement.time_s if changed.device_count == cluster.device_count else math.inf
         problems = [replace(candidate.problem, cluster=changed) for candidate in _promising(answer)[:_MOST_SLICES]]
-        outcomes.append(Change(text=text, step_time_s=best_of(problems, least_s)))
+        outcomes.append(Change(text=text, step_time_s=best_of(problems, least_s, known_networks(answer))))
         watch.step()
     if cluster.levels:
         watch.report("twice the bandwidth of all links")
@@ -424,7 +436,7 @@ def unrestricted_s(answer: Answer) -> float | None:
     """The step time without the target's limits, on the same slices."""
     everything = Capabilities.everything()
     problems = (replace(pair.problem, capabilities=everything) for pair in _promising(answer)[:_MOST_SLICES])
-    return best_of(problems, answer.placement.time_s)
+    return best_of(problems, answer.placement.time_s, known_networks(answer))
 
 
 def _cluster_value(cluster: Cluster, count: int) -> str:
