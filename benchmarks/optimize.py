@@ -57,6 +57,32 @@ PAPER_MODELS = (
 
 GPT3: Asked = {"model": "gpt3-175b", "global_batch_size": 1536}
 
+INTERNLM_7B: Asked = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "attention_bias": True,
+    "vocab_size": 103_168,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+}
+"""A Llama with biases in attention, as it was trained with hybrid sharding on 1,024 A100s."""
+
+DEEP_LLAMA: Asked = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+}
+"""A thousand layers as llama3-70b has them: 0.86 trillion parameters."""
+
 QUESTIONS: dict[str, Asked] = {
     "gpt2-xl a100:8": {"model": "gpt2-xl", "cluster": "a100-80gb:8", "global_batch_size": 512},
     "gpt3-175b a100:1024": {**GPT3, "cluster": "a100-80gb:1024"},
@@ -75,6 +101,9 @@ QUESTIONS: dict[str, Asked] = {
         "sequence_length": 131_072,
     },
     "deepseek-v3 h100:2048": {"model": "deepseek-v3", "cluster": "h100:2048", "global_batch_size": 15360},
+    "mixtral-8x7b a100:256": {"model": "mixtral-8x7b", "cluster": "a100-80gb:256", "global_batch_size": 1024},
+    "internlm-7b a100:1024": {"model": INTERNLM_7B, "cluster": "a100-80gb:1024", "global_batch_size": 2048},
+    "llama3-70b a100-40gb:8": {"model": "llama3-70b", "cluster": "a100-40gb:8", "global_batch_size": 64},
     **{
         f"{name} tpuv4:1024": {"model": name, "cluster": "tpuv4:1024", "global_batch_size": 4096}
         for name in PAPER_MODELS
@@ -111,6 +140,11 @@ GROWTH: dict[str, Asked] = {
         }
         for most in (1, 2, 4, 8, 16)
     },
+    "llama, 1,000 layers, h100:131072": {
+        "model": DEEP_LLAMA,
+        "cluster": "h100:131072",
+        "global_batch_size": 32_768,
+    },
 }
 
 
@@ -144,7 +178,8 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model, dict):
         from phaze.frontends.transformer_config import graph_from_config
 
-        model = graph_from_config(model, name=f"gpt-{model['num_layers']}")
+        layers = model.get("num_layers", model.get("num_hidden_layers"))
+        model = graph_from_config(model, name=f"{model['model_type']}-{layers}")
     if "explain" in inspect.signature(phaze.optimize).parameters:
         asked["explain"] = explain
     start = time.process_time()

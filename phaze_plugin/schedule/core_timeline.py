@@ -49,12 +49,15 @@ class Cores:
         tensor, vector = reduced.useful_cores
         self.tensor_free, self.vector_free = [0.0] * tensor, [0.0] * vector
         self.pairs, self.link_free = min(tensor, vector), 0.0
+        self.tensor_ends_s = self.vector_ends_s = 0.0  # when all of a kind are free
 
     def spread_start(self, job: int, ready_s: float) -> float:
         """The earliest start of the job from `ready_s` on, spread."""
-        tensor = self.tensor_free if self.uses_tensor[job] or self.is_exclusive else []
-        vector = self.vector_free if self.uses_vector[job] or self.is_exclusive else []
-        return max([ready_s, *tensor, *vector])
+        if self.uses_tensor[job] or self.is_exclusive:
+            ready_s = max(ready_s, self.tensor_ends_s)
+        if self.uses_vector[job] or self.is_exclusive:
+            ready_s = max(ready_s, self.vector_ends_s)
+        return ready_s
 
     def start_on(self, job: int, ready_s: float, core: int) -> float:
         """The earliest start of the job from `ready_s` on, on this core; jobs off the cores name any core."""
@@ -84,14 +87,14 @@ class Cores:
             self.link_free = end_s
         elif is_spread:
             if self.uses_tensor[job] or self.is_exclusive:
-                self.tensor_free = [end_s] * len(self.tensor_free)
+                self.tensor_free, self.tensor_ends_s = [end_s] * len(self.tensor_free), end_s
             if self.uses_vector[job] or self.is_exclusive:
-                self.vector_free = [end_s] * len(self.vector_free)
+                self.vector_free, self.vector_ends_s = [end_s] * len(self.vector_free), end_s
         else:
             if self.uses_tensor[job]:
-                self.tensor_free[core] = end_s
+                self.tensor_free[core], self.tensor_ends_s = end_s, max(self.tensor_ends_s, end_s)
             if self.uses_vector[job]:
-                self.vector_free[core] = end_s
+                self.vector_free[core], self.vector_ends_s = end_s, max(self.vector_ends_s, end_s)
 
 
 def retime(reduced: ReducedProblem, steps: Sequence[Step]) -> tuple[Placed, ...]:

@@ -363,8 +363,8 @@ def _heaviest(weight: list[float], after: list[list[int]]) -> list[int]:
     """The heaviest chain, extended to the end of the precedence."""
     total, step = list(weight), [-1] * len(weight)
     for job in range(len(weight) - 1, -1, -1):
-        if after[job]:
-            step[job] = max(after[job], key=total.__getitem__)
+        if later := after[job]:
+            step[job] = later[0] if len(later) == 1 else max(later, key=total.__getitem__)
             total[job] += total[step[job]]
     job = max(range(len(weight)), key=total.__getitem__)
     chain = []
