@@ -10,9 +10,8 @@ alike, and are recorded as one trip whose ops all have one more factor, the trip
    does not is the same in all trips, and done once;
 4. behind the loop, a value that was handed on is that of the last trip.
 
-Flops and bytes are those of all trips. That one trip waits for another is lost, so that such a loop is priced as quick
-as a batch of its trips; a note says so. Where the backward follows by rule and is not in the module, the gradient that
-one trip hands to the one before it is missing.
+Flops are those of all trips, and so are prices: the factor is marked as serial, and an op with it costs what one trip
+costs, as often as there are trips. A backward by rule has the gradient that one trip hands to the one before it, too.
 
 A loop whose condition depends on data runs as often as the compiler or the caller says, else once.
 """
@@ -28,6 +27,7 @@ from phaze.frontends.stablehlo.module import Operation, Region
 from phaze.frontends.stablehlo.name_scopes import Scope, Trip
 from phaze.frontends.stablehlo.symbols import Call, Constant, Recorder, Tensor, Value, Values, is_constant
 from phaze.ir import Dim, Dims, Factor, FactorKind, Op, OpKind, Rule
+from phaze.ir.backward import LOOP_STATE
 from phaze.ir.graph_checks import check_rule
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class JoinedTrips:
 
     def __init__(self, interpreter: Interpreter, number: int, trips: int) -> None:
         self.interpreter = interpreter
-        self.factor = Factor(f"trips{number}", trips, FactorKind.WHOLE)
+        self.factor = Factor(f"trips{number}", trips, FactorKind.SERIAL)
         self.per_trip: set[str] = set()
         self.stacked: set[str] = set()
 
@@ -149,8 +149,8 @@ class JoinedTrips:
     def run(self, body: Region, before: Values, after: Values, scope: Scope, environment: Environment) -> Values:
         """The values behind the loop, which is entered with `before`; `after` are those behind one trip."""
         self.recorder.note(
-            f"a loop of {self.factor.size:,} trips counts as one trip with all of them in every op; that a trip waits "
-            "for the one before it is not priced"
+            f"a loop of {self.factor.size:,} trips counts as one trip with all of them in every op, which is priced "
+            "as so many, one after the other"
         )
         pairs = list(zip(before, after, strict=True))
         start = len(self.recorder.builder.ops)
@@ -175,7 +175,7 @@ class JoinedTrips:
         if is_constant(value) and is_constant(later):
             return self.recorder.constant(("counter", self.factor.name, index), value.shape, value.dtype)
         dims = _dims(value.shape)
-        return self._mark(self._view("loop_state", value, (dims,), (dims,), value.shape, scope))
+        return self._mark(self._view(LOOP_STATE, value, (dims,), (dims,), value.shape, scope))
 
     def slot(self, call: Call) -> Value | None:
         """2. What a slice at the trip's number gives; None for any other operation."""

@@ -112,7 +112,7 @@ class _Divisions:
                 raise WholeProgramError(f"{op.id} divides a dimension in {count} parts and a factor of it in {known}")
             count //= known
         unknown = [name for name in dim.factors if name not in found]
-        unknown.sort(key=lambda name: op.rule.factor(name).kind is FactorKind.WHOLE)
+        unknown.sort(key=lambda name: op.rule.factor(name).kind in (FactorKind.WHOLE, FactorKind.SERIAL))
         for index, name in enumerate(unknown):
             found[name] = count if index == 0 else 1
         if not unknown and count > 1:

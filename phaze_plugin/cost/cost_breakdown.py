@@ -130,7 +130,7 @@ def cost_report(
 
 def least_tensor_s(work: Work, accelerator: Accelerator) -> float:
     """Seconds of the matrix products at peak."""
-    return sum(2 * product.macs / accelerator.peak_flops_per_s(product.dtype) for product in work.products)
+    return work.trips * sum(2 * product.macs / accelerator.peak_flops_per_s(product.dtype) for product in work.products)
 
 
 def _content(graph: Graph, group: OpGroup, prices: Mapping[str, OpPricer]) -> Hashable:

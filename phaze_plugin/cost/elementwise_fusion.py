@@ -93,6 +93,8 @@ def _joins(graph: Graph, op: Op, group: Sequence[Op], position: dict[str, int]) 
     head, tail = group[0], group[-1].outputs[0]
     if op.kind not in _EPILOGUES or op.phase is not head.phase or op.rule.work != graph.tensors[tail].elements:
         return False
+    if op.rule.trips != head.rule.trips:
+        return False
     made_inside = {tensor_id for member in group for tensor_id in member.outputs}
     producers = [graph.producer(name) for name in op.inputs if name not in made_inside]
     return all(producer is None or position[producer.id] < position[head.id] for producer in producers)
@@ -119,6 +121,9 @@ def _closed(group: Sequence[Op], readers: dict[str, set[str]]) -> OpGroup:
 
 def group_work(group: OpGroup, tensors: Tensors) -> Work:
     """The work of a group: the head's own, with the traffic inside the group left out."""
+    if group.epilogue and (trips := group.head.rule.trips) > 1:
+        head, *epilogue = (replace(op, rule=op.rule.of_one_trip) for op in group.ops)
+        return replace(group_work(OpGroup(head, tuple(epilogue), group.writes), tensors), trips=trips)
     work = op_work(group.head, tensors)
     if not group.epilogue:
         return work

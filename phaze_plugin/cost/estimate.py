@@ -84,6 +84,13 @@ class Estimate:
             else:
                 written[list(rows)] = values[:, sources]
 
+    def repeat(self, times: Sequence[int]) -> None:
+        """Take each op so many times, one after the other."""
+        if any(count > 1 for count in times):
+            for name in _ARRAYS:
+                if not name.endswith("binding"):
+                    getattr(self, name)[...] *= np.array(times, np.float64)[:, None]
+
     def rows(self, ops: Sequence[int]) -> Estimate:
         """The estimates of the ops at these rows, in this order."""
         arrays = {name: getattr(self, name)[list(ops)] for name in _ARRAYS}

@@ -87,14 +87,16 @@ class Product:
 class Work:
     """What one op asks for.
 
-    ``tilings`` are its traffic that depends on the size of the buffer, ``streamed_bytes`` that which does not. A work
-    that computes without moving a byte is a `CostError`, since it would be priced too low.
+    ``tilings`` are its traffic that depends on the size of the buffer, ``streamed_bytes`` that which does not. All that
+    is done ``trips`` times, one after the other. A work that computes without moving a byte is a `CostError`, since it
+    would be priced too low.
     """
 
     products: tuple[Product, ...] = ()
     vector_operations: float = 0.0
     tilings: tuple[Tiling, ...] = ()
     streamed_bytes: float = 0.0
+    trips: int = 1
 
     def __post_init__(self) -> None:
         """Check signs, and that what computes also moves bytes."""
@@ -167,7 +169,12 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def op_work(op: Op, tensors: Tensors) -> Work:
-    """The work of one op; a `CostError` where its kind has none (a collective's depends on its mesh axis)."""
+    """The work of one op; a `CostError` where its kind has none (a collective's depends on its mesh axis).
+
+    That of an op in a loop is the work of one trip, as often as there are trips: each waits for the one before it.
+    """
+    if (trips := op.rule.trips) > 1:
+        return replace(op_work(replace(op, rule=op.rule.of_one_trip), tensors), trips=trips)
     build = _BUILDERS.get(op.kind)
     if build is None:
         raise CostError(

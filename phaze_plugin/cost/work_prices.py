@@ -118,6 +118,7 @@ def _price_rows(
         block = rows[start : start + together]
         priced = Estimate.empty([works[row].kind for row in block], len(terms.chips))
         _price([works[row] for row in block], terms, priced)
+        priced.repeat([works[row].trips for row in block])
         priced.gather(sources, estimate, block)
 
 

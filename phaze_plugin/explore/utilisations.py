@@ -35,7 +35,8 @@ class Utilisation:
 def average_utilisation(question: Question, step_time_s: float) -> Utilisation:
     """Over a step of all devices; the question's cluster is made of the chip."""
     graph = question.graph
-    operations = sum(op_work(op, graph.tensors).vector_operations for op in graph.ops if op.phase is not Phase.UPDATE)
+    works = [op_work(op, graph.tensors) for op in graph.ops if op.phase is not Phase.UPDATE]
+    operations = sum(work.trips * work.vector_operations for work in works)
     lane_operations = operations * question.global_batch_size / graph.micro_batch_size
     busy = _of_units(question, step_flops(question), lane_operations, step_time_s)
     devices = question.cluster.device_count
@@ -63,8 +64,8 @@ def _of_pass(question: Question, local: Graph, ops: Sequence[Op], seconds: float
     """One pass of a layer; nothing for one that takes no time."""
     if seconds > 0:
         works = [op_work(op, local.tensors) for op in ops if op.kind is not OpKind.COLLECTIVE]
-        flops = sum(2 * product.macs for work in works for product in work.products)
-        yield _of_units(question, flops, sum(work.vector_operations for work in works), seconds)
+        flops = sum(2 * work.trips * product.macs for work in works for product in work.products)
+        yield _of_units(question, flops, sum(work.trips * work.vector_operations for work in works), seconds)
 
 
 def _of_units(question: Question, flops: float, lane_operations: float, seconds: float) -> Utilisation:

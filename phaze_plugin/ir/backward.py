@@ -23,6 +23,7 @@ from phaze.ir.shape_rules import elementwise_rule
 from phaze.ir.tensor import Role
 
 __all__ = [
+    "LOOP_STATE",
     "add_backward",
     "derive_backward",
     "has_loss",
@@ -30,6 +31,9 @@ __all__ = [
     "tensors_with_gradient",
     "without_backward",
 ]
+
+LOOP_STATE = "loop_state"
+"""The function of a view that gives what each trip of a loop begins with, where all trips are one."""
 
 _DERIVED_NOTE = "backward derived by rule"
 """The note for people on a graph whose backward ops were derived here; code reads `Graph.is_backward_derived`."""
@@ -184,12 +188,25 @@ def _sum_rule(rule: Rule, dims: Dims) -> Rule:
 
 
 def tensors_with_gradient(graph: Graph) -> set[str]:
-    """Tensors that a gradient must reach: parameters that are trained, and floats that depend on one."""
-    wanted = {tensor.id for tensor in graph.parameters if tensor.is_trained}
+    """Tensors that a gradient must reach: parameters that are trained, and floats that depend on one.
+
+    What the trips of a loop begin with, all of them as one, depends on what the trips before them made of parameters:
+    each hands a gradient to the one before it.
+    """
+    trained = {tensor.id for tensor in graph.parameters if tensor.is_trained}
+    wanted = _reached(graph, trained)
+    states = [op.outputs[0] for op in graph.ops_of(Phase.FORWARD) if op.function == LOOP_STATE]
+    handed = {state for state in states if state not in wanted and not wanted.isdisjoint(_reached(graph, {state}))}
+    return _reached(graph, trained | handed) if handed else wanted
+
+
+def _reached(graph: Graph, sources: set[str]) -> set[str]:
+    """The sources and the floats that depend on one of them."""
+    reached = {source for source in sources if graph.tensors[source].dtype.is_float}
     for op in graph.ops_of(Phase.FORWARD):
-        if wanted.intersection(op.inputs):
-            wanted.update(tensor_id for tensor_id in op.outputs if graph.tensors[tensor_id].dtype.is_float)
-    return wanted
+        if reached.intersection(op.inputs):
+            reached.update(tensor_id for tensor_id in op.outputs if graph.tensors[tensor_id].dtype.is_float)
+    return reached
 
 
 def split_tied_gradients(graph: Graph) -> Graph:

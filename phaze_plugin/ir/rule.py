@@ -13,7 +13,7 @@ result which factors it is made of, major to minor. It is written like an einsum
 
 After a bar stand the factors with their sizes and marks: `b=1* s=1024^ v=50257? t=1024~^ c=3!` - `*` grows with the
 microbatch, `^` runs along the sequence, `?` looked up, `~` normalized (splitting it costs a collective of statistics),
-`!` must stay whole.
+`!` must stay whole, `&` the trips of a loop, of which one waits for the one before it.
 `str(rule)` and `Rule.parse` are inverse to each other, and JSON stores exactly this text.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from phaze.errors import GraphError, shown
@@ -43,6 +43,7 @@ class FactorKind(StrEnum):
     LOOKUP = "?"
     NORMALIZED = "~"
     WHOLE = "!"
+    SERIAL = "&"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ Dims = tuple[Dim, ...]
 _DIM = re.compile(
     r"(?:\((?P<many>[A-Za-z_]\w*(?: +[A-Za-z_]\w*)*)\)|(?P<one>[A-Za-z_]\w*)|1)(?:@(?P<size>\d{1,19}))?(?: +|$)"
 )
-_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!]?)(?P<batch>\*?)(?P<sequence>\^?)")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<size>\d{1,19})(?P<kind>[?~!&]?)(?P<batch>\*?)(?P<sequence>\^?)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -224,7 +225,7 @@ class Rule:
         for name, count in ways.items():
             if name not in self._sizes:
                 raise GraphError(f"rule '{self}' has no factor {name!r} to split.")
-            if self.factor(name).kind is FactorKind.WHOLE or name in covered_in_part:
+            if self.factor(name).kind in (FactorKind.WHOLE, FactorKind.SERIAL) or name in covered_in_part:
                 raise GraphError(f"factor {name!r} of rule '{self}' must stay whole; it cannot be split.")
             if not 1 <= count <= self._sizes[name]:
                 raise GraphError(f"factor {name}={self._sizes[name]} cannot be split {count} ways.")
@@ -237,6 +238,18 @@ class Rule:
             for f in self.factors
         ]
         return self._with_factors(tuple(factors))
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs the op, one trip after the other."""
+        return math.prod(factor.size for factor in self.factors if factor.kind is FactorKind.SERIAL)
+
+    @property
+    def of_one_trip(self) -> Rule:
+        """The rule of one trip of the loops that the op is in."""
+        if self.trips == 1:
+            return self
+        return self._with_factors(tuple(replace(f, size=1) if f.kind is FactorKind.SERIAL else f for f in self.factors))
 
     def _with_factors(self, factors: tuple[Factor, ...]) -> Rule:
         """The rule with other sizes of the same factors, all of them possible: names and dimensions were checked."""

@@ -199,7 +199,7 @@ def _why_whole(op: Op, names: Sequence[str]) -> str:
         return ""
     for name in names:
         kind = op.rule.factor(name).kind
-        if kind is FactorKind.WHOLE:
+        if kind in (FactorKind.WHOLE, FactorKind.SERIAL):
             return "needs all positions in order"
         if kind is FactorKind.LOOKUP:
             return "picks positions"

@@ -7,8 +7,10 @@ import pytest
 from jax import lax
 
 import phaze
-from phaze.errors import ImportModelError
-from phaze.ir import Graph, Phase
+from phaze.cost import AttentionMode, planned_graph, price_ops
+from phaze.errors import GraphError, ImportModelError
+from phaze.hardware import find_accelerator
+from phaze.ir import FactorKind, Graph, Phase, Rule
 
 BATCH, INPUTS, WIDTH, OUTPUTS = 8, 16, 32, 4
 RECURRENT, READ, PREDICTED = (2 * BATCH * a * b for a, b in ((WIDTH, WIDTH), (INPUTS, WIDTH), (WIDTH, OUTPUTS)))
@@ -55,6 +57,29 @@ def test_a_short_loop_is_run_trip_by_trip_and_agrees_but_for_its_first_and_last_
     # The first state is zero and has no gradient, which trip by trip is seen.
     missing = long.matmul_flops(Phase.BACKWARD) - short.matmul_flops(Phase.BACKWARD) * 100
     assert missing == pytest.approx(100 * RECURRENT)
+
+
+@pytest.mark.parametrize("chip", ["a100-80gb", "tpuv4"])
+def test_a_loop_costs_what_its_trips_cost_one_after_the_other(chip: str) -> None:
+    def product_seconds(graph: Graph, phase: Phase) -> float:
+        planned = planned_graph(graph, AttentionMode.UNFUSED)
+        ops = [op for op in planned.ops_of(phase) if op.gemms]
+        return float(price_ops(planned, ops, find_accelerator(chip)).spread_s.sum())
+
+    short, long = trained(60), trained(600)
+    assert any(op.rule.trips == 600 for op in long.ops)
+    assert not any(op.rule.trips > 1 for op in short.ops)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert product_seconds(long, phase) == pytest.approx(10 * product_seconds(short, phase), rel=0.05)
+
+
+def test_the_trips_of_a_loop_are_not_divided_among_devices() -> None:
+    rule = next(op.rule for op in trained(600).ops if op.rule.trips > 1)
+    (trips,) = (factor for factor in rule.factors if factor.kind is FactorKind.SERIAL)
+    assert Rule.parse(str(rule)) == rule
+    assert rule.of_one_trip.trips == 1
+    with pytest.raises(GraphError, match="must stay whole"):
+        rule.local({trips.name: 2})
 
 
 def test_a_graph_with_a_long_loop_can_be_planned() -> None:
