@@ -113,7 +113,7 @@ class Capabilities:
 
     def _check_spreading(self) -> None:
         is_uneven = self.allows_uneven_stages or self.allows_mixed_tp
-        if is_uneven or PipelineSchedule.INTERLEAVED in self.schedules:
+        if is_uneven or any(schedule.has_chunks for schedule in self.schedules):
             raise ValueError("spreads_ends goes with even stages of one tp, one on each device")
         if any(self.supports(schedule, zero) for schedule in self.schedules for zero in (2, 3)):
             raise ValueError("spreads_ends goes with ZeRO-0 and 1 in pipelines; expected the others as excluded_pairs")

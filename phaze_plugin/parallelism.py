@@ -77,6 +77,39 @@ class PipelineSchedule(StrEnum):
     ZERO_BUBBLE = "zero-bubble"
     EAGER = "eager-1f1b"
     """1F1B with twice as many forwards first: what one program does whose stages all hear from each other in a tick."""
+    ZERO_BUBBLE_V = "zb-v"
+    DUAL_PIPE_V = "dualpipe-v"
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether stages go down the devices and come back, so that the first one holds the first and last stage."""
+        return self in (PipelineSchedule.ZERO_BUBBLE_V, PipelineSchedule.DUAL_PIPE_V)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether every device has several stages."""
+        return self is PipelineSchedule.INTERLEAVED or self.is_v_shaped
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the weights' part of backward may come later than the inputs' part."""
+        return self is PipelineSchedule.ZERO_BUBBLE or self.is_v_shaped
+
+    def chunk_counts(self, offered: Iterable[int]) -> tuple[int, ...]:
+        """How many stages each device may have, of those offered to interleaved pipelines; two in the shape of a V."""
+        if self is PipelineSchedule.INTERLEAVED:
+            return tuple(dict.fromkeys(offered))
+        return (2,) if self.is_v_shaped else (1,)
+
+    def stage_at(self, pp: int, device: int, chunk: int) -> int:
+        """Which stage of the pipeline a chunk of a device is."""
+        is_way_back = self.is_v_shaped and chunk % 2 == 1
+        return (chunk + 1) * pp - 1 - device if is_way_back else chunk * pp + device
+
+    def place_of(self, pp: int, stage: int) -> tuple[int, int]:
+        """The device and the chunk of a stage."""
+        chunk, place = divmod(stage, pp)
+        return (pp - 1 - place if self.is_v_shaped and chunk % 2 == 1 else place), chunk
 
 
 PIPELINE_SCHEDULES = tuple(kind for kind in PipelineSchedule if kind is not PipelineSchedule.NONE)
@@ -102,7 +135,7 @@ class Parallelism:
             no sequence inside of layers either; "mixed" splits wherever it makes the layers fastest.
         pp: devices along the pipeline; each position takes tp of them in every copy.
         schedule: the order of the pipeline's passes; "none" for a single stage.
-        chunks: stages on each device; more than one only in interleaved pipelines.
+        chunks: stages on each device; more than one only in interleaved pipelines, and two in those of V shape.
         micro_batch_size: sequences in a microbatch.
         recompute: the recompute mode of each stage; empty while stages are not chosen yet.
         offload: what is kept in the host's memory.
@@ -230,9 +263,10 @@ class Choices:
         elif "schedule" in strategy:
             schedules = (PipelineSchedule(str(strategy["schedule"])),)
         if strategy.get("chunks") == 1:
-            schedules = tuple(kind for kind in schedules if kind is not PipelineSchedule.INTERLEAVED)
+            schedules = tuple(kind for kind in schedules if not kind.has_chunks)
         elif "chunks" in strategy:
-            schedules = (PipelineSchedule.INTERLEAVED,)
+            is_named = "schedule" in strategy and schedules[0].is_v_shaped
+            schedules = schedules if is_named else (PipelineSchedule.INTERLEAVED,)
             changes["chunks"] = (strategy["chunks"],)
         return replace(self, schedule=schedules, **changes)  # type: ignore[arg-type]
 
@@ -347,10 +381,7 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
         )
     if schedule is PipelineSchedule.NONE and pp not in (None, 1):
         raise QuestionError(f"strategy has schedule 'none' and pp {pp}; several stages need a schedule.")
-    if chunks != 1 and schedule not in (None, PipelineSchedule.INTERLEAVED):
-        raise QuestionError(
-            f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected 'interleaved-1f1b'."
-        )
+    _check_chunks(settled)
     if settled.get("tp") == 1 and settled.get("sequence_parallel", False) is not False:
         raise QuestionError(
             f"strategy has sequence_parallel {settled['sequence_parallel']} and tp 1; sequences are split over the tp "
@@ -360,6 +391,7 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
     stages, modes = settled.get("stages"), settled.get("recompute", ())
     assert stages is None or isinstance(stages, tuple)
     assert isinstance(modes, tuple)
+    chunks = 2 if isinstance(schedule, PipelineSchedule) and schedule.is_v_shaped else chunks
     if stages is not None and isinstance(pp, int) and isinstance(chunks, int) and pp * chunks != len(stages):
         raise QuestionError(f"strategy has {len(stages)} stages; expected pp x chunks, {pp} x {chunks}.")
     if stages is None and len(set(modes)) > 1:
@@ -369,6 +401,18 @@ def _check_agreement(settled: Mapping[str, object]) -> None:
     if stages is not None and len(modes) not in (0, 1, len(stages)):
         raise QuestionError(
             f"strategy has {len(modes)} recompute modes for {len(stages)} stages; expected one each, or one for all."
+        )
+
+
+def _check_chunks(settled: Mapping[str, object]) -> None:
+    """Raise QuestionError where devices have another number of stages than the schedule runs."""
+    chunks, schedule = settled.get("chunks", 1), settled.get("schedule")
+    if isinstance(schedule, PipelineSchedule) and schedule.is_v_shaped:
+        if settled.get("chunks", 2) != 2:
+            raise QuestionError(f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected 2 of them.")
+    elif chunks != 1 and schedule not in (None, PipelineSchedule.INTERLEAVED):
+        raise QuestionError(
+            f"strategy has chunks {chunks} with schedule {_told(schedule)}; expected 'interleaved-1f1b'."
         )
 
 

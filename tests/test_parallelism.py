@@ -130,8 +130,10 @@ def test_what_a_strategy_fixes_is_all_that_may_be_chosen() -> None:
     [
         ({"schedule": "none"}, PIPELINE_SCHEDULES, (1,)),
         ({"schedule": "gpipe"}, (PipelineSchedule.GPIPE,), None),
-        ({"chunks": 1}, tuple(kind for kind in PIPELINE_SCHEDULES if kind is not INTERLEAVED), None),
+        ({"chunks": 1}, tuple(kind for kind in PIPELINE_SCHEDULES if not kind.has_chunks), None),
         ({"chunks": 3}, (INTERLEAVED,), None),
+        ({"schedule": "zb-v"}, (PipelineSchedule.ZERO_BUBBLE_V,), None),
+        ({"schedule": "dualpipe-v", "chunks": 2}, (PipelineSchedule.DUAL_PIPE_V,), None),
     ],
 )
 def test_schedules_and_chunks_narrow_each_other(

@@ -98,7 +98,7 @@ def _stage_contradictions(plan: Plan) -> Iterator[str]:
 def _stage_contradiction(plan: Plan, position: int, stage: Stage) -> str | None:
     """What is wrong with the layers, devices and seconds of one stage; None where nothing is."""
     strategy, passes = plan.strategy, stage.passes
-    if (stage.place, stage.chunk) != (position % strategy.pp, position // strategy.pp):
+    if (stage.place, stage.chunk) != strategy.schedule.place_of(strategy.pp, position):
         return f"is at place {stage.place}, chunk {stage.chunk}"
     if not stage.layers or not stage.devices or not 1 <= stage.tp <= strategy.tp:
         return "has no layers or no devices"

@@ -240,7 +240,7 @@ def _schedules_and_zero(
         zeros = [int(str(fixed["zero"]))]
     for schedule, zero in product(schedules, zeros):
         is_single = schedule is PipelineSchedule.NONE
-        if is_single != (pp == 1) or (schedule is PipelineSchedule.INTERLEAVED) != (chunks > 1):
+        if is_single != (pp == 1) or schedule.has_chunks != (chunks > 1) or (schedule.is_v_shaped and chunks != 2):
             continue
         is_given = fixed.keys() & {"zero", "schedule"} or is_single
         is_run = capabilities.supports(schedule, zero)

@@ -22,6 +22,8 @@ _SCHEDULE_WORDS = {
     "eager-1f1b": "forwards and backwards in turn, more forwards first (eager 1F1B)",
     "interleaved-1f1b": "interleaved 1F1B",
     "zero-bubble": "weight gradients put off into the bubbles (zero-bubble)",
+    "zb-v": "stages that go down the devices and come back, and weight gradients put off into the bubbles (ZB-V)",
+    "dualpipe-v": "stages that go down the devices and come back, with forwards between backwards (DualPipeV)",
 }
 
 _RECOMPUTE_WORDS = {

@@ -28,7 +28,14 @@ from itertools import accumulate, pairwise
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import PlacementProblem
 from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
-from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_pipeline import (
+    PlainStage,
+    plain_device,
+    plain_in_flight,
+    plain_simulation,
+    plain_stages_of,
+    without_turn,
+)
 from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.plain_strategies import (
     are_offered_stages,
@@ -178,7 +185,7 @@ class _LayerSums:
 
     def bound_s(self, strategy: Parallelism, micro_batches: int) -> float:
         """Seconds that no stages of a strategy beat, by sums over all layers."""
-        splits = strategy.schedule is PipelineSchedule.ZERO_BUBBLE
+        splits = strategy.schedule.splits_backward
         forward_s, backward_s, weight_s = self.before(frozenset(range(len(self.forward_s))), splits_backward=splits)
         pp, m = strategy.pp, micro_batches
         busy_s = m * (forward_s + backward_s + weight_s) / pp
@@ -202,6 +209,9 @@ class _LayerSums:
         through_s = [sum(seconds) for seconds in zip(self.forward_s, self.backward_s, self.weight_s, strict=True)]
         before_s = [0.0, *accumulate(through_s)]
 
+        # In the shape of a V only the forwards before a device are certain to come before its passes.
+        lead_s = [0.0, *accumulate(self.forward_s)] if strategy.schedule.is_v_shaped else before_s
+
         def begins(stage: int) -> range:
             return range(stage * each + max(0, more - depth + stage), stage * each + min(stage, more) + 1)
 
@@ -212,8 +222,9 @@ class _LayerSums:
 
         ends_s = []
         for device in range(strategy.pp):
-            busy_s = sum(least_s(stage) for stage in range(device, depth, strategy.pp))
-            ends_s.append(before_s[begins(device)[0]] + micro_batches * busy_s)
+            held = plain_stages_of(strategy.schedule.value, strategy.pp, depth, device)
+            busy_s = sum(least_s(stage) for stage in held)
+            ends_s.append(lead_s[begins(device)[0]] + micro_batches * busy_s)
         return max(ends_s) * (1 - EQUAL_RESULTS)
 
 
@@ -267,7 +278,7 @@ class _StageProof:
         """The proof for one strategy, of which nothing is shown yet; `known_s` are prices that other ones paid."""
         allows_mixed_tp = problem.capabilities.allows_mixed_tp and strategy.chunks == 1
         is_single = strategy.schedule is PipelineSchedule.NONE
-        splits = strategy.schedule is PipelineSchedule.ZERO_BUBBLE
+        splits = strategy.schedule.splits_backward
         return cls(
             problem=problem,
             strategy=strategy,
@@ -328,7 +339,8 @@ class _StageProof:
             return
         if not self._may_be_offered(layers) or self._least_s(before, after) >= self.enough_s:
             return
-        for stage in self._added_up(before, after):
+        for added_up in self._added_up(before, after):
+            (stage,) = without_turn(self.schedule, self.strategy.pp, [added_up], position)
             if self._fits([stage], position) and self._stage_bound_s(position, before, after, stage) < self.enough_s:
                 yield stage
 
@@ -360,8 +372,9 @@ class _StageProof:
     def _fits(self, chunks: Sequence[PlainStage], position: int) -> bool:
         """Whether the first chunks of a device, or one that is given alone, fit its memory."""
         pp = self.strategy.pp
-        in_flight = _in_flight(self.schedule, pp, self.micro_batches, self.strategy.chunks)[position % pp]
-        counts = in_flight[: len(chunks)] if len(chunks) > 1 else (in_flight[position // pp],)
+        device, chunk = plain_device(self.schedule, pp, position)
+        in_flight = _in_flight(self.schedule, pp, self.micro_batches, self.strategy.chunks)[device]
+        counts = in_flight[: len(chunks)] if len(chunks) > 1 else (in_flight[chunk],)
         return device_bytes(chunks, counts) <= self.problem.usable_bytes * (1 + MEMORY_MARGIN)
 
     def _stage_bound_s(self, position: int, before: int, after: int, stage: PlainStage) -> float:
@@ -417,13 +430,15 @@ class _StageProof:
             for stage in self._options(position, cuts[-1], after):
                 self.effort.spend()
                 row = [*stages, stage]
-                chunks = row[position % self.strategy.pp :: self.strategy.pp]
+                device, _ = plain_device(self.schedule, self.strategy.pp, position)
+                chunks = [row[held] for held in plain_stages_of(self.schedule, self.strategy.pp, len(row), device)]
                 if self._fits(chunks, position) and self._is_quick(row):
                     yield from self._rows(position + 1, [*cuts, after], row)
 
     def _is_quick(self, row: Sequence[PlainStage]) -> bool:
         """Whether the first stages of a pipeline leave a chance: no device is busy for the whole time."""
-        pp, last = self.strategy.pp, len(row) - 1
-        forward_s = sum(stage.forward_s for stage in row[: last % pp])
-        busy_s = sum(stage.forward_s + stage.backward_s + stage.weight_s for stage in row[last % pp :: pp])
+        device, _ = plain_device(self.schedule, self.strategy.pp, len(row) - 1)
+        forward_s = sum(stage.forward_s for stage in row[:device])
+        held = [row[place] for place in plain_stages_of(self.schedule, self.strategy.pp, len(row), device)]
+        busy_s = sum(stage.forward_s + stage.backward_s + stage.weight_s for stage in held)
         return (forward_s + self.micro_batches * busy_s) * (1 - EQUAL_RESULTS) < self.enough_s

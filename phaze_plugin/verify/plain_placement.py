@@ -64,6 +64,16 @@ class _Tie(NamedTuple):
     layers: int
 
 
+_WHOLE_BACKWARD = (
+    PipelineSchedule.NONE,
+    PipelineSchedule.GPIPE,
+    PipelineSchedule.ONE_F_ONE_B,
+    PipelineSchedule.INTERLEAVED,
+    PipelineSchedule.EAGER,
+)
+"""Schedules whose backward passes make the gradients of inputs and of weights together."""
+
+
 @dataclass(slots=True)
 class PlainCosts:
     """Seconds and bytes of stages under one parallelism, added up layer by layer.
@@ -96,6 +106,7 @@ class PlainCosts:
         inputs_s, weights_s = self._sum_s(profiles, "backward_input_s"), self._sum_s(profiles, "backward_weight_s")
         start_s = max(returned_s, self._sum_s(profiles, "recompute_s"))
         result = PlainStage(devices=devices)
+        result.received_s, result.waited_s = received_s, start_s - self._sum_s(profiles, "recompute_s")
         result.forward_s = received_s + together_s(self._sum_s(profiles, "forward_s"), gather_s)
         result.backward_s = start_s + together_s(inputs_s + weights_s, gather_s + scatter_s)
         if self._splits_backward:
@@ -107,7 +118,7 @@ class PlainCosts:
 
     @property
     def _splits_backward(self) -> bool:
-        return self.parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
+        return self.parallelism.schedule not in _WHOLE_BACKWARD
 
     @property
     def _used_devices(self) -> int:

@@ -32,7 +32,7 @@ def plain_strategies(problem: PlacementProblem) -> Iterator[Parallelism]:
             continue
         for pp in _depths(problem, schedule, chunks):
             needs_full = schedule in problem.capabilities.needs_micro_batches_per_stage
-            if (needs_full and problem.micro_batches // dp < pp * chunks) or (chunks > 1 and micro_batches % pp):
+            if (needs_full and problem.micro_batches // dp < pp * chunks) or not _runs(schedule, pp, micro_batches):
                 continue
             if replicas * pp * (1 if problem.capabilities.allows_mixed_tp else tp) > problem.cluster.device_count:
                 continue
@@ -56,9 +56,18 @@ def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:
     schedules = [(PipelineSchedule.NONE, 1)]
     for kind in problem.choices.schedule:
         if kind in problem.capabilities.schedules:
-            is_interleaved = kind is PipelineSchedule.INTERLEAVED
-            schedules += [(kind, chunks) for chunks in (problem.choices.chunks if is_interleaved else (1,))]
+            chunk_counts = problem.choices.chunks if kind is PipelineSchedule.INTERLEAVED else (1,)
+            if kind in (PipelineSchedule.ZERO_BUBBLE_V, PipelineSchedule.DUAL_PIPE_V):
+                chunk_counts = (2,)
+            schedules += [(kind, chunks) for chunks in chunk_counts]
     return schedules
+
+
+def _runs(schedule: PipelineSchedule, pp: int, micro_batches: int) -> bool:
+    """Whether a schedule has an order for so many microbatches on so many devices."""
+    if schedule is PipelineSchedule.INTERLEAVED:
+        return micro_batches % pp == 0
+    return schedule is not PipelineSchedule.DUAL_PIPE_V or micro_batches >= 2 * pp
 
 
 def _depths(problem: PlacementProblem, schedule: PipelineSchedule, chunks: int) -> list[int]:

@@ -42,7 +42,7 @@ from phaze.planner.strategy_search import Answer
 from phaze.question import Question, default_notes
 from phaze.tolerances import EQUAL_CLAIMS, EQUAL_CLAIMS_ABSOLUTE, EQUAL_COPIES, EQUAL_COPIES_ABSOLUTE
 from phaze.verify.bound_checks import BoundProof, derive_bound, derive_value_bound
-from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation, plain_stages_of, without_turn
 from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.plain_recompute import budget_checks
 from phaze.verify.saved_plan import differences, question_for
@@ -226,7 +226,7 @@ def _memory_findings(
     pp, chunk_count, is_fitting = plan.strategy.pp, plan.strategy.chunks, True
     for place in range(pp):
         items = _plain_memory(
-            [stages[chunk * pp + place] for chunk in range(chunk_count)],
+            [stages[held] for held in plain_stages_of(schedule, pp, len(stages), place)],
             [plain_in_flight(schedule, pp, micro_batches, chunk_count, place, chunk) for chunk in range(chunk_count)],
         )
         host_bytes = items.pop("host", 0.0)
@@ -245,7 +245,7 @@ def _plain_stages(costs: PlainCosts, plan: Plan) -> list[PlainStage]:
         count = len(stage.layers)
         stages.append(costs.stage(set(range(first)), set(range(first, first + count)), mode))
         first += count
-    return stages
+    return without_turn(plan.strategy.schedule.value, plan.strategy.pp, stages)
 
 
 def _plain_memory(chunks: Sequence[PlainStage], in_flight: Sequence[int]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phaze.parallelism import Parallelism
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation
+from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation, plain_stages_of
 from phaze.verify.plain_placement import PlainCosts
 from phaze.verify.plain_strategies import are_offered_stages, device_bytes, is_offered_device_count, plain_strategies
 
@@ -55,6 +55,7 @@ def _least_time_s(
         [plain_in_flight(name, pp, micro_batches, chunks, device, chunk) for chunk in range(chunks)]
         for device in range(pp)
     ]
+    on_devices = [plain_stages_of(name, pp, pp * chunks, device) for device in range(pp)]
     best = math.inf
     known: dict[tuple[frozenset[int], frozenset[int]], list[PlainStage]] = {}
     for parts in stage_partitions(problem, pp * chunks):
@@ -68,6 +69,7 @@ def _least_time_s(
         if not is_offered_device_count(problem, strategy, [stages[0] for stages in options]):
             continue
         for stages in itertools.product(*options):
-            if all(device_bytes(stages[device::pp], flight[device]) <= problem.usable_bytes for device in range(pp)):
+            held = [[stages[place] for place in places] for places in on_devices]
+            if all(device_bytes(held[device], flight[device]) <= problem.usable_bytes for device in range(pp)):
                 best = min(best, plain_simulation(name, pp, micro_batches, list(stages)))
     return best

@@ -88,7 +88,7 @@ def random_capabilities(random: Random) -> Capabilities:
         )
     }
     return Capabilities(
-        schedules=frozenset(random.sample(list(PIPELINE_SCHEDULES), random.randrange(5))),
+        schedules=frozenset(random.sample(list(PIPELINE_SCHEDULES), random.randrange(len(PIPELINE_SCHEDULES) + 1))),
         zero_stages=frozenset(random.sample(range(4), random.randrange(1, 5))),
         excluded_pairs=frozenset(
             {(PipelineSchedule.ZERO_BUBBLE, 3), (random.choice(list(PIPELINE_SCHEDULES)), random.randrange(4))}
@@ -261,7 +261,7 @@ def random_strategy(random: Random, problem: PlacementProblem) -> Parallelism | 
     """A strategy of up to five stages and three copies, or None where layers or microbatches are too few."""
     schedule = random.choice(list(PipelineSchedule))
     dp = random.randrange(1, 4)
-    chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
+    chunks = 2 if schedule.has_chunks else 1
     pp = 1 if schedule is PipelineSchedule.NONE else random.randrange(2, 6)
     parallelism = Parallelism(
         tp=random.choice(problem.tp_degrees),
@@ -272,5 +272,6 @@ def random_strategy(random: Random, problem: PlacementProblem) -> Parallelism | 
         zero=random.choice([0, 1, 2, 3]) if dp > 1 else 0,
     )
     micro_batches = parallelism.micro_batches_per_pipeline(problem.micro_batches)
-    is_uneven = chunks > 1 and micro_batches % pp
+    is_uneven = schedule is PipelineSchedule.INTERLEAVED and micro_batches % pp
+    is_uneven |= schedule is PipelineSchedule.DUAL_PIPE_V and micro_batches < 2 * pp
     return None if parallelism.stages > len(problem.graph.layers) or is_uneven else parallelism

@@ -113,7 +113,7 @@ def cases_for(draw: st.DrawFn, tool: ToolTarget) -> Case:
         dp = max(2, dp)
     pp = pp if runs.schedules else 1
     schedule = draw(st.sampled_from(sorted(runs.schedules))) if pp > 1 else PipelineSchedule.NONE
-    chunks = draw(st.sampled_from([2, 3])) if schedule is PipelineSchedule.INTERLEAVED else 1
+    chunks = draw(st.sampled_from(schedule.chunk_counts((2, 3))))
     zeros = [zero for zero in sorted(runs.zero_stages) if pp == 1 or runs.supports(schedule, zero)]
     zero = draw(st.sampled_from(zeros)) if dp * cp > 1 else 0
     parts = [part for part in range(2, dp + 1) if dp % part == 0]
@@ -151,7 +151,7 @@ def any_cases(draw: st.DrawFn) -> Case:
     groups = [size for size in sizes if size < dp * cp and (size % ep == 0 or ep % size == 0)]
     shard = draw(st.sampled_from(["all", *groups])) if zero else "all"
     schedule = draw(st.sampled_from(PIPELINE_SCHEDULES)) if pp > 1 else PipelineSchedule.NONE
-    chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
+    chunks = 2 if schedule.has_chunks else 1
     counts = [draw(st.integers(1, 2)) for _ in range(pp * chunks)]
     counts[0] += 1
     counts[-1] += 1

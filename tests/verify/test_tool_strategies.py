@@ -47,8 +47,7 @@ def problem_of(tool: ToolTarget, tp: int, cp: int, ep: int) -> PlacementProblem:
 def every_strategy(problem: PlacementProblem, tp: int) -> Iterator[Parallelism]:
     """Strategies of all kinds on all devices, whatever a tool runs of them."""
     schedules = [(PipelineSchedule.NONE, 1)]
-    schedules += [(kind, 1) for kind in PIPELINE_SCHEDULES if kind is not PipelineSchedule.INTERLEAVED]
-    schedules += [(PipelineSchedule.INTERLEAVED, chunks) for chunks in problem.choices.chunks]
+    schedules += [(kind, chunks) for kind in PIPELINE_SCHEDULES for chunks in kind.chunk_counts(problem.choices.chunks)]
     copies = [dp for dp in (1, 2, 4, 8) if MICRO_BATCHES % dp == 0 and dp * problem.cp % problem.ep == 0]
     for dp, (schedule, chunks) in itertools.product(copies, schedules):
         replicas = dp * problem.cp
@@ -56,7 +55,9 @@ def every_strategy(problem: PlacementProblem, tp: int) -> Iterator[Parallelism]:
         is_piped = schedule is not PipelineSchedule.NONE
         if rest or pp * chunks > len(problem.graph.layers) or is_piped != (pp > 1):
             continue
-        if chunks > 1 and MICRO_BATCHES // dp % pp:  # interleaving takes microbatches in rounds of pp
+        if schedule is PipelineSchedule.INTERLEAVED and MICRO_BATCHES // dp % pp:  # it takes them in rounds of pp
+            continue
+        if schedule is PipelineSchedule.DUAL_PIPE_V and MICRO_BATCHES // dp < 2 * pp:
             continue
         for zero in ZERO_STAGES if replicas > 1 else (0,):
             sizes = [

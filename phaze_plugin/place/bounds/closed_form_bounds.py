@@ -11,6 +11,7 @@ and ZeRO's collectives at the fastest link. Every simulated time is at least
     zero-bubble       m W/S
                       A m u with A the seconds without weight gradients and u as for 1F1B
                       (m+S-1) A/S + (m-S)(m-S-1)/(S(m-2)) (W-A) if m > S
+    ZB-V, DualPipeV   the larger of A and m W/S
     interleaved, v    W (m u - (v-1)/v (S u - 1)),  u = (1-q)/(1-q^S), q = 1 - 1/(v m)
 
 (`ClosedFormBounds._path_s`; `_geometric` is m u and `_harmonic` is 1/h), and for all of them the mean over devices of m
@@ -126,7 +127,8 @@ class ClosedFormBounds:
             moved_s = kind.within * parameters * self.s_per_byte
             gathered += moved_s * kind.sharding.gathered_bytes_per_pass
             scattered += moved_s * kind.sharding.scattered_bytes_per_backward
-        transfers = 2 * (pp * chunks - 1) * self.least_cut_s
+        cuts = pp * chunks - (2 if schedule.is_v_shaped else 1)  # nothing is sent where a V turns
+        transfers = 2 * cuts * self.least_cut_s
         run = self._overlapped(forward, gathered)
         without_weights = run + self._overlapped(backward_input, gathered) + transfers
         passes = _Passes(
@@ -136,7 +138,7 @@ class ClosedFormBounds:
         )
         micro_batches = (-(-self.problem.micro_batches // self.degrees.dp)).astype(float)
         path = self._path_s(schedule, chunks, pp, micro_batches, passes)
-        total = passes.split if schedule is PipelineSchedule.ZERO_BUBBLE else passes.fused
+        total = passes.split if schedule.splits_backward else passes.fused
         # Chunks of a device hide each other's reductions: of interleaved ones nothing is certain to be exposed.
         hidden = backward_input + weight if chunks == 1 else np.inf
         mean = (micro_batches * total + self._after_last_backward_s(update_s, hidden)) / pp
@@ -171,6 +173,8 @@ class ClosedFormBounds:
                 even = (micro_batches + pp - 1) / pp * without_weights + share * (split - without_weights)
                 path = np.maximum(micro_batches * split / pp, without_weights * _geometric(micro_batches, pp))
                 return np.maximum(path, np.where(micro_batches > pp, even, 0.0))
+            case PipelineSchedule.ZERO_BUBBLE_V | PipelineSchedule.DUAL_PIPE_V:
+                return np.asarray(np.maximum(passes.without_weights, micro_batches * passes.split / pp))
             case PipelineSchedule.INTERLEAVED:
                 u = _geometric(micro_batches * chunks, pp) / (micro_batches * chunks)
                 return np.asarray(fused * (micro_batches * u - (chunks - 1) / chunks * (pp * u - 1)))

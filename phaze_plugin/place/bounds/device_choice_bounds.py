@@ -20,7 +20,8 @@ the last microbatch back from it: before that chunk's first pass and after its l
 of each earlier chunk. The others leave the device after the last backward of chunk c, when S backwards of each earlier
 chunk are left. Paths (2) and (3) return to device 0 with the last microbatch; there path (2) runs what is left. Paths
 (3) and (4) are those of reductions: those of chunk c and of all earlier chunks follow each other. Of path (1) the last
-chunk and the mean over all chunks are used. `_path_weights` states the paths as weights of what chunks take.
+chunk and the mean over all chunks are used. `_path_weights` states the paths as weights of what chunks take. In the
+shape of a V, where t has the weights' part too, path (4) of chunk 0 is the only one (`_v_path_weights`).
 
 Suppose that a pipeline takes at most U (`DeviceChoices._within`). Then every device has a choice whose paths are no
 longer than U; all other devices have such choices too, so that what they add to its paths is the least of these; and
@@ -44,6 +45,7 @@ from phaze.parallelism import Parallelism
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.simulation.event_simulation import StageTimes
+from phaze.place.simulation.pass_orders import stages_of_devices
 from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
 __all__ = ["DeviceChoices", "build_device_choices", "on_pipelines"]
@@ -75,6 +77,7 @@ class DeviceChoices:
         all_longer: how many chunks of the pipeline are longer.
         options: what each stage may take and hold.
         option: which option each chunk has in a choice, per (chunk, choice); -1 where all of them were merged.
+        stages_of_devices: which stage each chunk of each device is, per (chunk, device).
     """
 
     on_path_s: FloatArray
@@ -87,6 +90,7 @@ class DeviceChoices:
     all_longer: int
     options: _Options
     option: IntArray
+    stages_of_devices: IntArray
 
     def bound_s(self, known_s: float, target_s: float) -> float:
         """A bound under every pipeline, from what is known already up to the target; infinite if nothing fits."""
@@ -121,14 +125,14 @@ class DeviceChoices:
         least = np.zeros((len(self.options.seconds), 1, pp, chunks))
         for chunk, option in enumerate(within.option):
             is_left = np.stack([within.fits[:, (option == index) | (option < 0)].any(axis=1) for index in range(count)])
-            seconds = self.options.seconds[:, chunk * pp : (chunk + 1) * pp]
+            seconds = self.options.seconds[:, self.stages_of_devices[chunk]]
             least[:, 0, :, chunk] = np.where(is_left.T, seconds, np.inf).min(axis=2)
-        forward, backward, exposed, reduction, settle = least
+        forward, backward, exposed, reduction, settle, weight = least
         nothing = np.zeros_like(forward)
         return StageTimes(
             forward_s=forward,
             backward_s=backward,
-            weight_s=nothing,
+            weight_s=weight,
             exposed_s=exposed,
             reduction_s=reduction,
             tie_s=nothing,
@@ -201,12 +205,13 @@ def build_device_choices(
     """
     pp, chunks = parallelism.pp, parallelism.chunks
     is_longer = space.take(candidates.stage).sizes > space.layers // parallelism.stages
-    options = _least_options(candidates, is_longer, is_on_pipeline)
-    weights = _path_weights(pp, chunks, micro_batches)
+    grid, is_v_shaped = stages_of_devices(parallelism.schedule, pp, chunks), parallelism.schedule.is_v_shaped
+    options = _least_options(candidates, is_longer, is_on_pipeline, pp if is_v_shaped else None)
+    weights = _v_path_weights(micro_batches) if is_v_shaped else _path_weights(pp, chunks, micro_batches)
     sums, held, scratch = np.zeros((*weights.shape[:2], pp, 1)), np.zeros((pp, 1)), np.zeros((pp, 1))
     longer, merged, option = np.zeros(1, dtype=np.int64), 0, np.zeros((0, 1), dtype=np.int64)
     for chunk in range(chunks):
-        on_device = slice(chunk * pp, (chunk + 1) * pp)
+        on_device = grid[chunk]
         more = np.einsum("abq,qdo->abdo", weights[:, :, chunk], options.seconds[:, on_device])
         more_held = options.held_bytes[on_device] + flight[:, chunk, None] * options.stashed_bytes[on_device]
         more_scratch, more_longer = options.scratch_bytes[on_device], options.is_longer
@@ -234,19 +239,20 @@ def build_device_choices(
         all_longer=space.layers % parallelism.stages,
         options=options,
         option=option,
+        stages_of_devices=grid,
     )
     return choices._keeping(choices.fits)
 
 
 def _path_weights(pp: int, chunks: int, micro_batches: int) -> FloatArray:
-    """How often a chunk's F, B, E, R and z stand in each path, per (role of the device, path, chunk, quantity).
+    """How often a chunk's F, B, E, R, z and W stand in each path, per (role of the device, path, chunk, quantity).
 
     The roles are those of `DeviceChoices`: the path runs through the device, through a later one, through an earlier
     one, and what device 0 adds at the end.
     """
     forward, backward, exposed, reduction, settle = range(5)
     on_path, before, behind, end = range(4)
-    weights = np.zeros((4, 2 + 3 * chunks, chunks, 5))
+    weights = np.zeros((4, 2 + 3 * chunks, chunks, 6))
     weights[on_path, :, :, : backward + 1] = micro_batches
     last_reached = [np.arange(chunks) == chunks - 1, np.full(chunks, 1 / chunks)]  # c of path (1): the last, and any
     for path, reached in enumerate(last_reached):
@@ -272,13 +278,25 @@ def _path_weights(pp: int, chunks: int, micro_batches: int) -> FloatArray:
     return weights
 
 
+def _v_path_weights(micro_batches: int) -> FloatArray:
+    """The same for pipelines in the shape of a V."""
+    forward, backward, exposed, _, settle, weight = range(6)
+    on_path, before = range(2)
+    weights = np.zeros((4, 1, 2, 6))
+    weights[on_path, 0][:, [forward, backward, weight]] = micro_batches
+    weights[on_path, 0, 0, exposed] = 1
+    weights[on_path, 0, :, settle] = 1
+    weights[before, 0, 0, forward] = 1
+    return weights
+
+
 class _Options(NamedTuple):
     """The least of what each stage may take and hold, per (stage, option): an option is a length and a mode.
 
     Options that a stage does not have take no time and do not fit anywhere.
 
     Attributes:
-        seconds: F, B, E, R and z, per (quantity, stage, option).
+        seconds: F, B, E, R, z and W, per (quantity, stage, option).
         held_bytes: parameters, gradients and optimizer state.
         stashed_bytes: per microbatch in flight.
         scratch_bytes: working set and buffers.
@@ -292,8 +310,10 @@ class _Options(NamedTuple):
     is_longer: IntArray
 
 
-def _least_options(candidates: CandidateStages, is_longer: BoolArray, is_on_pipeline: BoolArray) -> _Options:
-    """The options of every stage."""
+def _least_options(
+    candidates: CandidateStages, is_longer: BoolArray, is_on_pipeline: BoolArray, turn: int | None
+) -> _Options:
+    """The options of every stage; ``turn`` is the first stage behind the turn of a V."""
     groups = [
         (longer, np.flatnonzero((is_longer == longer) & (candidates.mode == mode)))
         for longer in (False, True)
@@ -307,20 +327,26 @@ def _least_options(candidates: CandidateStages, is_longer: BoolArray, is_on_pipe
             candidates.exposed_s,
             candidates.reduction_s,
             candidates.tie_s + candidates.finish_s,
+            candidates.weight_s,
             candidates.held_bytes,
             candidates.stashed_bytes,
             candidates.scratch_bytes,
         ]
     )
+    by_stage = columns[:, None]
+    if turn is not None:
+        by_stage = np.repeat(by_stage, len(is_on_pipeline), axis=1)
+        by_stage[0, turn] -= candidates.saved_s[0]
+        by_stage[1, turn - 1] -= candidates.saved_s[1]
     least = np.stack(
         [
-            np.where(is_on_pipeline[:, members], columns[:, None, members], np.inf).min(axis=2, initial=np.inf)
+            np.where(is_on_pipeline[:, members], by_stage[..., members], np.inf).min(axis=2, initial=np.inf)
             for _, members in groups
         ],
         axis=2,
     )
-    seconds = np.where(np.isfinite(least[:5]), least[:5], 0.0)
-    held_bytes, stashed_bytes, scratch_bytes = least[5:]
+    seconds = np.where(np.isfinite(least[:6]), least[:6], 0.0)
+    held_bytes, stashed_bytes, scratch_bytes = least[6:]
     longer = np.array([int(longer) for longer, _ in groups])
     return _Options(seconds, held_bytes, stashed_bytes, scratch_bytes, longer)
 

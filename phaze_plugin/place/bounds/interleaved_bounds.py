@@ -1,4 +1,4 @@
-"""Lower bounds on the step time of interleaved pipelines, where several chunks share a device's time and memory.
+"""Lower bounds on the step time of pipelines in which several chunks share a device's time and memory.
 
 Every chunk has the same number of layers, give or take one (`chunk_sizes`). Let F and B be the forward and backward
 seconds of a stage and t = F + B. A pipeline has m microbatches and S devices of v chunks. Stage (c, r) is chunk c of
@@ -17,6 +17,12 @@ Path (1) follows the first microbatch to the stage, stays on its device, which n
 microbatch back; before the stage's first pass and after its last one the device runs S microbatches of each earlier
 chunk. Path (3) holds because the reductions of a device follow each other, and the first one does not begin before the
 last backward of its last chunk does. `_path_1_weights` and `_path_2_and_3_weights` state them as weights of seconds.
+
+In the shape of a V, where t has the weights' part too, only this path is used, and all its means with weights of
+devices that are equal, or all on one (`_v_path_weights`): a device begins behind the forwards before it, then runs all
+its passes, and reduces its first chunk's gradients behind the last of them:
+
+    (4)  F of the stages (0, 0)..(0, r-1) + m X_r + exposed reduction of (0, r) + finish of r             for all r
 
 Means of paths (`InterleavedBounds`). A weighted mean of paths is a bound too, and it remains one after a price p per
 byte by which devices exceed their memory is added:
@@ -52,14 +58,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import Parallelism
 from phaze.place.bounds.device_choice_bounds import DeviceChoices, build_device_choices, on_pipelines
 from phaze.place.bounds.layer_table import LayerTable
 from phaze.place.bounds.stage_filling import LayerTerms
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.search.candidate_stages import CandidateStages
-from phaze.place.search.parallelism_table import ParallelismTable
-from phaze.place.simulation.pass_orders import in_flight
+from phaze.place.search.parallelism_table import SCHEDULES, V_SCHEDULES, ParallelismTable
+from phaze.place.simulation.pass_orders import in_flight, stages_of_devices
 from phaze.tolerances import BOUND_MARGIN, GREEDY_MARGIN
 
 __all__ = ["InterleavedBounds", "interleaved_closed_form_s"]
@@ -112,7 +118,9 @@ class InterleavedBounds:
 
     Attributes:
         candidates: the stages to choose from.
-        through_s: t of every candidate.
+        through_s: t of every candidate, but for what `saved_s` says.
+        is_v_shaped: whether stages go down the devices and come back.
+        stages_of_devices: which stage each chunk of each device is, per (chunk, device).
         micro_batches: m, per pipeline.
         pp: S.
         stages: S v.
@@ -130,16 +138,18 @@ class InterleavedBounds:
         space: StageSpace,
     ) -> None:
         self.candidates, self.micro_batches, self.pp = candidates, micro_batches, parallelism.pp
-        self.through_s = candidates.forward_s + candidates.backward_s
+        self.is_v_shaped, back_s = parallelism.schedule.is_v_shaped, candidates.backward_s + candidates.weight_s
+        self.through_s = candidates.forward_s + back_s
         self.usable_bytes, self.stages = usable_bytes, parallelism.stages
-        self.in_flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, micro_batches, parallelism.chunks)
+        self.in_flight = in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
+        self.stages_of_devices = stages_of_devices(parallelism.schedule, parallelism.pp, parallelism.chunks)
         self._parallelism, self._space = parallelism, space
         # A stashed byte stands as often as microbatches are in flight, and what frees it is paid for every microbatch.
         self._prices = np.array([0.0, *prices_s_per_byte]) * (micro_batches / float(self.in_flight.mean()))
         self._features = np.stack(
             [
                 candidates.forward_s,
-                candidates.backward_s,
+                back_s,
                 candidates.finish_s,
                 candidates.exposed_s,
                 candidates.reduction_s,
@@ -148,6 +158,23 @@ class InterleavedBounds:
                 candidates.scratch_bytes,
             ]
         )
+
+    def saved_s(self, stage: int) -> FloatArray:
+        """What F and B of every candidate are shorter by at a stage of the pipeline, where a V turns."""
+        saved = np.zeros((2, len(self.through_s)))
+        if self.is_v_shaped and stage == self.pp:
+            saved[0] = self.candidates.saved_s[0]
+        elif self.is_v_shaped and stage == self.pp - 1:
+            saved[1] = self.candidates.saved_s[1]
+        return saved
+
+    def _features_at(self, stage: int) -> FloatArray:
+        """Seconds and bytes of every candidate at a stage of the pipeline, per (feature, candidate)."""
+        features = self._features
+        if self.is_v_shaped and stage in (self.pp - 1, self.pp):
+            features = features.copy()
+            features[:2] -= self.saved_s(stage)
+        return features
 
     @cached_property
     def choices(self) -> DeviceChoices:
@@ -184,7 +211,7 @@ class InterleavedBounds:
         least = np.full((self.stages + 1, self._weights.shape[1], states), np.inf)
         least[self.stages, :, -1] = 0.0
         for position in range(self.stages - 1, -1, -1):
-            spent = self._weights[position] @ self._features
+            spent = self._weights[position] @ self._features_at(position)
             spent += least[position + 1][:, candidates.target]
             least[position] = candidates.least_by_source(spent, states)
         return least
@@ -193,6 +220,8 @@ class InterleavedBounds:
     def _weights(self) -> FloatArray:
         """Per (stage, mean and price, feature): what a second or byte of the stage's candidate adds to the mean."""
         pp, chunks, micro_batches = self.pp, self.stages // self.pp, self.micro_batches
+        if self.is_v_shaped:
+            return self._priced(_v_path_weights(pp, micro_batches))
         falling = (1 - 1 / (chunks * micro_batches)) ** np.arange(pp - 1, -1, -1.0)
         only_last = (np.arange(pp) == pp - 1).astype(float)
         equal = np.full(pp, 1 / pp)
@@ -208,12 +237,19 @@ class InterleavedBounds:
             means.append((device_weights, seconds))
         means.append((equal, np.stack([forward, backward_2, share, share_of_first_chunks, none], axis=1)))
         means.append((equal, np.stack([forward, backward_3, share, none, share], axis=1)))
+        return self._priced(means)
+
+    def _priced(self, means: list[tuple[FloatArray, FloatArray]]) -> FloatArray:
+        """The weights of means, given by those of devices and of seconds per stage, at every price of a byte."""
+        chunks, columns = self.stages // self.pp, []
         assert len(means) == _MEANS
-        columns = []
+        device_of_stage, flight = np.empty((2, self.stages), dtype=np.int64)
+        device_of_stage[self.stages_of_devices] = np.arange(self.pp)
+        flight[self.stages_of_devices] = self.in_flight.T
         for device_weights, seconds in means:
             for price in self._prices:
-                held = price * np.tile(device_weights, chunks)
-                columns.append(np.column_stack([seconds, held, held * self.in_flight.T.ravel(), held / chunks]))
+                held = price * device_weights[device_of_stage]
+                columns.append(np.column_stack([seconds, held, held * flight, held / chunks]))
         return np.stack(columns, axis=1)
 
     @property
@@ -227,20 +263,25 @@ class InterleavedBounds:
         """Rows with each option added to its device, and bounds; ``singles_needed`` is 0 with chunks."""
         del singles_needed
         candidates, pp = self.candidates, self.pp
-        chunk, device = divmod(position, pp)
+        device, chunk = self._parallelism.schedule.place_of(pp, position)
         count, end = len(options), _TOTALS * pp
-        spent = row[end:, None] + self._weights[position] @ self._features[:, options]
+        features = self._features_at(position)[:, options]
+        spent = row[end:, None] + self._weights[position] @ features
+        forward_s, through_s = features[0], features[0] + features[1]
         rows = np.repeat(row[None, :end], count, axis=0).reshape(count, _TOTALS, pp)
         through, before, forward_before, finish, held, scratch, stash = _DeviceTotals(*rows.transpose(1, 0, 2))  # views
         if chunk == 0 and device + 1 < pp:
-            before[:, device + 1] = before[:, device] + self.through_s[options]
-            forward_before[:, device + 1] = forward_before[:, device] + candidates.forward_s[options]
-        through[:, device] += self.through_s[options]
+            before[:, device + 1] = before[:, device] + (0.0 if self.is_v_shaped else through_s)
+            forward_before[:, device + 1] = forward_before[:, device] + forward_s
+        through[:, device] += through_s
         finish[:, device] += candidates.finish_s[options]
         held[:, device] += candidates.held_bytes[options]
         scratch[:, device] = np.maximum(scratch[:, device], candidates.scratch_bytes[options])
         stash[:, device] += self.in_flight[device, chunk] * candidates.stashed_bytes[options]
-        by_device = self.micro_batches * through + np.maximum(before + finish[:, :1], forward_before + finish)
+        settled = (
+            forward_before + finish if self.is_v_shaped else np.maximum(before + finish[:, :1], forward_before + finish)
+        )
+        by_device = self.micro_batches * through + settled
         refund = np.tile(self._prices, _MEANS)[:, None] * self.usable_bytes
         means = spent + self._least_rest[position + 1][:, candidates.target[options]] - refund
         bound = np.maximum(by_device.max(axis=1), means.max(axis=0) * (1 - BOUND_MARGIN))
@@ -250,8 +291,8 @@ class InterleavedBounds:
 
     def positions_of_busiest_device(self, pipeline: IntArray) -> set[int]:
         """Positions in the pipeline of the stages of the device that takes longest."""
-        device = int(self.through_s[pipeline].reshape(-1, self.pp).sum(axis=0).argmax())
-        return set(range(device, self.stages, self.pp))
+        device = int(self.through_s[pipeline][self.stages_of_devices].sum(axis=0).argmax())
+        return set(self.stages_of_devices[:, device].tolist())
 
     def count_pipelines(self) -> float:
         """How many pipelines there are, whether they fit or not."""
@@ -265,11 +306,26 @@ class InterleavedBounds:
 
     def fits(self, pipelines: IntArray) -> BoolArray:
         """Whether whole pipelines, as candidates per (pipeline, stage), fit their devices."""
-        by_device = pipelines.reshape(len(pipelines), -1, self.pp)
+        by_device = pipelines[:, self.stages_of_devices]
         candidates = self.candidates
         added = candidates.held_bytes[by_device] + self.in_flight.T * candidates.stashed_bytes[by_device]
         total = added.sum(axis=1) + candidates.scratch_bytes[by_device].max(axis=1)
         return np.asarray((total <= self.usable_bytes).all(axis=1))
+
+
+def _v_path_weights(pp: int, micro_batches: int) -> list[tuple[FloatArray, FloatArray]]:
+    """The means of path (4) over devices with equal weights, with all weight on the last, the first and the middle."""
+    means = []
+    places = np.arange(pp)
+    for weights in (np.full(pp, 1 / pp), *((places == place).astype(float) for place in (pp - 1, 0, pp // 2))):
+        by_stage = np.concatenate([weights, weights[::-1]])
+        devices_after = np.concatenate([np.cumsum(weights[::-1])[::-1][1:], [0.0]])
+        is_first_chunk = np.arange(2 * pp) < pp
+        forward = micro_batches * by_stage + np.concatenate([devices_after, np.zeros(pp)])
+        exposed = by_stage * is_first_chunk
+        none = np.zeros(2 * pp)
+        means.append((weights, np.stack([forward, micro_batches * by_stage, by_stage, exposed, none], axis=1)))
+    return means
 
 
 def _path_1_weights(pp: int, chunks: int, micro_batches: int, device_weights: FloatArray) -> FloatArray:
@@ -375,7 +431,7 @@ def _closed_form_s(
 ) -> FloatArray:
     """Bounds of strategies with equally many stages. Axes: mode, pair of alike layers and a stage, strategy."""
     tp_index = np.searchsorted(layer_table.tp_degrees, strategies.tp)
-    held, through = terms.held_bytes[pairs.kind], terms.through_s[pairs.kind]
+    held, through = terms.held_bytes[pairs.kind], (terms.through_s + terms.weight_s)[pairs.kind]
     layers_per_device = strategies.chunks * -(-pairs.layers // pairs.stages)
     again, stash = (table[:, pairs.kind] for table in (terms.again_s, terms.stash_bytes))
     device_weight, second_weight, flight = _stage_weights(strategies, pairs.stages)
@@ -384,9 +440,11 @@ def _closed_form_s(
     needed = pairs.least_sum(kept.min(axis=0) + held)
     bounds = np.where(needed > usable * strategies.pp, np.inf, 0.0)
     seconds = second_weight[pairs.stage] * (through + again)
-    tail = terms.finish_s[0] + terms.reduced_s[0]
-    received = tail + terms.cut_s * second_weight[1:].sum(axis=0)
-    given_back = terms.cut_s * second_weight[:-1].sum(axis=0)
+    is_v_shaped, turn = np.isin(strategies.schedule, V_SCHEDULES), pairs.stages // 2
+    tail = np.where(is_v_shaped, 0.0, terms.finish_s[0] + terms.reduced_s[0])
+    at_turn = is_v_shaped * terms.cut_s
+    received = tail + terms.cut_s * second_weight[1:].sum(axis=0) - at_turn * second_weight[turn]
+    given_back = terms.cut_s * second_weight[:-1].sum(axis=0) - at_turn * second_weight[turn - 1]
     least_through = pairs.least_sum(second_weight[pairs.stage] * through)
     bounds = np.maximum(bounds, received + given_back + least_through)
     for prices in layer_table.prices:
@@ -408,20 +466,24 @@ def _stage_weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArra
     """Per (stage, strategy): w of its device, a of its seconds, and its microbatches in flight.
 
     These are the falling weights of `InterleavedBounds._weights` and `_path_1_weights`, with geometric sums in
-    closed form.
+    closed form; in the shape of a V those of `_v_path_weights` that are equal, without what comes before a device.
     """
     chunks, pp, micro_batches = strategies.chunks, strategies.pp, strategies.micro_batches
     chunk, device = np.divmod(np.arange(stages)[:, None], pp)
+    is_v_shaped = np.isin(strategies.schedule, V_SCHEDULES)
     fall = 1 - 1 / (chunks * micro_batches)
     whole = 1 - fall**pp
     device_weight = fall ** (pp - 1 - device) * (1 - fall) / whole
     devices_after = (1 - fall ** (pp - 1 - device)) / whole
     chunks_after = (chunks - 1 - chunk) / chunks
     second_weight = chunks_after + devices_after / chunks + device_weight * (micro_batches - pp * chunks_after)
+    device_weight = np.where(is_v_shaped, 1 / pp, device_weight)
+    second_weight = np.where(is_v_shaped, micro_batches / pp, second_weight)
     flight = np.empty((stages, len(chunks)))
-    keys = np.stack([pp, np.minimum(micro_batches, 3 * pp), chunks])  # the third group shows all later ones
+    # The third group shows all later ones.
+    keys = np.stack([strategies.schedule, pp, np.minimum(micro_batches, 3 * pp), chunks])
     distinct, which = np.unique(keys, axis=1, return_inverse=True)
-    for index, key in enumerate(distinct.T.tolist()):
-        counts = in_flight(PipelineSchedule.INTERLEAVED, *key)
-        flight[:, which.ravel() == index] = counts.T.reshape(-1, 1)
+    for index, (kind, *key) in enumerate(distinct.T.tolist()):
+        grid = stages_of_devices(SCHEDULES[kind], key[0], key[2])
+        flight[np.ix_(grid.ravel(), which.ravel() == index)] = in_flight(SCHEDULES[kind], *key).T.reshape(-1, 1)
     return device_weight, second_weight, flight

@@ -27,7 +27,6 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from phaze.parallelism import PipelineSchedule
 from phaze.place.bounds.stage_filling import LayerTerms, StageFilling, copies_to_bisect
 from phaze.place.model.data_degrees import distinct_columns, listed_shards
 from phaze.place.model.network_prices import Network
@@ -35,7 +34,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import cut_bytes, frozen_by_layer
 from phaze.place.model.zero_sharding import ZeroSharding
-from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable
+from phaze.place.search.parallelism_table import SCHEDULES, SPLIT_SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
 
 __all__ = ["LayerTable", "build_layer_table"]
@@ -300,7 +299,7 @@ class LayerTable:
         )
         counts = np.bincount(self.kind_of_layer).astype(float)[:, None]
         data = self._data_terms(strategies)
-        is_split = strategies.schedule == SCHEDULES.index(PipelineSchedule.ZERO_BUBBLE)
+        is_split = np.isin(strategies.schedule, SPLIT_SCHEDULES)
         overlap = self.problem.calibration.hidden_share
         run = _overlapped_over_model(forward, data.gathered_s, counts, overlap)
         back = _overlapped_over_model(

@@ -36,7 +36,7 @@ from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.search.stage_search import SingleDeviceStages, StageSearch, best_stages
-from phaze.place.simulation.pass_orders import in_flight
+from phaze.place.simulation.pass_orders import in_flight, stages_of_devices
 from phaze.tolerances import MEMORY_MARGIN
 
 __all__ = ["LeastMemory", "least_memory"]
@@ -287,14 +287,19 @@ class _InterleavedPeaks:
 
     def __init__(self, candidates: CandidateStages, parallelism: Parallelism, micro_batches: int, states: int) -> None:
         self._candidates, self._pp = candidates, parallelism.pp
-        flight = in_flight(PipelineSchedule.INTERLEAVED, parallelism.pp, micro_batches, parallelism.chunks)
-        self._in_flight = flight.T.ravel()
+        self._stages_of_devices = stages_of_devices(parallelism.schedule, parallelism.pp, parallelism.chunks)
+        flight = in_flight(parallelism.schedule, parallelism.pp, micro_batches, parallelism.chunks)
+        self._in_flight = np.empty(parallelism.stages, dtype=np.int64)
+        self._in_flight[self._stages_of_devices] = flight.T
+        self._device_of = [
+            parallelism.schedule.place_of(parallelism.pp, stage)[0] for stage in range(parallelism.stages)
+        ]
         self._least_scratch = float(candidates.scratch_bytes.min(initial=np.inf))
         self._least_rest = np.full((parallelism.stages + 1, parallelism.pp, states), np.inf)
         self._least_rest[-1, :, -1] = 0.0
         for position in range(parallelism.stages - 1, -1, -1):
             added = self._least_rest[position + 1][:, candidates.target]
-            added[position % parallelism.pp] += self._added(position, np.arange(len(candidates.mode)))
+            added[self._device_of[position]] += self._added(position, np.arange(len(candidates.mode)))
             self._least_rest[position] = candidates.least_by_source(added, states)
 
     def _added(self, position: int, options: IntArray) -> FloatArray:
@@ -306,8 +311,8 @@ class _InterleavedPeaks:
 
     def peaks(self, pipelines: IntArray) -> FloatArray:
         """Bytes of the fullest device of pipelines, given as candidates per (pipeline, stage)."""
-        by_device = pipelines.reshape(len(pipelines), -1, self._pp)
-        candidates, flight = self._candidates, self._in_flight.reshape(-1, self._pp)
+        by_device = pipelines[:, self._stages_of_devices]
+        candidates, flight = self._candidates, self._in_flight[self._stages_of_devices]
         added = candidates.held_bytes[by_device] + flight * candidates.stashed_bytes[by_device]
         return np.asarray((added.sum(axis=1) + candidates.scratch_bytes[by_device].max(axis=1)).max(axis=1))
 
@@ -321,7 +326,7 @@ class _InterleavedPeaks:
     ) -> tuple[FloatArray, FloatArray]:
         """Rows with each option added to its device, and bounds under the peak; chunks have no single devices."""
         del singles_needed
-        device = position % self._pp
+        device = self._device_of[position]
         rows = np.repeat(row[None], len(options), axis=0)
         added, scratch = rows[:, : self._pp], rows[:, self._pp :]  # views into rows
         added[:, device] += self._added(position, options)

@@ -163,14 +163,21 @@ def _reasons(problem: PlacementProblem) -> Iterator[str]:
         return
     if copies and problem.needs_even_micro_batches and all(batches % count for count in copies):
         yield f"dp {copies[0]} does not divide {batches} microbatches, as the target needs it."
-    if not depths or min(depths) == 1 or set(problem.choices.schedule) != {PipelineSchedule.INTERLEAVED}:
+    schedule = problem.choices.schedule[0]
+    if not depths or min(depths) == 1 or len(problem.choices.schedule) > 1 or not schedule.has_chunks:
         return
-    cuts = {depth * chunks for depth in depths for chunks in problem.choices.chunks}
+    chunk_counts = schedule.chunk_counts(problem.choices.chunks)
+    cuts = {depth * chunks for depth in depths for chunks in chunk_counts}
     if not any(count <= layers and chunk_sizes(layers, count) for count in cuts):
-        cut = f"{depths[0]} x {problem.choices.chunks[0]}"
-        yield f"{layers} layers cannot be cut into {cut} nearly equal chunks, as interleaved pipelines need them."
+        cut, kind = f"{depths[0]} x {chunk_counts[0]}", "V-shaped" if schedule.is_v_shaped else "interleaved"
+        yield f"{layers} layers cannot be cut into {cut} nearly equal chunks, as {kind} pipelines need them."
     per_pipeline = {-(-batches // count) for count in copies or range(1, batches + 1)}
-    if all(count % depth for count in per_pipeline for depth in depths):
+    if schedule is PipelineSchedule.DUAL_PIPE_V and max(per_pipeline) < 2 * min(depths):
+        yield (
+            f"dualpipe-v on {min(depths)} devices needs at least {2 * min(depths)} microbatches each; there are "
+            f"{max(per_pipeline)}."
+        )
+    if schedule is PipelineSchedule.INTERLEAVED and all(count % depth for count in per_pipeline for depth in depths):
         yield (
             f"interleaved pipelines of {depths[0]} devices need a multiple of {depths[0]} microbatches each; there are "
             f"{max(per_pipeline)}."

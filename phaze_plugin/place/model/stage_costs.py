@@ -6,7 +6,10 @@ the seconds of gathering parameters (ZeRO-3, in every pass) and h those of scatt
 backward). Both are hidden behind the layers as far as these last:
 
     F = x + max(f, g)             B = max(y, r) + max(b + w, g + h)
-    split backward (zero-bubble): B = max(y, r) + max(b, g),  W = max(w, h)
+    split backward (zero-bubble and V): B = max(y, r) + max(b, g),  W = max(w, h)
+
+Where a V turns, two neighbouring stages are on one device, and x of the later and y of the earlier one are 0 there
+(`StageCosts.saved_s`).
 
 A calibration's overlap o says which part of what could be hidden is: each max(p, q) of a pass and its collectives is
 then max(p, q) + (1 - o) min(p, q) (`_overlapped`), and of the reductions below the part o is exposed as far as it is
@@ -33,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phaze.cost import Collective, price_works, update_work
-from phaze.parallelism import Parallelism, PipelineSchedule
+from phaze.parallelism import Parallelism
 from phaze.place.memory.device_memory import MemoryTable, build_memory_table
 from phaze.place.model.network_prices import DataPrices, Network, Price
 from phaze.place.model.placement_problem import PlacementProblem
@@ -64,6 +67,7 @@ class StageCosts:
         finish_s: update and gather, per stage.
         devices: how many devices one copy of the stage takes, per stage.
         memory: the items of memory.
+        recompute_s: r.
     """
 
     received_s: FloatArray
@@ -77,6 +81,12 @@ class StageCosts:
     finish_s: FloatArray
     devices: IntArray
     memory: MemoryTable
+    recompute_s: FloatArray
+
+    @property
+    def saved_s(self) -> tuple[FloatArray, FloatArray]:
+        """What forward, and backward, are shorter by where nothing is received for it, per stage and (mode, stage)."""
+        return self.received_s, np.maximum(self.returned_s - self.recompute_s, 0.0)
 
 
 def update_s_per_parameter(problem: PlacementProblem) -> float:
@@ -108,7 +118,7 @@ def build_stage_costs(
     a single device.
     """
     stages, overlap = parallelism.pp, problem.calibration.hidden_share
-    splits_backward = parallelism.schedule is PipelineSchedule.ZERO_BUBBLE
+    splits_backward = parallelism.schedule.splits_backward
     stage_sharded_s = _stage_sharded_s(problem, sums, network, parallelism)
     whole_parameters = sums.all_stage_sharded_parameters if stages > 1 else 0.0
     sums = sums.sharded_over_stages(stages)
@@ -145,6 +155,7 @@ def build_stage_costs(
         finish_s=np.asarray(sum(axis.updated(update_s) for axis in axes)),
         devices=devices,
         memory=build_memory_table(problem, sums, sharding, whole_parameters, parallelism),
+        recompute_s=sums.recompute_s,
     )
 
 

@@ -17,7 +17,7 @@ from phaze.place.model.stage_costs import StageCosts
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
 from phaze.place.simulation.event_simulation import StageTimes
-from phaze.place.simulation.pass_orders import in_flight
+from phaze.place.simulation.pass_orders import in_flight, stages_of_devices
 
 __all__ = ["CandidateStages", "build_candidates"]
 
@@ -43,6 +43,7 @@ class CandidateStages:
         held_bytes: parameters, gradients and optimizer state.
         scratch_bytes: working set and buffers.
         stashed_bytes: per microbatch in flight.
+        saved_s: what forward and backward are shorter by where nothing is received for them.
         most_in_flight: how many microbatches fit when the device has no other stage.
     """
 
@@ -62,6 +63,7 @@ class CandidateStages:
     held_bytes: FloatArray
     scratch_bytes: FloatArray
     stashed_bytes: FloatArray
+    saved_s: tuple[FloatArray, FloatArray]
     most_in_flight: FloatArray
 
     @property
@@ -82,11 +84,17 @@ class CandidateStages:
             least[..., starts] = np.minimum.reduceat(values, self.first[starts], axis=-1)
         return least
 
-    def times(self, pipelines: IntArray, pp: int) -> StageTimes:
+    def times(self, pipelines: IntArray, parallelism: Parallelism) -> StageTimes:
         """Durations of pipelines, given as candidates per (pipeline, stage)."""
-        by_device = pipelines.reshape(len(pipelines), -1, pp).transpose(0, 2, 1)
+        schedule, pp = parallelism.schedule, parallelism.pp
+        by_device = pipelines[:, stages_of_devices(schedule, pp, parallelism.chunks).T]
         names = ("forward_s", "backward_s", "weight_s", "exposed_s", "reduction_s", "tie_s", "finish_s")
-        return StageTimes(**{name: getattr(self, name)[by_device] for name in names})
+        times = StageTimes(**{name: getattr(self, name)[by_device] for name in names})
+        if schedule.is_v_shaped:  # nothing is sent between the stages where the V turns
+            forward_s, backward_s = self.saved_s
+            times.forward_s[:, -1, 1] -= forward_s[pipelines[:, pp]]
+            times.backward_s[:, -1, 0] -= backward_s[pipelines[:, pp - 1]]
+        return times
 
     def stages_and_modes(self, pipeline: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """The (index in the stage space, recompute mode) of each stage of a pipeline."""
@@ -143,6 +151,7 @@ def build_candidates(
         held_bytes=held[stage],
         scratch_bytes=scratch[kept],
         stashed_bytes=stash[kept],
+        saved_s=(costs.saved_s[0][stage], costs.saved_s[1][kept]),
         most_in_flight=most[kept],
     )
 

@@ -31,6 +31,8 @@ class PlanKind(StrEnum):
     INTERLEAVED = "schedule interleaved-1f1b"
     ZERO_BUBBLE = "schedule zero-bubble"
     EAGER = "schedule eager-1f1b"
+    ZERO_BUBBLE_V = "schedule zb-v"
+    DUAL_PIPE_V = "schedule dualpipe-v"
     NO_ZERO = "no ZeRO"
     ZERO = "ZeRO"
     ZERO_OVER_ALL = "ZeRO over all devices"

@@ -93,28 +93,34 @@ class ModeChooser:
             return ChosenModes(np.zeros((0, bounds.stages), dtype=np.int64), np.zeros(0))
         keys = self._keys(cuts[:, :-1], cuts[:, 1:])[..., None] + np.arange(self._modes)
         place = np.minimum(np.searchsorted(self._sorted_keys, keys), len(self._order) - 1)
-        shape = (len(cuts), -1, pp, self._modes)
-        option, is_known = self._order[place].reshape(shape), (self._sorted_keys[place] == keys).reshape(shape)
+        on_device = bounds.stages_of_devices
+        option, is_known = self._order[place][:, on_device], (self._sorted_keys[place] == keys)[:, on_device]
         seconds = held = scratch = np.zeros((len(cuts), pp, self._choices.shape[1]))
         for chunk, modes in enumerate(self._choices):
             members = option[:, chunk][..., modes]
-            seconds = seconds + np.where(is_known[:, chunk][..., modes], bounds.through_s[members], np.inf)
+            through_s = bounds.through_s[members]
+            through_s[:, -1] -= bounds.saved_s(int(on_device[chunk, -1])).sum(axis=0)[members[:, -1]]
+            seconds = seconds + np.where(is_known[:, chunk][..., modes], through_s, np.inf)
             held = held + candidates.held_bytes[members]
             held = held + bounds.in_flight[:, chunk, None] * candidates.stashed_bytes[members]
             scratch = np.maximum(scratch, candidates.scratch_bytes[members])
         seconds = np.where(held + scratch <= bounds.usable_bytes, seconds, np.inf)
-        first = np.where(np.isfinite(seconds), bounds.through_s[option[:, 0][..., self._choices[0]]], np.inf)
+        before_s = candidates.forward_s if bounds.is_v_shaped else bounds.through_s
+        first = np.where(np.isfinite(seconds), before_s[option[:, 0][..., self._choices[0]]], np.inf)
         # Of equal sums the one with the shorter first chunk fills the pipeline sooner.
         chosen = (bounds.micro_batches * seconds + first).argmin(axis=2)
         least = seconds.min(axis=2)
         fits = np.isfinite(least).all(axis=1)
         modes_of = self._choices[:, chosen].transpose(1, 0, 2)  # per (cut, chunk, device)
-        pipelines = np.take_along_axis(option, modes_of[..., None], axis=3).reshape(len(cuts), bounds.stages)[fits]
-        least_first, on_first = first.min(axis=2)[fits], pipelines[:, ::pp]
-        tail = candidates.exposed_s[option[:, 0, 0]].min(axis=1)[fits]
-        tail += (candidates.tie_s + candidates.finish_s)[on_first].sum(axis=1)  # the same with all modes
+        pipelines = np.empty((len(cuts), bounds.stages), dtype=np.int64)
+        pipelines[:, on_device] = np.take_along_axis(option, modes_of[..., None], axis=3)[..., 0]
+        pipelines = pipelines[fits]
+        least_first = first.min(axis=2)[fits]
+        tail = candidates.exposed_s[option[:, 0]].min(axis=2)[fits]  # of every device, the same with all modes
+        tail += (candidates.tie_s + candidates.finish_s)[pipelines[:, on_device]].sum(axis=1)
+        tail = tail if bounds.is_v_shaped else tail[:, :1]  # a V does not end on its first device
         before = np.cumsum(least_first, axis=1) - least_first
-        bound_s = (before + bounds.micro_batches * least[fits]).max(axis=1) + tail
+        bound_s = (before + bounds.micro_batches * least[fits] + tail).max(axis=1)
         return ChosenModes(pipelines, bound_s * (1 - BOUND_MARGIN))
 
     def best_modes(
@@ -126,7 +132,8 @@ class ModeChooser:
         fitting = [self._least_choices(pipeline, device) for device in range(bounds.pp)]
         through = [bounds.through_s[choices] for choices in fitting]
         more_s = [float(choices.sum(axis=1).min() - choices.min(axis=0).sum()) for choices in through]
-        partial = np.array([choices[0] for choices in fitting]).T.reshape(1, -1)
+        partial = np.empty((1, bounds.stages), dtype=np.int64)
+        partial[:, bounds.stages_of_devices] = np.array([choices[0] for choices in fitting]).T
         times = self._least_times(fitting)
         bound_s, simulated_s = 0.0, np.zeros(1)
         for device in np.argsort(more_s)[::-1].tolist():
@@ -134,7 +141,7 @@ class ModeChooser:
             if len(partial) * len(choices) * bounds.micro_batches * bounds.stages * 2 > _SIMULATED_PASSES:
                 return bound_s, None
             partial = np.repeat(partial, len(choices), axis=0)
-            partial[:, device :: bounds.pp] = np.tile(choices, (len(partial) // len(choices), 1))
+            partial[:, bounds.stages_of_devices[:, device]] = np.tile(choices, (len(partial) // len(choices), 1))
             times = self._decided(times, partial, device, len(choices))
             simulated_s = seconds(times)
             bound_s = max(bound_s, float(simulated_s.min()) * (1 - BOUND_MARGIN))
@@ -146,25 +153,34 @@ class ModeChooser:
 
     def _least_times(self, fitting: Sequence[IntArray]) -> StageTimes:
         """The least seconds that the chunks of every device have under any choice of their modes, one by one."""
-        candidates = self._bounds.candidates
         least = {
-            kind.name: np.stack([getattr(candidates, kind.name)[choices].min(axis=0) for choices in fitting])[None]
+            kind.name: np.stack(
+                [self._taken_s(kind.name, choices, device).min(axis=0) for device, choices in enumerate(fitting)]
+            )[None]
             for kind in fields(StageTimes)
         }
         return StageTimes(**least)
 
+    def _taken_s(self, name: str, chunks: IntArray, device: int) -> FloatArray:
+        """Seconds of candidates as the chunks of a device, per (choice, chunk)."""
+        bounds, seconds = self._bounds, np.array(getattr(self._bounds.candidates, name)[chunks])
+        if bounds.is_v_shaped and device == bounds.pp - 1 and name in ("forward_s", "backward_s"):
+            chunk, saved_s = (1, 0) if name == "forward_s" else (0, 1)
+            seconds[:, chunk] -= bounds.candidates.saved_s[saved_s][chunks[:, chunk]]
+        return seconds
+
     def _decided(self, times: StageTimes, partial: IntArray, device: int, count: int) -> StageTimes:
         """The times with one more device decided, in each of so many ways, as pipelines have it by now."""
-        decided, own = {}, partial[:, device :: self._bounds.pp]
+        decided, own = {}, partial[:, self._bounds.stages_of_devices[:, device]]
         for kind in fields(StageTimes):
             decided[kind.name] = np.repeat(getattr(times, kind.name), count, axis=0)
-            decided[kind.name][:, device] = getattr(self._bounds.candidates, kind.name)[own]
+            decided[kind.name][:, device] = self._taken_s(kind.name, own, device)
         return StageTimes(**decided)
 
     def _least_choices(self, pipeline: IntArray, device: int) -> IntArray:
         """Candidates per (choice, chunk) of the modes that fit the device and that no others beat in every chunk."""
         bounds, candidates = self._bounds, self._bounds.candidates
-        own = pipeline[device :: bounds.pp]
+        own = pipeline[bounds.stages_of_devices[:, device]]
         keys = self._keys(candidates.source[own], candidates.target[own])[:, None] + np.arange(self._modes)
         place = np.minimum(np.searchsorted(self._sorted_keys, keys), len(self._order) - 1)
         is_known = (self._sorted_keys[place] == keys)[np.arange(len(own))[:, None], self._choices].all(axis=0)
@@ -179,7 +195,7 @@ class ModeChooser:
     def _seconds(self, choices: IntArray) -> FloatArray:
         """What decides the simulated time, per (choice, chunk and quantity)."""
         candidates = self._bounds.candidates
-        columns = (candidates.forward_s, candidates.backward_s, candidates.exposed_s)
+        columns = (candidates.forward_s, candidates.backward_s, candidates.weight_s, candidates.exposed_s)
         return np.concatenate([column[choices] for column in columns], axis=1)
 
 

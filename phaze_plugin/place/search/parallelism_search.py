@@ -71,7 +71,7 @@ _LIKELY = 6
 """How many strategies are tried before all others where no time is known yet: the first that fits spares most rounds of
 rising targets, and hardly more than a handful is needed to find one."""
 
-_LOOSELY_BOUNDED = [SCHEDULES.index(kind) for kind in (PipelineSchedule.GPIPE, PipelineSchedule.INTERLEAVED)]
+_LOOSELY_BOUNDED = [index for index, kind in enumerate(SCHEDULES) if kind is PipelineSchedule.GPIPE or kind.has_chunks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +208,8 @@ def search_parallelisms(
     others are the best that the search came across. One that ``proves`` expects to find nothing below the cutoff, and
     is quicker if so. ``strategies`` are all of the problem's, where bounds under them are known already.
 
-    Schedules whose bounds are loose (GPipe, interleaved) come after all others and must beat what these found: more of
-    them to choose from never give a slower plan, whatever the gap.
+    Schedules whose bounds are loose (GPipe, and all with chunks) come after all others and must beat what these found:
+    more of them to choose from never give a slower plan, whatever the gap.
     """
     progress = _Progress(top=top, effort=effort or SearchEffort(), slowest_s=cutoff_s, gap=gap)
     strategies = prepared.strategies() if strategies is None else strategies

@@ -28,10 +28,24 @@ from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, Stage
 from phaze.place.model.stage_sums import StageSums
 from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
-__all__ = ["SCHEDULES", "ParallelismTable", "chunk_sizes", "list_parallelisms", "split_rows"]
+__all__ = [
+    "SCHEDULES",
+    "SPLIT_SCHEDULES",
+    "V_SCHEDULES",
+    "ParallelismTable",
+    "chunk_sizes",
+    "list_parallelisms",
+    "split_rows",
+]
 
 SCHEDULES = tuple(PipelineSchedule)
 """What `ParallelismTable.schedule` indexes."""
+
+SPLIT_SCHEDULES = tuple(index for index, kind in enumerate(SCHEDULES) if kind.splits_backward)
+"""Which of them have the weights' part of backward as a pass of its own."""
+
+V_SCHEDULES = tuple(index for index, kind in enumerate(SCHEDULES) if kind.is_v_shaped)
+"""Which of them have the shape of a V."""
 
 
 def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
@@ -300,8 +314,7 @@ def _schedules(problem: PlacementProblem) -> list[tuple[PipelineSchedule, int]]:
     allowed = [kind for kind in dict.fromkeys(problem.choices.schedule) if kind in problem.capabilities.schedules]
     pairs: list[tuple[PipelineSchedule, int]] = [(PipelineSchedule.NONE, 1)]
     for kind in allowed:
-        interleaved = kind is PipelineSchedule.INTERLEAVED
-        pairs += [(kind, chunks) for chunks in (dict.fromkeys(problem.choices.chunks) if interleaved else (1,))]
+        pairs += [(kind, chunks) for chunks in kind.chunk_counts(problem.choices.chunks)]
     return pairs
 
 
@@ -328,8 +341,11 @@ def _allowed(
     allowed = (pp == 1) if schedule is PipelineSchedule.NONE else (pp > 1) & (pp * chunks <= space.layers)
     if schedule in problem.capabilities.needs_micro_batches_per_stage:
         allowed &= problem.micro_batches // dp >= pp * chunks
-    if chunks > 1:
+    if schedule is PipelineSchedule.DUAL_PIPE_V:
+        allowed &= -(-problem.micro_batches // dp) >= 2 * pp
+    if schedule is PipelineSchedule.INTERLEAVED:
         allowed &= -(-problem.micro_batches // dp) % pp == 0
+    if chunks > 1:
         allowed &= np.isin(pp, _depths_in_chunks(space.layers, chunks))
     return np.asarray(allowed)
 

@@ -197,15 +197,13 @@ class PreparedProblem:
     def bounds(self, candidates: CandidateStages, parallelism: Parallelism, singles_needed: int) -> StageBounds:
         """Bounds under the partial pipelines of a strategy."""
         micro_batches, states = self.micro_batches(parallelism), self.space.states
-        match parallelism.schedule:
-            case PipelineSchedule.GPIPE:
-                return PeakBounds(candidates, parallelism, micro_batches, states, singles_needed)
-            case PipelineSchedule.INTERLEAVED:
-                prices = self.stage_sums[parallelism.tp].recompute_s_per_byte
-                usable_bytes = self.problem.usable_bytes
-                return InterleavedBounds(candidates, parallelism, micro_batches, usable_bytes, prices, self.space)
-            case _:
-                return PathBounds(candidates, parallelism, micro_batches, states, singles_needed)
+        if parallelism.schedule is PipelineSchedule.GPIPE:
+            return PeakBounds(candidates, parallelism, micro_batches, states, singles_needed)
+        if parallelism.schedule.has_chunks:
+            prices = self.stage_sums[parallelism.tp].recompute_s_per_byte
+            usable_bytes = self.problem.usable_bytes
+            return InterleavedBounds(candidates, parallelism, micro_batches, usable_bytes, prices, self.space)
+        return PathBounds(candidates, parallelism, micro_batches, states, singles_needed)
 
     def stage_search_below(self, parallelism: Parallelism, cutoff_s: float) -> StageSearch | None:
         """The search for a strategy's best stages below the cutoff, or None if the devices cannot be divided so."""
@@ -226,11 +224,11 @@ class PreparedProblem:
             return simulated_s(self.program(parallelism), times)
 
         def simulated(pipelines: IntArray) -> FloatArray:
-            return timed(candidates.times(pipelines, parallelism.pp))
+            return timed(candidates.times(pipelines, parallelism))
 
         def estimated(pipelines: IntArray) -> FloatArray:
             program = self.program(parallelism, _ESTIMATED_GROUPS * parallelism.pp)
-            times = candidates.times(pipelines, parallelism.pp)
+            times = candidates.times(pipelines, parallelism)
             micro_batches_left = self.micro_batches(parallelism) - program.order.micro_batches
             busiest = (times.forward_s + times.backward_s + times.weight_s).sum(axis=2).max(axis=1)
             return np.asarray(simulated_s(program, times) + micro_batches_left * busiest)

@@ -3,7 +3,9 @@
 A device runs its passes in the fixed order of its schedule (`pass_orders.py`). A pass starts when the device is free
 and its input has been sent: F of stage k after F of stage k-1, B of stage k after B of stage k+1 (after its own F on
 the last stage). Receiving belongs to the pass, as in the paper: F takes the transfer and then the layers; B takes the
-transfer or the recompute, whichever is longer, and then the layers. Sending is free for the sender.
+transfer or the recompute, whichever is longer, and then the layers. Sending is free for the sender. In the shape of a V
+two neighbouring stages are on one device: nothing is sent there. A backward that is one pass with its weights' part
+sends its gradient when that is over.
 
 With E the end of a stage's last pass that makes gradients of weights, its reduction over copies ends (`_finish`) at
 
@@ -99,7 +101,7 @@ def compile_order(order: Order) -> Program:
     """Sort the passes of an order by levels."""
     pp, steps = order.kind.shape
     count = pp * steps
-    stage = order.chunk * pp + np.arange(pp)[:, None]
+    stage = order.stage
     flat_index = np.arange(count).reshape(pp, steps)
     where = np.full((len(Pass), pp * order.chunks, order.micro_batches), count)
     where[order.kind, stage, order.micro_batch] = flat_index
@@ -136,7 +138,12 @@ def _awaited(order: Order, stage: IntArray, where: IntArray, count: int) -> IntA
     last = stage.max()
     batch = order.micro_batch
     forward = np.where(stage > 0, where[Pass.FORWARD, np.maximum(stage - 1, 0), batch], count)
-    above = where[Pass.BACKWARD, np.minimum(stage + 1, last), batch]
+    next_stage = np.minimum(stage + 1, last)
+    above = where[Pass.BACKWARD, next_stage, batch]
+    if order.is_whole.any():  # the gradient of a whole backward comes after its weights' part
+        is_whole = np.zeros(where.shape[1:], dtype=bool)
+        is_whole[stage[order.is_whole], batch[order.is_whole]] = True
+        above = np.where(is_whole[next_stage, batch], where[Pass.WEIGHT, next_stage, batch], above)
     backward = np.where(stage < last, above, where[Pass.FORWARD, stage, batch])
     weight = where[Pass.BACKWARD, stage, batch]
     return np.choose(order.kind, [forward, backward, weight])

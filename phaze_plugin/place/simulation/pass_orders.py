@@ -11,6 +11,8 @@ c*S + r. A pass is a forward (F), a backward (B) or, where backward is split, th
                       (Narayanan et al., SC'21: 2(S-1-r) + (v-1)S forwards first)
     zero-bubble       as 1f1b with W split off and put off by r microbatches, so that every device has at most S
                       microbatches in flight (Qi et al., ICLR 2024, ZB-H1)
+    zb-v, dualpipe-v  two chunks whose stages go down the devices and come back: chunk 1 of device r is stage 2S-1-r
+                      (`v_shaped_orders.py`)
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from numpy.typing import NDArray
 
 from phaze.errors import PlacementError
 from phaze.parallelism import PipelineSchedule
+from phaze.place.simulation.v_shaped_orders import v_shaped_passes
 
-__all__ = ["Order", "Pass", "in_flight", "pipeline_order"]
+__all__ = ["Order", "Pass", "in_flight", "pipeline_order", "stages_of_devices"]
 
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 _KEPT_COUNTS = 4_096
 """So many answers of `in_flight` are kept for pipelines of the same depth, microbatches and chunks: a search asks for
@@ -44,7 +48,10 @@ class Pass(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Order:
-    """All passes per (device, step): their kind, chunk and microbatch."""
+    """All passes per (device, step): their kind, chunk and microbatch.
+
+    ``is_whole`` says of a backward for inputs that its gradient is sent only after the weights' part, which follows.
+    """
 
     schedule: PipelineSchedule
     pp: int
@@ -53,6 +60,19 @@ class Order:
     kind: IntArray
     chunk: IntArray
     micro_batch: IntArray
+    is_whole: BoolArray
+
+    @property
+    def stage(self) -> IntArray:
+        """The stage of each pass, per (device, step)."""
+        return np.asarray(
+            stages_of_devices(self.schedule, self.pp, self.chunks)[self.chunk, np.arange(self.pp)[:, None]]
+        )
+
+
+def stages_of_devices(schedule: PipelineSchedule, pp: int, chunks: int) -> IntArray:
+    """Which stage of the pipeline each chunk of each device is, per (chunk, device)."""
+    return np.array([[schedule.stage_at(pp, device, chunk) for device in range(pp)] for chunk in range(chunks)])
 
 
 def pipeline_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int = 1) -> Order:
@@ -61,15 +81,21 @@ def pipeline_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chun
     Raises:
         PlacementError: the schedule cannot run so many chunks or microbatches.
     """
-    if (chunks > 1) != (schedule is PipelineSchedule.INTERLEAVED):
+    if (chunks > 1) != schedule.has_chunks:
         raise PlacementError(f"{schedule} with {chunks} chunks per device; only interleaved schedules have several.")
-    if chunks > 1 and micro_batches % pp:
+    if schedule.is_v_shaped and chunks != 2:
+        raise PlacementError(f"{schedule} with {chunks} chunks per device; pipelines in the shape of a V have 2.")
+    if schedule is PipelineSchedule.DUAL_PIPE_V and micro_batches < 2 * pp:
+        raise PlacementError(
+            f"dualpipe-v on {pp} devices needs at least {2 * pp} microbatches per pipeline, not {micro_batches}."
+        )
+    if schedule is PipelineSchedule.INTERLEAVED and micro_batches % pp:
         raise PlacementError(
             f"an interleaved schedule of {pp} devices needs a multiple of {pp} microbatches per pipeline, "
             f"not {micro_batches}."
         )
     rows = [_device_order(schedule, pp, micro_batches, chunks, device) for device in range(pp)]
-    kind, chunk, micro_batch = np.moveaxis(np.array(rows), 2, 0)
+    kind, chunk, micro_batch, is_whole = np.moveaxis(np.array(rows), 2, 0)
     return Order(
         schedule=schedule,
         pp=pp,
@@ -78,11 +104,15 @@ def pipeline_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chun
         kind=kind,
         chunk=chunk,
         micro_batch=micro_batch,
+        is_whole=is_whole.astype(bool),
     )
 
 
 def _device_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: int, device: int) -> IntArray:
-    """Rows (kind, chunk, microbatch) of one device."""
+    """Rows (kind, chunk, microbatch, whether a backward is whole) of one device."""
+    if schedule.is_v_shaped:
+        passes = v_shaped_passes(schedule, pp, micro_batches, device)
+        return np.array([("FBW".index(kind), chunk, batch, whole) for kind, chunk, batch, whole in passes])
     total = micro_batches * chunks
     index = np.arange(total)
     group, inside = index // (pp * chunks), index % (pp * chunks)
@@ -101,7 +131,8 @@ def _device_order(schedule: PipelineSchedule, pp: int, micro_batches: int, chunk
     in_turn = total - first
     turns = np.stack([forward[first:], backward[:in_turn]], axis=1).reshape(-1, 3)
     order = np.concatenate([forward[:first], turns, backward[in_turn:]])
-    return _with_weights(order, device) if schedule is PipelineSchedule.ZERO_BUBBLE else order
+    order = _with_weights(order, device) if schedule is PipelineSchedule.ZERO_BUBBLE else order
+    return np.concatenate([order, np.zeros((len(order), 1), dtype=np.int64)], axis=1)
 
 
 def _with_weights(order: IntArray, delay: int) -> IntArray:
@@ -131,6 +162,8 @@ def in_flight(schedule: PipelineSchedule, pp: int, micro_batches: int, chunks: i
             return np.minimum(2 * (pp - device) - 1, micro_batches)
         case PipelineSchedule.ZERO_BUBBLE:
             return np.full((pp, 1), min(pp, micro_batches))
+        case PipelineSchedule.ZERO_BUBBLE_V | PipelineSchedule.DUAL_PIPE_V:
+            return np.asarray(np.minimum(np.concatenate([2 * pp - device, device + 1], axis=1), micro_batches))
         case PipelineSchedule.INTERLEAVED:
             return _in_flight_interleaved(pp, min(micro_batches, 3 * pp), chunks)
 

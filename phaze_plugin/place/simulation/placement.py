@@ -18,7 +18,7 @@ from phaze.place.model.stage_costs import StageCosts
 from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.event_simulation import Simulation, StageTimes, simulate
-from phaze.place.simulation.pass_orders import in_flight
+from phaze.place.simulation.pass_orders import in_flight, stages_of_devices
 from phaze.place.simulation.stage_passes import StagePasses, build_timeline
 from phaze.place.simulation.timeline import Timeline
 from phaze.profile.layer_profile import RecomputeMode
@@ -180,15 +180,18 @@ def assemble(
     costs, sums = prepared.stage_costs(parallelism), prepared.stage_sums[parallelism.tp]
     listed, modes = [stage for stage, _ in stages_and_modes], [mode for _, mode in stages_and_modes]
     index = (modes, listed)
+    turn = parallelism.pp if parallelism.schedule.is_v_shaped else -1  # nothing is sent where a V turns
+    is_behind_turn, is_before_turn = (np.arange(len(listed)) == stage for stage in (turn, turn - 1))
     rows = _StageRows(
         costs=costs,
         index=index,
-        received_s=costs.received_s[listed],
-        returned_s=costs.returned_s[listed],
+        received_s=np.where(is_behind_turn, 0.0, costs.received_s[listed]),
+        returned_s=np.where(is_before_turn, 0.0, costs.returned_s[listed]),
         recompute_s=sums.recompute_s[index],
         work_s=sums.forward_s[index] + sums.backward_input_s[index] + sums.backward_weight_s[index],
     )
-    times, passes = stage_times(costs, stages_and_modes, parallelism), _passes(rows)
+    times = stage_times(costs, stages_and_modes, parallelism)
+    passes = _passes(rows, times, parallelism)
     simulation = simulate(prepared.program(parallelism), times)
     return Placement(
         parallelism=parallelism,
@@ -197,14 +200,14 @@ def assemble(
             PlacedStage(
                 layers=prepared.space.members(stage),
                 recompute=problem.choices.recompute[mode],
-                device=position % parallelism.pp,
-                chunk=position // parallelism.pp,
+                device=place[0],
+                chunk=place[1],
                 tp=int(costs.devices[stage]),
-                forward_s=float(costs.forward_s[mode, stage]),
-                backward_s=float(costs.backward_s[mode, stage] + costs.weight_s[mode, stage]),
-                passes=passes[position],
+                forward_s=stage_passes.forward_s,
+                backward_s=stage_passes.backward_s + stage_passes.weight_s,
+                passes=stage_passes,
             )
-            for position, (stage, mode) in enumerate(stages_and_modes)
+            for place, stage_passes, (stage, mode) in zip(_places(parallelism), passes, stages_and_modes, strict=True)
         ),
         memory=memory_of_devices(prepared, parallelism, stages_and_modes, costs),
         time_s=float(simulation.time_s[0]),
@@ -222,32 +225,44 @@ def memory_of_devices(
     """What the device of each place of the pipeline holds, which no simulation is needed for."""
     costs, pp = costs or prepared.stage_costs(parallelism), parallelism.pp
     flight = in_flight(parallelism.schedule, pp, prepared.micro_batches(parallelism), parallelism.chunks)
+    on_devices = stages_of_devices(parallelism.schedule, pp, parallelism.chunks).T.tolist()
+    modes_and_stages = [(mode, stage) for stage, mode in stages_and_modes]
     return tuple(
-        costs.memory.of_device(prepared.problem, [(mode, stage) for stage, mode in stages_and_modes[place::pp]], counts)
-        for place, counts in enumerate(flight.tolist())
+        costs.memory.of_device(prepared.problem, [modes_and_stages[stage] for stage in held], counts)
+        for held, counts in zip(on_devices, flight.tolist(), strict=True)
     )
+
+
+def _places(parallelism: Parallelism) -> list[tuple[int, int]]:
+    """The device and chunk of every stage."""
+    return [parallelism.schedule.place_of(parallelism.pp, stage) for stage in range(parallelism.stages)]
 
 
 def stage_times(costs: StageCosts, stages_and_modes: Sequence[tuple[int, int]], parallelism: Parallelism) -> StageTimes:
     """What simulation needs of stages given by their index and their mode."""
     listed, modes = [stage for stage, _ in stages_and_modes], [mode for _, mode in stages_and_modes]
+    seconds = {
+        name: getattr(costs, name)[modes, listed] for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
+    }
+    if parallelism.schedule.is_v_shaped:
+        turn, (received_s, returned_s) = parallelism.pp, costs.saved_s
+        seconds["forward_s"][turn] -= received_s[listed[turn]]
+        seconds["backward_s"][turn - 1] -= returned_s[modes[turn - 1], listed[turn - 1]]
     return StageTimes(
-        **{
-            name: _by_device(getattr(costs, name)[modes, listed], parallelism)
-            for name in ("forward_s", "backward_s", "weight_s", "exposed_s")
-        },
+        **{name: _by_device(values, parallelism) for name, values in seconds.items()},
         **{
             name: _by_device(getattr(costs, name)[listed], parallelism) for name in ("reduction_s", "tie_s", "finish_s")
         },
     )
 
 
-def _passes(rows: _StageRows) -> list[StagePasses]:
+def _passes(rows: _StageRows, times: StageTimes, parallelism: Parallelism) -> list[StagePasses]:
     """What the tables say of each chosen stage, in the order of the pipeline."""
     costs, listed = rows.costs, rows.index[1]
+    device, chunk = np.array(_places(parallelism)).T
     columns = {
-        "forward_s": costs.forward_s[rows.index],
-        "backward_s": costs.backward_s[rows.index],
+        "forward_s": times.forward_s[0, device, chunk],
+        "backward_s": times.backward_s[0, device, chunk],
         "weight_s": costs.weight_s[rows.index],
         "receive_s": rows.received_s,
         "receive_gradient_s": rows.returned_s,
@@ -263,7 +278,7 @@ def _passes(rows: _StageRows) -> list[StagePasses]:
 
 def _by_device(values: FloatArray, parallelism: Parallelism) -> FloatArray:
     """Turn values per stage, in the order of the pipeline, into an array per (1, device, chunk)."""
-    return np.asarray(values.reshape(1, parallelism.chunks, parallelism.pp).transpose(0, 2, 1))
+    return np.asarray(values[stages_of_devices(parallelism.schedule, parallelism.pp, parallelism.chunks).T][None])
 
 
 def _parts(
@@ -271,7 +286,7 @@ def _parts(
 ) -> TimeParts:
     """Where the time of the device that ends last goes."""
     device = int(simulation.device_end_s[0].argmax())
-    on_device = slice(device, None, parallelism.pp)
+    on_device = stages_of_devices(parallelism.schedule, parallelism.pp, parallelism.chunks)[:, device]
     busy = float((times.forward_s + times.backward_s + times.weight_s)[0, device].sum())
     compute, recompute = float(rows.work_s[on_device].sum()), float(rows.recompute_s[on_device].sum())
     transfer = float((rows.received_s + np.maximum(rows.returned_s - rows.recompute_s, 0.0))[on_device].sum())

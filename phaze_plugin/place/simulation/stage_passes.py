@@ -13,7 +13,7 @@ import numpy as np
 
 from phaze.parallelism import Parallelism
 from phaze.place.simulation.event_simulation import FloatArray, Simulation, StageTimes, compile_order, simulate
-from phaze.place.simulation.pass_orders import IntArray, Order, Pass, pipeline_order
+from phaze.place.simulation.pass_orders import IntArray, Order, Pass, pipeline_order, stages_of_devices
 from phaze.place.simulation.timeline import KINDS, EventKind, EventTable, Timeline
 
 __all__ = ["StagePasses", "build_timeline", "simulate_stages"]
@@ -60,10 +60,9 @@ def simulate_stages(parallelism: Parallelism, micro_batches: int, stages: Sequen
         "tie_s": "shared_reduction_s",
         "finish_s": "update_s",
     }
-    shape = (1, parallelism.chunks, parallelism.pp)
+    by_device = stages_of_devices(parallelism.schedule, parallelism.pp, parallelism.chunks).T
     times = {
-        name: np.array([getattr(stage, field) for stage in stages]).reshape(shape).transpose(0, 2, 1)
-        for name, field in columns.items()
+        name: np.array([getattr(stage, field) for stage in stages])[by_device][None] for name, field in columns.items()
     }
     return build_timeline(order, stages, simulate(compile_order(order), StageTimes(**times)))
 
@@ -76,7 +75,7 @@ def build_timeline(order: Order, stages: Sequence[StagePasses], simulation: Simu
 
     ends = simulation.pass_end_s[0]
     device = np.broadcast_to(np.arange(order.pp)[:, None], ends.shape)
-    stage = order.chunk * order.pp + device
+    stage = order.stage
     starts = ends - per_stage("forward_s", "backward_s", "weight_s")[order.kind, stage]
     again = starts + np.where(order.kind == Pass.BACKWARD, per_stage("recompute_s")[0][stage], 0.0)
     ready = np.maximum(again, starts + per_stage("receive_s", "receive_gradient_s", "")[order.kind, stage])
