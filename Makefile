@@ -37,7 +37,7 @@ UNLINKED := $(if $(wildcard build/__editable__.*),,unlinked)
 help:
 	@echo 'make run         install the core into .venv and run the main job (phaze $(MAIN_JOB))'
 	@echo 'make test        install everything the tests need; ruff, mypy --strict, pytest'
-	@echo 'make test-quick  only pytest, only the rooms that need no framework: for between two edits'
+	@echo 'make test-quick  only pytest, only quick tests, only the rooms that need no framework: for between two edits'
 	@echo 'make test-full   make test with the exhaustive versions of slow tests'
 	@echo 'make docs        build the site of docs/ into build/site; a broken link or a warning is an error'
 	@echo 'make docs-outputs  write what blocks of docs/ print now into its pages; LONG=1 the long ones too'
@@ -52,7 +52,7 @@ test: compiler-required browser-required check
 	@$(PYTEST)
 
 test-quick: $(TEST_STAMP)
-	@$(PYTEST) $(QUICK)
+	@$(PYTEST) $(QUICK) -m 'not exhaustive and not slow' --hypothesis-profile=quick
 
 test-full: compiler-required browser-required check
 	@$(PYTEST) -m '' --hypothesis-profile=full

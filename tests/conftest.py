@@ -28,4 +28,5 @@ def pytest_collection_finish() -> None:
 
 settings.register_profile("phaze", derandomize=True, deadline=None, database=None, print_blob=False, max_examples=40)
 settings.register_profile("full", parent=settings.get_profile("phaze"), max_examples=1000)
+settings.register_profile("quick", parent=settings.get_profile("phaze"), max_examples=10)
 settings.load_profile("phaze")

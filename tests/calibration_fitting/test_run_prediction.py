@@ -136,6 +136,7 @@ def test_experts_on_several_devices_take_as_long_as_evaluate_says() -> None:
     assert prepared.seconds([calibration])[0] == pytest.approx(plan.step_time_s, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_runs_that_share_a_slicing_share_its_layers_and_are_predicted_as_alone() -> None:
     model, plugins, known = small_graph(), PluginManager.load(), PreparedLayers()
     calibration = Calibration(name="fitted", stack=LIBRARY_STACK, **FITTED)

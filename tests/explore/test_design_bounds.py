@@ -105,6 +105,7 @@ def assert_bounds_hold(question: SearchQuestion, swept: SweptSlicing, draw: rand
     assert bounded(swept, question, bounds.pass_s, some, math.inf) <= min(times[point] for point in some) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 120))]
 )

@@ -149,6 +149,7 @@ def test_a_search_is_the_same_in_one_process_in_threads_and_in_processes() -> No
         assert again.explored == first.explored
 
 
+@pytest.mark.slow
 def test_a_dask_cluster_gives_the_same_answer_with_a_worker_killed_on_the_way() -> None:
     from distributed import LocalCluster
 

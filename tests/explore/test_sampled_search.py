@@ -70,6 +70,7 @@ def test_sampling_for_several_models_never_beats_the_proven_ratio() -> None:
     assert sampled(best_first, SearchMethod.RANDOM, 8).value == pytest.approx(best.value, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SAMPLED_METHODS)
 def test_the_same_seed_samples_the_same_designs(method: SearchMethod) -> None:
     best_first = small_search()

@@ -128,6 +128,7 @@ def test_progress_is_told_while_nothing_was_found() -> None:
     assert heard[-1].bound is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedules"),
     [

@@ -80,6 +80,7 @@ def planned_for(target: str | None) -> Plan:
     return replace(plan, question=replace(plan.question, target=target))
 
 
+@pytest.mark.slow
 def test_apply_hands_everything_to_the_plans_target() -> None:
     plan = planned_for("arranger")
     plugins = manager_with(Arranger())

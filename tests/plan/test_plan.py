@@ -112,6 +112,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         phaze.load_plan(tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_the_summary_fits_100_columns_and_says_what_matters() -> None:
     fitted = calibration_of(small_cluster(chip_name=FITTED_CHIP).accelerator)
     ideal_plans = ((small_plan(), "ideal"), (small_plan(hbm_mib=80), "ideal"))

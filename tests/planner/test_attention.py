@@ -43,6 +43,7 @@ def test_every_kernel_of_a_chip_says_where_it_is_known_from() -> None:
     assert all(kernel.name and kernel.source for kernel in kernels)
 
 
+@pytest.mark.slow
 def test_fused_attention_is_the_default_and_takes_less_time_and_memory() -> None:
     fused, unfused = planned(), planned("unfused")
     assert fused.question.attention is AttentionMode.FUSED
@@ -54,6 +55,7 @@ def test_fused_attention_is_the_default_and_takes_less_time_and_memory() -> None
     assert fused.bound_s < unfused.bound_s
 
 
+@pytest.mark.slow
 def test_a_saved_plan_knows_how_attention_ran(tmp_path: Path) -> None:
     for mode in ("fused", "unfused"):
         plan = planned(mode)

@@ -45,6 +45,7 @@ RUNS = [("1", "1", "serial"), ("2", "3", "serial")]
 MORE_RUNS = [(str(seed), str(threads), f"processes:{seed - 2}") for seed, threads in ((3, 1), (4, 2), (5, 4), (6, 8))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(RUNS[:1] + MORE_RUNS, marks=pytest.mark.exhaustive)])
 def test_answers_are_byte_equal_over_hash_seeds_threads_and_workers(runs: list[tuple[str, str, str]]) -> None:
     tests = Path(__file__).parents[1]

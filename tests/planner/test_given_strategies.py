@@ -11,6 +11,7 @@ from phaze.parallelism import Parallelism
 from phaze.plan.plan import PlanStatus
 
 
+@pytest.mark.slow
 def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
     for plan in (small_plan(), small_plan(hbm_mib=80)):
         strategy = {name: getattr(plan.strategy, name) for name in (field.name for field in fields(Parallelism))}
@@ -26,6 +27,7 @@ def test_a_plan_priced_as_its_own_strategy_is_itself() -> None:
         assert again.step_time_s == plan.step_time_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(4,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)])
 def test_what_is_open_beside_given_stages_is_filled_in_with_the_fastest(degrees: tuple[int, ...]) -> None:
     question = {**QUESTION, "compares": False, "micro_batch_size": (2,), "tp": (1,)}

@@ -108,6 +108,7 @@ def test_a_plan_evaluated_again_is_itself_and_nothing_lies_below_its_bound(
         assert_evaluates_to_itself(other, graph, question)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "question",
     [

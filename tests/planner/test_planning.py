@@ -56,6 +56,7 @@ def test_a_plan_fits_and_its_memory_is_itemised() -> None:
         assert stage.fit == "fits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip_name", [IDEAL_CHIP, FITTED_CHIP])
 def test_less_memory_is_never_faster_and_changes_the_strategy(chip_name: str) -> None:
     roomy, tight = (small_plan(hbm_mib=mib, chip_name=chip_name) for mib in (80 * 1024, 80))
@@ -79,6 +80,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hbm_mib", "every"), [(80, 8), pytest.param(80, 1, marks=pytest.mark.exhaustive)])
 def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> None:
     cluster, graph = small_cluster(hbm_mib * 2**20), small_graph()
@@ -94,6 +96,7 @@ def test_at_gap_0_no_strategy_of_a_grid_is_faster(hbm_mib: int, every: int) -> N
     assert fitting > len(GRID) // every // 8
 
 
+@pytest.mark.slow
 def test_a_strategy_of_ones_own_is_kept_and_what_is_left_out_is_optimised() -> None:
     asked = {"dp": 2, "pp": 2, "tp": 2, "schedule": "gpipe", "micro_batch_size": 2, "recompute": "full", "zero": 1}
     question = {**QUESTION, "tp": (1, 2)}
@@ -127,6 +130,7 @@ class _InterruptingExplanation:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
     listener = _InterruptingExplanation()
     plan = phaze.optimize(small_graph(), cluster=small_cluster(), explain=True, progress=listener, **QUESTION)
@@ -137,6 +141,7 @@ def test_an_interrupted_explanation_leaves_the_plan_and_its_proof() -> None:
     assert plan.explained().runners_up  # asked again, without the interruption
 
 
+@pytest.mark.slow
 def test_nothing_is_looked_for_beside_the_plan_until_somebody_asks() -> None:
     doing: list[str] = []
     question = {**QUESTION, "micro_batch_size": (2,)}
@@ -154,6 +159,7 @@ def test_nothing_is_looked_for_beside_the_plan_until_somebody_asks() -> None:
     checked(at_once)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_explains_itself_as_far_as_its_model_can_be_had(tmp_path: Path) -> None:
     question = {**QUESTION, "micro_batch_size": (2,)}
     plan = phaze.optimize(small_graph(), cluster=small_cluster(), **question)
@@ -210,6 +216,7 @@ def test_a_batch_smaller_than_the_devices_works() -> None:
     assert plan.strategy.dp * plan.strategy.micro_batch_size <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "mixtral", "bert", "llama"])
 def test_every_kind_of_model_is_planned_and_verified(name: str) -> None:
     graph = tiny_graph(name)
@@ -308,6 +315,7 @@ def test_a_time_limit_before_anything_is_found_says_what_to_do() -> None:
         phaze.optimize(small_graph(), cluster=small_cluster(), time_limit_s=1e-9, **QUESTION)
 
 
+@pytest.mark.slow
 def test_a_calibrated_plan_says_so_and_is_slower() -> None:
     from phaze.cost import Calibration
 
@@ -325,6 +333,7 @@ def test_a_fitted_chip_with_another_clock_says_why_its_prices_are_ideal() -> Non
     assert any("another clock_hz than the chip of that name" in note for note in plan.provenance.notes)
 
 
+@pytest.mark.slow
 def test_layout_constraints_are_kept() -> None:
     graph = small_graph()
     name = next(tensor.id for tensor in graph.parameters if len(tensor.shape) == 2 and "mlp" in tensor.id)

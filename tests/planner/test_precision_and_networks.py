@@ -14,6 +14,7 @@ def planned(cluster: str = "h100:8", **question: object) -> Plan:
     return checked(phaze.optimize(small_graph(), cluster=cluster, **(QUESTION | question)))
 
 
+@pytest.mark.slow
 def test_products_in_fp8_make_a_plan_faster_and_it_says_what_is_not_priced() -> None:
     bf16, fp8 = planned("h20:8"), planned("h20:8", precision="fp8")
     assert fp8.step_time_s < bf16.step_time_s
@@ -46,11 +47,13 @@ def test_optimizers_with_less_state_hold_less(optimizer: str) -> None:
 TORI = [pytest.param(cluster, marks=pytest.mark.exhaustive) for cluster in ("tpuv5e:8", "tpu7x:16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["tpuv5p:16@2x2x4", "trn2:32", "gb200:8", *TORI])
 def test_plans_on_tori_and_racks_are_derived_again(cluster: str) -> None:
     assert planned(cluster, tp=(1, 2)).is_feasible
 
 
+@pytest.mark.slow
 def test_more_oversubscription_never_makes_a_plan_faster() -> None:
     steps = [planned(f"h100:16@nvlink8+ib100/{factor}").step_time_s for factor in (1, 4, 16)]
     assert steps == sorted(steps)

@@ -144,6 +144,7 @@ def is_faster(priced: Plan, plan: Plan) -> bool:
     return priced.step_time_s < least_s * (1 - ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_strategy_of_a_grid_refutes_a_plan(seed: int) -> None:
     assert tried(seed, 5).wrong == []

@@ -38,6 +38,7 @@ def test_bound_never_exceeds_the_optimum(exclusive: bool) -> None:
         assert max(batch, quick) <= best * (1 + 1e-9), problem.name
 
 
+@pytest.mark.slow
 def test_batch_gives_the_bound_of_each_accelerator() -> None:
     template = random_problem(5, 12, exclusive=True)
     random = np.random.default_rng(0)

@@ -39,6 +39,7 @@ def is_same(first: float, second: float) -> bool:
     return abs(first - second) <= 1e-6 * max(1.0, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "solver"), EXACT, ids=lambda value: str(value))
 def test_reference_optima_are_found(method: str, solver: str | None) -> None:
     wrong = []
@@ -76,6 +77,7 @@ def check_against_brute_force(problem: SchedulingProblem) -> None:
             assert makespan(cut.placed) >= best * (1 - 1e-9), (problem.name, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
     for seed in range(150):
@@ -102,6 +104,7 @@ def check_methods_agree(problem: SchedulingProblem, method: str, solver: str | N
     return other.status is ScheduleStatus.OPTIMAL
 
 
+@pytest.mark.slow
 def test_cp_sat_and_the_exact_method_agree_up_to_12_jobs() -> None:
     proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(100)]
     assert sum(proven) >= 90
@@ -130,6 +133,7 @@ def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[in
     assert sum(check_methods_agree(problem, "cp-sat", None, 1.0) for problem in problems) >= 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["highs", "gurobi"])
 def test_milp_solvers_and_the_exact_method_agree_up_to_8_jobs(solver: str) -> None:
     proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(100)]

@@ -142,6 +142,7 @@ CASES = [(2, 64, 256, False), (4, 1024, 64, False), (4, 48, 48, False), (2, 48, 
 MORE = [(w, f, s, r) for w in (2, 4) for f, s in ((64, 256), (1024, 64), (48, 48)) for r in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "first", "second", "has_residual"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE if case not in CASES)],

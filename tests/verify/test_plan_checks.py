@@ -90,6 +90,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 def test_a_good_plan_holds() -> None:
     findings = check_plan(small_plan(hbm_mib=80), small_graph())
     assert all(finding.holds for finding in findings)

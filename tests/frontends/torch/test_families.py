@@ -1,6 +1,6 @@
 """Hugging Face models as they come: equal to what torch counts, and to what their configs say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -96,6 +96,7 @@ def test_experts_split_rows_by_expert_so_that_experts_can_be_spread() -> None:
 
 def test_experts_in_single_precision_fall_back_to_a_backward_by_rule() -> None:
     family = models.FAMILIES["mixtral"]
+    family = replace(family, fields={**family.fields, "num_hidden_layers": 1})
     graph = phaze.import_graph(family.build().to(torch.float32), family.inputs())
     assert {"captured from torch by export", "backward derived by rule"} <= set(graph.notes)
     assert graph.matmul_flops("backward") == 2 * graph.matmul_flops("forward")
