@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rare_collections import collect_rarely
 from repository import ROOT
 
 from phaze.cli import main as run_phaze
@@ -26,6 +27,7 @@ TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
 
 
 def main(steps: Path, answers: Path) -> None:
+    collect_rarely()
     sys.path.insert(0, "")
     told = []
     for step in json.loads(steps.read_text()):

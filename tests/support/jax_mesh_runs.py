@@ -16,6 +16,7 @@ import jax_training as models
 import numpy as np
 from hlo_traffic import LEAST_BYTES, axis_traffic
 from oracles.traffic_count import planned_traffic
+from rare_collections import collect_rarely
 
 import phaze
 from phaze.backends.jax.train_state import Adam, TrainState
@@ -344,6 +345,7 @@ def alone(case: Subject, batches: list[Any]) -> list[float]:
 
 def main(folder: Path, names: list[str]) -> None:
     """Run some cases, one after the other."""
+    collect_rarely()
     jax.config.update("jax_disable_most_optimizations", True)
     runs = {name: partial(forced, name) for name in FORCED} | {name: partial(unforced, name) for name in UNFORCED}
     for name in names:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_models import attend, cross_entropy
+from rare_collections import collect_rarely
 
 import phaze
+from phaze.ir import Graph
 from phaze.plan.plan import Plan
 
 BATCH = 16
@@ -39,7 +42,16 @@ def planned(
     if tp > 1:
         strategy["sequence_parallel"] = False
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32", "compares": False}
+    if model is models.fused_loss:
+        return phaze.evaluate(fused_graph(), strategy=strategy, target="jax", **question, **options).plan
     return phaze.evaluate(model, inputs, strategy=strategy, **question, **options).plan
+
+
+@cache
+def fused_graph() -> Graph:
+    """The graph of the loss that most cases have, imported once."""
+    state, batch = fused_state()
+    return phaze.import_graph(models.fused_loss, (state.params, batch))
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -404,6 +416,7 @@ def in_two_processes(folder: Path, rank: int, port: str) -> None:
 
 def main(folder: Path, names: list[str]) -> None:
     """Run some cases, one after the other."""
+    collect_rarely()
     jax.config.update("jax_disable_most_optimizations", True)
     if names[:1] == ["--process"]:
         in_two_processes(folder, int(names[1]), names[2])

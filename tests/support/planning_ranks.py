@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from plans import QUESTION, small_cluster, small_graph
+from rare_collections import collect_rarely, keep_what_is_there
 
 import phaze
 from phaze.errors import PhazeError
@@ -55,5 +56,7 @@ def answer(rank: int, ranks: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a thread pool would not survive the fork
+    collect_rarely()
+    keep_what_is_there()
     count = int(sys.argv[1])
     processes.start_processes(answer, args=(count, Path(sys.argv[2])), nprocs=count, start_method="fork")
