@@ -28,6 +28,7 @@ class Capabilities:
     combinations that the target runs wrongly or not at all although it has both halves. `master_zero_stages` are ZeRO
     stages that it runs only for precisions with a master copy of their own, beside `zero_stages`. `can_cut_stages`
     says whether the target cuts any model into stages by itself; otherwise a stage builder must accept the model.
+    `hands_on_arguments`: a stage gets what the block where it begins takes, so that no block may be read behind others.
     `runs_steps_as_written`: a whole train step that was captured, with its optimizer, runs as its author wrote it
     (`for_whole_step` says what that leaves). `needs_single_micro_batch`: every copy runs its samples at once.
     `needs_micro_batches_per_stage` are schedules that run only where every pipeline has at least as many microbatches
@@ -86,6 +87,7 @@ class Capabilities:
     needs_whole_nodes: bool = False
     needs_several_copies: bool = False
     can_cut_stages: bool = False
+    hands_on_arguments: bool = False
     runs_steps_as_written: bool = False
     needs_single_micro_batch: bool = False
     spreads_ends: bool = False

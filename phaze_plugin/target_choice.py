@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phaze.capabilities import Capabilities
 from phaze.errors import QuestionError, UnknownNameError, shown
+from phaze.ir import Graph
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.interfaces import StageBuilder
 
 __all__ = ["ANALYSIS", "ChosenTarget", "find_target"]
+
+
+_NUMBERED = re.compile(r"\w\.\d+$")
+"""The path of an element of a list of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +79,32 @@ def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, grap
     """
     capabilities = target.capabilities
     builders = [offer.value for offer in plugins.stage_builders() if offer.value.target == target.name]
-    if capabilities.can_cut_stages or not capabilities.schedules or _is_cut(builders, model, graph):
+    if capabilities.can_cut_stages or not capabilities.schedules:
         return target
-    note = (
-        f"one pipeline stage only: nothing cuts {type(model).__name__} into stages for target {target.name} (known: "
-        f"{', '.join(sorted(builder.name for builder in builders)) or 'none'})"
-    )
+    if not _is_cut(builders, model, graph):
+        known = ", ".join(sorted(builder.name for builder in builders)) or "none"
+        reason = f"nothing cuts {type(model).__name__} into stages for target {target.name} (known: {known})"
+    elif capabilities.hands_on_arguments and isinstance(graph, Graph) and (reader := _reader_past_blocks(graph)):
+        reason = f"{reader}, which stages of target {target.name} do not hand on"
+    else:
+        return target
+    note = f"one pipeline stage only: {reason}"
     return replace(target, capabilities=replace(capabilities, schedules=frozenset()), notes=(note,))
+
+
+def _reader_past_blocks(graph: Graph) -> str:
+    """Which layer reads something of a block past blocks that do not, such as scores of all routers; else nothing."""
+    makers = {name: layer.index for layer in graph.layers for op in layer.forward for name in op.outputs}
+    readers: dict[str, set[int]] = {}
+    for layer in graph.layers:
+        for name in layer.inputs:
+            readers.setdefault(name, set()).add(layer.index)
+    blocks = {layer.index for layer in graph.layers if _NUMBERED.search(layer.name)}
+    for name, indices in readers.items():
+        maker, last = makers.get(name, -1), max(indices)
+        if maker in blocks and (blocks - indices) & set(range(maker + 1, last)):
+            return f"{graph.layers[last].name!r} reads {name!r} of an earlier block"
+    return ""
 
 
 def _is_cut(builders: Sequence[StageBuilder], model: object, graph: object) -> bool:

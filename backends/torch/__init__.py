@@ -75,6 +75,7 @@ class TorchTarget:
             allows_uneven_stages=True,
             allows_uneven_sequences=True,
             allows_strided_parameters=True,
+            hands_on_arguments=True,
         )
 
     def export(self, plan: Plan, model: object) -> object:

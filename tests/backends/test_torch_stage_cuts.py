@@ -5,11 +5,13 @@ import torch
 from torch_plans import imported
 from torch_training import build_model
 
+import phaze
 from phaze.backends.torch.pipeline import find_cut_paths
 from phaze.backends.torch.stage_cuts import cut_paths, dry_run
 from phaze.backends.torch.stage_models import build_stage
 from phaze.errors import PlanError
 from phaze.hooks import PluginManager
+from phaze.target_choice import find_target
 
 
 def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() -> None:
@@ -20,6 +22,29 @@ def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() ->
     model = build_model("gpt2")
     names = [layer.name for layer in imported("gpt2").layers]
     assert cut_paths([names[:1], names[1:3], names[3:]], model) == ["transformer.h.0", "transformer.ln_f"]
+
+
+class Balanced(torch.nn.Module):
+    """Blocks whose results are all read again in the end, as scores of routers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            results.append(x)
+        return torch.stack(results).square().mean()
+
+
+def test_a_model_whose_end_reads_all_blocks_is_planned_in_one_stage_and_says_so() -> None:
+    model, plugins = Balanced(), PluginManager.load()
+    target = find_target("torch", model, plugins, phaze.import_graph(model, (2, 4)))
+    assert not target.capabilities.schedules
+    assert target.notes[0].startswith("one pipeline stage only:")
+    assert find_target("torch", build_model("t5"), plugins, imported("t5")).capabilities.schedules
 
 
 def test_a_model_that_nothing_cuts_is_refused_with_what_is_known() -> None:
