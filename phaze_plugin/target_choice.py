@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.interfaces import StageBuilder
 
-__all__ = ["ANALYSIS", "ChosenTarget", "find_target"]
+__all__ = ["ANALYSIS", "ONE_STAGE", "ChosenTarget", "find_target"]
 
+
+ONE_STAGE = "one pipeline stage only"
+"""How the note begins that says why the model at hand is not cut."""
 
 _NUMBERED = re.compile(r"\w\.\d+$")
 """The path of an element of a list of blocks."""
@@ -88,7 +91,7 @@ def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, grap
         reason = f"{reader}, which stages of target {target.name} do not hand on"
     else:
         return target
-    note = f"one pipeline stage only: {reason}"
+    note = f"{ONE_STAGE}: {reason}"
     return replace(target, capabilities=replace(capabilities, schedules=frozenset()), notes=(note,))
 
 

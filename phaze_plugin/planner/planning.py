@@ -25,6 +25,7 @@ from phaze.planner.strategy_search import Answer
 from phaze.question import Question, QuestionOptions, ask
 from phaze.report.notebook_views import evaluation_view
 from phaze.report.plan_text import reached_text, strategy_text, summary
+from phaze.target_choice import ONE_STAGE
 from phaze.tolerances import EQUAL_RESULTS
 
 if TYPE_CHECKING:
@@ -291,7 +292,8 @@ def _check_target(question: Question) -> None:
         beside = "".join(f", {axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         wrong.append(f"zero {zero} (it runs {known} in {question.recipe.name}{beside})")
     if schedule not in (None, PipelineSchedule.NONE, *runs.schedules) or (pp > 1 and not runs.schedules):
-        known = ", ".join(sorted(runs.schedules)) or "one stage only"
+        one_stage = next((note for note in question.target.notes if note.startswith(ONE_STAGE)), ONE_STAGE)
+        known = ", ".join(sorted(runs.schedules)) or one_stage.replace(" pipeline", "")
         wrong.append(f"a pipeline with schedule {schedule or 'of any kind'} (it runs {known})")
     wrong += _axes_not_run(question, runs)
     dp, size = (int(str(fixed.get(name, 0))) for name in ("dp", "micro_batch_size"))
