@@ -35,11 +35,12 @@ STEPS = 5
 TOLERANCE = 1e-5
 TENSOR_DEGREES = (8, 4, 2)
 """Degrees of tp that are tried, the largest first."""
-STRATEGIES: dict[str, dict[str, int]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "dp8": {"dp": 8},
     "tp": {"tp": 8},
     "dp2 x tp4": {"dp": 2, "tp": 4, "zero": 1},
     "pp2": {"pp": 2},
+    "pp2 eager": {"pp": 2, "schedule": "eager-1f1b"},
     "cp2": {"cp": 2},
     "ep2": {"dp": 2, "ep": 2},
     "hybrid 2 x 4": {"dp": 8, "shard": 4, "zero": 3},
@@ -137,15 +138,15 @@ def answer_of(model: ZooModel, key: str, expected: tuple[list[float], Any]) -> d
     return {"refused": refused}
 
 
-def arranged(model: ZooModel, strategy: Mapping[str, int]) -> Any:
+def arranged(model: ZooModel, strategy: Mapping[str, Any]) -> Any:
     """The model on the devices of a strategy."""
-    settled: dict[str, object] = {"dp": 1, "tp": 1, "pp": 1, "ep": 1, "zero": 0, "recompute": "none", **strategy}
-    copies, stages = int(str(settled["dp"])), int(str(settled["pp"]))
+    settled: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "ep": 1, "zero": 0, "recompute": "none", "chunks": 1}
+    settled |= {"schedule": "gpipe" if "pp" in strategy else "none", **strategy}
+    copies, stages = settled["dp"], settled["pp"]
     settled["micro_batch_size"] = BATCH // copies if model.is_step else max(1, BATCH // copies // 2)
-    settled |= {"schedule": "gpipe" if stages > 1 else "none", "chunks": 1}
     if settled["tp"] != 1 and "sequence_parallel" not in strategy:
         settled["sequence_parallel"] = False
-    devices = copies * stages * int(str(settled["tp"])) * strategy.get("cp", 1)
+    devices = copies * stages * settled["tp"] * strategy.get("cp", 1)
     asked = {"global_batch_size": BATCH, "precision": "fp32", "target": "jax", "compares": False}
     plan = phaze.evaluate(model.model, model.inputs, cluster=f"cpu:{devices}", strategy=settled, **asked).plan
     options: dict[str, Any] = {} if model.is_step else {"optimizer": optimizer()}

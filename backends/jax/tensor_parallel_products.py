@@ -17,6 +17,7 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from phaze.backends.jax.context_trace import ALONG_ONE, ELEMENTWISE, MOVES
 from phaze.backends.jax.fused_parameters import FusedView, join_parts, separate_parts, with_fused_views
 from phaze.backends.jax.traced_loss import Equation, primitive_name, read_variables, run_equation
 
@@ -172,47 +173,85 @@ class _ProductsOfOneActivation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _ExchangeOfTiles:
-    """An exchange of rows of experts that the tensor axis divides as well, run on each of its devices.
+class _CollectiveOnParts:
+    """A collective of another axis on a tensor that the tensor axis cuts along `dim`, run on each of its devices.
 
-    The compiler would make the rows whole along that axis first. The rows have dimensions (owner, ..., tile, owner,
-    expert, ...), of which one of the two owners counts devices and the other one is 1, and the exchange makes it the
-    other way round; the tensor axis has the tiles.
+    The compiler would make the tensor whole along that axis first.
     """
 
     equation: core.JaxprEqn
+    dim: int
 
     @property
     def invars(self) -> list[core.Var]:
-        """The rows."""
+        """The tensor."""
         return list(self.equation.invars)
 
     @property
     def outvars(self) -> list[core.Var]:
-        """The exchanged rows."""
+        """What the collective makes of it."""
         return list(self.equation.outvars)
 
     def run(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The exchanged rows."""
-        tiles = max(self.equation.params["split_axis"], self.equation.params["concat_axis"]) - 1
-        exchange = jax.shard_map(
-            lambda rows: run_equation(self.equation, [rows])[0],
-            in_specs=_tp_spec(self.invars[0], tiles),
-            out_specs=_tp_spec(self.outvars[0], tiles),
+        """What the collective makes of it."""
+        collective = jax.shard_map(
+            lambda part: run_equation(self.equation, [part])[0],
+            in_specs=_tp_spec(self.invars[0], self.dim),
+            out_specs=_tp_spec(self.outvars[0], self.dim),
             axis_names={"tp"},
             check_vma=False,
         )
-        return [exchange(*operands)]
+        return [collective(*operands)]
 
 
 def with_exchanged_tiles(equations: Sequence[Equation]) -> list[Equation]:
-    """The equations, of which exchanges of rows of experts are run on the tiles of every device of the tensor axis."""
-    return [
-        _ExchangeOfTiles(equation=equation)
-        if isinstance(equation, core.JaxprEqn) and primitive_name(equation) == "all_to_all"
-        else equation
-        for equation in equations
-    ]
+    """The equations, of which exchanges of rows of experts are run on the tiles of every device of the tensor axis.
+
+    The rows have dimensions (owner, ..., tile, owner, expert, ...), of which one of the two owners counts devices and
+    the other one is 1, and the exchange makes it the other way round.
+    """
+    exchanged: list[Equation] = []
+    for equation in equations:
+        if isinstance(equation, core.JaxprEqn) and primitive_name(equation) == "all_to_all":
+            tiles = max(equation.params["split_axis"], equation.params["concat_axis"]) - 1
+            exchanged.append(_CollectiveOnParts(equation=equation, dim=tiles))
+        else:
+            exchanged.append(equation)
+    return exchanged
+
+
+def _gathers_of_parts(
+    equations: Sequence[Equation], products: Sequence[_SplitProduct], tp: int
+) -> list[_CollectiveOnParts]:
+    """The gathers of keys and values over the devices of a sequence, whose heads the tensor axis cuts."""
+    made = {product.equation.outvars[0]: product.result_dim for product in products if product.parts == 1}
+    dims = {variable: dim for variable, dim in made.items() if dim is not None}
+    gathers = []
+    for equation in equations:
+        followed = _dim_behind(equation, dims, tp) if isinstance(equation, core.JaxprEqn) else None
+        if followed is not None and equation.outvars[0] not in made:
+            dims[equation.outvars[0]] = followed
+            if isinstance(equation, core.JaxprEqn) and primitive_name(equation) == "all_gather":
+                gathers.append(_CollectiveOnParts(equation=equation, dim=followed))
+    return gathers
+
+
+def _dim_behind(equation: core.JaxprEqn, dims: Mapping[core.Var, int], tp: int) -> int | None:
+    """The dimension of a result that the tensor axis cuts, given those of activations; None where none surely is."""
+    name, result = primitive_name(equation), equation.outvars[0].aval.shape
+    cut = [variable for variable in read_variables(equation) if variable in dims]
+    if not cut:
+        return None
+    dim = dims[cut[0]]
+    if name in ELEMENTWISE:
+        is_kept = all(dims[variable] == dim and variable.aval.shape == result for variable in cut)
+        return dim if is_kept else None
+    if name in MOVES:
+        move = MOVES[name](equation, dim, tp)
+        return None if move is None else move[0]
+    if name in ALONG_ONE:
+        return dim if equation.params[ALONG_ONE[name]] != dim else None
+    return dim if name == "all_gather" and equation.params["all_gather_dimension"] != dim else None
 
 
 def _gather_sequence(value: jax.Array) -> jax.Array:
@@ -283,9 +322,11 @@ def with_tensor_parallel_products(
         scatters = row.result_dim is None and shape in sequence_split_shapes
         cuts = id(row.equation) in cutting
         by_hand.append(_ProductsOfOneActivation(products=(row,), gathers=False, scatters=scatters, cuts=cuts))
+    gathers = _gathers_of_parts(equations, [product for group in by_hand for product in group.products], tp)
     replaced = {id(product.equation) for group in by_hand for product in group.products}
+    replaced |= {id(gather.equation) for gather in gathers}
     others = [equation for equation in equations if id(equation) not in replaced]
-    return [*with_fused_views(others, viewed), *by_hand]
+    return [*with_fused_views(others, viewed), *gathers, *by_hand]
 
 
 def _fused_product(equation: Equation, fused_views: Mapping[core.Var, FusedView]) -> _SplitProduct | None:

@@ -57,9 +57,11 @@ def planned_traffic(
     question = question_for(plan, model, inputs, PluginManager.load())
     chosen = plan.strategy
     graph = graph_at(question, chosen.micro_batch_size)
-    if chosen.ep > 1:
-        graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=1, ep=chosen.ep)
-    sharded = slice_model(question, graph, chosen.tp, sequence_parallel=chosen.sequence_parallel, ep=chosen.ep)
+    if chosen.ep > 1 or chosen.cp > 1:
+        graph = LocalGraphs(question).at(chosen.micro_batch_size, tp=chosen.tp, cp=chosen.cp, ep=chosen.ep)
+    sharded = slice_model(
+        question, graph, chosen.tp, sequence_parallel=chosen.sequence_parallel, cp=chosen.cp, ep=chosen.ep
+    )
     experts = _experts(graph)
     batches = plan.question.global_batch_size // (chosen.dp * chosen.micro_batch_size)
     spread = _spread_names(question, sharded) if len(plan.stages) > 1 else frozenset()

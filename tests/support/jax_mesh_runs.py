@@ -85,7 +85,7 @@ FORCED |= {
     "scanned dp4 tp2 zero2 mixed": ("scanned", {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 2}),
     "scanned dp8 zero2 clipped": ("scanned", {**FIXED, "dp": 8, "micro_batch_size": 1, "zero": 2}),
     "scanned hybrid 2 x 4": ("scanned", {**FIXED, "dp": 8, "shard": 4, "micro_batch_size": 2, "zero": 3}),
-    "scanned cp2 dp2 zero1": ("scanned", {**FIXED, "dp": 2, "cp": 2, "micro_batch_size": 8, "zero": 1}),
+    "scanned cp2 tp2 dp2 zero1": ("scanned", {**FIXED, "dp": 2, "cp": 2, "tp": 2, "micro_batch_size": 8, "zero": 1}),
     "pure cp2 tp2 dp2": ("pure", {**FIXED, "dp": 2, "cp": 2, "tp": 2, "micro_batch_size": 4}),
     "scanned cp2 pp2 dp2": (
         "scanned",
