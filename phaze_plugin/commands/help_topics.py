@@ -52,7 +52,7 @@ rule are priced and reported. In Python, `phaze.optimize(model, inputs)` takes l
             """
   a100-80gb:8                 eight chips with the network that the chip usually has
   h100:512@nvlink8+ib400      nodes of 8 by NVLink, then a 400 Gb/s InfiniBand adapter for each device
-  tpuv5p:512@8x8x8            a torus of the chip's own links
+  tpuv5p:512@8x8x8            a torus of the chip's own links; tpuv5p:8x8x8 is the same
   my-chip.json:64             a chip of your own (`phaze schema accelerator` says what the file holds)
   h100:8/host=25GB/s,200GiB   with what each device has of its host, for offloading the optimizer
 

@@ -8,6 +8,7 @@ path of a cluster's JSON file stands for the whole.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 _NETWORK_OF_OTHER_CHIPS = "paper"
+_SLICE = re.compile(r"[0-9]{1,6}(x[0-9]{1,6}){1,2}", re.ASCII)
+"""The sides of a slice of a torus, as makers of TPUs name slices."""
+
 _HOST = "/host="
 _MOST_DIGITS = 40
 """A count with more digits is not converted to a number: Python takes long over huge ones, and none is a cluster's."""
@@ -47,14 +51,18 @@ def find_accelerator(text: str, plugins: PluginManager | None = None) -> Acceler
 def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
     """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``h100:512@nvlink8+ib400``.
 
-    Another form, a count that no cluster has and levels that contradict it are a `HardwareError`, unknown chips and
-    networks an `UnknownNameError`.
+    Sides of a torus in the place of the count, ``tpuv5p:4x4x8``, are a slice: ``tpuv5p:128@4x4x8``. Another form, a
+    count that no cluster has and levels that contradict it are a `HardwareError`, unknown chips and networks an
+    `UnknownNameError`.
     """
     chip, colon, rest = text.strip().rpartition(":")
     if not colon and rest.endswith(".json"):
         return load_cluster(rest, plugins)
     rest, has_host, host_text = rest.partition(_HOST)
     count_text, separator, network_text = rest.partition("@")
+    if _SLICE.fullmatch(count_text) and (network_text or not separator):
+        network_text = f"{count_text}+{network_text}" if network_text else count_text
+        count_text = str(math.prod(map(int, count_text.split("x"))))
     if not chip or (separator and not network_text) or not (count_text.isascii() and count_text.isdigit()):
         raise HardwareError(
             f"cluster {shown(text)} is not of the form CHIP:COUNT[@NETWORK]; write for example a100-80gb:64 or "

@@ -94,3 +94,13 @@ def test_files_stand_for_chips_and_for_clusters(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"none\.json"):
         parse_cluster(str(tmp_path / "none.json"))
+
+
+def test_the_sides_of_a_slice_may_stand_in_the_place_of_the_count() -> None:
+    assert parse_cluster("tpuv5p:4x4x8") == parse_cluster("tpuv5p:128@4x4x8")
+    assert parse_cluster("tpuv6e:16x16").device_count == 256
+    assert sizes("tpuv4:4x4x4@dcn25") == [4, 4, 4]
+    with pytest.raises(HardwareError, match="h100 has no links that form a torus"):
+        parse_cluster("h100:2x4")
+    with pytest.raises(HardwareError, match="not of the form"):
+        parse_cluster("tpuv4:4x4x4x4")
