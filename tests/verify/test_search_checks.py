@@ -1,16 +1,22 @@
 """A search that holds is found to hold, and one that was tampered with is not."""
 
 import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from designs import SMALL, some_points, tiny_model
+from distributed import LocalCluster
 from forgeries import forged_journal
 
 import phaze
 from phaze.cli import main
 from phaze.errors import QuestionError
+from phaze.explore.search_result import SearchProgress
 from phaze.verify.plan_checks import Finding
 from phaze.verify.search_checks import check_search
 
@@ -39,6 +45,36 @@ def test_a_finished_search_holds_with_pruned_points_evaluated(journal: Path) -> 
     findings = check_search(journal, tiny_model(), points=3)
     assert all(finding.holds for finding in findings), findings
     assert sum(finding.what.endswith("is within its bound") for finding in findings) == 3
+
+
+@pytest.mark.exhaustive
+def test_answers_of_a_dask_cluster_are_equal_to_the_byte_and_every_journal_holds(tmp_path: Path) -> None:
+    """In one process, in two, and on a cluster of processes of which one is killed on the way."""
+    options: dict[str, Any] = {**QUESTION, "top": 3}
+
+    def answer(name: str, executor: str, progress: Callable[[SearchProgress], object] | None = None) -> str:
+        model, space = tiny_model(), some_points(24)
+        path = tmp_path / name
+        asked = {**options, "executor": executor, "journal": path, "progress": progress}
+        result = phaze.search(model, space=space, **asked)
+        assert all(finding.holds for finding in check_search(path, tiny_model(), points=2))
+        plans = {name: replace(plan, run=replace(plan.run, seconds=0.0)) for name, plan in result.plans.items()}
+        return replace(result, seconds=0.0, plans=plans).to_json()  # all but how long it took
+
+    first = answer("serial", "serial")
+    assert answer("processes", "processes:2") == first
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        pids = [worker.pid for worker in cluster.workers.values()]
+        killed: list[int] = []
+
+        def kill_one(progress: SearchProgress) -> None:
+            if not killed and progress.best is not None:
+                killed.append(pids[0])
+                os.kill(pids[0], signal.SIGKILL)
+
+        address = cluster.scheduler_address.replace("tcp://", "dask://")
+        assert answer("dask", address, kill_one) == first
+        assert killed
 
 
 def test_a_bound_that_was_raised_is_found(journal: Path, tmp_path: Path) -> None:
