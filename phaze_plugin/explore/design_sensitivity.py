@@ -1,7 +1,7 @@
 """The sensitivity of a design: what one step along each axis of the space would change, either way.
 
 A neighbour has the next value of one field and equal values of all others. In spaces whose vector lanes follow the rows
-of an array, as in the paper's, a step along the rows moves the lanes, too.
+of an array, as in the paper's, a step along the rows moves the lanes, too, and lanes have no steps of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sensitivity_rows(best_first: BestFirstSearch) -> Iterator[SensitivityRow]:
     points, best = best_first.question.points, best_first.state.best
     assert best is not None
     for field in _AXES:
-        if len(np.unique(getattr(points, field))) < 2:
+        if len(np.unique(getattr(points, field))) < 2 or (field == "vector_lanes" and _lanes_follow_rows(points)):
             continue
         for direction in ("up", "down"):
             point = neighbour(points, best.point, field, direction)
@@ -47,9 +47,14 @@ def neighbour(points: AcceleratorArray, point: int, field: str, direction: str) 
     if not 0 <= place < len(values):
         return None
     is_there = getattr(points, field) == values[place]
-    follows = field == "tensor_rows" and bool((points.vector_lanes == points.tensor_rows).all())
+    follows = field == "tensor_rows" and _lanes_follow_rows(points)
     for other in _AXES:
         if other != field and not (follows and other == "vector_lanes"):
             is_there &= getattr(points, other) == getattr(points, other)[point]
     matching = np.flatnonzero(is_there)
     return int(matching[0]) if len(matching) else None
+
+
+def _lanes_follow_rows(points: AcceleratorArray) -> bool:
+    """Whether lanes are no axis of their own, because there are as many as an array has rows."""
+    return bool((points.vector_lanes == points.tensor_rows).all())
