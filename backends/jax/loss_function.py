@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -228,9 +229,13 @@ def _loss_function(
             name = f"{first_argument}{jax.tree_util.keystr(path)}"
             raise PlanError(f"{name} is not trained, and its value is part of the step; pass an array, not a shape.")
     batch = _arguments(arguments, _is_array)
+    found_metrics: list[bool] = []
 
     def loss(flat_parameters: Sequence[jax.Array], flat_batch: Sequence[jax.Array]) -> jax.Array:
         result = function(trained.with_arrays(flat_parameters), *batch.with_arrays(flat_batch))
+        if _has_metrics(result):
+            found_metrics.append(True)
+            result = result[0]  # type: ignore[index]
         if isinstance(result, tuple | list) or getattr(result, "shape", None) != ():
             raise PlanError(
                 "the model returns more than a scalar loss, and no new state either; plan and apply the function that "
@@ -253,7 +258,24 @@ def _loss_function(
         raise
     except Exception as error:
         raise PlanError(f"the loss failed while it was traced: {type(error).__name__}: {str(error)[:500]}") from error
+    if found_metrics:
+        _say_what_is_left_out()
     return loss_function
+
+
+def _has_metrics(result: object) -> bool:
+    """Whether a function returns a scalar loss and something beside it, as `jax.value_and_grad(has_aux=True)` takes."""
+    return isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()
+
+
+def _say_what_is_left_out() -> None:
+    """Warn of metrics that a loss returns: microbatches have metrics of their own, which nothing here joins."""
+    warnings.warn(
+        "the loss returns something beside it (has_aux), which a step here leaves out: it returns the state and the "
+        "loss. Plan and apply a whole train step, which returns what it says.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _is_array(leaf: object) -> bool:

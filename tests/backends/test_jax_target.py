@@ -1,5 +1,6 @@
 """JAX as a target: what it applies, what it refuses and why, and what is written for other tools."""
 
+import functools
 import json
 import os
 import subprocess
@@ -123,6 +124,21 @@ def test_a_whole_train_step_is_arranged_by_its_shapes() -> None:
         plan.apply(adam_step, inputs=inputs, optimizer=object())
     with pytest.raises(PlanError, match="more than a scalar loss, and no new state either"):
         plan.apply(lambda params, state, batch: (batch["ids"], batch["ids"]), inputs=inputs)
+
+
+def test_metrics_beside_a_loss_are_left_out_of_its_steps_and_that_is_said() -> None:
+    loss, inputs = small()
+
+    @functools.wraps(loss)
+    def with_metrics(*given: Any) -> tuple[Any, dict[str, Any]]:
+        value = loss(*given)
+        return value, {"loss": value}
+
+    plan = plan_of(1, 1)
+    with pytest.warns(UserWarning, match=r"something beside it \(has_aux\).*Plan and apply a whole train step"):
+        run = plan.apply(with_metrics, inputs=inputs)
+    _, value = run.step(run.start(inputs[0]), *inputs[1:])
+    assert value == pytest.approx(float(loss(*inputs)), rel=1e-6)
 
 
 def regression(params: Any, key: Any, mask: Any, x: Any, y: Any, is_noisy: bool) -> Any:
