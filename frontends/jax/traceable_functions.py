@@ -66,6 +66,13 @@ def as_traceable(model: Any, inputs: object, options: Mapping[str, object]) -> T
     return _traceable(_name(model), model, args, kwargs, _argument_names(model, args, kwargs))
 
 
+_RETURN_ARRAYS = (
+    ". It returns something that is no array, as steps of Equinox do whose modules have functions in them: let it take "
+    "and return the arrays alone (params, static = equinox.partition(model, equinox.is_array)) and combine both inside."
+)
+"""What helps where a function returns a tree with other things than arrays."""
+
+
 @contextlib.contextmanager
 def explaining_failures(what: str) -> Iterator[None]:
     """Turn an error of the model's own code into an ImportModelError that names `what` was traced."""
@@ -76,8 +83,9 @@ def explaining_failures(what: str) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines()
         text = " ".join(lines[:MOST_ERROR_LINES])[:MOST_ERROR_CHARACTERS]
+        hint = _RETURN_ARRAYS if "is not a valid JAX type" in text else ""
         raise ImportModelError(
-            f"{what} failed while Phaze traced it on shapes: {type(error).__name__}: {text}"
+            f"{what} failed while Phaze traced it on shapes: {type(error).__name__}: {text}{hint}"
         ) from error
 
 

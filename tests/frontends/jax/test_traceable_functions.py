@@ -164,6 +164,7 @@ def test_shardings_that_are_already_there_are_kept_and_said() -> None:
         (models.gpt_loss, None, {}, "gpt_loss needs its arguments: pass inputs"),
         (models.gpt_loss, (1,), {}, "the inputs do not fit gpt_loss: missing a required argument: 'batch'"),
         (lambda w, x: (x @ w).sum(), (models.shape(3, 3), models.shape(4, 5)), {}, "failed while Phaze traced it"),
+        (lambda w: (w, len), (models.shape(3),), {}, r"return the arrays alone \(params, static = equinox.partition"),
         (lambda n: jnp.sum(n * 1.0), (models.ids(),), {}, "no floating point arrays among its parameters"),
         (lambda w: w.sum(), (models.shape(3),), {"parameters": 2}, "parameters names argument 2"),
         (lambda w: w.sum(), (models.shape(3),), {"parameters": "v"}, "no argument has this path; they are 0 w"),
