@@ -80,14 +80,14 @@ def check_against_brute_force(problem: SchedulingProblem) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_small_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
-    for seed in range(150):
+    for seed in range(90):
         check_against_brute_force(make(seed, 1 + seed % 6))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [random_problem, layer_like_problem, linked_problem])
 def test_brute_force_agrees_on_many_small_problems(make: Callable[[int, int], SchedulingProblem]) -> None:
-    for seed in range(150, 2300):
+    for seed in range(90, 2300):
         check_against_brute_force(make(seed, 3 + seed % 4))
 
 
@@ -106,8 +106,8 @@ def check_methods_agree(problem: SchedulingProblem, method: str, solver: str | N
 
 @pytest.mark.slow
 def test_cp_sat_and_the_exact_method_agree_up_to_12_jobs() -> None:
-    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(100)]
-    assert sum(proven) >= 90
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(60)]
+    assert sum(proven) >= 54
 
 
 def test_cp_sat_and_the_exact_method_agree_on_what_backward_passes_look_like() -> None:
@@ -122,8 +122,8 @@ def test_cp_sat_and_the_exact_method_agree_on_many_links() -> None:
 
 @pytest.mark.exhaustive
 def test_cp_sat_and_the_exact_method_agree_on_more_problems_up_to_12_jobs() -> None:
-    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(100, 300)]
-    assert sum(proven) >= 180
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 11), "cp-sat", None, 0.3) for seed in range(60, 300)]
+    assert sum(proven) >= 216
 
 
 @pytest.mark.exhaustive
@@ -136,15 +136,15 @@ def test_cp_sat_and_the_exact_method_agree_on_larger_problems(make: Callable[[in
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["highs", "gurobi"])
 def test_milp_solvers_and_the_exact_method_agree_up_to_8_jobs(solver: str) -> None:
-    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(100)]
-    assert sum(proven) >= 95
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(60)]
+    assert sum(proven) >= 57
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("solver", ["highs", "gurobi", "scip"])
 def test_milp_solvers_and_the_exact_method_agree_on_more_jobs(solver: str) -> None:
-    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(100, 300)]
-    assert sum(proven) >= 190
+    proven = [check_methods_agree(random_problem(seed, 2 + seed % 7), "milp", solver, 3.0) for seed in range(60, 300)]
+    assert sum(proven) >= 228
 
 
 @pytest.mark.parametrize("method", ["auto", "list", "exact", "cp-sat", "milp"])
