@@ -10,8 +10,10 @@ import phaze
 from phaze.cost import IDEAL
 from phaze.errors import PhazeError, PlanError, QuestionError
 from phaze.hardware import Cluster, InterconnectLevel, preset
+from phaze.installed import installed_plugins
 from phaze.ir import Graph
 from phaze.plan.plan import Plan
+from phaze.question import ask
 from phaze.verify.plan_checks import check_plan
 
 QUESTION: dict[str, Any] = {"global_batch_size": 16, "target": None, "calibration": IDEAL}
@@ -83,6 +85,14 @@ def test_short_sequences_are_split_where_the_best_plan_recomputes_otherwise() ->
     assert "full" in whole.strategy.recompute
     assert (free.strategy.cp, set(free.strategy.recompute)) == (2, {"none"})
     assert free.step_time_s < whole.step_time_s
+
+
+def test_sequences_of_8192_may_be_split_from_the_beginning_and_shorter_ones_later() -> None:
+    degrees = [
+        ask(model("llama", length), None, {**QUESTION, "cluster": cluster()}, installed_plugins()).cp_degrees
+        for length in (4096, 8192)
+    ]
+    assert degrees == [(1,), (1, 2)]
 
 
 def test_experts_are_divided_where_that_is_fastest_and_what_it_brings_is_told() -> None:
