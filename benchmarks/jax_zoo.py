@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 8},
     "dp2 x tp4": {"dp": 2, "tp": 4, "zero": 1},
     "pp2": {"pp": 2},
-    "pp2 eager": {"pp": 2, "schedule": "eager-1f1b"},
+    "pp2 eager": {"pp": 2, "schedule": "eager-1f1b", "micro_batch_size": BATCH // 8},
     "cp2": {"cp": 2},
     "ep2": {"dp": 2, "ep": 2},
     "hybrid 2 x 4": {"dp": 8, "shard": 4, "zero": 3},
@@ -143,7 +143,7 @@ def arranged(model: ZooModel, strategy: Mapping[str, Any]) -> Any:
     settled: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "ep": 1, "zero": 0, "recompute": "none", "chunks": 1}
     settled |= {"schedule": "gpipe" if "pp" in strategy else "none", **strategy}
     copies, stages = settled["dp"], settled["pp"]
-    settled["micro_batch_size"] = BATCH // copies if model.is_step else max(1, BATCH // copies // 2)
+    settled.setdefault("micro_batch_size", BATCH // copies if model.is_step else max(1, BATCH // copies // 2))
     if settled["tp"] != 1 and "sequence_parallel" not in strategy:
         settled["sequence_parallel"] = False
     devices = copies * stages * settled["tp"] * strategy.get("cp", 1)
