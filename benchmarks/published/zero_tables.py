@@ -8,7 +8,9 @@
 - nanotron (docs/benchmark_summary.svg): a sequence length of 4096 as its column says, unverified. Seconds follow from
   the MFU against 989 TFLOP/s with the flops that nanotron counts: products of a gated MLP, attention as the full
   square, logits, three times. 1F1B, sums of gradients and reductions in fp32, overlapped, sequences split between
-  layers where tp > 1, no recompute, 400 Gb/s a GPU: the defaults of its benchmark script. Memory is read as GiB.
+  layers where tp > 1, no recompute, 400 Gb/s a GPU: the defaults of its benchmark script. That also ties embedding and
+  head of models with narrow feed-forward layers, and runs collectives of tensor parallelism beside products
+  (`tp_linear_async_communication`). Stages are cut by the cost of blocks and head. Memory is read as GiB.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from published.rows import (
     even_stages,
     first_number,
     lines_of,
+    mixed,
     nodes,
     quantity,
     schedule_of,
@@ -53,6 +56,11 @@ def _internlm(layers: int, hidden: int, intermediate: int, heads: int) -> dict[s
 
 
 _INTERNLM = {"InternLM 7B": _internlm(32, 4096, 11008, 32), "InternLM 20B": _internlm(60, 5120, 13824, 40)}
+
+
+_FLAT_COPIES = mixed("bf16, flat copies of gradients", "bfloat16", "bfloat16", gradient=2, master=10)
+"""Besides its master an update holds two flat copies of the gradients of its part, in bf16 and in fp32
+(internlm/solver/optimizer/hybrid_zero_optim.py); rows with memory have no time."""
 
 
 def read_internevo(path: Path) -> Iterator[Row]:
@@ -92,7 +100,7 @@ def _internevo_row(name: str, values: Mapping[str, str]) -> Row:
         cluster=nodes("a100-80gb", devices, (8, links, 1e-6), outer=(6.25e9, 5e-6)),
         global_batch_size=batch,
         strategy=strategy,
-        recipe=BF16,
+        recipe=BF16 if memory is None else _FLAT_COPIES,
         stack={"hides_reductions": False},
         seconds=None if rate is None else batch * length / (rate * devices),
         memory_bytes=None if memory is None else memory * GIB,
@@ -111,6 +119,26 @@ def read_nanotron(path: Path) -> Iterator[Row]:
         yield built_row("nanotron", name, _nanotron_row, name, values)
 
 
+_NANOTRON_UNTIED = 10_000
+"""Models whose feed-forward layers are narrower share their embedding with the head (scripts/scaling_benchmarks.py)."""
+
+
+def _balanced_stages(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
+    """Layers a stage, the embedding first and the head last: a stage is full once it exceeds its part of the cost.
+
+    The costs of a block and of the head are their multiply-accumulates a token (src/nanotron/models/base.py).
+    """
+    total, cost, sizes = layers * block + head, 0, [1]
+    for added in (*[block] * layers, head):
+        if len(sizes) < stages and cost > total * len(sizes) / stages:
+            sizes.append(0)
+        sizes[-1] += 1
+        cost += added
+    if len(sizes) < stages:
+        raise ValueError(f"{layers} blocks fill {len(sizes)} of {stages} stages")
+    return tuple(sizes)
+
+
 def _nanotron_row(name: str, values: Mapping[str, str]) -> Row:
     found = _ARCHITECTURE.match(values["arch"])
     if found is None:
@@ -123,6 +151,7 @@ def _nanotron_row(name: str, values: Mapping[str, str]) -> Row:
     block = 4 * hidden**2 + 3 * hidden * wide + 2 * length * hidden
     flops = 6 * batch * length * (layers * block + hidden * vocabulary)
     model = _internlm(layers, hidden, wide, heads) | {"vocab_size": vocabulary, "attention_bias": False}
+    model["tie_word_embeddings"] = wide < _NANOTRON_UNTIED
     return Row(
         dataset="nanotron",
         name=name,
@@ -137,12 +166,12 @@ def _nanotron_row(name: str, values: Mapping[str, str]) -> Row:
             "micro_batch_size": size,
             "zero": int(values["zero"] or 0),
             "recompute": "none",
-            "stages": even_stages(layers, pp),
+            "stages": _balanced_stages(layers, 4 * hidden**2 + 3 * hidden * wide, hidden * vocabulary, pp),
             **schedule_of(pp, 1),
             **({"sequence_parallel": True} if tp > 1 else {}),
         },
         recipe=FSDP,
-        stack={"fusion": "none"},
+        stack={"fusion": "none", **({"pipelines_products": True} if tp > 1 else {})},
         seconds=None if mfu is None else flops / (mfu / 100 * 989e12 * devices),
         memory_bytes=None if memory is None else memory * GIB,
         group=(values["model"], devices, batch),

@@ -52,6 +52,29 @@ def test_a_vtrain_line_is_a_question_with_its_vocabulary_padded_for_tp(published
     assert row.stack == {"hides_reductions": False}
 
 
+def test_stages_of_nanotron_are_cut_by_cost_and_narrow_models_tie_their_ends(
+    published: ModuleType, tmp_path: Path
+) -> None:
+    header = "model,arch,gpus,dp,tp,pp,mbs,gbs_sequences,seq,zero,mfu_pct,mem_GB\n"
+    sizes = ("16 layers, 2048, 32 heads, 8192", "32 layers, 4096, 32 heads, 14336")
+    lines = [f'x,"{text}; vocab 131072",16,8,1,2,1,256,4096,1,40,20\n' for text in sizes]
+    (tmp_path / "nanotron_best_h100.csv").write_text(header + "".join(lines), encoding="utf-8")
+    narrow, wide = published.read_rows(tmp_path)
+    assert (narrow.strategy["stages"], wide.strategy["stages"]) == ((12, 6), (19, 15))
+    assert (narrow.model["tie_word_embeddings"], wide.model["tie_word_embeddings"]) == (True, False)
+
+
+def test_torchtitan_compiles_its_loss_since_2025(published: ModuleType, tmp_path: Path) -> None:
+    header = "hw,model,gpus,fsdp,local_batch,seq,act_ckpt,precision,compile,tokens_per_s_per_gpu,source\n"
+    lines = [
+        f"H100 96GB HBM2e,llama3-8b,8,8,2,8192,selective op,bf16,{compiled},6000,pytorch/torchtitan {page} @abc\n"
+        for compiled, page in (("no", "a_2025-06"), ("yes", "llama3_h100_202412"), ("yes", "a_2025-06"), ("yes", "a"))
+    ]
+    (tmp_path / "torchtitan_all.csv").write_text(header + "".join(lines), encoding="utf-8")
+    fusions = [row.stack["fusion"] for row in published.read_rows(tmp_path)]
+    assert fusions == ["none", "chains", "chains+loss", "chains+loss"]
+
+
 def test_degrees_that_are_not_the_devices_are_a_reason(published: ModuleType, tmp_path: Path) -> None:
     line = "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,4,full,False,219.5\n"
     (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line, encoding="utf-8")
