@@ -86,7 +86,8 @@ def _for_model(target: ChosenTarget, model: object, plugins: PluginManager, grap
         return target
     if not _is_cut(builders, model, graph):
         known = ", ".join(sorted(builder.name for builder in builders)) or "none"
-        reason = f"nothing cuts {type(model).__name__} into stages for target {target.name} (known: {known})"
+        name = model.name if isinstance(model, Graph) else type(model).__name__
+        reason = f"nothing cuts {name} into stages for target {target.name} (known: {known})"
     elif capabilities.hands_on_arguments and isinstance(graph, Graph) and (reader := _reader_past_blocks(graph)):
         reason = f"{reader}, which stages of target {target.name} do not hand on"
     else:
