@@ -140,7 +140,7 @@ def price_pass(
         bindings=_columns(estimate.spread_binding, placed, dict.fromkeys(links, len(BINDINGS)), len(groups)).astype(
             np.uint8
         ),
-        memory_s=np.maximum(moved_s, _launch_floor_s(links, estimate, calibration)),
+        memory_s=np.maximum(moved_s, _launch_floor_s(links, local, estimate, calibration)),
         tensor_cores=chips.tensor_cores,
         vector_cores=chips.vector_cores,
         intra_op_exclusive=intra_op_exclusive,
@@ -231,12 +231,15 @@ def _behind_rings(estimate: Estimate, rings: Mapping[int, _Ring], overhead_s: fl
     return replace(estimate, core_s=core_s, spread_s=spread_s)
 
 
-def _launch_floor_s(links: Mapping[int, float], estimate: Estimate, calibration: Calibration) -> FloatArray | float:
+def _launch_floor_s(
+    links: Mapping[int, float], local: Sequence[OpGroup], estimate: Estimate, calibration: Calibration
+) -> FloatArray | float:
     """The host's time for launching all ops but views; all ops one after the other where it launches none ahead."""
     if not calibration.stack.launches_ahead:
         one_by_one: FloatArray = estimate.spread_s.sum(axis=0)
         return one_by_one + sum(links.values())
-    launched = len(links) + sum(kind is not CoreKind.NONE for kind in estimate.kinds)
+    on_cores = (group for group, kind in zip(local, estimate.kinds, strict=True) if kind is not CoreKind.NONE)
+    launched = len(links) + sum(group.head.rule.trips for group in on_cores)  # those of a loop in every trip
     return calibration.overhead_s * launched
 
 

@@ -14,6 +14,7 @@ from phaze.ir import FactorKind, Graph, Phase, Rule
 
 BATCH, INPUTS, WIDTH, OUTPUTS = 8, 16, 32, 4
 RECURRENT, READ, PREDICTED = (2 * BATCH * a * b for a, b in ((WIDTH, WIDTH), (INPUTS, WIDTH), (WIDTH, OUTPUTS)))
+PARAMETERS = {"w": models.shape(WIDTH, WIDTH), "u": models.shape(INPUTS, WIDTH), "o": models.shape(WIDTH, OUTPUTS)}
 
 
 def recurrent_loss(parameters: dict[str, jax.Array], inputs: jax.Array) -> jax.Array:
@@ -26,14 +27,12 @@ def recurrent_loss(parameters: dict[str, jax.Array], inputs: jax.Array) -> jax.A
     def chunk(state: jax.Array, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.scan(step, state, xs)
 
-    _, outputs = lax.scan(step if inputs.ndim == 3 else chunk, jnp.zeros((BATCH, WIDTH)), inputs)
+    _, outputs = lax.scan(step if inputs.ndim == 3 else chunk, jnp.zeros((inputs.shape[-2], WIDTH)), inputs)
     return jnp.mean((outputs @ parameters["o"]) ** 2)
 
 
 def trained(*times: int, is_hlo: bool = False) -> Graph:
-    shapes = {"w": (WIDTH, WIDTH), "u": (INPUTS, WIDTH), "o": (WIDTH, OUTPUTS)}
-    parameters = {name: models.shape(*shape) for name, shape in shapes.items()}
-    step = jax.jit(jax.value_and_grad(recurrent_loss)).lower(parameters, models.shape(*times, BATCH, INPUTS))
+    step = jax.jit(jax.value_and_grad(recurrent_loss)).lower(PARAMETERS, models.shape(*times, BATCH, INPUTS))
     text = step.compile().as_text() if is_hlo else step.as_text()
     return phaze.import_graph(text.encode(), frontend="hlo", parameters=[0, 1, 2])
 
@@ -85,6 +84,18 @@ def test_the_trips_of_a_loop_are_not_divided_among_devices() -> None:
 def test_a_graph_with_a_long_loop_can_be_planned() -> None:
     plan = phaze.optimize(trained(600), cluster="a100-80gb:2", global_batch_size=8)
     assert plan.step_time_s > 0
+
+
+def test_twice_the_trips_take_twice_the_time_launches_included() -> None:
+    def loss(parameters: dict[str, jax.Array], inputs: jax.Array) -> jax.Array:
+        return recurrent_loss(parameters, jnp.swapaxes(inputs, 0, 1))
+
+    options = {"cluster": "a100-80gb:2", "global_batch_size": 8, "strategy": {"dp": 2}}
+    seconds = [
+        phaze.evaluate(loss, (PARAMETERS, models.shape(BATCH, trips, INPUTS)), **options).plan.step_time_s
+        for trips in (1000, 2000)
+    ]
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.02)
 
 
 def test_ops_that_are_the_same_in_all_trips_are_done_once() -> None:
