@@ -223,6 +223,15 @@ class PlacementGraph:
         most = Counter(kinds).most_common(1)[0][0]
         return tuple(kind == most for kind in kinds)
 
+    @property
+    def ties_of_ends(self) -> frozenset[str]:
+        """Ties between the first and the last of layers in a row, and no others."""
+        steps = {(flow.producer, consumer) for flow in self.flows for consumer in flow.consumers}
+        last = len(self.layers) - 1
+        if any((layer, layer + 1) not in steps for layer in range(last)):
+            return frozenset()
+        return frozenset(name for name, members in self.ties.items() if set(members) == {0, last})
+
     @classmethod
     def chain(cls, keys: tuple[str, ...], ties: Mapping[str, tuple[int, ...]] | None = None) -> PlacementGraph:
         """Layers in a row, each with one output that the next one reads."""

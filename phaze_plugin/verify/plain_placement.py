@@ -56,12 +56,14 @@ class _Tie(NamedTuple):
         repeated: parameters of all these layers of the stage together.
         layers_here: how many of the layers are in the stage.
         layers: how many layers share the parameters.
+        joins_ends: whether these are the first and the last layer of the model.
     """
 
     held: float
     repeated: float
     layers_here: int
     layers: int
+    joins_ends: bool
 
 
 _WHOLE_BACKWARD = (
@@ -119,6 +121,17 @@ class PlainCosts:
     @property
     def _splits_backward(self) -> bool:
         return self.parallelism.schedule not in _WHOLE_BACKWARD
+
+    @property
+    def _has_both_ends_together(self) -> bool:
+        """Whether the first and the last layer are on one device: layers in a row go down the devices and come back."""
+        count = len(self.problem.graph.layers)
+        follows = all(
+            any(flow.producer == layer and layer + 1 in flow.consumers for flow in self.problem.graph.flows)
+            for layer in range(count - 1)
+        )
+        in_v_shape = (PipelineSchedule.ZERO_BUBBLE_V, PipelineSchedule.DUAL_PIPE_V)
+        return follows and self.parallelism.schedule in in_v_shape
 
     @property
     def _used_devices(self) -> int:
@@ -296,7 +309,8 @@ class PlainCosts:
         for name, members in self.problem.graph.ties.items():
             sizes = [self._profile(layer).tied_parameters.get(name, 0.0) for layer in set(members) & set(order)]
             if sizes:
-                ties.append(_Tie(max(sizes), sum(sizes), len(sizes), len(set(members))))
+                joins_ends = set(members) == {0, len(self.problem.graph.layers) - 1}
+                ties.append(_Tie(max(sizes), sum(sizes), len(sizes), len(set(members)), joins_ends))
         return ties
 
     def _add_what_follows(self, result: PlainStage, profiles: Mapping[int, LayerProfile]) -> None:
@@ -308,7 +322,7 @@ class PlainCosts:
         result.tie_s += self._between_stages_s(Collective.ALL_GATHER, spread * recipe.parameter_bytes, pp)
         result.tie_s += self._between_stages_s(Collective.REDUCE_SCATTER, spread * gradient_bytes, pp)
         for tie in self._ties(order):
-            if tie.layers_here < tie.layers and not spread:
+            if tie.layers_here < tie.layers and not spread and not (tie.joins_ends and self._has_both_ends_together):
                 members = min(tie.layers, pp)
                 result.tie_s += self._between_stages_s(Collective.ALL_REDUCE, tie.held * gradient_bytes, members)
         for is_expert, parameters in self._held_by_kind(profiles):

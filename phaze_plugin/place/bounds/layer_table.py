@@ -34,7 +34,7 @@ from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import cut_bytes, frozen_by_layer
 from phaze.place.model.zero_sharding import ZeroSharding
-from phaze.place.search.parallelism_table import SCHEDULES, SPLIT_SCHEDULES, ParallelismTable
+from phaze.place.search.parallelism_table import SCHEDULES, SPLIT_SCHEDULES, V_SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
 
 __all__ = ["LayerTable", "build_layer_table"]
@@ -310,7 +310,8 @@ class LayerTable:
         )
         finish = data.finish_s + (1 - overlap) * data.reduced_s
         between_stages = self.problem.recipe.reduction_bytes * self.network.least_s_per_byte
-        finish[[0, -1]] += np.where(strategies.pp > 1, between_stages, 0.0) * self.tied_ends[:, tp_index]
+        reduces_ends = (strategies.pp > 1) & ~np.isin(strategies.schedule, V_SCHEDULES)
+        finish[[0, -1]] += np.where(reduces_ends, between_stages, 0.0) * self.tied_ends[:, tp_index]
         again, stash, working = (
             table[:, :, kinds][:, tp_index].transpose(0, 2, 1)
             for table in (self.recompute_s, self.stash_bytes, self.peak_bytes)

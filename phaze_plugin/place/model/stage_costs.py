@@ -190,7 +190,11 @@ def _tie_s(problem: PlacementProblem, sums: StageSums, network: Network, paralle
     """Seconds of reducing the gradients of ties between stages, as many as can hold a part of each tie."""
     seconds = np.zeros(len(sums.parameters))
     size, stages, stride = problem.recipe.reduction_bytes, parallelism.pp, parallelism.replicas * sums.tp
-    for members, parameters in zip(problem.graph.ties.values(), sums.split_ties, strict=True):
+    # In the shape of a V the first and the last stage are on one device: what only they share is added up there.
+    free = problem.graph.ties_of_ends if parallelism.schedule.is_v_shaped else frozenset()
+    for (name, members), parameters in zip(problem.graph.ties.items(), sums.split_ties, strict=True):
+        if name in free:
+            continue
         holders = min(len(set(members)), stages)
         price = network.between_stages(Collective.ALL_REDUCE, holders, stages, stride, parallelism.device_count)
         seconds += _send(price, size * parameters)

@@ -11,6 +11,7 @@ from property_examples import examples
 from phaze.errors import PlacementError
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import Fit, PreparedProblem, RecomputeMode, evaluate_placement, find_placement
+from phaze.profile.layer_profile import PlacementGraph
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -77,3 +78,29 @@ def test_a_plan_that_does_not_fit_can_still_be_evaluated() -> None:
     )
     assert placement.fit is Fit.OVER
     assert placement.time_s > 0
+
+
+def test_where_a_v_turns_nothing_is_sent_and_both_ends_add_up_what_they_share() -> None:
+    problem = chain_problem()
+    members = list(range(len(problem.graph.layers)))
+    plain = {
+        index: replace(profile, tied_parameters={})
+        for index, profile in problem.profiles.items()
+        if index[0] == problem.graph.layers[1].key
+    }
+    profiles = {("inner", *index[1:]): profile for index, profile in plain.items()}
+    for index, profile in plain.items():
+        profiles["end", *index[1:]] = replace(profile, tied_parameters={"tie": profile.parameters / 2})
+    keys = ("end", *("inner" for _ in members[1:-1]), "end")
+    graph = PlacementGraph.chain(keys, {"tie": (members[0], members[-1])})
+    prepared = PreparedProblem.of(replace(problem, graph=graph, profiles=profiles, micro_batches=4))
+    stages = [([layer], RecomputeMode.NONE) for layer in members[:3]] + [(members[3:], RecomputeMode.NONE)]
+    strategy = Parallelism(tp=problem.tp_degrees[0], pp=2, chunks=2, schedule=PipelineSchedule.INTERLEAVED)
+    loop, v = (
+        [stage.passes for stage in evaluate_placement(prepared, replace(strategy, schedule=schedule), stages).stages]
+        for schedule in (PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE_V)
+    )
+    assert [stage.receive_s > 0 for stage in loop] == [False, True, True, True]
+    assert [stage.receive_s > 0 for stage in v] == [False, True, False, True]
+    assert [stage.receive_gradient_s > 0 for stage in v] == [True, False, True, False]
+    assert loop[0].shared_reduction_s > 0 == v[0].shared_reduction_s == v[3].shared_reduction_s
