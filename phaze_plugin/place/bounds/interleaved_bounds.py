@@ -439,13 +439,16 @@ def _closed_form_s(
     usable = layer_table.problem.usable_bytes * (1 + GREEDY_MARGIN)
     needed = pairs.least_sum(kept.min(axis=0) + held)
     bounds = np.where(needed > usable * strategies.pp, np.inf, 0.0)
-    seconds = second_weight[pairs.stage] * (through + again)
     is_v_shaped, turn = np.isin(strategies.schedule, V_SCHEDULES), pairs.stages // 2
+    # In the shape of a V, the mean over devices of the first microbatch's way down to them.
+    down = np.where(is_v_shaped, np.maximum(1 - (pairs.stage[:, None] + 1) / strategies.pp, 0.0), 0.0)
+    first_s = down * terms.run_s[pairs.kind]
+    seconds = second_weight[pairs.stage] * (through + again) + first_s
     tail = np.where(is_v_shaped, 0.0, terms.finish_s[0] + terms.reduced_s[0])
     at_turn = is_v_shaped * terms.cut_s
     received = tail + terms.cut_s * second_weight[1:].sum(axis=0) - at_turn * second_weight[turn]
     given_back = terms.cut_s * second_weight[:-1].sum(axis=0) - at_turn * second_weight[turn - 1]
-    least_through = pairs.least_sum(second_weight[pairs.stage] * through)
+    least_through = pairs.least_sum(second_weight[pairs.stage] * through + first_s)
     bounds = np.maximum(bounds, received + given_back + least_through)
     for prices in layer_table.prices:
         price = prices[tp_index] * strategies.micro_batches / flight.mean(axis=0)
@@ -466,7 +469,7 @@ def _stage_weights(strategies: ParallelismTable, stages: int) -> tuple[FloatArra
     """Per (stage, strategy): w of its device, a of its seconds, and its microbatches in flight.
 
     These are the falling weights of `InterleavedBounds._weights` and `_path_1_weights`, with geometric sums in
-    closed form; in the shape of a V those of `_v_path_weights` that are equal, without what comes before a device.
+    closed form; in the shape of a V those of `_v_path_weights` that are equal.
     """
     chunks, pp, micro_batches = strategies.chunks, strategies.pp, strategies.micro_batches
     chunk, device = np.divmod(np.arange(stages)[:, None], pp)
