@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from phaze.cost import AttentionMode, planned_graph
+from phaze.cost import AttentionMode, Calibration, planned_graph
+from phaze.cost.gate_fusion import fuse_gates, fuses_gates, with_fused_gates
 from phaze.errors import GraphError, QuestionError, shown
 from phaze.ir import Graph, Phase
 from phaze.model_import import import_with_plugins
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from phaze.hooks import PluginManager
     from phaze.question import QuestionOptions
 
-__all__ = ["import_asked", "ready_to_plan"]
+__all__ = ["as_stack_runs", "as_target_runs", "import_asked", "ready_to_plan"]
 
 
 def import_asked(
@@ -65,3 +66,17 @@ def ready_to_plan(graph: Graph, attention: AttentionMode, *, trains: bool, has_f
             f"{error} To train it, name the output that is its loss (loss_fn=, or --loss OUTPUT for a file); to plan "
             "the forward alone, ask for inference (optimizer='none', or --inference)."
         ) from error
+
+
+def as_target_runs(
+    graph: Graph, calibration: Calibration, target: ChosenTarget, *, trains: bool
+) -> tuple[Graph, Calibration]:
+    """The graph and the calibration with the ops that the target's own software fuses."""
+    if trains and target.capabilities.fuses_gates:
+        calibration = with_fused_gates(calibration)
+    return as_stack_runs(graph, calibration, trains=trains), calibration
+
+
+def as_stack_runs(graph: Graph, calibration: Calibration, *, trains: bool) -> Graph:
+    """The graph with the gated activations that the calibration's stack fuses."""
+    return fuse_gates(graph) if trains and fuses_gates(calibration) else graph

@@ -33,7 +33,8 @@ class Capabilities:
     (`for_whole_step` says what that leaves). `needs_single_micro_batch`: every copy runs its samples at once.
     `needs_micro_batches_per_stage` are schedules that run only where every pipeline has at least as many microbatches
     as stages. `spreads_ends`: one program runs on all stages, which hold equal parts of what lies outside of their
-    equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `trims_recompute`:
+    equal layers (embedding, head), gather all of it for a batch and scatter its gradients behind. `fuses_gates`: gated
+    activations are one kernel, whose backward makes the activated gate again. `trims_recompute`:
     full recompute runs what leads to a tensor that backward reads, and not the rest of the forward.
     `allows_parameters_cut_twice`: the devices of the tensor axis may cut two dimensions of one parameter.
     `allows_idle_when_asked`: a strategy that the user gave may leave devices idle, although no other does.
@@ -92,6 +93,7 @@ class Capabilities:
     needs_single_micro_batch: bool = False
     spreads_ends: bool = False
     trims_recompute: bool = False
+    fuses_gates: bool = False
 
     def __post_init__(self) -> None:
         for field in ("schedules", "needs_micro_batches_per_stage"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
-from phaze.asked_model import import_asked
+from phaze.asked_model import as_target_runs, import_asked
 from phaze.capabilities import Capabilities
 from phaze.cost import (
     AttentionMode,
@@ -315,6 +315,7 @@ def ask(
     graph, target = import_asked(
         model, inputs, options, attention, plugins, trains=recipe.trains, has_fused_loss=has_fused_loss
     )
+    graph, calibration = as_target_runs(graph, calibration, target, trains=recipe.trains)
     _check_target(target, recipe, cluster)
     notes = list(_precision_notes(recipe, cluster, target))
     batch_size = options.get("global_batch_size")

@@ -56,6 +56,7 @@ CAPABILITIES = Capabilities(
     compute_dtypes=frozenset(PRECISIONS),
     product_dtypes=frozenset({"fp8"}),
     can_cut_stages=True,
+    fuses_gates=True,
 )
 """Stages of any number of blocks."""
 KEYS = (

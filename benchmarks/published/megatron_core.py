@@ -41,7 +41,12 @@ from published.rows import (
 
 __all__ = ["read_bridge", "read_dgxc", "read_megatron_lm_h100", "read_moe_zoo", "read_nemo"]
 
-MEGATRON_CORE = {"accumulates_in_products": True, "fuses_update": True, "overlaps_softmax": True}
+MEGATRON_CORE = {
+    "accumulates_in_products": True,
+    "fuses_update": True,
+    "overlaps_softmax": True,
+    "fusion": "chains+gates",
+}
 """What Megatron-Core with Transformer Engine, whose attention is cuDNN's, does otherwise than Megatron-LM of 2021."""
 
 _LINKS = {

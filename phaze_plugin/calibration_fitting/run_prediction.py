@@ -35,6 +35,7 @@ from phaze.profile.layer_memory import (
     frozen_parameters,
     layer_outputs,
     layer_parameter_bytes,
+    moved_at_once,
     peak_working_bytes,
     shared_parameters,
 )
@@ -389,6 +390,7 @@ def _layer(sharded: ShardedLayer, local: Graph, mode: RecomputeMode, stack: Stac
             frozen_parameters=frozen_parameters(local),
             frozen_expert_parameters=expert_parameters(local, frozen=True),
             frozen_ties=shared_parameters(local, tied, frozen=True),
+            moved_at_once=moved_at_once(local, axis.cluster.accelerator),
         ),
     )
 

@@ -76,13 +76,15 @@ MOST_NARROW_MATRIX = 1.3
 class Fusion(StrEnum):
     """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op.
 
-    With the first two it may also have a loss that reads 16-bit logits as they are (`loss_fusion.py`).
+    With the first two it may also have a loss that reads 16-bit logits as they are (`loss_fusion.py`), with chains a
+    gated activation as one kernel (`gate_fusion.py`).
     """
 
     NONE = "none"
     LOSS = "loss"
     CHAINS = "chains"
     CHAINS_AND_LOSS = "chains+loss"
+    CHAINS_AND_GATES = "chains+gates"
     EPILOGUES = "epilogues"
 
 

@@ -37,6 +37,7 @@ _HEADS = {
     Fusion.LOSS: frozenset[OpKind](),
     Fusion.CHAINS: _EPILOGUES,
     Fusion.CHAINS_AND_LOSS: _EPILOGUES,
+    Fusion.CHAINS_AND_GATES: _EPILOGUES,
     Fusion.EPILOGUES: frozenset({OpKind.CONTRACTION, OpKind.CONVOLUTION}),
 }
 

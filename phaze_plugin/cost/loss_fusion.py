@@ -25,17 +25,19 @@ from phaze.hardware.chip_presets import preset, preset_names
 from phaze.ir import DType, Graph, Op, OpKind, Phase
 from phaze.ir.backward import without_backward
 
-__all__ = ["fuse_loss", "fuses_loss"]
+__all__ = ["fuse_loss", "fuses_loss", "runs_xla"]
 
 
 def fuses_loss(accelerator: Accelerator, calibration: Calibration) -> bool:
     """Whether the loss reads logits in their own type: where the calibration's stack says so, and on TPUs."""
-    if calibration.stack.fusion in (Fusion.LOSS, Fusion.CHAINS_AND_LOSS):
-        return True
+    return calibration.stack.fusion in (Fusion.LOSS, Fusion.CHAINS_AND_LOSS) or runs_xla(accelerator)
+
+
+def runs_xla(accelerator: Accelerator) -> bool:
+    """Whether programs of a chip are XLA's: of the TPUs those of today; the paper's template is no product."""
     if accelerator.name not in preset_names():
         return False
     chip = preset(accelerator.name)
-    # Of the TPUs those of today, which XLA has kernels for; the paper's template is no product.
     return chip.maker == "Google" and chip.attention_kernel is not None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from phaze.cost.loss_fusion import runs_xla
+from phaze.hardware import Accelerator
 from phaze.ir import Graph, Layer, Op, OpKind, Recomputation, Role
 from phaze.profile.layer_profile import BoundaryTensor
 from phaze.shard import WHOLE, ShardedLayer
@@ -20,6 +22,7 @@ __all__ = [
     "frozen_parameters",
     "layer_outputs",
     "layer_parameter_bytes",
+    "moved_at_once",
     "peak_working_bytes",
     "shared_parameters",
     "total_bytes",
@@ -49,6 +52,17 @@ def expert_parameters(local: Graph, *, frozen: bool = False) -> float:
 def frozen_parameters(local: Graph) -> float:
     """How many float parameters on a device are read and not trained."""
     return float(sum(tensor.elements for tensor in local.parameters if tensor.is_frozen and tensor.dtype.is_float))
+
+
+def moved_at_once(local: Graph, accelerator: Accelerator) -> float:
+    """How many parameters of a layer ZeRO gathers or scatters at once, in a buffer.
+
+    Torch's FSDP and DeepSpeed have one collective for a layer; XLA has one for each operand of a product, which it
+    schedules beside the product before (xla/service/latency_hiding_scheduler.cc).
+    """
+    if not runs_xla(accelerator):
+        return math.inf
+    return max((float(tensor.elements) for tensor in local.parameters if tensor.dtype.is_float), default=0.0)
 
 
 def shared_parameters(local: Graph, ties: Iterable[str], *, frozen: bool = False) -> dict[str, float]:

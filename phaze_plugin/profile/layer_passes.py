@@ -37,6 +37,7 @@ from phaze.profile.layer_memory import (
     frozen_parameters,
     layer_outputs,
     layer_parameter_bytes,
+    moved_at_once,
     peak_working_bytes,
     shared_parameters,
     total_bytes,
@@ -218,6 +219,7 @@ def profile_and_report(
             frozen_parameters=frozen_parameters(local),
             frozen_expert_parameters=expert_parameters(local, frozen=True),
             frozen_ties=shared_parameters(local, tied, frozen=True),
+            moved_at_once=moved_at_once(local, sharded.problem.axis.cluster.accelerator),
         )
         reports = [_report(sharded, local, schedule) for schedule in (forward, backward, again)]
         gap = max((part.gap for part in (forward, backward, first, again) if part is not None), default=0.0)

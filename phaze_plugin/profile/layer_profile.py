@@ -8,6 +8,7 @@ several layers read, or that a later layer than the next one reads, is one `Flow
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class LayerProfile:
         frozen_expert_parameters: how many of these belong to such experts.
         frozen_ties: how many of these are shared with other layers, by the name of the tie.
         host_bytes: what goes to the host between forward and backward instead.
+        moved_at_once: how many parameters ZeRO gathers or scatters at once, no more than the layer has.
 
     Raises:
         PlacementError: a size is negative, infinite or NaN, or a part has more parameters than the layer.
@@ -117,6 +119,7 @@ class LayerProfile:
     frozen_expert_parameters: float = 0.0
     frozen_ties: Mapping[str, float] = field(default_factory=dict)
     host_bytes: float = 0.0
+    moved_at_once: float = math.inf
 
     def __post_init__(self) -> None:
         """Check the sizes."""

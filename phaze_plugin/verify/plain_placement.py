@@ -430,9 +430,14 @@ class PlainCosts:
         for is_expert, parameters in self._frozen_held_by_kind(profiles):
             shard = self._groups(is_expert).shard if zero == 3 else 1
             result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / shard
-        largest = max(self._shared_parameters(self._by_kind(profile)) for profile in profiles.values())
+        largest = max(
+            min(self._shared_parameters(self._by_kind(profile)), profile.moved_at_once) for profile in profiles.values()
+        )
         largest_held = max(
-            self._shared_parameters([*self._by_kind(profile), *self._frozen_by_kind(profile)])
+            min(
+                self._shared_parameters([*self._by_kind(profile), *self._frozen_by_kind(profile)]),
+                profile.moved_at_once,
+            )
             for profile in profiles.values()
         )
         stashed_bytes = peak_bytes = moved_bytes = 0.0

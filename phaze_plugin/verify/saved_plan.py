@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phaze.asked_model import ready_to_plan
+from phaze.asked_model import as_stack_runs, ready_to_plan
 from phaze.cost import fuses_loss
 from phaze.errors import PhazeError, PlanError, shown
 from phaze.hardware import Cluster
@@ -138,7 +138,9 @@ def model_differences(plan: Plan, graph: Graph) -> list[str]:
     """What differs between the model that the plan was made for and an imported one; nothing where it still holds."""
     question = plan.question
     has_fused_loss = fuses_loss(_asked_cluster(plan).accelerator, question.calibration)
-    graph = ready_to_plan(graph, question.attention, trains=question.precision.trains, has_fused_loss=has_fused_loss)
+    trains = question.precision.trains
+    graph = ready_to_plan(graph, question.attention, trains=trains, has_fused_loss=has_fused_loss)
+    graph = as_stack_runs(graph, question.calibration, trains=trains)
     if hash_graph(graph) == plan.hashes.graph:
         return []
     facts = {

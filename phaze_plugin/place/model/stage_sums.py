@@ -71,7 +71,7 @@ class StageSums:
         layer_parameters: trained parameters without tied ones, per layer.
         parameters: trained parameters per stage, tied ones counted once (where they are sliced unequally, the most).
         summed_parameters: the same, tied ones counted for every layer that has them.
-        largest_parameters: trained ones of one layer, per stage.
+        largest_parameters: trained ones of one layer that ZeRO moves at once, per stage; so all that is largest here.
         parameter_layers: how many layers have parameters, per stage.
         expert_parameters: those of all these that belong to experts which are divided over several devices, per stage.
         layer_expert_parameters: likewise, per layer.
@@ -260,6 +260,7 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
     parameters = np.array([profile.parameters for profile in profiles])
     experts = np.array([profile.expert_parameters * (problem.ep > 1) for profile in profiles])
     dense = np.maximum(parameters - experts, 0.0)
+    at_once = np.array([profile.moved_at_once for profile in profiles])
     tied = np.array([sum(profile.tied_parameters.values()) for profile in profiles])
     ties = _ties(problem, space, [profile.tied_parameters for profile in profiles])
     cut, whole = cut_bytes(problem, space, profiles), cut_bytes(problem, space, profiles, only_whole=True)
@@ -275,11 +276,11 @@ def build_stage_sums(problem: PlacementProblem, space: StageSpace, tp: int, use_
         layer_parameters=np.maximum(parameters - tied, 0.0),
         parameters=np.maximum(summed - ties.repeated, 0.0),
         summed_parameters=summed,
-        largest_parameters=space.maxima(parameters),
+        largest_parameters=space.maxima(np.minimum(parameters, at_once)),
         parameter_layers=np.rint(space.sums((parameters > 0).astype(float))),
         expert_parameters=space.sums(experts),
         layer_expert_parameters=experts,
-        largest_dense_parameters=space.maxima(dense),
+        largest_dense_parameters=space.maxima(np.minimum(dense, at_once)),
         dense_layers=np.rint(space.sums((dense > 0).astype(float))),
         expert_layers=np.rint(space.sums((experts > 0).astype(float))),
         tied_parameters=ties.held,
@@ -365,7 +366,9 @@ def _largest_held(
     """The most parameters of one layer, trained or not, per stage: all of them, and those outside of experts."""
     held = np.array([profile.parameters + profile.frozen_parameters for profile in profiles])
     experts = np.array([profile.expert_parameters + profile.frozen_expert_parameters for profile in profiles])
-    return space.maxima(held), space.maxima(np.maximum(held - experts * (problem.ep > 1), 0.0))
+    at_once = np.array([profile.moved_at_once for profile in profiles])
+    dense = np.maximum(held - experts * (problem.ep > 1), 0.0)
+    return space.maxima(np.minimum(held, at_once)), space.maxima(np.minimum(dense, at_once))
 
 
 def frozen_by_layer(problem: PlacementProblem, layers: list[int]) -> FloatArray:
