@@ -10,7 +10,7 @@ from phaze.hardware import Cluster
 from phaze.ir import BUDGET_MODES, SEARCHED_MODES, Graph, RecomputeMode
 from phaze.ir.recompute_policies import BUDGET, recompute_mode
 from phaze.ir.sequence_factors import token_lengths
-from phaze.parallelism import Choices, Offload
+from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Offload
 from phaze.shard.expert_slicing import expert_counts
 from phaze.target_choice import ChosenTarget
 
@@ -41,6 +41,11 @@ the largest one is the best, twice as large ones are tried, too."""
 DEFAULT_TP = (1, 2, 4, 8)
 """Tensor-parallel degrees that are tried first unless others are given: up to the eight devices of a usual node. While
 the largest one is the best, twice as many devices are tried, too, as far as a node has them."""
+
+SEARCHED_SCHEDULES = tuple(kind for kind in PIPELINE_SCHEDULES if not kind.is_v_shaped)
+"""The schedules of pipelines that are searched; those in the shape of a V are priced where a strategy names them. No
+target runs them, they take 1 to 7 % off the steps of large models, and looking for them takes two to ten times as long:
+their bounds are far below them where stages are uneven or layers branch."""
 
 LONG_SEQUENCE = 8_192
 """The shortest sequence that cp is offered for from the beginning where the question does not name it: below, splitting
@@ -92,6 +97,7 @@ def offered_choices(
         micro_batch_size=offered_sizes(options.get("micro_batch_size"), batch_size, graph, notes, cluster, target),
         recompute=offered_recompute(options.get("recompute"), target),
         offload=offered_offload(cluster, target, trains=trains),
+        schedule=SEARCHED_SCHEDULES,
     )
 
 

@@ -73,7 +73,7 @@ A strategy is a list of KEY=VALUE with commas between; what is left out is chose
   tp                  devices that each layer's matrices are split over; it must divide the attention heads
   pp                  stages of the pipeline, and chunks, how many of them lie on each device
   schedule            the order of a pipeline's passes: gpipe, 1f1b, interleaved-1f1b, zero-bubble; eager-1f1b (jax);
-                      in the shape of a V zb-v or dualpipe-v, whose first device has the first and last stage
+                      where you name them, in the shape of a V (both ends on one device): zb-v, dualpipe-v
   cp                  devices that each sequence is split over
   ep                  devices that experts are divided over; a divisor of dp x cp
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp
