@@ -61,7 +61,7 @@ MOST = (5e-5, 1.0, 0.999, 1e-5, 20.0, 1.0, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU of the table: the presets that it is, its multiprocessors, and what fused attention reaches of its peak."""
+    """A GPU of the table: the presets that it is or that have its multiprocessors, its multiprocessors, and what fused attention reaches of its peak."""
 
     presets: tuple[str, ...]
     multiprocessors: int
@@ -73,7 +73,7 @@ _FLASH_2 = "FlashAttention-2 (arXiv:2307.08691): 50 to 73 % of the peak on A100"
 _FLASH_3 = "between FlashAttention-2's 35 % and FlashAttention-3's 75 % of the peak on H100 (arXiv:2407.08608)"
 CHIPS = {
     "NVIDIA A100-SXM4-80GB": Chip(("a100-80gb", "a100-40gb"), 108, 0.6, _FLASH_2),
-    "NVIDIA H100 80GB HBM3": Chip(("h100",), 132, 0.55, _FLASH_3),
+    "NVIDIA H100 80GB HBM3": Chip(("h100", "h800", "gh200"), 132, 0.55, _FLASH_3),
     "NVIDIA H200": Chip(("h200",), 132, 0.55, _FLASH_3),
     "NVIDIA B200": Chip(("b200",), 148, 0.55, "assumed as on H100"),
     "NVIDIA GB200": Chip(("gb200",), 152, 0.55, "assumed as on H100"),

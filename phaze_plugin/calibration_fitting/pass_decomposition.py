@@ -10,7 +10,8 @@ and memory seconds of an op, and a collective's latency A, inner seconds B and o
                 pieces beside its collectives likewise
 
 T and M are those of `phaze.cost.work_prices`: T is that of product kernels where they were measured, traffic included.
-Where the host launches ahead, overhead is no part of an op. A pass takes at least overhead * (ops and collectives).
+Where the host launches ahead, overhead is no part of an op. A pass takes at least overhead * (ops and collectives), a
+backward pass `BACKWARD_LAUNCHES` of it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost import Calibration, OpGroup, Stack, Work, fuse_epilogues, group_work, price_works
+from phaze.cost.calibration import BACKWARD_LAUNCHES
 from phaze.cost.product_kernels import ProductKernels
 from phaze.hardware import Accelerator
 from phaze.hardware.element_types import dtype_bytes
-from phaze.ir import Graph, Op, OpKind
+from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.profile.layer_jobs import group_edges, pieces_of_products
 from phaze.shard import Axis
 from phaze.shard.mesh_axes import WAYS, is_ring
@@ -81,6 +83,7 @@ class PassParts:
     stack: Stack
     attentions: tuple[int, ...] = ()
     narrow_products: tuple[int, ...] = ()
+    is_backward: bool = False
 
     def seconds(self, calibration: Calibration) -> float:
         """The pass under a calibration of the same stack."""
@@ -95,7 +98,8 @@ class PassParts:
             ops[ring.op] = blocks_s + max(0.0, waits_s)
         launched = len(run) + self.links
         spent = ops.sum() + self.moved.seconds(calibration) + launched * calibration.op_overhead_s
-        return float(max(spent, launched * calibration.overhead_s))
+        launches = launched * (BACKWARD_LAUNCHES if self.is_backward else 1.0)
+        return float(max(spent, launches * calibration.overhead_s))
 
 
 def work_parts(
@@ -147,6 +151,7 @@ def pass_parts(local: Graph, ops: Sequence[Op], axis: Axis, stack: Stack) -> Pas
         rings=tuple(rings),
         links=len(links),
         stack=stack,
+        is_backward=bool(ops) and ops[0].phase is Phase.BACKWARD,
         attentions=tuple(index for index, work in enumerate(works) if work.is_fused_attention),
         narrow_products=tuple(index for index, work in enumerate(works) if products and _is_narrow_product(work)),
     )

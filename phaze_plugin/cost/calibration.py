@@ -7,8 +7,9 @@ A `Calibration` holds fitted numbers, of which a family of chips has at most six
     attention   = the share of the rate of matrix products that fused attention reaches
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
                   matrix products, the longer of tensor + memory time and vector time   (`phaze.cost.work_prices`)
-    pass        = no less than overhead * ops, the host launching one after the other; where it launches them ahead of
-                  the device, overhead is no part of an op                              (`phaze.profile.layer_jobs`)
+    pass        = no less than overhead * ops, the host launching one after the other (for a backward pass
+                  `BACKWARD_LAUNCHES` of that); where it launches them ahead of the device, overhead is no part of an op
+                                                                                        (`phaze.profile.layer_jobs`)
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead; the efficiency is `link` on a cluster's
                   innermost links and `network` on all others                     (`phaze.cost.collective_prices`);
                   on measured links of protocols                                      (`phaze.cost.link_protocols`)
@@ -72,6 +73,11 @@ TERMS = ("matrix", "narrow_matrix", "attention", "vector", "memory", "link", "ne
 MOST_NARROW_MATRIX = 1.3
 """How much quicker than the measured ones 8-bit products may be: no measured kernel then exceeds its chip's peak."""
 
+BACKWARD_LAUNCHES = 0.3
+"""The host's time for an op of a backward pass as a part of that for one of a forward pass: autograd's engine launches
+it from C++, Python the others. Passes of small layers in vTrain's runs on one node take 2.2 ms forward (14 ops) and
+1.2 ms backward (25 ops)."""
+
 
 class Fusion(StrEnum):
     """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op.
@@ -103,7 +109,8 @@ class Stack:
             Hopper and Blackwell), which makes it `SOFTMAX_OVERLAP_GAIN` times as fast.
         accumulates_in_products: whether products add a microbatch's gradients to the sum so far without extra traffic.
         recomputes_ends: whether recompute also covers layers that do not repeat (embedding, logits and loss).
-        alignment_bytes: batched products with a side of no multiple of this run at the rate of float32.
+        alignment_bytes: batched products with a side of no multiple of this run at the rate of float32, single ones
+            whose rows are stored in no multiple of it at a third of their rate.
         launches_ahead: whether the host queues ops while the device works, so that its time per op shows only in passes
             with too little work; else ops run one after the other, each after its launch.
         fuses_update: whether the update reads gradients once; else they are first copied to the master's type, checked

@@ -65,13 +65,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """``batch`` products of (m, k) with (k, n) at ``dtype``."""
+    """``batch`` products of (m, k) with (k, n) at ``dtype``.
+
+    The length of every row in which operands and result are stored is a multiple of ``row``; 0 where nothing is known.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
+    row: int = 0
 
     def __post_init__(self) -> None:
         """Check that sizes are sizes."""
@@ -232,7 +236,10 @@ def _product(op: Op, tensors: Tensors) -> Work:
         element_bytes=dtype.size_bytes,
     )
     runs_at = op.attribute(PRODUCT_DTYPE)
-    return Work(products=(_product_of(gemm, runs_at if isinstance(runs_at, str) else dtype.value),), tilings=(tiling,))
+    product = _product_of(gemm, runs_at if isinstance(runs_at, str) else dtype.value)
+    if op.kind is OpKind.CONTRACTION:
+        product = replace(product, row=math.gcd(*(op.rule.shape(dims)[-1] for dims in op.rule.tensors() if dims)))
+    return Work(products=(product,), tilings=(tiling,))
 
 
 def _attention(op: Op, tensors: Tensors) -> Work:

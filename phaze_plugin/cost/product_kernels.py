@@ -165,7 +165,7 @@ def measured_chips() -> tuple[str, ...]:
 
 
 def product_kernels_of(accelerator: Accelerator) -> ProductKernels | None:
-    """The measured kernels of the chip that has this name; None where there are none."""
+    """The measured kernels of the chip that has this name, or of one with its multiprocessors; None without any."""
     entries = packaged_table("kernels")["products"].values()
     entry = next((entry for entry in entries if accelerator.name in entry["chips"]), None)
     if entry is None:

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.cost import BINDINGS, IDEAL, Calibration, CoreKind, Estimate, fuse_epilogues, price_groups, single_groups
+from phaze.cost.calibration import BACKWARD_LAUNCHES
 from phaze.cost.graph_prices import accelerator_array
 from phaze.errors import ScheduleError
 from phaze.hardware import Accelerator, AcceleratorArray
-from phaze.ir import Graph, Op, OpKind
+from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.schedule.makespan_bounds import lower_bounds
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
 from phaze.shard.mesh_axes import TENSOR_AXIS, WAYS, axis_of, is_ring
@@ -240,7 +241,8 @@ def _launch_floor_s(
         return one_by_one + sum(links.values())
     on_cores = (group for group, kind in zip(local, estimate.kinds, strict=True) if kind is not CoreKind.NONE)
     launched = len(links) + sum(group.head.rule.trips for group in on_cores)  # those of a loop in every trip
-    return calibration.overhead_s * launched
+    is_backward = bool(local) and local[0].head.phase is Phase.BACKWARD
+    return calibration.overhead_s * launched * (BACKWARD_LAUNCHES if is_backward else 1.0)
 
 
 def _is_link(op: Op) -> bool:

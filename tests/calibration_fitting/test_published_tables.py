@@ -41,13 +41,13 @@ def test_every_table_has_one_reader_and_every_line_becomes_a_row_or_a_reason(
         assert all(row.reason for row in rows)
 
 
-def test_a_vtrain_line_is_a_question_with_its_vocabulary_padded_for_tp(published: ModuleType, tmp_path: Path) -> None:
+def test_a_vtrain_line_is_a_question_with_whole_parts_of_its_vocabulary(published: ModuleType, tmp_path: Path) -> None:
     line = "single,A100-80GB,8,32,4,1024,16,24,1024,2,2,2,full,False,219.5\n"
     (tmp_path / "vtrain_a100_measured.csv").write_text(VTRAIN + line, encoding="utf-8")
     (row,) = published.read_rows(tmp_path)
     assert row.reason is None
     assert row.seconds == pytest.approx(0.2195)
-    assert row.model["vocab_size"] == 50432
+    assert row.model["vocab_size"] == 50256
     assert row.strategy["stages"] == (13, 13)
     assert row.stack == {"hides_reductions": False}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from graphs import tiny_graph
 
+from phaze import import_graph
 from phaze.cost import (
     IDEAL,
     LIBRARY_STACK,
@@ -23,7 +24,9 @@ from phaze.cost import (
 )
 from phaze.cost.calibration import TERMS, fitted_families, why_ideal
 from phaze.cost.link_protocols import linked_chips
+from phaze.cost.operator_work import Product
 from phaze.cost.product_kernels import measured_chips
+from phaze.cost.work_prices import UNALIGNED_SHARE
 from phaze.errors import HardwareError
 from phaze.hardware import parse_cluster, preset, presets
 from phaze.ir import OpKind, Phase
@@ -141,6 +144,38 @@ def test_unaligned_batched_products_run_at_the_rate_of_float32(batch: int, side:
     aligned, real = (seconds(work, Calibration(stack=stack)) for stack in stacks)
     assert (real > 4 * aligned) == is_slow
     assert is_slow or real == aligned
+
+
+def test_a_gpu_runs_all_products_of_an_unaligned_head_at_a_third_of_their_rate() -> None:
+    chip = preset("a100-80gb").accelerator
+    fitted = replace(calibration_of(chip), overhead_s=0.0)
+    heads = []
+    for vocabulary in (50257, 50304):
+        config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 1024}
+        config |= {"vocab_size": vocabulary}
+        graph = import_graph(config, sequence_length=1024)
+        products = [op for op in graph.ops if op.kind is OpKind.CONTRACTION]
+        seconds = price_works([op_work(op, graph.tensors) for op in products], chip, calibration=fitted).spread_s[:, 0]
+        heads.append(
+            [
+                float(each)
+                for op, each in zip(products, seconds, strict=True)
+                if vocabulary in {factor.size for factor in op.rule.factors}
+            ]
+        )
+    assert len(heads[0]) == 3
+    for unaligned, aligned in zip(*heads, strict=True):
+        assert unaligned == pytest.approx(aligned / UNALIGNED_SHARE, rel=0.02)
+    odd, even = (Product(batch=1, m=count, n=4096, k=1024, dtype="bfloat16", row=1024) for count in (2047, 2048))
+    seconds_of = [
+        float(
+            price_works(
+                [replace(matmul_work(1, each.m, 4096, 1024), products=(each,))], chip, calibration=fitted
+            ).spread_s[0, 0]
+        )
+        for each in (odd, even)
+    ]
+    assert seconds_of[0] == pytest.approx(seconds_of[1], rel=0.01)
 
 
 def test_a_host_that_launches_ahead_is_a_floor_under_a_pass_and_no_part_of_an_op() -> None:
