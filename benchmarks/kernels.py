@@ -61,7 +61,7 @@ MOST = (5e-5, 1.0, 0.999, 1e-5, 20.0, 1.0, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU of the table: the presets that it is or that have its multiprocessors, its multiprocessors, and what fused attention reaches of its peak."""
+    """A GPU of the table: presets with its multiprocessors, how many these are, and what fused attention reaches."""
 
     presets: tuple[str, ...]
     multiprocessors: int
