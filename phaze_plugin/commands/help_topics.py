@@ -72,8 +72,8 @@ A strategy is a list of KEY=VALUE with commas between; what is left out is chose
   dp                  copies of the pipeline, each with its part of the batch
   tp                  devices that each layer's matrices are split over; it must divide the attention heads
   pp                  stages of the pipeline, and chunks, how many of them lie on each device
-  schedule            the order of a pipeline's passes: gpipe, 1f1b, interleaved-1f1b, zero-bubble; eager-1f1b (jax);
-                      where you name them, in the shape of a V (both ends on one device): zb-v, dualpipe-v
+  schedule            order of passes: gpipe, 1f1b, interleaved-1f1b, zero-bubble; eager-1f1b in JAX;
+                      zb-v and dualpipe-v, V shapes with both ends on one device, where you name them
   cp                  devices that each sequence is split over
   ep                  devices that experts are divided over; a divisor of dp x cp
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp

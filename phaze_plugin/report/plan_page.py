@@ -16,6 +16,7 @@ from phaze.report.page import build_page, chart, section
 from phaze.report.plan_text import (
     degrees_text,
     objective_text,
+    percent_up,
     provenance_lines,
     seconds_text,
     strategy_text,
@@ -162,7 +163,7 @@ def tiles(plan: Plan) -> Markup:
     """The five numbers that people ask for first."""
     unit = "tokens" if plan.model.tokens_per_sample > 1 else "samples"
     fullest = max(_memory_by_place(plan), key=lambda memory: memory["total"])
-    proven_gap = f"≤ {math.ceil(plan.gap * 1e4) / 100:.2f} %"
+    proven_gap = f"≤ {percent_up(plan.gap)}"
     proof = {
         PlanStatus.OPTIMAL: ("optimal", "proven: no plan is faster"),
         PlanStatus.WITHIN_GAP: (proven_gap, "from the best possible, proven"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,13 @@ from phaze.parallelism import HOST_WORDS, MIXED_SEQUENCES, Offload, Parallelism
 from phaze.plan.plan import Plan, PlanStatus, RunnerUp, Stage, StageLayer
 from phaze.plan.plan_integrity import BESIDE_ITEMS
 from phaze.printable_text import with_printable_text
+from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
     "degrees_text",
     "explanation",
     "objective_text",
+    "percent_up",
     "provenance_lines",
     "reached_text",
     "seconds_text",
@@ -205,12 +208,12 @@ def verdict(plan: Plan) -> str:
         case PlanStatus.OPTIMAL:
             return f"optimal: {bound}"
         case PlanStatus.WITHIN_GAP:
-            return f"within {_percent_up(plan.gap)} of {of_what}: {bound}"
+            return f"within {percent_up(plan.gap)} of {of_what}: {bound}"
         case PlanStatus.ABOVE_GAP:
             asked = f"{plan.question.gap * 100:.4g} %"
-            return f"ended at {_percent_up(plan.gap)} of {of_what}, {asked} was asked: {bound}"
+            return f"ended at {percent_up(plan.gap)} of {of_what}, {asked} was asked: {bound}"
         case PlanStatus.INTERRUPTED:
-            return f"interrupted: the best so far, within {_percent_up(plan.gap)} of {of_what}: {bound}"
+            return f"interrupted: the best so far, within {percent_up(plan.gap)} of {of_what}: {bound}"
         case PlanStatus.DOES_NOT_FIT:
             if plan.question.strategy:
                 return "DOES NOT FIT: priced as if it did"
@@ -261,9 +264,9 @@ _FILLED_IN = ("dp", "tp", "zero", "micro_batch_size", "sequence_parallel", "reco
 """What is tried, and not optimised in every way, where a strategy gives its stages and leaves these out."""
 
 
-def _percent_up(share: float) -> str:
-    """A percentage that is never rounded down."""
-    return f"{-(-share * 1e4 // 1) / 1e2:.2f} %"
+def percent_up(share: float) -> str:
+    """A percentage that is never rounded down; what lies above it by the rounding of sums alone does not raise it."""
+    return f"{math.ceil((share - EQUAL_RESULTS) * 1e4) / 1e2:.2f} %"
 
 
 def seconds_text(seconds: float) -> str:
