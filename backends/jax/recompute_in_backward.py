@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 import jax
 from jax.extend import core
 
-from phaze.backends.jax.traced_loss import Equation, evaluate, primitive_name, read_variables
+from phaze.backends.jax.traced_loss import Equation, evaluate, needed_equations, primitive_name, read_variables
 from phaze.ir import RecomputeMode
 
 __all__ = ["keep_only_what_mode_allows", "with_recomputed_attention"]
@@ -87,7 +87,8 @@ def with_recomputed_attention(
 ) -> list[Equation]:
     """The equations with attention (see the module's words) in groups that backward runs again.
 
-    `wanted` are the variables that are read after all equations.
+    A group stands behind what it reads and before what reads it, as equations of a trace do: those who follow what the
+    tensor axis splits go through them in order. `wanted` are the variables that are read after all equations.
     """
     members = _attention(equations, parameters)
     groups = _connected([equation for equation in equations if id(equation) in members])
@@ -95,7 +96,8 @@ def with_recomputed_attention(
     others = [equation for equation in equations if id(equation) not in grouped]
     read = {variable for equation in others for variable in read_variables(equation)}
     read |= {variable for variable in wanted if not isinstance(variable, core.Literal)}
-    return [*others, *(_recomputed_group(group, read, groups) for group in groups)]
+    arranged = [*others, *(_recomputed_group(group, read, groups) for group in groups)]
+    return needed_equations(arranged, [variable for equation in arranged for variable in equation.outvars], {})
 
 
 def _recomputed_group(

@@ -40,6 +40,9 @@ FULL = (
     *(
         "scanned dp8 zero2",
         "scanned dp4 tp2 zero1 selective",
+        "linen dp2 tp4 selective",
+        "pure pp2 dp2 tp2 selective gpipe",
+        "pure pp2 dp2 tp2 selective eager-1f1b",
         "scanned dp2 tp4 dots",
         "scanned dp2 tp4 full",
         "deep dp2 tp4 sequence",

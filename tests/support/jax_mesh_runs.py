@@ -45,6 +45,22 @@ FORCED |= {
         "scanned",
         {**FIXED, "dp": 4, "tp": 2, "micro_batch_size": 2, "zero": 1, "recompute": "selective"},
     ),
+    **{
+        f"pure pp2 dp2 tp2 selective {schedule}": (
+            "pure",
+            {
+                **FIXED,
+                "dp": 2,
+                "tp": 2,
+                "pp": 2,
+                "micro_batch_size": 2,
+                "schedule": schedule,
+                "recompute": "selective",
+            },
+        )
+        for schedule in ("gpipe", "eager-1f1b")
+    },
+    "linen dp2 tp4 selective": ("linen", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "selective"}),
     "scanned dp2 tp4 dots": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "dots"}),
     "scanned dp2 tp4 full": ("scanned", {**FIXED, "dp": 2, "tp": 4, "micro_batch_size": 8, "recompute": "full"}),
     "deep dp2 tp4 sequence": (
