@@ -92,7 +92,14 @@ class Row:
 
 
 def mixed(
-    name: str, compute: str, reduction: str, *, gradient: float, parameter: float = 2, master: float = 4
+    name: str,
+    compute: str,
+    reduction: str,
+    *,
+    gradient: float,
+    parameter: float = 2,
+    master: float = 4,
+    casts_gathered: bool = False,
 ) -> PrecisionRecipe:
     """A recipe of mixed precision with Adam."""
     return PrecisionRecipe(
@@ -103,14 +110,15 @@ def mixed(
         gradient_bytes=gradient,
         master_bytes=master,
         state_bytes=8,
+        casts_gathered_weights=casts_gathered,
     )
 
 
 FP16 = mixed("fp16, fp16 gradients", "float16", "float16", gradient=2)
 BF16_SUMMED = mixed("bf16, bf16 and fp32 gradients", "bfloat16", "float32", gradient=6)
 BF16 = mixed("bf16, bf16 gradients", "bfloat16", "bfloat16", gradient=2)
-FSDP = mixed("fp32 masters, bf16 compute", "bfloat16", "float32", gradient=4)
-XLA = mixed("fp32 masters, bf16 compute and sums", "bfloat16", "bfloat16", gradient=4)
+FSDP = mixed("fp32 masters, bf16 compute", "bfloat16", "float32", gradient=4, casts_gathered=True)
+XLA = mixed("fp32 masters, bf16 compute and sums", "bfloat16", "bfloat16", gradient=4, casts_gathered=True)
 
 
 def gpt(hidden: int, layers: int, heads: int, vocabulary: int, length: int, **others: Any) -> dict[str, Any]:

@@ -94,7 +94,7 @@ torchtitan, Megatron, DeepSpeed, Accelerate or MaxText job.
         "precision": _topic(
             "numbers and optimizers: what each parameter takes",
             """
---precision bf16 (default), fp16, fp32, tf32, fp8, mxfp8, nvfp4, ..   what products are computed in
+--precision bf16 (default), bf16-cast, fp16, fp32, fp8, nvfp4, ...    what products are computed in
 --optimizer adamw (default), sgd, muon, adafactor, lion, adam8bit, .. what states each parameter has
 
 Mixed bf16 with Adam takes 18 bytes for each parameter: 2 for itself, 4 for its gradient, 12 for the master

@@ -53,8 +53,9 @@ class PrecisionRecipe:
     accumulated gradient, the master copy that the optimizer updates (0 when it updates the first), its own state.
 
     Products with parameters of repeated layers run at the product type where there is one. An update takes so many lane
-    operations per parameter, and a Newton-Schulz iteration (Muon) where it orthogonalizes them. The note says what the
-    price leaves out.
+    operations per parameter, and a Newton-Schulz iteration (Muon) where it orthogonalizes them. Where gathered weights
+    are cast, ZeRO-3 keeps no copy in the compute type beside the master: it exists while a layer is gathered. The note
+    says what the price leaves out.
     """
 
     name: str
@@ -67,6 +68,7 @@ class PrecisionRecipe:
     product_dtype: str = ""
     update_operations: float = 12.0
     orthogonalizes_updates: bool = False
+    casts_gathered_weights: bool = False
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class PrecisionRecipe:
     @property
     def of_frozen(self) -> PrecisionRecipe:
         """The same for parameters that are read and not trained: nothing is kept besides the copy that is read."""
-        return replace(self, gradient_bytes=0, master_bytes=0, state_bytes=0)
+        return replace(self, gradient_bytes=0, master_bytes=0, state_bytes=0, casts_gathered_weights=False)
 
     @property
     def quantizes_products(self) -> bool:
@@ -134,6 +136,7 @@ class Precision:
     master_bytes: float
     product_dtype: str = ""
     note: str = ""
+    casts_gathered_weights: bool = False
 
 
 _FP8_NOTE = (
@@ -149,6 +152,14 @@ def _eight(more: str = "", rate: str = "fp8") -> Precision:
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         "bf16": Precision("bfloat16", 2, 4),
+        "bf16-cast": Precision(
+            "bfloat16",
+            2,
+            4,
+            note="weights are float32 and cast when they are gathered, as FSDP2 and XLA do, so that ZeRO-3 keeps no copy "
+            "in bf16; with less ZeRO the copy is counted",
+            casts_gathered_weights=True,
+        ),
         "fp16": Precision("float16", 2, 4),
         "fp32": Precision("float32", 4, 0),
         "tf32": Precision(
@@ -230,6 +241,7 @@ def recipe_of(precision: str, optimizer: str, *, low_gradients: bool = False) ->
         product_dtype=types.product_dtype,
         update_operations=update.operations,
         orthogonalizes_updates=update.orthogonalizes,
+        casts_gathered_weights=types.casts_gathered_weights and trains,
         note="; ".join(note for note in (types.note, update.note) if note),
     )
 

@@ -424,7 +424,8 @@ class PlainCosts:
         result.held_bytes["parameters"] = sum(profile.table_bytes for profile in profiles.values())
         for is_expert, parameters in self._held_by_kind(profiles):
             shard = self._groups(is_expert).shard
-            result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / (shard if zero == 3 else 1)
+            if zero < 3 or not recipe.casts_gathered_weights:
+                result.held_bytes["parameters"] += parameters * recipe.parameter_bytes / (shard if zero == 3 else 1)
             result.held_bytes["gradients"] += parameters * recipe.gradient_bytes / (shard if zero >= 2 else 1)
             result.held_bytes["optimizer"] += parameters * recipe.optimizer_bytes / (shard if zero >= 1 else 1)
         for is_expert, parameters in self._frozen_held_by_kind(profiles):

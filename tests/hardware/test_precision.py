@@ -64,7 +64,7 @@ def test_bytes_per_parameter_of_every_optimizer_in_bf16(optimizer: str, held: fl
 def test_every_optimizer_and_precision_is_tested_here() -> None:
     assert set(OPTIMIZERS) == {"adam", "adamw", "sgd", "momentum-sgd", "adafactor", "lion", "adam8bit", "muon", "none"}
     eight = {"fp8", "fp8-delayed", "fp8-current", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"}
-    assert set(PRECISIONS) == {"bf16", "fp16", "fp32", "tf32"} | eight
+    assert set(PRECISIONS) == {"bf16", "bf16-cast", "fp16", "fp32", "tf32"} | eight
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if "8" in name or "4" in name])

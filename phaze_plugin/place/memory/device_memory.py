@@ -147,9 +147,10 @@ def build_memory_table(
     scattered = np.where(has_buffers, sums.largest_parameters, sums.largest_dense_parameters)
     buffers = buffers + sharding.scatter_buffer_bytes * scattered
     buffers = buffers + sharding.gather_buffer_bytes * np.where(has_buffers, *sums.largest_held_parameters)
-    held, gradients, states = (
-        np.asarray(sum(count / getattr(part, name) for part, count in zip(kinds[:most], parameters, strict=False)))
-        for name, most in (("parameter_shards", None), ("gradient_shards", trained), ("optimizer_shards", trained))
+    held_bytes = sum(part.held_copy_bytes_per_parameter * count for part, count in zip(kinds, parameters, strict=True))
+    gradients, states = (
+        np.asarray(sum(count / getattr(part, name) for part, count in zip(kinds[:trained], parameters, strict=False)))
+        for name in ("gradient_shards", "optimizer_shards")
     )
     states_bytes = recipe.optimizer_bytes * states
     part_bytes = problem.host_bytes / parallelism.chunks
@@ -158,7 +159,7 @@ def build_memory_table(
     if problem.offload.moves_activations:
         host_stashed = np.minimum(host_stashed, (part_bytes - host_bytes) / _most_in_flight(problem, parallelism))
     return MemoryTable(
-        parameters_bytes=np.asarray(recipe.parameter_bytes * held + sums.table_bytes),
+        parameters_bytes=np.asarray(held_bytes + sums.table_bytes),
         gradients_bytes=recipe.gradient_bytes * gradients,
         optimizer_bytes=states_bytes - host_bytes,
         stashed_bytes=sums.stashed_bytes + sums.host_bytes - host_stashed,

@@ -100,13 +100,19 @@ class ZeroSharding:
         return np.where(np.asarray(self.zero) >= least_zero, self.shard, 1)
 
     @property
+    def held_copy_bytes_per_parameter(self) -> FloatArray:
+        """Bytes that the copy of one parameter that passes read takes on a device, whether it is trained or frozen."""
+        is_cast = (np.asarray(self.zero) == 3) & self.recipe.casts_gathered_weights
+        return np.asarray(np.where(is_cast, 0.0, self.recipe.parameter_bytes) / self.parameter_shards)
+
+    @property
     def held_bytes_per_parameter(self) -> FloatArray:
         """Bytes that one trained parameter takes on a device: optimizer state, gradient and parameter together."""
         recipe = self.recipe
         return np.asarray(
             recipe.optimizer_bytes / self.optimizer_shards
             + recipe.gradient_bytes / self.gradient_shards
-            + recipe.parameter_bytes / self.parameter_shards
+            + self.held_copy_bytes_per_parameter
         )
 
     @property

@@ -14,6 +14,14 @@ def test_each_zero_stage_divides_one_more_item_over_the_copies(zero: int, held_b
     assert float(ZeroSharding(RECIPE, zero, 8).held_bytes_per_parameter) == held_bytes
 
 
+@pytest.mark.parametrize(("zero", "held_bytes"), [(0, 18.0), (1, 2 + 4 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)])
+def test_weights_that_are_cast_when_gathered_have_no_copy_under_zero_3(zero: int, held_bytes: float) -> None:
+    sharding = ZeroSharding(precision_recipe("bf16-cast-adam"), zero, 8)
+    assert float(sharding.held_bytes_per_parameter) == held_bytes
+    assert float(sharding.gathered_bytes_per_pass) == (2.0 if zero == 3 else 0.0)
+    assert float(sharding.of_frozen().held_bytes_per_parameter) == (2 / 8 if zero == 3 else 2.0)
+
+
 @pytest.mark.parametrize(
     ("zero", "gathered", "scattered"), [(0, 0.0, 0.0), (1, 0.0, 0.0), (2, 0.0, 4.0), (3, 2.0, 4.0)]
 )
