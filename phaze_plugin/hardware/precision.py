@@ -156,8 +156,8 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
             "bfloat16",
             2,
             4,
-            note="weights are float32 and cast when they are gathered, as FSDP2 and XLA do, so that ZeRO-3 keeps no copy "
-            "in bf16; with less ZeRO the copy is counted",
+            note="weights are float32 and cast when they are gathered, as FSDP2 and XLA do, so that ZeRO-3 keeps no "
+            "copy in bf16; with less ZeRO the copy is counted",
             casts_gathered_weights=True,
         ),
         "fp16": Precision("float16", 2, 4),
