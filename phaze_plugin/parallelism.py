@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
-from phaze.ir.recompute_policies import recompute_mode
+from phaze.ir.recompute_policies import OFFLOADING_POLICIES, recompute_mode
 
 __all__ = [
     "ALL_DEVICES",
@@ -296,10 +296,24 @@ def read_strategy(strategy: object) -> dict[str, object]:
                 f"strategy has the key {shown(key)}.{hint} Expected some of {', '.join(STRATEGY_KEYS)}."
             )
     settled: dict[str, object] = {
-        key: _READERS[str(key)](str(key), value) for key, value in strategy.items() if value is not None
+        key: _READERS[str(key)](str(key), value) for key, value in _with_offload(strategy).items() if value is not None
     }
     _check_agreement(settled)
     return settled
+
+
+def _with_offload(strategy: Mapping[object, object]) -> Mapping[object, object]:
+    """The strategy with a policy that moves activations to the host as the two values that it stands for."""
+    policy, given = strategy.get("recompute"), strategy.get("offload")
+    if not isinstance(policy, str) or policy not in OFFLOADING_POLICIES:
+        return strategy
+    offload = Offload.ACTIVATIONS if given is None else _offload("offload", given)
+    if offload is Offload.NONE:
+        raise QuestionError(
+            f"strategy has offload 'none' and recompute {policy!r}, which moves activations to the host."
+        )
+    offload = Offload.BOTH if offload is Offload.OPTIMIZER else offload
+    return {**strategy, "recompute": OFFLOADING_POLICIES[policy], "offload": offload}
 
 
 def _count(key: str, value: object) -> int:

@@ -11,7 +11,15 @@ import phaze
 from phaze.errors import QuestionError
 from phaze.ir import RecomputeMode
 from phaze.json_records import from_document, to_document
-from phaze.parallelism import PIPELINE_SCHEDULES, STRATEGY_KEYS, Choices, Parallelism, PipelineSchedule, read_strategy
+from phaze.parallelism import (
+    PIPELINE_SCHEDULES,
+    STRATEGY_KEYS,
+    Choices,
+    Offload,
+    Parallelism,
+    PipelineSchedule,
+    read_strategy,
+)
 
 INTERLEAVED = PipelineSchedule.INTERLEAVED
 
@@ -115,6 +123,20 @@ def test_a_strategy_that_cannot_be_is_refused_by_its_key(strategy: object, messa
 
 def test_a_key_that_is_none_is_left_open() -> None:
     assert read_strategy({"dp": 4, "tp": None}) == {"dp": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "offload"),
+    [(None, Offload.ACTIVATIONS), ("activations", Offload.ACTIVATIONS), ("optimizer", Offload.BOTH)],
+)
+def test_a_policy_that_offloads_is_a_mode_and_activations_on_the_host(asked: str | None, offload: Offload) -> None:
+    settled = read_strategy({"recompute": "qkv_proj_offloaded", "offload": asked})
+    assert settled == {"recompute": (RecomputeMode.QKV,), "offload": offload}
+
+
+def test_a_policy_that_offloads_contradicts_nothing_on_the_host() -> None:
+    with pytest.raises(QuestionError, match="offload 'none' and recompute 'minimal_offloaded'"):
+        read_strategy({"recompute": "minimal_offloaded", "offload": "none"})
 
 
 def test_what_a_strategy_fixes_is_all_that_may_be_chosen() -> None:

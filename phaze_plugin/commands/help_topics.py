@@ -78,7 +78,8 @@ A strategy is a list of KEY=VALUE with commas between; what is left out is chose
   ep                  devices that experts are divided over; a divisor of dp x cp
   zero, shard         ZeRO 0 to 3 (optimizer state, gradients, parameters), over how many of dp x cp
   micro_batch_size    sequences of a copy that run at once
-  recompute           what backward computes again: none, selective, budget-75, -50, -25 (what pays) or full
+  recompute           what backward computes again: none, selective, budget-75, -50, -25 (what pays) or full,
+                      or a policy of MaxText, JAX, torchtitan or Megatron-LM by its name
   sequence_parallel   whether activations between layers are split over the tp devices
   stages              how many layers each stage has, such as stages=12+13+13+12
   offload             optimizer, activations or optimizer+activations: kept in the host's memory

@@ -5,8 +5,9 @@
     torchtitan    activation_checkpoint.mode and selective_ac_option
     Megatron-LM   --recompute-granularity
 
-Policies that move what is kept to the host's memory are known by name and refused: their traffic is not priced. What
-`RecomputeMode` says of a mode (`kept_activations.py`) is what is priced; targets write the name that stands here.
+Policies that move what is kept to the host's memory are a mode and `offload=activations` at once: a strategy may name
+them. What `RecomputeMode` says of a mode (`kept_activations.py`) is what is priced; targets write the name that stands
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir.kept_activations import BUDGET_MODES, RecomputeMode
 
-__all__ = ["BUDGET", "MAXTEXT_POLICIES", "recompute_mode"]
+__all__ = ["BUDGET", "MAXTEXT_POLICIES", "OFFLOADING_POLICIES", "recompute_mode"]
 
 BUDGET = "budget"
 """What stands for all modes with a budget where a search is told which modes to try."""
@@ -40,17 +41,22 @@ _OTHER_NAMES: dict[str, RecomputeMode] = {
     "core_attn": RecomputeMode.SELECTIVE,  # Megatron-LM's --recompute-modules
 }
 
-_OFFLOADED = ("minimal_offloaded", "qkv_proj_offloaded", "offload_dot_with_no_batch_dims")
+OFFLOADING_POLICIES: dict[str, RecomputeMode] = {
+    "minimal_offloaded": RecomputeMode.DOTS,  # MaxText
+    "qkv_proj_offloaded": RecomputeMode.QKV,  # MaxText
+    "offload_dot_with_no_batch_dims": RecomputeMode.DOTS,  # JAX
+}
+"""What policies keep that move it to the host. What enters a layer, which they leave on the device, is moved, too."""
 
 
 def recompute_mode(name: object) -> RecomputeMode:
     """The mode that keeps what a policy keeps, by the mode's own name or a tool's; raises QuestionError for others."""
     if isinstance(name, RecomputeMode):
         return name
-    if name in _OFFLOADED:
+    if name in OFFLOADING_POLICIES:
         raise QuestionError(
-            f"strategy has recompute {name!r}, which keeps activations in the host's memory: that is not priced. Name "
-            "a policy that keeps them on the device, or recomputes them."
+            f"recompute {name!r} keeps activations in the host's memory. As a mode it is "
+            f"{OFFLOADING_POLICIES[str(name)].value!r}; write that, and offload=activations in the strategy."
         )
     if name == BUDGET:
         raise QuestionError(
