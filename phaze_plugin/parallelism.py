@@ -302,7 +302,7 @@ def read_strategy(strategy: object) -> dict[str, object]:
     return settled
 
 
-def _with_offload(strategy: Mapping[object, object]) -> Mapping[object, object]:
+def _with_offload(strategy: Mapping[str, object]) -> Mapping[str, object]:
     """The strategy with a policy that moves activations to the host as the two values that it stands for."""
     policy, given = strategy.get("recompute"), strategy.get("offload")
     if not isinstance(policy, str) or policy not in OFFLOADING_POLICIES:
