@@ -223,6 +223,20 @@ def padded() -> ZooModel:
     )
 
 
+def shifted() -> ZooModel:
+    """A Llama in which every token says the next one: logits without the last, against labels without the first."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        x = params["embed"][batch["ids"]]
+        for p in params["blocks"]:
+            x = llama_block(p, x)
+        logits, labels = (rms_norm(x, params["norm"]) @ params["head"])[:, :-1], batch["ids"][:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * (labels > 3)
+        return losses.sum() / (labels > 3).sum()
+
+    return ZooModel(model=loss, start=weights({**llama_ends(), "blocks": [llama_shapes()] * 2}), batch=(words(),))
+
+
 def t5() -> ZooModel:
     """An encoder and a decoder with relative positions and attention to the encoder."""
     attention = dict.fromkeys(("q", "k", "v"), (WIDTH, HEADS, SIZE)) | {"o": (HEADS, SIZE, WIDTH), "norm": (WIDTH,)}
@@ -452,6 +466,7 @@ FUNCTIONS: dict[str, Callable[[], ZooModel]] = {
     "llama": llama,
     "llama, scanned": llama_scan,
     "llama, padded batch": padded,
+    "llama, shifted labels": shifted,
     "llama, optax step": optax_step,
     "t5": t5,
     "moe by einsum": partial(mixture, einsum_block),

@@ -39,19 +39,20 @@ class Capabilities:
     `allows_parameters_cut_twice`: the devices of the tensor axis may cut two dimensions of one parameter.
     `allows_idle_when_asked`: a strategy that the user gave may leave devices idle, although no other does.
     `allows_sequence_parallel`: the devices of the tensor axis may split sequences between layers.
-    `allows_mixed_sequences`: sequences may be split between or inside of some layers only. `allows_context_parallel`
-    (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the dp x cp devices, with copies
-    between the parts) are axes that it has; `key_exchanges` are the ways in which its attention can get the keys of
-    other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them. `excluded_axes` are pairs of "tp",
-    "cp", "ep", "pp" and "shard" (such groups) that it does not run together. With tp above 1 it runs only the
-    `tensor_parallel_zero_stages`, and likewise for cp and ep: `at_degrees` applies all of these. Only the
-    `shard_group_zero_stages` are divided into groups. Where it `shards_whole_contexts`, a group has all cp devices of
-    its sequences, and where it `keeps_experts_in_shards`, ep divides the group. `experts_need_split_sequences`: models
-    with experts run at tp above 1 only where sequences are split between all layers. `product_dtypes` are the quantized
-    types, such as fp8, that it runs products in, and `compute_dtypes` the types that it computes in; None stands for
-    all. `offloads` is what it can keep on the host. `needs_whole_nodes`: it uses all devices of every node (or slice).
-    `needs_several_copies`: it runs no single copy, because it has to shard (`at_degrees` says so where ZeRO-0 does not
-    go with an axis).
+    `allows_mixed_sequences`: sequences may be split between or inside of some layers only.
+    `allows_context_parallel` (cp), `allows_expert_parallel` (ep) and `allows_shard_groups` (ZeRO over a part of the
+    dp x cp devices, with copies between the parts) are axes that it has; `key_exchanges` are the ways in which its
+    attention can get the keys of other contexts (`phaze.shard.context_slicing.KeyExchange`), gathers among them.
+    With `allows_dropped_positions`, cp divides sequences although a model drops some of their last positions
+    (labels shifted by one). `excluded_axes` are pairs of "tp", "cp", "ep", "pp" and "shard" (such groups) that it
+    does not run together. With tp above 1 it runs only the `tensor_parallel_zero_stages`, and likewise for cp and
+    ep: `at_degrees` applies all of these. Only the `shard_group_zero_stages` are divided into groups. Where it
+    `shards_whole_contexts`, a group has all cp devices of its sequences, and where it `keeps_experts_in_shards`, ep
+    divides the group. `experts_need_split_sequences`: models with experts run at tp above 1 only where sequences
+    are split between all layers. `product_dtypes` are the quantized types, such as fp8, that it runs products in,
+    and `compute_dtypes` the types that it computes in; None stands for all. `offloads` is what it can keep on the
+    host. `needs_whole_nodes`: it uses all devices of every node (or slice). `needs_several_copies`: it runs no
+    single copy, because it has to shard (`at_degrees` says so where ZeRO-0 does not go with an axis).
     """
 
     schedules: frozenset[PipelineSchedule] = frozenset()
@@ -72,6 +73,7 @@ class Capabilities:
     allows_parameters_cut_twice: bool = True
     allows_idle_when_asked: bool = False
     allows_context_parallel: bool = False
+    allows_dropped_positions: bool = False
     allows_expert_parallel: bool = False
     allows_shard_groups: bool = False
     key_exchanges: frozenset[str] = frozenset({"all_gather", "ring", "all_to_all"})

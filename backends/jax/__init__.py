@@ -72,6 +72,7 @@ class JaxTarget:
             allows_parameters_cut_twice=False,
             allows_idle_when_asked=True,
             allows_context_parallel=True,
+            allows_dropped_positions=True,
             allows_expert_parallel=True,
             excluded_axes=frozenset({("cp", "ep"), ("ep", "pp")}),
             key_exchanges=frozenset({"all_gather"}),

@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phaze.backends.jax import equal_layers
-from phaze.backends.jax.context_trace import loss_of_context
+from phaze.backends.jax.context_trace import SequenceInput, loss_of_context, sequence_inputs
 from phaze.backends.jax.expert_trace import loss_of_experts
 from phaze.backends.jax.in_place_steps import as_in_place_step
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
@@ -213,7 +213,9 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         for spec, share in zip(specs, shares, strict=True)
     )
     if axes.context:
-        trace = loss_of_context(trace, [*has_sequence, *[False] * (len(trace.batch) - len(specs))], strategy.cp)
+        inputs = sequence_inputs(trace, [*has_sequence, *[False] * (len(trace.batch) - len(specs))], strategy.cp)
+        trace = loss_of_context(trace, inputs, strategy.cp)
+        has_sequence = tuple(form is SequenceInput.PART for form in inputs[: len(specs)])
     experts = _expert_dims(graph, loss_function) if axes.experts else {}
     if experts:
         trace = loss_of_experts(trace, experts, strategy.ep, _expert_tiles(plan, graph))

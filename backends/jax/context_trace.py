@@ -10,98 +10,112 @@ are gathered and the equation runs whole on every device, so that what is comput
   anything else without a rule   gathered: scans and convolutions along the sequence, scatters, and functions with a
                                  gradient of their own (custom_vjp), which does not say what a device's share is
 
-A gathered tensor that was only repeated or moved (keys repeated for grouped queries) is gathered before that. JAX
-differentiates the rewritten trace: the transpose of a gather reduces and scatters, and the gradient of a parameter on
-one device is its share of a sum over all of them, divided by cp, because each device computes the same loss.
+A gathered tensor that was only repeated or moved (keys repeated for grouped queries) is gathered before that. Where a
+model drops the last positions (`logits[:, :-1]` against shifted labels), parts stay as they are: the last of them is
+longer than what it has, and sums leave out what is behind the end. JAX differentiates the rewritten trace: the
+transpose of a gather reduces and scatters, and the gradient of a parameter on one device is its share of a sum over all
+of them, divided by cp, because each device computes the same loss.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from phaze.backends.jax.part_rules import (
+    ALONG_ONE,
+    ELEMENTWISE,
+    MOVES,
+    REDUCTIONS,
+    bind,
+    local_shape,
+    moved_slice,
+    place_in_product,
+)
 from phaze.backends.jax.traced_loss import TracedLoss, loss_of_trace, primitive_name
 
-__all__ = [
-    *("ALONG_ONE", "AXIS", "ELEMENTWISE", "MOVES", "bind", "local_shape", "loss_of_context", "place_in_product"),
-]
+__all__ = ["AXIS", "SequenceInput", "loss_of_context", "sequence_inputs"]
 
 AXIS = "cp"
 """The mesh axis over which sequences are split."""
 
 
+class SequenceInput(StrEnum):
+    """How an argument reaches the devices of a sequence, which is its dimension 1: as a part, whole and cut, or whole.
+
+    What is cut there has a length that they do not divide, or is read at other positions as well (labels shifted by
+    one), so that its parts would have to be gathered.
+    """
+
+    PART = "part"
+    CUT = "cut"
+    WHOLE = "whole"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """An equal part of a tensor along a dimension; `make_whole`, if any, makes the whole of less than its parts."""
+    """A part of a tensor along a dimension; `make_whole`, if any, makes the whole of less than its parts.
+
+    All parts have ceil(length / cp) positions. Where these are more than `length`, the last ones repeat positions of
+    the tensor, or have those that it lost.
+    """
 
     value: jax.Array
     dim: int
+    length: int
     make_whole: Callable[[], jax.Array] | None = None
 
 
 _Value: TypeAlias = jax.Array | _Part
 
-ELEMENTWISE = frozenset(
-    {
-        *("abs", "add", "add_any", "and", "atan2", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos"),
-        *("cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
-        *("is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter"),
-        *("not", "optimization_barrier", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign"),
-        *("sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
-    }
-)
-"""Primitives that treat every element alike. Operands are scalars or have the result's rank, and repeat where they have
-the size 1."""
-
-_REDUCTIONS = ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
-"""Primitives that take the dimensions `axes` away."""
-
-ALONG_ONE = {
-    "cumsum": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumprod": "axis",
-    "cumlogsumexp": "axis",
-    "split": "axis",
-    "sort": "dimension",
-    "concatenate": "dimension",
-}
-"""Primitives that run along one dimension and keep all, with the name of the parameter that says which."""
-
 _REMADE = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "transpose"})
 """Primitives of one operand whose whole result is made of the whole operand rather than gathered."""
 
 
-def loss_of_context(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) -> TracedLoss:
-    """The trace that one of cp devices runs; `has_sequence` says which arguments of the batch come as its part.
+def sequence_inputs(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) -> tuple[SequenceInput, ...]:
+    """How the arguments of the batch reach cp devices; `has_sequence` says whose dimension 1 is the sequence."""
+    shifted = {
+        equation.invars[0]
+        for equation in trace.equations
+        if primitive_name(equation) == "slice" and len(equation.invars[0].aval.shape) > 1
+        if moved_slice(equation, 1, cp) is None
+    }
 
-    Dimension 1 of these arguments is the sequence. The result is the whole loss, on every device.
+    def form(variable: core.Var) -> SequenceInput:
+        is_divided = variable.aval.shape[1] % cp == 0
+        return SequenceInput.PART if is_divided and variable not in shifted else SequenceInput.CUT
+
+    pairs = zip(trace.batch, has_sequence, strict=True)
+    return tuple(form(variable) if has else SequenceInput.WHOLE for variable, has in pairs)
+
+
+def loss_of_context(trace: TracedLoss, inputs: Sequence[SequenceInput], cp: int) -> TracedLoss:
+    """The trace that one of cp devices runs; `inputs` says how the arguments of the batch come.
+
+    The result is the whole loss, on every device.
     """
     jaxpr, first = trace.flat.jaxpr, len(trace.parameters)
-    is_part = [False] * first + list(has_sequence)
+    forms = [SequenceInput.WHOLE] * first + list(inputs)
 
     def run(*arguments: jax.Array) -> list[jax.Array]:
-        pairs = zip(arguments, is_part, strict=True)
-        values: list[_Value] = [_Part(value=value, dim=1) if part else value for value, part in pairs]
         one = _OneContext(cp)
+        given = zip(arguments, forms, jaxpr.invars, strict=True)
+        values = [one.entering(value, form, variable) for value, form, variable in given]
         return [one.whole(result) for result in one.run(trace.flat, values)]
 
     shapes = [
-        jax.ShapeDtypeStruct(local_shape(variable.aval.shape, 1 if part else None, cp), variable.aval.dtype)
-        for variable, part in zip(jaxpr.invars, is_part, strict=True)
+        jax.ShapeDtypeStruct(
+            local_shape(variable.aval.shape, 1 if form is SequenceInput.PART else None, cp), variable.aval.dtype
+        )
+        for variable, form in zip(jaxpr.invars, forms, strict=True)
     ]
     return loss_of_trace(jax.make_jaxpr(run, axis_env=[(AXIS, cp)])(*shapes), first)
-
-
-def local_shape(shape: Sequence[int], dim: int | None, cp: int) -> tuple[int, ...]:
-    """A shape of which each of cp devices has an equal part along a dimension."""
-    return tuple(size // cp if place == dim else size for place, size in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +130,39 @@ class _OneContext:
             return value
         if value.make_whole is not None:
             return value.make_whole()
-        return jax.lax.all_gather(value.value, AXIS, axis=value.dim, tiled=True)
+        gathered = jax.lax.all_gather(value.value, AXIS, axis=value.dim, tiled=True)
+        return jax.lax.slice_in_dim(gathered, 0, value.length, axis=value.dim)
+
+    def entering(self, value: jax.Array, form: SequenceInput, variable: core.Var) -> _Value:
+        """An argument as the trace reads it."""
+        if form is SequenceInput.WHOLE:
+            return value
+        length = variable.aval.shape[1]
+        if form is SequenceInput.PART:
+            return _Part(value=value, dim=1, length=length)
+        return _Part(value=self.part(value, 1), dim=1, length=length, make_whole=lambda: value)
 
     def part(self, value: _Value, dim: int) -> jax.Array:
         """This device's part of a value along a dimension."""
         if isinstance(value, _Part) and value.dim == dim:
             return value.value
         whole = self.whole(value)
-        size = whole.shape[dim] // self.cp
+        length = whole.shape[dim]
+        size = -(-length // self.cp)
+        if size * self.cp > length:
+            missing = [(0, size * self.cp - length if place == dim else 0) for place in range(whole.ndim)]
+            # Positions of the tensor once more: of zeros, a quotient or a logarithm could be no number.
+            whole = jnp.pad(whole, missing, mode="edge")
         return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(AXIS) * size, size, dim)
+
+    def counted(self, value: _Part) -> jax.Array:
+        """A part with zeros behind the end of the tensor."""
+        size = value.value.shape[value.dim]
+        if size * self.cp == value.length:
+            return value.value
+        shape = [size if place == value.dim else 1 for place in range(value.value.ndim)]
+        is_there = jax.lax.axis_index(AXIS) * size + jnp.arange(size).reshape(shape) < value.length
+        return jnp.where(is_there, value.value, jnp.zeros((), value.value.dtype))
 
     def run(self, closed: core.ClosedJaxpr, arguments: Sequence[_Value]) -> list[_Value]:
         """The results of a trace, whole or as parts."""
@@ -182,19 +220,25 @@ class _OneContext:
 
     def _on_parts(self, equation: core.JaxprEqn, operands: Sequence[_Value], dim: int) -> list[_Value]:
         results = bind(equation, [self.part(operand, dim) for operand in operands])
-        return [_Part(value=result, dim=dim) for result in results]
+        return _parts(results, [dim] * len(results), equation.outvars)
 
     def _moved(self, equation: core.JaxprEqn, operand: _Value, dim: int) -> list[_Value] | None:
         """What moves or reduces one operand; sums over the split dimension itself are added up."""
         move = MOVES[primitive_name(equation)](equation, dim, self.cp)
         if move is not None:
             result_dim, changes = move
-            return [
-                _Part(value=result, dim=result_dim) for result in bind(equation, [self.part(operand, dim)], **changes)
-            ]
-        if primitive_name(equation) == "reduce_sum":
-            return [jax.lax.psum(result, AXIS) for result in bind(equation, [self.part(operand, dim)])]
-        return None
+            results = bind(equation, [self.part(operand, dim)], **changes)
+            return _parts(results, [result_dim] * len(results), equation.outvars)
+        assert isinstance(operand, _Part)
+        match primitive_name(equation):
+            case "reduce_sum":
+                return [jax.lax.psum(result, AXIS) for result in bind(equation, [self.counted(operand)])]
+            case "slice" if operand.make_whole is not None and equation.outvars[0].aval.shape[dim] >= self.cp:
+                (whole,) = bind(equation, [operand.make_whole()])
+                length = whole.shape[dim]
+                return [_Part(value=self.part(whole, dim), dim=dim, length=length, make_whole=lambda: whole)]
+            case _:
+                return None
 
     def _look_up(self, equation: core.JaxprEqn, table: _Value, indices: _Value) -> list[_Value] | None:
         """Rows of a whole table, looked up by a part of the indices; or one element for each position of both."""
@@ -210,13 +254,13 @@ class _OneContext:
         local_table = self.whole(table) if table_dim is None else self.part(table, table_dim)
         (result,) = bind(equation, [local_table, self.part(indices, index_dim)])
         positions = [dim for dim in range(result_rank) if dim not in numbers.offset_dims]
-        return [_Part(value=result, dim=positions[index_dim])]
+        return _parts([result], [positions[index_dim]], equation.outvars)
 
     def _remade(self, equation: core.JaxprEqn, operand: _Value, result: _Value) -> _Value:
         """A result that was only moved or repeated: its whole is made of the whole operand."""
         if not isinstance(result, _Part):
             return result
-        return _Part(value=result.value, dim=result.dim, make_whole=lambda: bind(equation, [self.whole(operand)])[0])
+        return replace(result, make_whole=lambda: bind(equation, [self.whole(operand)])[0])
 
     def _elementwise(self, equation: core.JaxprEqn, operands: Sequence[_Value], dim: int) -> list[_Value] | None:
         shape = equation.outvars[0].aval.shape
@@ -227,7 +271,8 @@ class _OneContext:
             self.whole(operand) if given == () or given[dim] != shape[dim] else self.part(operand, dim)
             for operand, given in zip(operands, shapes, strict=True)
         ]
-        return [_Part(value=result, dim=dim) for result in bind(equation, local)]
+        results = bind(equation, local)
+        return _parts(results, [dim] * len(results), equation.outvars)
 
     def _product(self, equation: core.JaxprEqn, operands: Sequence[_Value], later: Sequence[core.JaxprEqn]) -> _Value:
         """A product of two tensors, of which at least one is a part."""
@@ -244,11 +289,13 @@ class _OneContext:
             dims = equation.params["dimension_numbers"][place.kind == "batched"]
             other = self.part(other, dims[1 - side][place.number])
         assert place.kind != "free" or not isinstance(other, _Part)
+        if place.kind == "contracted":
+            own = replace(own, value=self.counted(own))
         pair = (own.value, other) if side == 0 else (other, own.value)
         (result,) = bind(equation, [value.value if isinstance(value, _Part) else value for value in pair])
         if place.kind == "contracted":
             return jax.lax.psum(result, AXIS)
-        return _Part(value=result, dim=place.result_dim)
+        return _parts([result], [place.result_dim], equation.outvars)[0]
 
     def _side_to_gather(
         self, equation: core.JaxprEqn, sides: Sequence[_Value], later: Sequence[core.JaxprEqn]
@@ -274,10 +321,11 @@ class _OneContext:
         dims: list[int | None] = [_dim(value) for value in operands]
         slice_dims = [None if dim is None else dim - 1 for dim in dims[first + count :]]
         carry_dims, collected_dims = self._carried_dims(body, dims[:first], dims[first : first + count], slice_dims)
+        in_body = body.jaxpr.invars[first:]
 
         def trip(carry: list[jax.Array], slices: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            entering = [*operands[:first], *_parts(carry, carry_dims), *_parts(slices, slice_dims)]
-            results = self.run(body, entering)
+            entering = _parts([*carry, *slices], [*carry_dims, *slice_dims], in_body)
+            results = self.run(body, [*operands[:first], *entering])
             leaving = [self._laid_out(value, dim) for value, dim in zip(results[:count], carry_dims, strict=True)]
             collected = [self._laid_out(value, dim) for value, dim in zip(results[count:], collected_dims, strict=True)]
             return leaving, collected
@@ -292,7 +340,7 @@ class _OneContext:
             unroll=params["unroll"],
         )
         stacked_dims = [None if dim is None else dim + 1 for dim in collected_dims]
-        return [*_parts(leaving, carry_dims), *_parts(collected, stacked_dims)]
+        return _parts([*leaving, *collected], [*carry_dims, *stacked_dims], equation.outvars)
 
     def _laid_out(self, value: _Value, dim: int | None) -> jax.Array:
         return self.whole(value) if dim is None else self.part(value, dim)
@@ -322,7 +370,7 @@ class _OneContext:
         found: list[int | None] = []
 
         def run(*values: jax.Array) -> list[jax.Array]:
-            results = self.run(body, _parts(values, dims))
+            results = self.run(body, _parts(values, dims, body.jaxpr.invars))
             found.extend(_dim(result) for result in results)
             return [result.value if isinstance(result, _Part) else result for result in results]
 
@@ -344,7 +392,7 @@ class _OneContext:
         def local(
             trace: core.ClosedJaxpr, values: Sequence[jax.Array], places: Sequence[int | None]
         ) -> list[jax.Array]:
-            results = self.run(trace, _parts(values, places))
+            results = self.run(trace, _parts(values, places, trace.jaxpr.invars))
             pairs = zip(results, [*result_dims, *result_dims], strict=False)
             return [self._laid_out(result, dim) for result, dim in pairs]
 
@@ -357,54 +405,19 @@ class _OneContext:
 
         function.defjvp(derived)
         values = [operand.value if isinstance(operand, _Part) else operand for operand in operands]
-        return _parts(function(*values), result_dims)
-
-
-_Move: TypeAlias = tuple[int, dict[str, object]]
-"""The dimension of the result along which it is a part, and the parameters of the equation that a part changes."""
-
-
-def bind(equation: core.JaxprEqn, operands: Sequence[jax.Array], **changes: object) -> list[jax.Array]:
-    """The results of an equation on these operands, with some of its parameters changed."""
-    primitive = equation.primitive
-    results = primitive.bind(*operands, **primitive.get_bind_params({**equation.params, **changes}))
-    return list(results) if primitive.multiple_results else [results]
+        return _parts(function(*values), result_dims, equation.outvars)
 
 
 def _dim(value: _Value) -> int | None:
     return value.dim if isinstance(value, _Part) else None
 
 
-def _parts(values: Sequence[jax.Array], dims: Sequence[int | None]) -> list[_Value]:
-    return [value if dim is None else _Part(value=value, dim=dim) for value, dim in zip(values, dims, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PlaceInProduct:
-    """What a product does with a dimension of an operand: "contracted", "batched" (both with a number) or "free".
-
-    `result_dim` is the dimension of the result that it becomes, where it becomes one.
-    """
-
-    kind: str
-    number: int
-    result_dim: int
-
-
-def place_in_product(equation: core.JaxprEqn, side: int, dim: int) -> _PlaceInProduct:
-    """What a product does with a dimension of its left (0) or right (1) operand."""
-    contracted, batched = equation.params["dimension_numbers"]
-    if dim in contracted[side]:
-        return _PlaceInProduct("contracted", list(contracted[side]).index(dim), -1)
-    if dim in batched[side]:
-        number = list(batched[side]).index(dim)
-        return _PlaceInProduct("batched", number, number)
-    free = [
-        [place for place in range(len(variable.aval.shape)) if place not in (*contracted[number], *batched[number])]
-        for number, variable in enumerate(equation.invars)
+def _parts(values: Sequence[jax.Array], dims: Sequence[int | None], variables: Sequence[core.Var]) -> list[_Value]:
+    """Values as parts along these dimensions of what the variables of the trace have whole."""
+    return [
+        value if dim is None else _Part(value=value, dim=dim, length=variable.aval.shape[dim])
+        for value, dim, variable in zip(values, dims, variables, strict=True)
     ]
-    before = len(batched[0]) + (len(free[0]) if side == 1 else 0)
-    return _PlaceInProduct("free", 0, before + free[side].index(dim))
 
 
 def _is_summed_over(variable: core.Var, dim: int, later: Sequence[core.JaxprEqn]) -> bool:
@@ -416,7 +429,7 @@ def _is_summed_over(variable: core.Var, dim: int, later: Sequence[core.JaxprEqn]
             if isinstance(operand, core.Literal) or operand not in followed:
                 continue
             place = followed[operand]
-            if name in _REDUCTIONS and place in equation.params["axes"]:
+            if name in REDUCTIONS and place in equation.params["axes"]:
                 return True
             if name == "dot_general":
                 return place_in_product(equation, side, place).kind == "contracted"
@@ -426,62 +439,3 @@ def _is_summed_over(variable: core.Var, dim: int, later: Sequence[core.JaxprEqn]
             elif all(result.aval.shape == shape for result in equation.outvars):
                 followed |= dict.fromkeys(equation.outvars, place)
     return False
-
-
-def _broadcast(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    params, size = equation.params, equation.invars[0].aval.shape[dim]
-    result_dim = params["broadcast_dimensions"][dim]
-    is_repeated = params["shape"][result_dim] != size
-    return None if is_repeated else (result_dim, {"shape": local_shape(params["shape"], result_dim, cp)})
-
-
-def _reshape(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    """A part stays one where as much lies in front of its dimension as in front of a dimension of the result."""
-    before, sizes = equation.invars[0].aval.shape, equation.params["new_sizes"]
-    in_front = math.prod(before[:dim])
-    fitting = [
-        place for place, size in enumerate(sizes) if math.prod(sizes[:place]) == in_front and size and size % cp == 0
-    ]
-    if equation.params["dimensions"] is not None or not fitting:
-        return None
-    result_dim = next((place for place in fitting if sizes[place] == before[dim]), fitting[-1])
-    return result_dim, {"new_sizes": local_shape(sizes, result_dim, cp)}
-
-
-def _transpose(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    return list(equation.params["permutation"]).index(dim), {}
-
-
-def _squeeze(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    return dim - sum(place < dim for place in equation.params["dimensions"]), {}
-
-
-def _reduce(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    axes = equation.params["axes"]
-    return None if dim in axes else (dim - sum(axis < dim for axis in axes), {})
-
-
-def _largest(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    """`top_k`, which runs along the last dimension unless it says otherwise."""
-    rank = len(equation.invars[0].aval.shape)
-    return None if equation.params.get("axis", rank - 1) % rank == dim else (dim, {})
-
-
-def _slice(equation: core.JaxprEqn, dim: int, cp: int) -> _Move | None:
-    params, size = equation.params, equation.invars[0].aval.shape[dim]
-    stride = 1 if params["strides"] is None else params["strides"][dim]
-    if (params["start_indices"][dim], params["limit_indices"][dim], stride) != (0, size, 1):
-        return None
-    return dim, {"limit_indices": local_shape(params["limit_indices"], dim, cp)}
-
-
-MOVES: Mapping[str, Callable[[core.JaxprEqn, int, int], _Move | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "slice": _slice,
-    "top_k": _largest,
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-}
-"""Primitives of one operand: what becomes of a part of it; None where the operand must be whole."""

@@ -17,8 +17,8 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from phaze.backends.jax.context_trace import ALONG_ONE, ELEMENTWISE, MOVES
 from phaze.backends.jax.fused_parameters import FusedView, join_parts, separate_parts, with_fused_views
+from phaze.backends.jax.part_rules import ALONG_ONE, ELEMENTWISE, MOVES
 from phaze.backends.jax.traced_loss import Equation, primitive_name, read_variables, run_equation
 
 __all__ = ["vectors_to_gather", "with_exchanged_tiles", "with_tensor_parallel_products"]

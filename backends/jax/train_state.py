@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
-from phaze.backends.jax.context_trace import ELEMENTWISE
 from phaze.backends.jax.loss_function import LossFunction, PyTree, is_nnx_module, user_parameters
 from phaze.backends.jax.parameter_storage import ParameterStorage
+from phaze.backends.jax.part_rules import ELEMENTWISE
 from phaze.backends.jax.stacked_layers import LayerStacks
 from phaze.backends.jax.trace_rewriting import inlined
 from phaze.backends.jax.traced_loss import read_variables

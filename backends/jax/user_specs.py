@@ -87,7 +87,8 @@ def specs_of_trees(plan: Plan, trees: Sequence[PyTree]) -> list[PyTree]:
             return _spec(plan, storage, is_parameter=False)
         if shape[:1] != (plan.question.global_batch_size,):
             return PartitionSpec()
-        return axes.batch_spec(has_sequence=shape[1:2] == (plan.model.tokens_per_sample,))
+        is_divided = shape[1:2] == (plan.model.tokens_per_sample,) and shape[1] % plan.strategy.cp == 0
+        return axes.batch_spec(has_sequence=is_divided)
 
     return [
         jax.tree_util.tree_map_with_path(

@@ -52,7 +52,7 @@ def mark_sequences(graph: Graph) -> Graph:
 
 
 def token_lengths(graph: Graph) -> dict[str, int]:
-    """The positions of each token input that the model works on, by its name; it may drop the first or the last."""
+    """The positions of each token input that all ops work on, by its name; some may drop the first or the last."""
     tokens = {tensor.id: tensor for tensor in graph.tensors.values() if _may_be_tokens(tensor)}
     lengths: dict[str, int] = {}
     for op in graph.ops_of(Phase.FORWARD):
@@ -60,7 +60,8 @@ def token_lengths(graph: Graph) -> dict[str, int]:
             is_token = name in tokens and len(dims) > 1
             along = [factor for factor in dims[1].factors if op.rule.factor(factor).is_sequence] if is_token else []
             if along:
-                lengths[name] = math.prod(op.rule.size(factor) for factor in along)
+                length = math.prod(op.rule.size(factor) for factor in along)
+                lengths[name] = min(length, lengths.get(name, length))
     return lengths
 
 

@@ -55,9 +55,13 @@ class LocalGraphs:
         if (key, size) not in self._at_size:
             try:
                 if key not in self._sliced:
-                    imbalance = self.question.expert_imbalance
                     self._sliced[key] = device_graph(
-                        self.graph, cp=cp, ep=ep, exchanges=exchanges, expert_imbalance=imbalance
+                        self.graph,
+                        cp=cp,
+                        ep=ep,
+                        exchanges=exchanges,
+                        expert_imbalance=self.question.expert_imbalance,
+                        keeps_dropped=self.question.capabilities.allows_dropped_positions,
                     )
                 sized = self._sliced[key].with_micro_batch(size)
             except GraphError as error:

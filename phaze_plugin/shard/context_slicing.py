@@ -76,9 +76,10 @@ def _check_lengths(graph: Graph, cp: int) -> None:
         if length % cp:
             whole = graph.tensors[name].shape[1]
             left = "" if whole == length else f" that the model uses of {whole}"
-            raise ShardError(
-                f"cp={cp} does not divide the {length} positions of {name!r}{left}; {nearest_divisors(length, cp)}."
-            )
+            advice = nearest_divisors(length, cp)
+            if whole % cp == 0 and whole == length + 1:
+                advice = f"compare all {whole} positions with labels that are shifted outside and padded, or use cp=1"
+            raise ShardError(f"cp={cp} does not divide the {length} positions of {name!r}{left}; {advice}.")
 
 
 def key_attentions(graph: Graph) -> list[Op]:

@@ -12,6 +12,7 @@ from phaze.errors import ShardError
 from phaze.ir import Graph, Phase
 from phaze.ir.backward import without_backward
 from phaze.shard.context_slicing import KeyExchange, gather_again, slice_context
+from phaze.shard.dropped_positions import with_dropped_positions
 from phaze.shard.expert_slicing import expert_counts, slice_experts
 
 __all__ = ["device_graph"]
@@ -24,11 +25,13 @@ def device_graph(
     ep: int = 1,
     exchanges: Mapping[str, KeyExchange] | None = None,
     expert_imbalance: float = 1.0,
+    keeps_dropped: bool = False,
 ) -> Graph:
     """The graph of one device when sequences are split over cp and experts divided over ep devices.
 
-    `exchanges` says how each fused attention gets its keys, by op, where that is not by an all-gather. A graph without
-    anything to slice is given back as it is.
+    `exchanges` says how each fused attention gets its keys, by op, where that is not by an all-gather. With
+    `keeps_dropped`, positions that a model drops at the end of a sequence are computed and left out, so that cp divides
+    what is left. A graph without anything to slice is given back as it is.
 
     Raises:
         ShardError: cp or ep does not divide what it splits, there is nothing to split, an op cannot be sliced, or
@@ -45,6 +48,7 @@ def device_graph(
         )
     forward = without_backward(graph)
     if cp > 1:
+        forward = with_dropped_positions(forward, cp) if keeps_dropped else forward
         forward = slice_context(forward, cp, exchanges)
     if ep > 1 or has_imbalance:
         forward = slice_experts(forward, ep, expert_imbalance)

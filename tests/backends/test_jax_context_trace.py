@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from phaze.backends.jax.context_trace import AXIS, loss_of_context
+from phaze.backends.jax.context_trace import AXIS, SequenceInput, loss_of_context, sequence_inputs
 from phaze.backends.jax.trace_rewriting import inner_traces
 from phaze.backends.jax.traced_loss import TracedLoss, trace_loss
 
@@ -104,7 +104,27 @@ def loss_of(layer: Callable[[Any, Any], Any]) -> Loss:
     return loss
 
 
-LOSSES: dict[str, Loss] = {**{name: loss_of(layer) for name, layer in LAYERS.items()}, "counted tokens": masked}
+def shifted_labels(w: Any, batch: Any) -> Any:
+    """Each position says the next id, as the losses of language models do; the last one says nothing."""
+    logits = attention(w, w["table"][batch["ids"]]) @ w["table"].T
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), batch["ids"][:, 1:, None], -1)
+    return -(picked * jnp.arange(LENGTH - 1)[:, None]).mean()
+
+
+def one_more_position(w: Any, batch: Any) -> Any:
+    """Ids and labels are cut out of a sequence that is one longer, which no number of devices divides."""
+    logits = attention(w, w["table"][batch["labels"][:, :-1]]) @ w["table"].T
+    return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch["labels"][:, 1:], WORDS)).sum() / 11
+
+
+LOSSES: dict[str, Loss] = {
+    **{name: loss_of(layer) for name, layer in LAYERS.items()},
+    "counted tokens": masked,
+    "shifted labels": shifted_labels,
+    "one more position": one_more_position,
+}
+LONGER = {"one more position": LENGTH + 1}
+"""Lengths of the labels that are not those of the ids."""
 
 
 DEFAULT = (
@@ -114,38 +134,46 @@ DEFAULT = (
     "own derivative",
     "own gradient",
     "recurrent",
+    "shifted labels",
+    "one more position",
 )
 
 
-def inputs() -> tuple[dict[str, Any], dict[str, Any]]:
+def inputs(name: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
     random = np.random.default_rng(0)
     sizes = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "table": (WORDS, WIDTH)}
     # Small, so that the sine of what layers make is no more than rounding away from what it is in double precision.
     weights = {name: (0.4 * random.standard_normal(size)).astype("f") for name, size in sizes.items()}
-    return weights, {name: random.integers(0, WORDS, (SAMPLES, LENGTH)) for name in ("ids", "labels")}
+    lengths = {"ids": LENGTH, "labels": LONGER.get(name, LENGTH)}
+    return weights, {key: random.integers(0, WORDS, (SAMPLES, length)) for key, length in lengths.items()}
 
 
-def rewritten(loss: Loss, cp: int) -> tuple[TracedLoss, list[Any], list[Any]]:
-    """The trace of one device, and flat weights and batch."""
-    weights, batch = inputs()
+def rewritten(name: str, cp: int) -> tuple[TracedLoss, list[Any], list[Any]]:
+    """The trace of one device, flat weights, and the batch as the devices get it."""
+    weights, batch = inputs(name)
     (weight_leaves, weight_tree), (leaves, tree) = jax.tree.flatten(weights), jax.tree.flatten(batch)
 
     def flat(given: Any, rows: Any) -> Any:
-        return loss(jax.tree.unflatten(weight_tree, given), jax.tree.unflatten(tree, rows))
+        return LOSSES[name](jax.tree.unflatten(weight_tree, given), jax.tree.unflatten(tree, rows))
 
-    return loss_of_context(trace_loss(flat, weight_leaves, leaves), [True, True], cp), weight_leaves, leaves
+    trace = trace_loss(flat, weight_leaves, leaves)
+    forms = sequence_inputs(trace, [True, True], cp)
+    parts = [
+        np.stack(np.split(leaf, cp, axis=1) if form is SequenceInput.PART else [leaf] * cp)
+        for leaf, form in zip(leaves, forms, strict=True)
+    ]
+    return loss_of_context(trace, forms, cp), weight_leaves, parts
 
 
 def check_equality(name: str, cp: int) -> None:
-    trace, weights, batch = rewritten(LOSSES[name], cp)
-    parts = [np.stack(np.split(leaf, cp, axis=1)) for leaf in batch]
+    trace, weights, parts = rewritten(name, cp)
 
     def on_one_device(weights: Any, *rows: Any) -> Any:
         return core.jaxpr_as_fun(trace.flat)(*weights, *rows)[0]
 
     on_all = jax.vmap(jax.value_and_grad(on_one_device), in_axes=(None, 0, 0), axis_name=AXIS)
     values, gradients = jax.jit(on_all, compiler_options=QUICKLY)(weights, *parts)
-    expected, expected_gradients = jax.jit(jax.value_and_grad(LOSSES[name]), compiler_options=QUICKLY)(*inputs())
+    expected, expected_gradients = jax.jit(jax.value_and_grad(LOSSES[name]), compiler_options=QUICKLY)(*inputs(name))
     np.testing.assert_allclose(values, np.full(cp, expected), rtol=2e-5)
     for gradient, whole in zip(gradients, jax.tree.leaves(expected_gradients), strict=True):
         np.testing.assert_allclose(gradient.sum(0) / cp, whole, atol=2e-5 * float(np.abs(whole).max()))
@@ -175,12 +203,19 @@ def collectives(trace: core.Jaxpr) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def test_attention_gathers_keys_and_values_before_they_are_repeated_and_nothing_else() -> None:
-    trace, _, _ = rewritten(LOSSES["grouped attention"], 2)
+    trace, _, _ = rewritten("grouped attention", 2)
     key = (SAMPLES, LENGTH // 2, HEADS // 2, WIDTH // HEADS)
+    assert collectives(trace.flat.jaxpr) == {("all_", key): 2, ("psum", ()): 1}
+
+
+@pytest.mark.parametrize("name", ["shifted labels", "one more position"])
+def test_labels_of_the_next_position_gather_nothing_beside_keys_and_values(name: str) -> None:
+    trace, _, _ = rewritten(name, 2)
+    key = (SAMPLES, LENGTH // 2, WIDTH)
     assert collectives(trace.flat.jaxpr) == {("all_", key): 2, ("psum", ()): 1}
 
 
 @pytest.mark.parametrize("name", ["dense", "positions", "own derivative", "running along the width", "stacked layers"])
 def test_what_treats_positions_alike_gathers_nothing(name: str) -> None:
-    trace, _, _ = rewritten(LOSSES[name], 2)
+    trace, _, _ = rewritten(name, 2)
     assert {kind for kind, _ in collectives(trace.flat.jaxpr)} == {"psum"}

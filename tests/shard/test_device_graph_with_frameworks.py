@@ -34,6 +34,28 @@ def shifted_llama() -> Graph:
     return phaze.import_graph(loss, (jax_models.llama_parameters(), ids))
 
 
+def test_what_a_loss_drops_at_the_end_of_a_sequence_is_computed_where_that_is_allowed() -> None:
+    def loss(params: object, tokens: jax.Array) -> jax.Array:
+        return jax_models.llama_loss(params, tokens, tokens[:, 1:], positions=slice(None, -1))
+
+    graph = derive_backward(phaze.import_graph(loss, (jax_models.llama_parameters(), jax_models.ids())))
+    local = device_graph(graph, cp=4, keeps_dropped=True)
+    whole = derive_backward(captured_llama())
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert local.matmul_flops(phase) * 4 == whole.matmul_flops(phase)
+    with pytest.raises(ShardError, match="positions of 'tokens' that the model uses of 16; compare all 16 positions"):
+        device_graph(graph, cp=4)
+
+
+def test_what_drops_the_first_positions_stays_refused() -> None:
+    def loss(params: object, tokens: jax.Array) -> jax.Array:
+        return jax_models.llama_loss(params, tokens, tokens[:, :-1], positions=slice(1, None))
+
+    graph = derive_backward(phaze.import_graph(loss, (jax_models.llama_parameters(), jax_models.ids())))
+    with pytest.raises(ShardError, match="cp=4 does not divide the 15 positions of 'tokens'"):
+        device_graph(graph, cp=4, keeps_dropped=True)
+
+
 @pytest.mark.parametrize(
     "build", [captured_gpt2, shifted_llama, pytest.param(captured_llama, marks=pytest.mark.exhaustive)]
 )

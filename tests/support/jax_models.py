@@ -210,8 +210,13 @@ def llama_parameters(dtype: Any = jnp.bfloat16) -> Tree:
     }
 
 
-def llama_loss(params: Tree, ids: jax.Array, labels: jax.Array, *, remat: bool = True) -> jax.Array:
-    """Grouped attention, rotary positions, gated MLP, a scan over layers, which are checkpointed."""
+def llama_loss(
+    params: Tree, ids: jax.Array, labels: jax.Array, *, remat: bool = True, positions: slice = slice(None)
+) -> jax.Array:
+    """Grouped attention, rotary positions, gated MLP, a scan over layers, which are checkpointed.
+
+    The labels are those of some positions.
+    """
 
     def layer(x: jax.Array, p: Tree) -> jax.Array:
         y = rms_norm(x, p["norm_1"])
@@ -224,7 +229,8 @@ def llama_loss(params: Tree, ids: jax.Array, labels: jax.Array, *, remat: bool =
 
     body = jax.checkpoint(layer) if remat else layer
     x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), params["embed"][ids], params["layers"])
-    return cross_entropy((rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32), labels)
+    logits = (rms_norm(x, params["norm"]) @ params["head"])[:, positions]
+    return cross_entropy(logits.astype(jnp.float32), labels)
 
 
 EXPERTS, CAPACITY = 4, 8
