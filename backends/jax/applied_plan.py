@@ -208,14 +208,12 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
     if draws or counts.totals:
         totals = [trace.equations[number].outvars[place] for number, place in counts.totals]
         trace = loss_of_trace(with_draws_of_rows(trace.flat, draws, sizes, totals), len(trace.parameters))
-    has_sequence = tuple(
-        bool(axes.context) and share is BatchShare.ROWS and spec.shape[1:2] == (graph.tokens_per_sample,)
-        for spec, share in zip(specs, shares, strict=True)
-    )
+    has_sequence = (False,) * len(specs)
     if axes.context:
-        inputs = sequence_inputs(trace, [*has_sequence, *[False] * (len(trace.batch) - len(specs))], strategy.cp)
-        trace = loss_of_context(trace, inputs, strategy.cp)
-        has_sequence = tuple(form is SequenceInput.PART for form in inputs[: len(specs)])
+        lengths = [
+            spec.shape[1:2] if share is BatchShare.ROWS else () for spec, share in zip(specs, shares, strict=True)
+        ]
+        has_sequence, trace = _context(trace, [length == (graph.tokens_per_sample,) for length in lengths], strategy.cp)
     experts = _expert_dims(graph, loss_function) if axes.experts else {}
     if experts:
         trace = loss_of_experts(trace, experts, strategy.ep, _expert_tiles(plan, graph))
@@ -241,6 +239,14 @@ def _training_step(plan: Plan, loss_function: LossFunction, graph: Graph, *, tak
         compute_dtype=compute_dtype,
         gradient_dtype=jnp.float32 if precision.gradient_bytes == 4 else compute_dtype,
     )
+
+
+def _context(trace: TracedLoss, has_sequence: Sequence[bool], cp: int) -> tuple[tuple[bool, ...], TracedLoss]:
+    """The trace of one device of a sequence, behind which of the given arguments reach it as parts of sequences."""
+    of_trace = [*has_sequence, *[False] * (len(trace.batch) - len(has_sequence))]
+    inputs = sequence_inputs(trace, of_trace, cp)
+    are_parts = tuple(form is SequenceInput.PART for form in inputs[: len(has_sequence)])
+    return are_parts, loss_of_context(trace, inputs, cp)
 
 
 def _weighting(trace_at: Callable[[int], TracedLoss], micro_batch_size: int, shares: tuple[BatchShare, ...]) -> Counts:
