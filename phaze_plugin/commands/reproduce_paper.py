@@ -71,6 +71,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--gap", type=float, default=0.01, metavar="PART", help="proof to reach (default 0.01)")
     parser.add_argument("--executor", default="serial", metavar="NAME", help="of the baselines (default serial)")
     parser.add_argument("--out", metavar="FILE", help="keep every finished row there as JSON, and go on from it")
+    parser.add_argument("--journals", metavar="FOLDER", help="keep a journal of each exact search, for `phaze verify`")
     parser.add_argument("--csv", metavar="FILE", help="save a line for each contender and baseline")
     parser.add_argument("--convergence", metavar="FILE", help="save the best after each evaluation as CSV")
     parser.add_argument("--html", metavar="FILE", help="save a page")
@@ -120,6 +121,8 @@ def _check_arguments(arguments: Namespace) -> None:
     for path in (getattr(arguments, name) for name in ("out", "csv", "convergence", "html", "one_chip_csv")):
         if path is not None:
             check_writable(path)
+    if arguments.journals is not None and not Path(arguments.journals).is_dir():
+        raise QuestionError(f"--journals is {arguments.journals!r}; expected a folder that exists.")
 
 
 def _settings(arguments: Namespace) -> dict[str, Any]:
@@ -205,6 +208,7 @@ def _all_rows(arguments: Namespace, kept: _Kept) -> list[ModelExperiment]:
         seeds=arguments.seeds,
         evaluations=arguments.evaluations,
         options=_search_options(arguments),
+        journals=None if arguments.journals is None else Path(arguments.journals),
     )
     with open_workers(arguments.executor) as workers:
         for network, model in wanted:

@@ -8,6 +8,9 @@
        as far as it takes to close them. The layers of a box of few accelerators are scheduled, and what this proves
        replaces the sweep's bounds. Where a best case is nearly a real accelerator, that one is evaluated.
     3. A box is closed when its bound exceeds the best value by no more than the gap (`SearchState.is_closed`).
+    4. Where all boxes are closed at a gap above 0, designs that were never evaluated may still be better, by less than
+       the gap. The neighbours of the best (`design_neighbours`) are evaluated, until none of them is better
+       (`_try_neighbours`). The proof stays as it is.
 
 Where pipelines with loose bounds (interleaved, gpipe) are asked for beside others, the same search is first done
 without them (`_search_tight_schedules`), and its answer is the first best: more schedules to choose from never give
@@ -23,6 +26,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +35,7 @@ from phaze.errors import PlanError
 from phaze.explore.box_tasks import BoxTasks
 from phaze.explore.design_bounds import IntArray, SweptSlicing, run_sweeps, sweep_tasks
 from phaze.explore.design_boxes import DesignBox, best_case_distance, cut_box
+from phaze.explore.design_neighbours import neighbours
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.objectives import Metric, Objective
@@ -40,7 +45,7 @@ from phaze.explore.space_screening import SCREENED_FROM, ScreenedSpace, can_scre
 from phaze.hardware.area_energy import area_mm2
 from phaze.planner.progress import TimeLimitError
 from phaze.planner.strategy_search import nearest_tp
-from phaze.tolerances import NEARLY_EQUAL_RATES
+from phaze.tolerances import EQUAL_DESIGNS, NEARLY_EQUAL_RATES
 
 __all__ = ["BestFirstSearch"]
 
@@ -80,6 +85,7 @@ class BestFirstSearch:
         opening: boxes that are just being opened.
         root: the whole space, while it is neither open nor closed.
         is_interrupted: whether the search was ended before everything was closed.
+        is_settled: whether nothing is left to do: everything is closed, and no neighbour of the best is better.
         tight_state: what the search over schedules with tight bounds found, where there was one.
         screened: what left a large space before it was swept; `question` then has what is left of it.
         first_point: an accelerator that is known to be good, to begin with; None for the most promising one.
@@ -97,6 +103,7 @@ class BestFirstSearch:
     opening: list[DesignBox] = field(default_factory=list)
     root: DesignBox | None = None
     is_interrupted: bool = False
+    is_settled: bool = False
     tight_state: SearchState | None = None
     screened: ScreenedSpace | None = None
     first_point: int | None = None
@@ -154,6 +161,10 @@ class BestFirstSearch:
                 self._settle([self.root])
         if self.state.best is None:
             raise PlanError("no accelerator of the space has a plan that fits; add larger memories (hbm_gib).")
+        if not self.is_interrupted:
+            with suppress(TimeLimitError, KeyboardInterrupt):
+                self._try_neighbours()
+                self.is_settled = True
         return self.state
 
     def _screen(self) -> None:
@@ -395,6 +406,43 @@ class BestFirstSearch:
             self.state.evaluated[design.point] = design
             self.state.keep_if_best(design)
         self._settle(bounded)
+
+    def _try_neighbours(self) -> None:
+        """Evaluate the neighbours of the best, until none is better: boxes were closed for being better by the gap."""
+        question, state = self.question, self.state
+        if question.gap == 0 or question.wants_front or self.prefix:
+            return
+        seen: set[int] = set()
+        while True:
+            assert state.best is not None
+            near = [point for point in neighbours(question.points, state.best.point) if point not in seen]
+            seen.update(near)
+            boxes = [box for point in near if self._may_be_better(box := self._box_of(point))]
+            if not boxes:
+                return
+            names, tasks = [], []
+            for box in boxes:
+                point = int(box.points[0])
+                for model, known in enumerate(state.best.evaluations):
+                    task = self.tasks.evaluate_task(box, model, question.points.at(point), math.inf)
+                    names.append(f"neighbour/{point}/{model}")
+                    tasks.append(task.with_slicing_of(known))
+            for design in self.tasks.evaluate_models(names, tasks, boxes):
+                state.tried[design.point] = design
+                state.keep_if_best(design)
+
+    def _box_of(self, point: int) -> DesignBox:
+        """One accelerator by itself, with what the sweep knows of it."""
+        return self.tasks.single_box(self.state.unbounded_box(point), point)
+
+    def _may_be_better(self, box: DesignBox) -> bool:
+        """Whether an accelerator by itself may have a higher value than the best, or the same with less area."""
+        point, best, upper_bound = int(box.points[0]), self.state.best, self.state.upper_bound(box)
+        assert best is not None
+        if point in self.state.evaluated:
+            upper_bound = min(upper_bound, self.state.evaluated[point].upper_bound)
+        is_smaller = self.state.areas_mm2[point] < self.state.areas_mm2[best.point]
+        return upper_bound > best.value * (1 - EQUAL_DESIGNS if is_smaller else 1 + EQUAL_DESIGNS)
 
     def _is_evaluated_now(self, box: DesignBox, point: int, is_open: Sequence[bool]) -> bool:
         """Whether an accelerator is alone in its box, or nearly its best case."""

@@ -84,6 +84,17 @@ class EvaluateTask:
     cutoff_s: float
     likely: Parallelism | None = None
 
+    def with_slicing_of(self, evaluation: Evaluation) -> EvaluateTask:
+        """The same task with nothing but the slicing of another accelerator's plan to choose from."""
+        likely = evaluation.parallelism
+        assert likely is not None
+        slicings = [
+            (bound_s, slicing)
+            for bound_s, slicing in self.slicings
+            if (slicing.micro_batch_size, slicing.tp) == (likely.micro_batch_size, likely.tp)
+        ]
+        return replace(self, slicings=tuple(slicings), likely=likely)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleTask:

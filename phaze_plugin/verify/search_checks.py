@@ -125,7 +125,7 @@ def _result_of(best_first: BestFirstSearch, journal: _ComparingJournal) -> Searc
 
 
 def _was_interrupted(best_first: BestFirstSearch, result: SearchResult) -> bool:
-    return best_first.is_interrupted or len(result.memories) < len(best_first.question.hbm_bytes)
+    return not best_first.is_settled or len(result.memories) < len(best_first.question.hbm_bytes)
 
 
 def _belonging_findings(header: Mapping[str, object], question: SearchQuestion) -> Iterator[Finding]:

@@ -120,6 +120,7 @@ def test_the_chip_that_all_models_share_stands_beside_each_models_own(
         (["reproduce", "--method", "annealing"], "--method has 'annealing'"),
         (["reproduce", "--one-chip", "median"], "--one-chip has 'median'"),
         (["reproduce", "--csv", "missing/file"], "cannot write"),
+        (["reproduce", "--journals", "missing"], "--journals is 'missing'; expected a folder that exists"),
     ],
 )
 def test_what_cannot_be_run_or_saved_is_refused_at_once(

@@ -7,7 +7,9 @@ import pytest
 from designs import searched, small_question, some_points, tiny_model
 from plans import small_graph
 
+import phaze
 from phaze.explore.best_first_search import BestFirstSearch
+from phaze.explore.design_neighbours import neighbours
 from phaze.explore.objectives import pareto_front
 from phaze.explore.search_state import EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
@@ -120,6 +122,25 @@ def test_bounds_hold_on_random_accelerators_of_the_whole_space() -> None:
         assert design.value <= bounds[design.point] * (1 + 1e-9)
         least_s = min(float(swept.bounds.step_s[design.point]) for swept in best_first.state.slicings)
         assert design.value <= 8 / least_s
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.3])
+def test_no_neighbour_of_the_answer_is_better_however_wide_the_gap(gap: float) -> None:
+    points = phaze.space.grid(
+        tensor_cores=(1, 2, 4),
+        tensor_rows=(32, 64, 128),
+        tensor_cols=(32, 64, 128),
+        vector_cores=(1, 2, 4),
+        buffer_mib=(4, 8),
+        where=lambda points: points.tensor_cores * points.tensor_rows * points.tensor_cols <= 2 * 64 * 64,
+    )
+    best_first = searched(small_question([tiny_model()], points, gap=gap, micro_batch_size=(2,)))
+    best = best_first.state.best
+    assert best is not None
+    near = neighbours(points, best.point)
+    assert len(near) == 10
+    assert max(best_first.tasks.value_of(point) for point in near) <= best.value * (1 + 3e-6)
+    assert best.value <= best_first.proven_bound()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from designs import SMALL, small_question, tiny_model
 import phaze
 from phaze.errors import QuestionError
 from phaze.explore.best_first_search import BestFirstSearch
-from phaze.explore.design_sensitivity import neighbour
+from phaze.explore.design_neighbours import neighbour, neighbours
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 
@@ -91,6 +91,11 @@ def test_a_neighbour_differs_in_one_field_and_lanes_follow_rows() -> None:
     lower = neighbour(POINTS, point, "tensor_rows", "down")
     assert lower is not None
     assert POINTS.names[lower] == "t4x32x64-v2x32-b8m-c1200m"
+    near = [POINTS.names[point] for point in neighbours(POINTS, POINTS.names.index("t1x64x64-v2x64-b8m-c1200m"))]
+    assert near[0] == "t4x64x64-v2x64-b8m-c1200m"
+    assert "t4x32x64-v2x32-b8m-c1200m" in near  # more cores that are smaller
+    assert "t4x32x64-v1x32-b8m-c1200m" not in near  # three steps
+    assert len(near) == len(set(near)) == 4 + 3
 
 
 def test_utilisation_of_tensor_units_is_that_of_the_plan(result: phaze.SearchResult) -> None:

@@ -3,7 +3,9 @@
 import csv
 import io
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from designs import SMALL, tiny_model
 
@@ -11,8 +13,9 @@ import phaze
 from phaze.explore.experiment_rows import ModelExperiment, convergence_csv, experiments_csv, network_notes
 from phaze.explore.one_chip import run_one_chip
 from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
-from phaze.explore.sampled_search import SAMPLED_METHODS
+from phaze.explore.sampled_search import SAMPLED_METHODS, SearchMethod
 from phaze.hardware import preset
+from phaze.verify.search_checks import check_search
 
 POINTS = phaze.space.grid(
     tensor_cores=(1, 8), tensor_rows=(128,), tensor_cols=(64, 128), vector_cores=(1, 4), buffer_mib=(8,)
@@ -40,6 +43,42 @@ def test_no_baseline_beats_the_exact_search(experiment: ModelExperiment) -> None
         assert row.least <= row.median <= row.most <= experiment.both.samples_per_s * (1 + 1e-9)
         assert (row.seeds, row.evaluations, len(row.convergence)) == (2, 4, 4)
         assert (row.with_experts_median is None) == (row.method != "spotlight-delay")
+
+
+def test_a_better_design_that_a_baseline_found_within_the_gap_is_the_answer_and_is_told() -> None:
+    space = phaze.space.grid(
+        tensor_cores=(1, 2, 4, 8),
+        tensor_rows=(8, 16, 32, 64, 128),
+        tensor_cols=(8, 16, 32, 64, 128),
+        vector_cores=(1, 2, 4),
+        buffer_mib=(4, 8),
+        where=lambda points: points.tensor_cores * points.tensor_rows * points.tensor_cols <= 2 * 64 * 64,
+    )
+    # A few designs that are no neighbours, searched to a wide gap: the search ends before it has seen the best of them.
+    few = space.take(np.sort(np.random.default_rng(7).choice(len(space), 12, replace=False)))
+    options = {**SMALL, "space": few, "gap": 0.3, "hbm_gib": (1,), "micro_batch_size": (2,)}
+    settings = ExperimentSettings(methods=(SearchMethod.RANDOM,), seeds=1, evaluations=12, options=options)  # type: ignore[arg-type]
+    found = run_experiment(tiny_model(), EXPERTS, "paper", settings)
+    both, (drawn,) = found.both, found.baselines
+    assert both.search_samples_per_s is not None
+    assert both.bound is not None
+    assert both.search_samples_per_s < drawn.most == both.samples_per_s <= both.bound
+    assert both.found_by == "random"
+    assert both.bound <= both.search_samples_per_s * 1.3
+    assert "random found, 8.8" in network_notes([found])[1]
+
+
+@pytest.mark.slow
+def test_the_journals_of_a_row_verify(tmp_path: Path) -> None:
+    options = {**SMALL, "space": POINTS, "gap": 0.01, "micro_batch_size": (2,)}
+    settings = ExperimentSettings(methods=(), seeds=1, evaluations=1, options=options, journals=tmp_path)  # type: ignore[arg-type]
+    row = run_experiment(tiny_model(), EXPERTS, "paper", settings)
+    names = ["tiny-paper-both.jsonl", "tiny-paper-experts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for name in names:
+        assert all(finding.holds for finding in check_search(tmp_path / name, tiny_model(), points=2))
+    again = run_experiment(tiny_model(), EXPERTS, "paper", settings)
+    assert again.both.samples_per_s == row.both.samples_per_s
 
 
 def test_hardware_only_is_what_a_search_with_the_same_strategy_finds(experiment: ModelExperiment) -> None:
