@@ -55,7 +55,7 @@ class JaxTarget:
         It runs on the first devices where a strategy leaves others idle; a search leaves none.
 
         Keys are gathered over the devices of a sequence. Owners of experts exchange tokens by all-to-alls; not beside
-        contexts or in pipelines, whose rewritten traces are others.
+        contexts, where the choice of experts runs along the parts of a sequence.
 
         A pipeline scatters gradients once, after all microbatches, so that it goes with ZeRO-0 and ZeRO-1 only. All
         stages hold equal parts of the parameters outside of its layers (`spreads_ends`). Recomputed operations are
@@ -74,7 +74,7 @@ class JaxTarget:
             allows_context_parallel=True,
             allows_dropped_positions=True,
             allows_expert_parallel=True,
-            excluded_axes=frozenset({("cp", "ep"), ("ep", "pp")}),
+            excluded_axes=frozenset({("cp", "ep")}),
             key_exchanges=frozenset({"all_gather"}),
             allows_shard_groups=True,
             spreads_ends=True,

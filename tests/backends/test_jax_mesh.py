@@ -32,6 +32,8 @@ OTHER_EXPERTS = (
     *("mixture ep8 dp8", "mixture ep4 dp8 full", "mixture ep2 dp4 tp2 sequence", "mixture ep2 dp8 zero3"),
     *("listed mixture ep2 hybrid 2 x 4", "listed mixture ep2 dp4 zero2", "linen mixture ep4 dp8 zero1"),
 )
+STAGED_EXPERTS = "plain mixture ep2 pp2 dp2 tp2 gpipe"
+OTHER_STAGED_EXPERTS = ("plain mixture ep2 pp2 dp2 tp2 eager-1f1b", "plain mixture ep2 pp2 dp4 zero1")
 MANY = tuple(f"deep pp2 many {mode} {schedule}" for mode in ("none", "full") for schedule in ("gpipe", "eager-1f1b"))
 MIXED = "scanned pp2 dp2 tp2 mixed"
 CLIPPED = "scanned dp8 zero2 clipped"
@@ -70,14 +72,24 @@ def run_cases(folder: Path, names: tuple[str, ...]) -> Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_cases(tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED, HYBRID, CONTEXT, EXPERTS))
+    return run_cases(
+        tmp_path_factory.mktemp("jax"), (*DEFAULT, MIXED, CLIPPED, *UNFORCED, HYBRID, CONTEXT, EXPERTS, STAGED_EXPERTS)
+    )
 
 
 @pytest.fixture(scope="module")
 def full_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(
         tmp_path_factory.mktemp("jax"),
-        (*FULL, *MANY, *CONTEXTS, *OTHER_EXPERTS, "scanned dp4 tp2 zero2 mixed", "unforced 230 KB"),
+        (
+            *FULL,
+            *MANY,
+            *CONTEXTS,
+            *OTHER_EXPERTS,
+            *OTHER_STAGED_EXPERTS,
+            "scanned dp4 tp2 zero2 mixed",
+            "unforced 230 KB",
+        ),
     )
 
 
@@ -177,6 +189,27 @@ def test_owners_of_experts_exchange_rows_of_tokens(results: Results) -> None:
     assert measured["traffic_bytes"]["ep"] == 2 * 2 * 4 * (8 * 2 * 4 * 32) * 4 // 2
     # The compiler gathers scores for the choice of experts, and gathers one gradient that the plan only scatters.
     assert measured["traffic_bytes"]["tp"] == pytest.approx(measured["planned_traffic"][0]["tp"], rel=0.2)
+
+
+def check_staged_experts(measured: dict[str, Any]) -> None:
+    check_equality(measured)
+    assert set(measured["planned_bytes"]) == {measured["argument_bytes"]}
+    stages, traffic = measured["planned_traffic"], measured["traffic_bytes"]
+    between_copies = sum(size for axes, size in traffic.items() if axes not in ("pp", "tp"))
+    planned = [stage["ep"] + stage["dp"] for stage in stages]
+    assert between_copies == pytest.approx(sum(planned) / len(planned), rel=0.01)
+    assert traffic["pp"] == stages[0]["pp"]
+    assert traffic["tp"] == pytest.approx(sum(stage["tp"] for stage in stages) / len(stages), rel=0.15)
+
+
+def test_owners_of_experts_exchange_rows_in_the_stages_of_a_pipeline(results: Results) -> None:
+    check_staged_experts(results(STAGED_EXPERTS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OTHER_STAGED_EXPERTS)
+def test_pipelines_of_experts_go_with_other_schedules_and_shards(full_results: Results, name: str) -> None:
+    check_staged_experts(full_results(name))
 
 
 @pytest.mark.exhaustive

@@ -256,6 +256,16 @@ def test_a_plan_with_stages_holds_equal_parts_of_both_ends_and_is_verified() -> 
     assert all(finding.holds for finding in check_plan(plan, loss, inputs))
 
 
+def test_a_plan_with_stages_of_experts_is_verified() -> None:
+    loss = functools.partial(models.mixture_loss, stacked=False, is_balanced=False)
+    inputs = (models.weights(models.mixture_shapes(stacked=False)), models.batch(16))
+    strategy = {**FIXED, "schedule": "gpipe", "pp": 2, "dp": 2, "ep": 2, "tp": 1, "zero": 1, "micro_batch_size": 4}
+    question = {**QUESTION, "cluster": "cpu:4", "compares": False}
+    plan = phaze.evaluate(loss, inputs, strategy=strategy, **question).plan
+    assert plan.strategy.ep == 2
+    assert all(finding.holds for finding in check_plan(plan, loss, inputs))
+
+
 def test_plans_that_cannot_run_are_refused() -> None:
     loss, inputs = small()
     plan = plan_of(1, 1)

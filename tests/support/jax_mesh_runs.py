@@ -134,6 +134,17 @@ FORCED |= {
         "listed mixture",
         {**FIXED, "dp": 8, "ep": 2, "shard": 4, "micro_batch_size": 2, "zero": 3},
     ),
+    **{
+        f"plain mixture ep2 pp2 dp2 tp2 {schedule}": (
+            "plain mixture",
+            {**FIXED, "dp": 2, "ep": 2, "tp": 2, "pp": 2, "micro_batch_size": 2, "schedule": schedule},
+        )
+        for schedule in ("gpipe", "eager-1f1b")
+    },
+    "plain mixture ep2 pp2 dp4 zero1": (
+        "plain mixture",
+        {**FIXED, "dp": 4, "ep": 2, "pp": 2, "micro_batch_size": 2, "schedule": "gpipe", "zero": 1},
+    ),
     "listed mixture ep2 dp4 zero2": ("listed mixture", {**FIXED, "dp": 4, "ep": 2, "micro_batch_size": 2, "zero": 2}),
 }
 
@@ -171,7 +182,7 @@ def subject(kind: str) -> Subject:
         stacked = kind == "mixture"
         weights, loss = (
             models.weights(models.mixture_shapes(stacked=stacked)),
-            partial(models.mixture_loss, stacked=stacked),
+            partial(models.mixture_loss, stacked=stacked, is_balanced=kind != "plain mixture"),
         )
     elif kind == "fused":
         weights, loss = models.weights(models.fused_shapes()), models.fused_loss
@@ -220,7 +231,7 @@ def forced(name: str) -> dict[str, Any]:
         wanted = {"sequence_parallel": False, **wanted}
     case = subject(kind)
     question = {"cluster": "cpu:8", "global_batch_size": BATCH, "precision": "fp32"}
-    if name.endswith("sequence") or kind == "mixture":
+    if name.endswith("sequence") or kind in ("mixture", "plain mixture"):
         question["cluster"] = "cpu:8@paper"
     if name.endswith("mixed"):
         question["precision"] = "bf16-adam"

@@ -124,8 +124,8 @@ def mixture_block(p: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x + jnp.einsum("bsec,ebci->bsi", weights, results), balance
 
 
-def mixture_loss(params: Tree, batch: Tree, *, stacked: bool) -> jax.Array:
-    """A mixture of experts, with the loss of balance of all layers."""
+def mixture_loss(params: Tree, batch: Tree, *, stacked: bool, is_balanced: bool = True) -> jax.Array:
+    """A mixture of experts, with the loss of balance of all layers, or without."""
     x, balance = params["embed"][batch["ids"]], jnp.zeros(())
     if stacked:
         x, balances = jax.lax.scan(lambda x, p: mixture_block(p, x), x, params["layers"])
@@ -133,7 +133,7 @@ def mixture_loss(params: Tree, batch: Tree, *, stacked: bool) -> jax.Array:
     else:
         for p in params["layers"]:
             x, own = mixture_block(p, x)
-            balance = balance + own
+            balance = balance + own if is_balanced else balance
     return cross_entropy(layer_norm(x, params["norm"]) @ params["head"], batch["labels"]) + 0.01 * balance
 
 

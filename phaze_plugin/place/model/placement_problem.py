@@ -170,8 +170,15 @@ class PlacementProblem:
 
     def _check_degrees(self) -> None:
         """Check tp, dp, pp, shard, ep and the ZeRO stages by themselves."""
-        if self.ep > 1 and self.capabilities.spreads_ends:
-            raise PlacementError(f"ep is {self.ep}; a target that spreads layers over stages divides no experts.")
+        spread = {
+            layer.key
+            for layer, is_spread in zip(self.graph.layers, self.stage_sharded_layers, strict=True)
+            if is_spread
+        }
+        if self.ep > 1 and any(p.expert_parameters for (key, _, _), p in self.profiles.items() if key in spread):
+            raise PlacementError(
+                f"ep is {self.ep}; a target that spreads layers over stages divides the experts of equal layers only."
+            )
         for value in self.choices.shard if self.choices.shard is not None else ():
             if value != ALL_DEVICES and (isinstance(value, str) or value < 2):
                 raise PlacementError(f"choices.shard has {value!r}; expected numbers from 2 on or {ALL_DEVICES!r}.")
