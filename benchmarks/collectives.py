@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from phaze.cost import IDEAL, Calibration, Collective, price_collective
-from phaze.cost.link_protocols import LinkProtocol, LinkProtocols
+from phaze.cost.measured_kernels import LinkProtocol, LinkProtocols
 from phaze.hardware import Cluster, parse_cluster
 from phaze.hooks import PluginManager
 

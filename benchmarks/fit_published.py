@@ -32,9 +32,8 @@ from validation import part_of
 from phaze.calibration_fitting import PreparedRun, fit_terms
 from phaze.calibration_fitting.least_squares import point_of, slopes_at
 from phaze.cost import LIBRARY_STACK, Calibration, Stack
-from phaze.cost.calibration import TERMS
-from phaze.cost.comparable_runs import RunClass, runs_by_class
-from phaze.json_records import to_document
+from phaze.cost.calibration import TERMS, RunClass, runs_by_class
+from phaze.json_documents import to_document
 
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "calibrations.json"
 ROUNDS = 8

@@ -38,10 +38,15 @@ from collectives import (
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from phaze.cost.link_protocols import link_protocols_of
-from phaze.cost.product_kernels import ProductKernel, ProductKernels, kernel_seconds, product_kernels_of
+from phaze.cost.measured_kernels import (
+    ProductKernel,
+    ProductKernels,
+    kernel_seconds,
+    link_protocols_of,
+    product_kernels_of,
+)
 from phaze.hardware import AcceleratorArray, preset
-from phaze.hardware.packaged_data import packaged_table
+from phaze.hardware.hardware_numbers import packaged_table
 
 Floats = NDArray[np.float64]
 TARGET = Path(__file__).parent.parent / "phaze_plugin" / "hardware" / "data" / "kernels.json"

@@ -19,7 +19,7 @@ import time
 
 import phaze
 from phaze.hardware import AcceleratorArray, preset
-from phaze.hardware.area_energy import area_mm2
+from phaze.hardware.accelerator import area_mm2
 
 AXES = {
     "tensor_cores": [2**power for power in range(10)],

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from phaze.planner.file_evaluation import evaluate_file
+from phaze.planner.plan_comparison import evaluate_file
 from phaze.strategy_files import find_source
 
 

@@ -37,10 +37,9 @@ from phaze.hooks import PluginManager
 from phaze.ir import Graph, Op, Phase
 from phaze.profile.layer_jobs import price_pass
 from phaze.schedule import Schedule, ScheduleStatus, SchedulingProblem, schedule_layer
-from phaze.schedule.core_timeline import makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
-from phaze.schedule.list_scheduling import list_schedule
-from phaze.schedule.reduced_problem import reduce_problem
+from phaze.schedule.list_scheduling import list_schedule, makespan
+from phaze.schedule.scheduling_problem import reduce_problem
 from phaze.shard import Axis, ShardingProblem, shard_layer, slice_layer
 from phaze.solvers import choose_solver
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from phaze.errors import FormatError, ImportModelError
-from phaze.file_reading import read_document
+from phaze.file_access import read_document
 from phaze.frontends.families import fields_of, write_model
 from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS

@@ -10,8 +10,7 @@ A plugin is a module (or object) named by an entry point in group `phaze`; it im
         return {"my-chip": Accelerator(...)}
 """
 
-from phaze.hooks.manager import PluginManager
-from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
+from phaze.hooks.manager import Offer, Origin, PluginFailure, PluginManager, Registry
 from phaze.hooks.spec import hookimpl
 
 __all__ = ["Offer", "Origin", "PluginFailure", "PluginManager", "Registry", "hookimpl"]

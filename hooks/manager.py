@@ -1,9 +1,12 @@
-"""The plugin manager: finds installed plugins, asks them what they add, and keeps a failing one from stopping others.
+"""The plugin manager, which finds installed plugins and asks them what they add, and the registries of what they added.
 
 Plugins are found through the entry-point group `phaze`. The built-in frontends, targets, solvers, accelerators and
 networks come in through the same door. Other plugins are asked before the built-in ones, in the order of their names;
 pluggy's `tryfirst` and `trylast` are respected. A plugin that raises, or that answers with the wrong type, is passed
-over: it is recorded in `failures` with its name, and a `PluginWarning` says so.
+over and does not stop the others: it is recorded in `failures` with its name, and a `PluginWarning` says so.
+
+What plugins added stands in a `Registry`, by name, with where it came from (`Offer`, `Origin`). A plugin that was
+passed over is a `PluginFailure`.
 """
 
 from __future__ import annotations
@@ -11,20 +14,112 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import TypeGuard, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeGuard, TypeVar, cast
 
 import pluggy
 
 from phaze.errors import PhazeError, PluginError, PluginWarning, UnknownNameError
 from phaze.hardware import Accelerator, Network
 from phaze.hooks import spec
-from phaze.hooks.registry import Offer, Origin, PluginFailure, Registry
 from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
 from phaze.solvers import LinearSolver
 
-__all__ = ["BUILT_IN_DISTRIBUTION", "PluginManager"]
+__all__ = ["BUILT_IN_DISTRIBUTION", "Offer", "Origin", "PluginFailure", "PluginManager", "Registry"]
+
+Offered = TypeVar("Offered", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a plugin came from: its entry point, its distribution and version, and the file it was loaded from."""
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        if self.distribution is None:
+            return f"plugin {self.plugin!r}"
+        return f"plugin {self.plugin!r} of {self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFailure:
+    """A plugin raised, or answered with the wrong type, and was passed over.
+
+    Attributes:
+        origin: where the plugin came from.
+        activity: what it was doing: `loading`, `registering`, or the hook or frontend that was asked.
+        reason: the error's type and message.
+    """
+
+    origin: Origin
+    activity: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.origin} failed in {self.activity} and was passed over: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Generic[Offered]):
+    """One thing that a plugin added, under the name that users call it by."""
+
+    name: str
+    value: Offered
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Registry(Generic[Offered]):
+    """All offers of one kind (`kind` is the word for it in messages), in the order in which they are asked.
+
+    Where two plugins offer the same name, asking for that name raises until one of them is removed; other names work.
+    """
+
+    kind: str
+    offers: tuple[Offer[Offered], ...]
+
+    def __iter__(self) -> Iterator[Offer[Offered]]:
+        return iter(self.offers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every offered name, sorted."""
+        return tuple(sorted({offer.name for offer in self.offers}))
+
+    @property
+    def clashes(self) -> tuple[PluginError, ...]:
+        """One error for every name that is offered more than once; its message names the plugins."""
+        groups = [[offer for offer in self.offers if offer.name == name] for name in self.names]
+        return tuple(self._clash(offers) for offers in groups if len(offers) > 1)
+
+    def offer(self, name: str) -> Offer[Offered]:
+        """The one offer of this name; raises UnknownNameError, or PluginError where several plugins offer it."""
+        offers = [offer for offer in self.offers if offer.name == name]
+        if not offers:
+            raise UnknownNameError(self.kind, name, self.names)
+        if len(offers) > 1:
+            raise self._clash(offers)
+        return offers[0]
+
+    def get(self, name: str) -> Offered:
+        """What was offered under this name; raises as `offer` does."""
+        return self.offer(name).value
+
+    def to_mapping(self) -> dict[str, Offered]:
+        """Every offered value by its name; raises PluginError where several plugins offer one name."""
+        return {name: self.get(name) for name in self.names}
+
+    def _clash(self, offers: Sequence[Offer[object]]) -> PluginError:
+        origins = " and ".join(str(offer.origin) for offer in offers)
+        return PluginError(
+            f"the {self.kind} name {offers[0].name!r} is claimed by {origins}; rename it or uninstall one of them."
+        )
+
 
 BUILT_IN_DISTRIBUTION = "phaze-plugin"
 """The distribution that this package is installed as; plugins of other distributions are asked before its own."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phaze.cost import AttentionMode, Calibration, planned_graph
-from phaze.cost.gate_fusion import fuse_gates, fuses_gates, with_fused_gates
+from phaze.cost.stack_fusions import fuse_gates, fuses_gates, with_fused_gates
 from phaze.errors import GraphError, QuestionError, shown
 from phaze.ir import Graph, Phase
 from phaze.model_import import import_with_plugins
-from phaze.target_choice import ChosenTarget, find_target
+from phaze.targets import ChosenTarget, find_target
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

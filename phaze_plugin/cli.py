@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from phaze.commands import COMMANDS
-from phaze.commands.command import Command, ExitCode
-from phaze.commands.command_parser import build_parser
+from phaze.commands.command import Command, ExitCode, build_parser
 from phaze.errors import LimitError, PhazeError
 from phaze.printable_text import printable
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from phaze.capabilities import Capabilities
     from phaze.cost import Estimate
     from phaze.hardware import AcceleratorArray
     from phaze.hooks import PluginManager
     from phaze.ir import Graph, Op
     from phaze.plan.plan import Plan
     from phaze.strategy_files import StrategyFile
+    from phaze.targets import Capabilities
 
 __all__ = [
     "FileTarget",

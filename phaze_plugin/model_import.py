@@ -1,9 +1,11 @@
-"""`phaze.import_graph`: from a model to its graph, by whichever frontend knows the model.
+"""`phaze.import_graph`: from a model to its graph, by whichever frontend knows the model, and where its loss may be.
 
 A text that is a known model's name is that model; `+lora16` behind the text of a model adds adapters of rank 16
 (`phaze.ir.low_rank_adapters`). Anything else goes to the frontends: plugins first, then the built-in
 ones; the first that accepts the model imports it. A frontend that refuses with a PhazeError has answered; one that
 fails in any other way is reported by its plugin's name, and the next one gets its chance.
+
+`loss_candidates` says where the loss may be in what a model returns, the same for who captures a model and who runs it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
 from phaze.installed import installed_plugins, missing_libraries
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from phaze.interfaces import Frontend, ModelFactory
     from phaze.ir import Graph
 
-__all__ = ["import_graph", "import_with_plugins", "last_compiled", "load_graph", "remember_compiled"]
+__all__ = ["import_graph", "import_with_plugins", "last_compiled", "load_graph", "loss_candidates", "remember_compiled"]
 
 MOST_REMEMBERED = 64
 """How many graphs of `torch.compile` are kept: enough for the pieces of one model, few enough to forget old ones."""
@@ -130,7 +132,7 @@ def _build_named(offer: Offer[ModelFactory], options: Mapping[str, object], need
 def _checked(answer: object) -> Graph:
     """The graph that a frontend answered with, with its sequence factors marked."""
     from phaze.ir import Graph
-    from phaze.ir.sequence_factors import mark_sequences
+    from phaze.ir.factor_following import mark_sequences
 
     if not isinstance(answer, Graph):
         raise TypeError(f"it answered with a {type(answer).__name__}; expected a Graph")
@@ -188,3 +190,16 @@ def last_compiled() -> tuple[Graph, ...]:
 def remember_compiled(graph: Graph) -> None:
     """Keep a graph for `last_compiled`."""
     _COMPILED.append(graph)
+
+
+def loss_candidates(output: Any) -> list[Any]:
+    """What may be the loss, likeliest first: the output itself, what it has under `loss`, the members of a tuple.
+
+    A caller takes the first that is a scalar with a gradient: models return (loss, logits) and (logits, loss) alike.
+    """
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    elif isinstance(output, tuple | list):
+        candidates.extend(output)
+    return candidates

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from phaze.errors import QuestionError, shown
 from phaze.hardware import Cluster
 from phaze.ir import BUDGET_MODES, SEARCHED_MODES, Graph, RecomputeMode
-from phaze.ir.recompute_policies import BUDGET, recompute_mode
-from phaze.ir.sequence_factors import token_lengths
+from phaze.ir.factor_following import token_lengths
+from phaze.ir.kept_activations import BUDGET, recompute_mode
 from phaze.parallelism import PIPELINE_SCHEDULES, Choices, Offload
 from phaze.shard.expert_slicing import expert_counts
-from phaze.target_choice import ChosenTarget
+from phaze.targets import ChosenTarget
 
 __all__ = [
     "DEFAULT_EP",

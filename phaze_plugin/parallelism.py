@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from phaze.errors import QuestionError, near_names, shown
 from phaze.ir import SEARCHED_MODES, RecomputeMode
-from phaze.ir.recompute_policies import OFFLOADING_POLICIES, recompute_mode
+from phaze.ir.kept_activations import OFFLOADING_POLICIES, recompute_mode
 
 __all__ = [
     "ALL_DEVICES",

@@ -14,7 +14,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
 
 from phaze.asked_model import as_target_runs, import_asked
-from phaze.capabilities import Capabilities
 from phaze.cost import (
     AttentionMode,
     Calibration,
@@ -54,7 +53,7 @@ from phaze.shard import LayoutConstraint
 from phaze.shard.expert_slicing import expert_counts
 from phaze.shard.layout import check_constraints
 from phaze.solvers import SolverChain, choose_solver
-from phaze.target_choice import ChosenTarget
+from phaze.targets import Capabilities, ChosenTarget
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

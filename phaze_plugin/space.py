@@ -25,13 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phaze.errors import FormatError, QuestionError, near_names, shown
-from phaze.file_reading import read_document
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, Accelerator, AcceleratorArray, largest
-from phaze.hardware.area_energy import area_mm2, areas_mm2, energy_model
+from phaze.file_access import read_document
+from phaze.hardware.accelerator import (
+    INTEGER_FIELDS,
+    REAL_FIELDS,
+    Accelerator,
+    AcceleratorArray,
+    area_mm2,
+    areas_mm2,
+    energy_model,
+    largest,
+)
 from phaze.hardware.chip_presets import preset
-from phaze.hardware.field_checks import positive_integer
-from phaze.json_schemas import DRAFT
-from phaze.schema_checks import SchemaCheck
+from phaze.hardware.hardware_numbers import positive_integer
+from phaze.json_documents import DRAFT, SchemaCheck
 
 __all__ = ["PAPER_HBM_BYTES", "SPACE_SCHEMA", "device_prices", "grid", "load", "paper", "powers_w"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phaze.errors import FormatError
-from phaze.file_reading import read_text
+from phaze.file_access import read_text
 from phaze.installed import installed_plugins
 from phaze.interfaces import FileTarget
 from phaze.parallelism import ALL_DEVICES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phaze.errors import FormatError, LimitError
-from phaze.file_reading import parse_json, read_bytes, read_document, read_text
+from phaze.file_access import parse_json, read_bytes, read_document, read_text
 from phaze.limits import check_limit, limit_of
 
 

@@ -7,7 +7,7 @@ import pytest
 from full_disks import full_disk
 
 from phaze.errors import FormatError
-from phaze.file_writing import check_writable, write_whole
+from phaze.file_access import check_writable, write_whole
 
 
 def test_a_file_that_cannot_be_written_whole_is_as_it_was(tmp_path: Path) -> None:

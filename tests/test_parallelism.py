@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import phaze
 from phaze.errors import QuestionError
 from phaze.ir import RecomputeMode
-from phaze.json_records import from_document, to_document
+from phaze.json_documents import from_document, to_document
 from phaze.parallelism import (
     PIPELINE_SCHEDULES,
     STRATEGY_KEYS,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phaze.errors import FormatError
-from phaze.schema_checks import SchemaCheck
+from phaze.json_documents import SchemaCheck
 
 REFUSED: list[tuple[dict[str, Any], object, str]] = [
     ({"type": "integer"}, True, "x is True; expected a whole number"),

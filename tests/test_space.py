@@ -13,7 +13,7 @@ import phaze
 import phaze.space
 from phaze.errors import FormatError, HardwareError, QuestionError
 from phaze.hardware import preset
-from phaze.hardware.area_energy import area_mm2, areas_mm2
+from phaze.hardware.accelerator import area_mm2, areas_mm2
 from phaze.space import from_points, powers_w, to_description
 
 GRID: dict[str, Any] = {

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.jax.pjit_export import PjitTarget
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 from phaze.parallelism import PipelineSchedule
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -116,7 +116,7 @@ class JaxTarget:
 
     def specs(self, plan: Plan, trees: Sequence[object]) -> Sequence[object]:
         """Trees of PartitionSpecs in the structure of those given, parameters first."""
-        from phaze.backends.jax.user_specs import specs_of_trees  # the door: this imports jax
+        from phaze.backends.jax.user_shardings import specs_of_trees  # the door: this imports jax
 
         return specs_of_trees(plan, trees)
 
@@ -133,13 +133,13 @@ class JaxTarget:
 
     def logical_axis_rules(self, plan: Plan, variables: object, activations: Sequence[str | None]) -> Sequence[object]:
         """Pairs of a name of dimensions and of mesh axes, for modules of flax linen that name them."""
-        from phaze.backends.jax.logical_rules import logical_rules  # the door: this imports jax
+        from phaze.backends.jax.user_shardings import logical_rules  # the door: this imports jax
 
         return logical_rules(plan, variables, activations)
 
     def constraints(self, plan: Plan) -> Mapping[str, PartitionSpec]:
         """The specs of the batch and of activations between layers."""
-        from phaze.backends.jax.user_specs import constraints_of_plan  # the door: this imports jax
+        from phaze.backends.jax.user_shardings import constraints_of_plan  # the door: this imports jax
 
         return constraints_of_plan(plan)
 

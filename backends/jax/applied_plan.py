@@ -17,14 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from phaze.backends.jax import equal_layers
 from phaze.backends.jax.context_trace import SequenceInput, loss_of_context, sequence_inputs
 from phaze.backends.jax.expert_trace import loss_of_experts
-from phaze.backends.jax.in_place_steps import as_in_place_step
 from phaze.backends.jax.jax_mesh import axis_names, mesh_axes, mesh_for_plan
 from phaze.backends.jax.loss_function import BatchShare, LossFunction, PyTree, batch_share, read_loss_function
 from phaze.backends.jax.mean_over_samples import Counts, read_weighting
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss
 from phaze.backends.jax.parameter_storage import ParameterStorage, choose_storage
-from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_draws_of_rows
 from phaze.backends.jax.stacked_layers import EMPTY_SHAPE, LayerStacks, stack_equal_layers
+from phaze.backends.jax.trace_rewriting import RowsOfBatch, draws_of_samples, with_draws_of_rows
 from phaze.backends.jax.traced_loss import (
     TracedLoss,
     first_layers,
@@ -35,7 +34,13 @@ from phaze.backends.jax.traced_loss import (
 )
 from phaze.backends.jax.train_state import Adam, Optimizer, Sgd, StateLayout, TrainState, asks_for_shapes
 from phaze.backends.jax.training_step import TrainingStep, WholeBatch, gradients_on_mesh
-from phaze.backends.jax.whole_step import AppliedStep, apply_plan_to_step, is_whole_step, planned_graph
+from phaze.backends.jax.whole_step import (
+    AppliedStep,
+    apply_plan_to_step,
+    as_in_place_step,
+    is_whole_step,
+    planned_graph,
+)
 from phaze.cost import planned_graph as graph_as_planned
 from phaze.errors import PlanError, shown
 from phaze.hooks import PluginManager

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from phaze.backends.jax.part_rules import (
+from phaze.backends.jax.tensor_parts import (
     ALONG_ONE,
     ELEMENTWISE,
     MOVES,

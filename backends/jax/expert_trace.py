@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from phaze.backends.jax.part_rules import ALONG_ONE, ELEMENTWISE, MOVES, bind, local_shape, place_in_product
+from phaze.backends.jax.tensor_parts import ALONG_ONE, ELEMENTWISE, MOVES, bind, local_shape, place_in_product
 from phaze.backends.jax.traced_loss import TracedLoss, loss_of_trace, primitive_name
 
 __all__ = ["AXIS", "loss_of_experts"]

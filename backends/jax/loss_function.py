@@ -331,7 +331,7 @@ class BatchShare(StrEnum):
 
 
 def batch_share(spec: jax.ShapeDtypeStruct, batch_size: int) -> BatchShare:
-    """The share that an argument's type and first dimension tell; keys are whole (see `random_draws.py`)."""
+    """The share that an argument's type and first dimension tell; keys are whole (see `trace_rewriting.py`)."""
     is_key = jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key)
     is_raw_key = str(spec.dtype) == "uint32" and spec.shape in _RAW_KEY_SHAPES
     has_rows = spec.shape[:1] == (batch_size,) and not is_key and not is_raw_key

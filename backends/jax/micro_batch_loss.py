@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from phaze.backends.jax.fused_parameters import FusedView
 from phaze.backends.jax.parameter_storage import ParameterStorage, gather_shards
 from phaze.backends.jax.recompute_in_backward import keep_only_what_mode_allows, with_recomputed_attention
 from phaze.backends.jax.tensor_parallel_products import (
@@ -23,6 +22,7 @@ from phaze.backends.jax.tensor_parallel_products import (
     with_exchanged_tiles,
     with_tensor_parallel_products,
 )
+from phaze.backends.jax.tensor_parts import FusedView
 from phaze.backends.jax.traced_loss import (
     Equation,
     LayerScan,

@@ -4,7 +4,7 @@
 batch and for activations between layers. `train_step.py` (`pjit_train_step.txt` here) gives them to `jax.jit` as
 in_shardings and out_shardings and leaves collectives to the compiler.
 
-Arrays keep the user's shapes, as in `user_specs.py`: a split for which such a shape has no spec (of every one of
+Arrays keep the user's shapes, as in `user_shardings.py`: a split for which such a shape has no spec (of every one of
 several fused parts, of two dimensions) becomes a split of the same dimension into equal blocks. That changes where data
 lies and what the compiler sends, never what is computed; the README beside the files names such parameters.
 """
@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from phaze.backends.tools.sharding_module import ShardingModuleTarget, literal_table
-from phaze.capabilities import Capabilities
+from phaze.backends.tools.tool_target import ShardingModuleTarget, literal_table
 from phaze.errors import PlanError
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
@@ -132,7 +132,7 @@ def _tree_specs(plan: Plan, tree: object) -> tuple[dict[str, str], dict[str, str
     from jax import tree_util  # the door: a tree of arrays is JAX's
 
     from phaze.backends.jax.loss_function import path_words
-    from phaze.backends.jax.user_specs import specs_of_trees
+    from phaze.backends.jax.user_shardings import specs_of_trees
 
     # The second tree has the paths and shapes of the parameters and is not the first: it is their state.
     parameters, state = (

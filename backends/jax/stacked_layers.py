@@ -1,6 +1,6 @@
 """Equal layers that a loss runs one after the other, found in its trace and put together as one scan over a stack.
 
-Pipeline stages are parts of a scan over stacked parameters (`gpipe_scan.py`). A model that has its layers in a list
+Pipeline stages are parts of a scan over stacked parameters (`pipeline_scans.py`). A model that has its layers in a list
 becomes such a scan here: the trace is cut into layers, the equations of every layer are compared with those of the
 second, and each parameter of a layer is stacked with its counterparts. What enters a layer is one of these:
 

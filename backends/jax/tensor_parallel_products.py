@@ -5,7 +5,7 @@ wanted in backward. Here each device multiplies its own parts, and sums where th
 activation with parameters split along what they make (columns) run together: the activation enters whole, and the sum
 of its gradients is taken once. A product over the dimension along which the parameter is split (rows) is summed right
 behind it. With sequence parallelism, column products gather the activation and row products scatter their sum. A fused
-parameter is joined on every device, and what is made with it is seen as separate parts (see `fused_parameters.py`).
+parameter is joined on every device, and what is made with it is seen as separate parts (see `tensor_parts.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from phaze.backends.jax.fused_parameters import FusedView, join_parts, separate_parts, with_fused_views
-from phaze.backends.jax.part_rules import ALONG_ONE, ELEMENTWISE, MOVES
+from phaze.backends.jax.tensor_parts import (
+    ALONG_ONE,
+    ELEMENTWISE,
+    MOVES,
+    FusedView,
+    join_parts,
+    separate_parts,
+    with_fused_views,
+)
 from phaze.backends.jax.traced_loss import Equation, primitive_name, read_variables, run_equation
 
 __all__ = ["vectors_to_gather", "with_exchanged_tiles", "with_tensor_parallel_products"]

@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from phaze.backends.jax.loss_function import LossFunction, PyTree, is_nnx_module, user_parameters
 from phaze.backends.jax.parameter_storage import ParameterStorage
-from phaze.backends.jax.part_rules import ELEMENTWISE
 from phaze.backends.jax.stacked_layers import LayerStacks
+from phaze.backends.jax.tensor_parts import ELEMENTWISE
 from phaze.backends.jax.trace_rewriting import inlined
 from phaze.backends.jax.traced_loss import read_variables
 from phaze.errors import PlanError

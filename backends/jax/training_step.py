@@ -25,12 +25,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from phaze.backends.jax.context_trace import AXIS
-from phaze.backends.jax.eager_1f1b_scan import eager_1f1b_gradients
-from phaze.backends.jax.gpipe_scan import pipelined_loss
 from phaze.backends.jax.jax_mesh import MeshAxes
 from phaze.backends.jax.loss_function import BatchShare, MicroBatches, divide_batch
 from phaze.backends.jax.micro_batch_loss import ArrangedLoss, loss_of_micro_batch
 from phaze.backends.jax.parameter_storage import STAGES, ParameterStorage, gather_shards, reduce_to_shards
+from phaze.backends.jax.pipeline_scans import eager_1f1b_gradients, pipelined_loss
 from phaze.backends.jax.stacked_layers import LayerStacks
 from phaze.backends.jax.traced_loss import TracedLoss, evaluate
 from phaze.backends.jax.train_state import StateLayout
@@ -90,7 +89,7 @@ class TrainingStep:
         batch_shares: what of each argument of the batch a microbatch gets.
         has_sequence: for each argument, whether its second dimension is split over the devices of a sequence.
         batch_dtypes: the type in which the loss reads each argument; None for the type in which it comes.
-        numbers_rows: whether the loss also reads the number of a microbatch's first row (see `random_draws.py`).
+        numbers_rows: whether the loss also reads the number of a microbatch's first row (see `trace_rewriting.py`).
         whole_batch: what microbatches take from the whole batch (see `mean_over_samples.py`); None for nothing.
         is_sum: whether the loss is the sum of the microbatches' losses, and not their mean.
         alternates: whether stages run forwards and backwards in turn, and not all forwards first.

@@ -20,11 +20,11 @@ from phaze.backends.tools.tool_target import (
     unread_keys,
     whole,
 )
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.strategy_files import StrategyFile
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from phaze.errors import FormatError
-from phaze.file_reading import parse_json
+from phaze.file_access import parse_json
 
 __all__ = ["JSON", "TOML", "YAML", "ConfigText", "Settings", "one_line", "quoted"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import ConfigText, Settings
-from phaze.backends.tools.python_texts import PythonText
+from phaze.backends.tools.script_texts import PythonText
 from phaze.backends.tools.tool_target import (
     ToolTarget,
     micro_batches,
@@ -19,11 +19,11 @@ from phaze.backends.tools.tool_target import (
     unread_keys,
     whole,
 )
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.strategy_files import StrategyFile
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import YAML, ConfigText, Settings
-from phaze.backends.tools.option_texts import ASSIGNED_OPTIONS
+from phaze.backends.tools.script_texts import ASSIGNED_OPTIONS
 from phaze.backends.tools.tool_target import (
     ToolTarget,
     block_counts,
@@ -27,14 +27,14 @@ from phaze.backends.tools.tool_target import (
     unread_keys,
     whole,
 )
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, QuestionError
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.ir import RecomputeMode
-from phaze.ir.recompute_policies import MAXTEXT_POLICIES, recompute_mode
+from phaze.ir.kept_activations import MAXTEXT_POLICIES, recompute_mode
 from phaze.parallelism import PipelineSchedule
 from phaze.strategy_files import StrategyFile
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Target 'megatron-bridge': a plan as overrides (YAML) of a Megatron Bridge recipe, and recipes of it and of NeMo read.
 
 A recipe is a Python function that sets attributes (`cfg.model.tensor_model_parallel_size = 4`, Megatron Bridge) or
-passes keywords (`tensor_parallelism=4`, NeMo 2): it is read from its syntax and never run. `megatron_settings.py` has
+passes keywords (`tensor_parallelism=4`, NeMo 2): it is read from its syntax and never run. `megatron_lm_files.py` has
 the words.
 """
 
@@ -10,17 +10,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import YAML, ConfigText, Settings
-from phaze.backends.tools.megatron_lm_files import unset_variables
-from phaze.backends.tools.megatron_settings import CAPABILITIES, KEYS, PASSED_OVER, megatron_settings, megatron_strategy
-from phaze.backends.tools.python_texts import PythonText
+from phaze.backends.tools.megatron_lm_files import (
+    CAPABILITIES,
+    KEYS,
+    PASSED_OVER,
+    megatron_settings,
+    megatron_strategy,
+    unset_variables,
+)
+from phaze.backends.tools.script_texts import PythonText
 from phaze.backends.tools.tool_target import ToolTarget, command_line, torchrun, unread_keys, whole
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.strategy_files import StrategyFile
 
 if TYPE_CHECKING:
-    from phaze.capabilities import Capabilities
     from phaze.plan.plan import Plan
+    from phaze.targets import Capabilities
 
 __all__ = ["BridgeTarget", "phaze_targets"]
 

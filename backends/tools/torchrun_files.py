@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import JSON, ConfigText, Settings
 from phaze.backends.tools.tool_target import ToolTarget, shard_groups, torchrun, whole
-from phaze.capabilities import Capabilities
 from phaze.hardware.precision import PRECISIONS
 from phaze.hooks import hookimpl
 from phaze.interfaces import Target
 from phaze.ir import BUDGET_MODES, RecomputeMode
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.parallelism import STRATEGY_KEYS, Offload
 from phaze.strategy_files import StrategyFile
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan

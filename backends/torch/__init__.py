@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.backends.torch.fsdp_export import FsdpTarget
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError
 from phaze.hooks import hookimpl
 from phaze.interfaces import StageBuilder, Target
 from phaze.ir import Graph
 from phaze.parallelism import PipelineSchedule
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.backends.torch.applied_module import AppliedModule

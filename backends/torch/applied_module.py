@@ -18,43 +18,48 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from phaze.backends.torch.arrange import arrange_module, schedule_gradient_sync
-from phaze.backends.torch.batch_loss import (
-    BatchLosses,
-    LossFunction,
-    LossWeight,
-    check_equal_counts,
-    checked_weight,
-    loss_function,
-    scale_gradients,
-    settled_loss,
+from phaze.backends.torch.arrange import Cut, arrange_module, schedule_gradient_sync
+from phaze.backends.torch.checkpoints import (
+    TrainingState,
+    fill_meta_model,
+    is_on_meta,
+    load_checkpoint,
+    save_checkpoint,
+    save_whole_model,
 )
-from phaze.backends.torch.batch_statistics import settle_batch_norms
-from phaze.backends.torch.checkpoints import TrainingState, load_checkpoint, save_checkpoint, save_whole_model
-from phaze.backends.torch.contexts import Contexts
+from phaze.backends.torch.dropout_and_batch_norm import RandomStream, settle_batch_norms
 from phaze.backends.torch.expert_devices import ExpertDevices, expert_modules, run_experts_on
 from phaze.backends.torch.fsdp_export import stored_cut
-from phaze.backends.torch.gradient_norm import clip_gradients
-from phaze.backends.torch.meta_models import fill_meta_model, is_on_meta
 from phaze.backends.torch.micro_batches import (
+    BatchLosses,
     Division,
+    LossFunction,
+    LossWeight,
     agreed_sizes,
+    check_equal_counts,
+    checked_weight,
     divided,
     is_number,
+    loss_function,
     micro_batch,
     padded,
     sample_count,
+    scale_gradients,
+    settled_loss,
     share_of,
 )
 from phaze.backends.torch.model_checks import checked_model
-from phaze.backends.torch.optimizers import OptimizerParameters, make_optimizer
+from phaze.backends.torch.optimizers import OptimizerParameters, clip_gradients, make_optimizer
 from phaze.backends.torch.pipeline import ArrangeFunction, Pipeline, build_pipeline
-from phaze.backends.torch.plan_mesh import contexts_of_plan, expert_mesh_of_plan, mesh_of_plan
-from phaze.backends.torch.random_streams import RandomStream
-from phaze.backends.torch.rank_failures import told_to_all
-from phaze.backends.torch.split_attention import note_key_exchanges
+from phaze.backends.torch.process_groups import (
+    Contexts,
+    contexts_of_plan,
+    expert_mesh_of_plan,
+    mesh_of_plan,
+    told_to_all,
+)
 from phaze.backends.torch.split_collectives import Axis
-from phaze.backends.torch.split_parameters import Cut
+from phaze.backends.torch.split_products import note_key_exchanges
 from phaze.backends.torch.stage_cuts import block_paths
 from phaze.backends.torch.step_measurement import (
     RunReport,
@@ -80,7 +85,7 @@ class AppliedModule:
     """A model arranged on a mesh, as this process sees it.
 
     Weights must be equal in all processes when the plan is applied. Dropout draws from a stream of the run's own
-    (`random_streams`): equal on devices that share samples, different between copies, and other than in one process.
+    (`RandomStream`): equal on devices that share samples, different between copies, and other than in one process.
 
     Attributes:
         module: the model itself, arranged; None where it is cut into stages.

@@ -14,8 +14,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from phaze.backends.tools.config_texts import ConfigText
-from phaze.backends.tools.sharding_module import ShardingModuleTarget, literal_table
-from phaze.capabilities import Capabilities
+from phaze.backends.tools.tool_target import ShardingModuleTarget, literal_table
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan, SplitDim
@@ -27,10 +27,8 @@ _EXPORTED_MODULES = (
     "arrange",
     "split_collectives",
     "split_tensor",
-    "split_attention",
     "split_rules",
     "split_products",
-    "split_parameters",
 )
 _TRAIN_STEP = "fsdp_train_step.txt"
 _AXES = ("replicate", "shard", "tp")

@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
+from phaze.backends.torch.checkpoints import is_on_meta
 from phaze.backends.torch.expert_devices import expert_modules
-from phaze.backends.torch.meta_models import is_on_meta
 from phaze.errors import PlanError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 `build_pipeline` cuts the model, arranges the stages of this process and hands them to a schedule of
 torch.distributed.pipelining (`ShapedSchedules`). `Pipeline.run` runs it, and sums the gradients of tied parameters
-(`SharedParameter`) over the stages that hold them. What stages send each other is decided in `stage_wires`.
+(`SharedParameter`) over the stages that hold them. What stages send each other is decided in `stage_models`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phaze.backends.torch.arrange import schedule_gradient_sync
-from phaze.backends.torch.batch_loss import BatchLosses, LossFunction
-from phaze.backends.torch.contexts import Contexts
+from phaze.backends.torch.micro_batches import BatchLosses, LossFunction
+from phaze.backends.torch.process_groups import Contexts
 from phaze.backends.torch.split_collectives import Axis
 from phaze.backends.torch.stage_cuts import DryRun, block_paths, clone_with_tensors, dry_run
-from phaze.backends.torch.stage_models import StageEnd, StageModel, build_stage
-from phaze.backends.torch.stage_wires import Wires
+from phaze.backends.torch.stage_models import StageEnd, StageModel, Wires, build_stage
 from phaze.errors import PlanError
 from phaze.interfaces import StageBuilder
 from phaze.parallelism import PipelineSchedule

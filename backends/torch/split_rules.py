@@ -9,7 +9,7 @@ after which the function runs on whole tensors. Rules stand in this order:
 - along dimensions that are whole: `along_whole_dim` (softmax, cumulative sums), `norm`, `reduce`, `cat`, `stack`,
   `repeat_interleave`.
 
-Products, embeddings and losses stand in `split_products`.
+Products, embeddings, losses and attention stand in `split_products`.
 
 This file needs torch alone: target 'fsdp' exports it.
 """

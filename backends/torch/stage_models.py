@@ -1,13 +1,15 @@
-"""The model of one pipeline stage: the model's own forward, run with stand-ins for the modules of other stages.
+"""The model of one pipeline stage: the model's own forward, run with stand-ins for other stages, and what stages send.
 
 A stage runs the whole forward of the model, but holds only its own modules. Modules of other stages are absent: what
 stands in their place returns tensors of the right shapes full of NaN, which cost nothing and must never reach a result
 (`_AbsentModule`). The stage before a cut runs up to the call of the module behind it, and hands over those of its
 arguments that depend on parameters (`_StageExit`). The stage behind the cut runs up to the same call, puts what it
 received in their place (`_receive_boundary`), and goes on. Whatever is made of the batch alone, such as masks and
-positions, every stage makes for itself.
+positions, every stage makes for itself. Where the cuts stand and what crosses them says the dry run of `stage_cuts`.
 
-Where the cuts stand and what crosses them says the dry run of `stage_cuts`.
+What stages send each other (`Wires`) are parts of sequences where sequences are split, whole tensors elsewhere. A
+tensor [batch, positions, ...] that crosses a cut is sent in parts over the devices of a context, and each part in parts
+over the tensor-parallel axis under sequence parallelism. Both sides of a cut decide so by the shape alone.
 """
 
 from __future__ import annotations
@@ -19,13 +21,71 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from phaze.backends.torch.batch_loss import BatchLosses
-from phaze.backends.torch.split_tensor import is_split
+from phaze.backends.torch.micro_batches import BatchLosses
+from phaze.backends.torch.process_groups import Contexts
+from phaze.backends.torch.split_collectives import Axis
+from phaze.backends.torch.split_tensor import ContextTensor, SplitTensor, is_split, scattered, to_whole
 from phaze.backends.torch.stage_cuts import Boundary, DryRun, PreHook, clone_with_tensors, is_inside, tensors_in
-from phaze.backends.torch.stage_wires import Wires
 from phaze.errors import PlanError
 
-__all__ = ["StageEnd", "StageModel", "build_stage"]
+__all__ = ["StageEnd", "StageModel", "Wires", "build_stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """The axes over which tensors that cross a cut may be split; None where there is no such axis."""
+
+    contexts: Contexts | None
+    axis: Axis | None
+
+    def shapes(self, boundary: Boundary) -> tuple[torch.Tensor, ...]:
+        """Shapes and types of what one process sends over a cut, as tensors without storage."""
+        return tuple(
+            torch.empty(self._sent_shape(tensor), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+            for tensor in boundary.tensors
+        )
+
+    def _sent_shape(self, tensor: torch.Tensor) -> list[int]:
+        shape = self._context_shape(list(tensor.shape))
+        if self._is_cut_further(shape):
+            assert self.axis is not None
+            shape[1] //= self.axis.size
+        return shape
+
+    def _context_shape(self, shape: list[int]) -> list[int]:
+        if self.contexts is None or not self.contexts.divides(shape):
+            return shape
+        return [shape[0], shape[1] // self.contexts.size, *shape[2:]]
+
+    def _is_cut_further(self, shape: list[int]) -> bool:
+        """Whether devices of the tensor-parallel axis each send their part of dimension 1."""
+        axis = self.axis
+        return bool(axis and axis.splits_sequences and len(shape) >= 3 and shape[1] % axis.size == 0)
+
+    def send(self, value: torch.Tensor) -> torch.Tensor:
+        """What this process sends of a tensor to the next stage."""
+        if self.contexts is not None and self.contexts.divides(value.shape):
+            if isinstance(value, ContextTensor) and (value.split_dim, value.outer) == (1, 1):
+                value = value.local
+            else:
+                whole = value.whole() if isinstance(value, ContextTensor) else value
+                value = scattered(whole, self.contexts.axis(whole.shape[1]), 1)
+        elif isinstance(value, ContextTensor):
+            value = value.whole()
+        if self.axis is None or not self._is_cut_further(list(value.shape)):
+            return to_whole(value).contiguous()
+        if isinstance(value, SplitTensor) and (value.split_dim, value.outer) == (1, 1):
+            return value.local.contiguous()
+        return scattered(to_whole(value), self.axis, 1)
+
+    def receive(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A tensor that arrived as the model sees it; `like` has the shape of the whole."""
+        shape = self._context_shape(list(like.shape))
+        if self.axis is not None and self._is_cut_further(shape):
+            value = SplitTensor(value, self.axis, shape, 1)
+        if self.contexts is not None and self.contexts.divides(like.shape):
+            return ContextTensor(value, self.contexts.axis(like.shape[1]), like.shape, 1)
+        return value
 
 
 class _StandIn(torch.nn.Module):

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phaze.commands import COMMANDS
-from phaze.commands.command_parser import build_parser
+from phaze.commands.command import build_parser
 from phaze.commands.help_topics import TOPICS
-from phaze.commands.schema_list import SCHEMAS
+from phaze.commands.installation_commands import SCHEMAS
 
 __all__ = ["command_line", "file_formats", "schema_files"]
 

@@ -11,23 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from phaze.errors import ImportModelError, UnknownNameError
-from phaze.frontends.families.bert import write_bert
 from phaze.frontends.families.config_fields import ConfigFields
 from phaze.frontends.families.deepseek import write_deepseek
-from phaze.frontends.families.fused_decoders import (
+from phaze.frontends.families.encoders import write_bert, write_t5, write_vit, write_whisper
+from phaze.frontends.families.gpt import (
     write_bloom,
     write_falcon,
+    write_gpt2,
     write_gpt_neox,
     write_gptj,
+    write_megatron_bert,
+    write_megatron_gpt,
+    write_opt,
     write_phi,
 )
-from phaze.frontends.families.gpt2 import write_gpt2
 from phaze.frontends.families.llama import RELATIVES, write_llama
 from phaze.frontends.families.mamba import write_mamba, write_mamba2
-from phaze.frontends.families.megatron import write_megatron_bert, write_megatron_gpt
-from phaze.frontends.families.opt import write_opt
-from phaze.frontends.families.t5 import write_t5
-from phaze.frontends.families.vision_and_speech import write_vit, write_whisper
 from phaze.ir import GraphBuilder
 
 __all__ = ["FAMILIES", "ConfigFields", "fields_of", "write_model"]

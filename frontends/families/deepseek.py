@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from phaze.frontends.families.config_fields import ConfigFields
+from phaze.frontends.families.config_fields import ConfigFields, layers_with_experts
 from phaze.frontends.families.experts import Experts, read_experts, write_experts
-from phaze.frontends.families.layer_patterns import layers_with_experts
 from phaze.frontends.families.transformer_writer import Attention, TransformerWriter
 from phaze.ir import GraphBuilder, OpKind
 

@@ -13,9 +13,8 @@ from enum import StrEnum
 from functools import partial
 
 from phaze.errors import ImportModelError
-from phaze.frontends.families.config_fields import ConfigFields
+from phaze.frontends.families.config_fields import ConfigFields, attention_spans, layers_with_experts, note_spans
 from phaze.frontends.families.experts import Experts, read_experts, write_experts
-from phaze.frontends.families.layer_patterns import attention_spans, layers_with_experts, note_spans
 from phaze.frontends.families.transformer_writer import Attention, PrepareHeads, TransformerWriter
 from phaze.ir import GraphBuilder
 

@@ -19,13 +19,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from phaze.frontends.hlo.custom_call_configs import configuration, known_kernel
-from phaze.frontends.hlo.hlo_module_facts import aliases_of, is_partitioned, partition_count, replica_count
-from phaze.frontends.hlo.hlo_text import Computation, HloModule, HloTextError, Instruction, Shape, split_list
+from phaze.frontends.hlo.hlo_text import (
+    Computation,
+    HloModule,
+    HloTextError,
+    Instruction,
+    Shape,
+    aliases_of,
+    is_partitioned,
+    partition_count,
+    replica_count,
+    split_list,
+)
 from phaze.frontends.hlo.opcode_attributes import (
     KNOWN_ATTRIBUTES,
     attributes_of,
+    configuration,
     constant_value,
+    known_kernel,
     quoted,
     stablehlo_name,
 )

@@ -1,4 +1,4 @@
-"""Read HLO text into plain values: computations of instructions, with shapes, operands and attributes.
+"""Read HLO text into plain values: computations of instructions with shapes, and what the header says of the module.
 
 The grammar is small, and XLA changes it from version to version: attributes come and go, layouts grow, tables of source
 lines stand between the header and the computations. So nothing here depends on which attributes there are. A module is,
@@ -9,17 +9,33 @@ often without its header in the tests of compilers,
       [ROOT] %NAME = SHAPE OPCODE(OPERANDS), ATTRIBUTE=VALUE, ...
     }
 
-where a value is anything up to the next comma outside of brackets and quotes. What an attribute means is known to
-`hlo_lowering.py` alone.
+where a value is anything up to the next comma outside of brackets and quotes. What the attributes of the header mean is
+read at the end of this file: donated arguments (`aliases_of`), devices (`replica_count`, `partition_count`), and
+whether the module is partitioned (`is_partitioned`). What those of an instruction mean is known to `hlo_lowering.py`
+and `opcode_attributes.py` alone.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Computation", "HloModule", "HloTextError", "Instruction", "Shape", "read_hlo_text", "split_list"]
+__all__ = [
+    "Computation",
+    "HloModule",
+    "HloTextError",
+    "Instruction",
+    "Shape",
+    "aliases_of",
+    "is_partitioned",
+    "partition_count",
+    "read_hlo_text",
+    "replica_count",
+    "split_list",
+]
 
 MOST_SHOWN = 80
 """How many characters of a line that cannot be read its message shows."""
@@ -334,3 +350,76 @@ def _attributes(text: str) -> dict[str, str]:
         name, _, value = part.partition("=")
         attributes[name.strip()] = value.strip()
     return attributes
+
+
+_SHARDING_TARGETS = re.compile(r"xla\.sdy\.|SPMDFullToShardShape|SPMDShardToFullShape")
+"""Marks of annotations that the partitioner has yet to carry out."""
+
+
+def _count(module: HloModule, name: str) -> int:
+    given = module.attributes.get(name, "1")
+    return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def replica_count(module: HloModule) -> int:
+    """How many replicas of the program run, each with its own part of the batch."""
+    return _count(module, "replica_count")
+
+
+def partition_count(module: HloModule) -> int:
+    """For how many devices a module is: as its header says, or the shardings of parameters (protos keep no header)."""
+    given = _count(module, "num_partitions")
+    if given > 1:
+        return given
+    for parameter in module.entry.parameters:
+        tiles = re.search(r"devices=\[([\d,]+)\]", parameter.attributes.get("sharding", ""))
+        if tiles is not None:
+            return max(1, math.prod(int(size) for size in tiles[1].split(",") if size))
+    return 1
+
+
+def is_partitioned(module: HloModule) -> bool:
+    """Whether a module for several devices has the shapes of one: no instruction is left that is to be partitioned.
+
+    One that is scheduled was compiled, whatever its instructions still say.
+    """
+    if partition_count(module) == 1:
+        return False
+    if module.attributes.get("is_scheduled") == "true":
+        return True
+    entry = module.entry
+    return not any(
+        "sharding" in instruction.attributes or _SHARDING_TARGETS.search(str(instruction.attributes))
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        # Copies of parameters keep their sharding to the end.
+        if instruction.opcode not in ("parameter", "copy") and instruction.name != entry.root
+    )
+
+
+def aliases_of(module: HloModule) -> list[list[int]]:
+    """Pairs of an argument and the result that is written over it, both as numbers among all arrays."""
+    entry = module.entry
+    starts = list(itertools.accumulate((len(p.shape.leaves) for p in entry.parameters), initial=0))
+    shapes = {instruction.name: instruction.shape for instruction in entry.instructions}
+    pairs: list[list[int]] = []
+    for part in split_list(module.attributes.get("input_output_alias", "")[1:-1]):
+        match = re.fullmatch(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}.*", part)
+        if match is None or int(match[2]) >= len(entry.parameters):
+            continue
+        result = _leaf_number(shapes[entry.root], match[1])
+        argument = _leaf_number(entry.parameters[int(match[2])].shape, match[3])
+        if result is not None and argument is not None:
+            pairs.append([starts[int(match[2])] + argument, result])
+    return pairs
+
+
+def _leaf_number(shape: Shape, path: str) -> int | None:
+    """The number of an array among the arrays of a shape, by the indices that lead to it."""
+    number = 0
+    for word in path.replace(",", " ").split():
+        if shape.parts is None or int(word) >= len(shape.parts):
+            return None
+        number += sum(len(part.leaves) for part in shape.parts[: int(word)])
+        shape = shape.parts[int(word)]
+    return number if shape.parts is None else None

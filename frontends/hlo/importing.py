@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phaze.errors import FormatError, ImportModelError
-from phaze.file_reading import read_bytes
+from phaze.file_access import read_bytes
 from phaze.frontends.hlo.dumps import Form, find_dumps, find_form
 from phaze.frontends.hlo.parser_client import Parser, shared_parser
 from phaze.frontends.stablehlo.argument_roles import infer_roles, read_selectors
-from phaze.frontends.stablehlo.batch_factors import follow_batch
-from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.product_flops import product_flops
+from phaze.frontends.stablehlo.batch_and_expert_dims import follow_batch
+from phaze.frontends.stablehlo.module import Module, product_flops
 from phaze.frontends.stablehlo.training_graph import argument_names, build_graph
 from phaze.ir import Graph
 

@@ -19,15 +19,20 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from phaze.errors import GraphError, ImportModelError
-from phaze.frontends.jax.traceable_functions import Leaf, TraceableFunction, as_traceable, explaining_failures
-from phaze.frontends.jax.user_checkpoints import CHECKPOINTS, keeping_everything
+from phaze.frontends.jax.traceable_functions import (
+    CHECKPOINTS,
+    Leaf,
+    TraceableFunction,
+    as_traceable,
+    explaining_failures,
+    keeping_everything,
+)
 from phaze.frontends.paused_collection import paused_collection
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles, Selector, infer_roles, read_selectors, select
-from phaze.frontends.stablehlo.batch_factors import follow_batch
+from phaze.frontends.stablehlo.batch_and_expert_dims import follow_batch, mark_routed_experts
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main
 from phaze.frontends.stablehlo.mlir_reader import read_module
 from phaze.frontends.stablehlo.module import Module
-from phaze.frontends.stablehlo.routed_experts import mark_routed_experts
 from phaze.frontends.stablehlo.training_graph import argument_names, build_graph
 from phaze.ir import Graph, Role
 

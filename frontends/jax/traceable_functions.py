@@ -2,6 +2,11 @@
 
 A `TraceableFunction` takes one value for every array among the arguments (a leaf of their pytrees). What is no array (a
 flag, a number of Python, a text) keeps the value that the caller gave.
+
+A loss is traced as if its author had not said what backward computes again (`keeping_everything`): that is for a plan
+to say. `jax.checkpoint` is an equation that calls another trace, under a policy of what is kept. With the policy that
+keeps everything, and without the barriers that stop a compiler from undoing the rest, a loss is lowered as it is
+without it.
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from phaze.errors import ImportModelError, PhazeError
 from phaze.frontends.jax import LINEN_MODULE, NNX_MODULE, NNX_OBJECT, NNX_OPTIMIZER, class_names
 from phaze.frontends.stablehlo.name_scopes import path_keys
 
-__all__ = ["Leaf", "TraceableFunction", "as_traceable", "explaining_failures"]
+__all__ = ["CHECKPOINTS", "Leaf", "TraceableFunction", "as_traceable", "explaining_failures", "keeping_everything"]
 
 MOST_ERROR_LINES = 3
 """How many lines of a model's own error are passed on: JAX explains at length what went wrong in the first."""
@@ -262,3 +268,49 @@ def _loss(output: Any, targets: Any, options: Mapping[str, object]) -> Any:
     if loss_fn is None:
         return output
     return loss_fn(output) if targets is None else loss_fn(output, targets)
+
+
+CHECKPOINTS = frozenset({"remat2", "checkpoint"})
+"""The primitives of `jax.checkpoint`, by name, in different versions of JAX."""
+
+
+def keeping_everything(function: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+    """The function of these arguments without what its checkpoints drop; itself where it has none."""
+    closed, output = jax.make_jaxpr(function, return_shape=True)(*specs)
+    changed = _changed(closed.jaxpr)
+    if changed is closed.jaxpr:
+        return function
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(changed, closed.consts))
+    structure = jax.tree_util.tree_structure(output)
+
+    def keeping(*arguments: Any) -> Any:
+        return jax.tree_util.tree_unflatten(structure, run(*jax.tree_util.tree_leaves(arguments)))
+
+    return keeping
+
+
+def _changed(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The same trace with checkpoints that keep everything; itself where there are none inside of it."""
+    equations = []
+    for equation in jaxpr.eqns:
+        params = {name: _changed_value(value) for name, value in equation.params.items()}
+        if str(equation.primitive) in CHECKPOINTS:
+            params |= {"policy": jax.checkpoint_policies.everything_saveable, "prevent_cse": False}
+        is_same = all(params[name] is value for name, value in equation.params.items())
+        equations.append(equation if is_same else equation.replace(params=params))
+    if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=equations)
+
+
+def _changed_value(value: Any) -> Any:
+    """A parameter of an equation, with the traces in it changed."""
+    if isinstance(value, core.ClosedJaxpr):
+        changed = _changed(value.jaxpr)
+        return value if changed is value.jaxpr else core.ClosedJaxpr(changed, value.consts)
+    if isinstance(value, core.Jaxpr):
+        return _changed(value)
+    if isinstance(value, tuple) and any(isinstance(item, core.ClosedJaxpr | core.Jaxpr) for item in value):
+        items = tuple(_changed_value(item) for item in value)
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+    return value

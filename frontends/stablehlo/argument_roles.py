@@ -26,11 +26,10 @@ from dataclasses import dataclass
 
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.data_arguments import find_data
-from phaze.frontends.stablehlo.dataflow import Dataflow
+from phaze.frontends.stablehlo.dataflow import Dataflow, find_gradient, forward_of_gradients
 from phaze.frontends.stablehlo.interpreter import SymbolicRun
 from phaze.frontends.stablehlo.name_scopes import path_keys
 from phaze.frontends.stablehlo.symbols import Value, tensors_of
-from phaze.frontends.stablehlo.training_phases import find_gradient, forward_of_gradients
 from phaze.ir import DType, OpKind, Role
 
 __all__ = ["ModuleRoles", "Selector", "infer_roles", "read_selectors", "select", "select_result"]

@@ -33,8 +33,8 @@ from phaze.frontends.stablehlo.symbols import (
     is_empty,
 )
 from phaze.ir import DType, OpKind, Role
+from phaze.ir.graph_builder import opaque_rule
 from phaze.ir.rule import LARGEST_FACTOR
-from phaze.ir.shape_rules import opaque_rule
 
 __all__ = ["Interpreter", "Loop", "SymbolicRun", "run_main", "slot_name"]
 

@@ -22,8 +22,8 @@ from phaze.frontends.stablehlo.module import Attribute as ModuleAttribute
 from phaze.frontends.stablehlo.module import Operation
 from phaze.frontends.stablehlo.name_scopes import Scope
 from phaze.ir import Attribute, Dim, DType, Factor, FactorKind, GraphBuilder, Op, OpKind, Role, Rule
+from phaze.ir.graph_builder import broadcast_rule, reshape_rule
 from phaze.ir.graph_checks import check_rule
-from phaze.ir.shape_rules import broadcast_rule, reshape_rule
 
 __all__ = [
     "CONSTANT_PREFIX",

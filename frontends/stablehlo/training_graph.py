@@ -7,23 +7,33 @@ from dataclasses import replace
 
 from phaze.errors import ImportModelError
 from phaze.frontends.stablehlo.argument_roles import ModuleRoles
-from phaze.frontends.stablehlo.dataflow import Dataflow, sorted_by_depth
+from phaze.frontends.stablehlo.dataflow import (
+    Dataflow,
+    find_gradient,
+    find_phases,
+    minimize_saved_bytes,
+    saved_activations,
+    sorted_by_depth,
+)
 from phaze.frontends.stablehlo.interpreter import SymbolicRun, run_main, slot_name
 from phaze.frontends.stablehlo.module import Module
 from phaze.frontends.stablehlo.module_paths import OpFacts, find_module_paths, parameter_path, repeated_blocks
 from phaze.frontends.stablehlo.name_scopes import Scope, path_keys
-from phaze.frontends.stablehlo.op_rules.collectives import EMPTY_MESH
-from phaze.frontends.stablehlo.running_strategy import argument_tiles, find_strategy, strategy_note
-from phaze.frontends.stablehlo.saved_for_backward import minimize_saved_bytes, saved_activations
+from phaze.frontends.stablehlo.op_rules.collectives_and_custom_calls import EMPTY_MESH
+from phaze.frontends.stablehlo.partitioned_modules import (
+    WholeProgramError,
+    argument_tiles,
+    find_strategy,
+    strategy_note,
+    whole_program,
+)
 from phaze.frontends.stablehlo.symbols import CONSTANT_PREFIX, Constant, Stack, Tensor, Value, tensors_of
-from phaze.frontends.stablehlo.training_phases import find_gradient, find_phases
 from phaze.frontends.stablehlo.vector_fusion import fuse_vector_ops
-from phaze.frontends.stablehlo.whole_program import WholeProgramError, whole_program
 from phaze.ir import Dim, Factor, FactorKind, Graph, Op, OpKind, Phase, Role, Rule
 from phaze.ir import Tensor as GraphTensor
 from phaze.ir.backward import split_tied_gradients
-from phaze.ir.refinement import refine_factors
-from phaze.ir.shape_rules import reduction_rule
+from phaze.ir.factor_following import refine_factors
+from phaze.ir.graph_builder import reduction_rule
 
 __all__ = ["argument_names", "build_graph"]
 

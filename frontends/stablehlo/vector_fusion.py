@@ -24,7 +24,7 @@ import networkx as nx
 
 from phaze.cost.operator_work import vector_operations
 from phaze.errors import GraphError
-from phaze.frontends.stablehlo.batch_factors import rule_by_appearance
+from phaze.frontends.stablehlo.batch_and_expert_dims import rule_by_appearance
 from phaze.ir import Dim, Dims, Factor, FactorKind, Graph, Op, OpKind, Phase, Rule
 from phaze.ir.graph_checks import check_rule
 from phaze.ir.op import PASSES_GRADIENT

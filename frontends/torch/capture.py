@@ -36,8 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from phaze.errors import ImportModelError, PhazeError
-from phaze.frontends.torch.fake_model import MODEL_PREFIX, LossCall, as_exported
-from phaze.frontends.torch.values_assumed import ValuesAssumed
+from phaze.frontends.torch.fake_model import MODEL_PREFIX, LossCall, ValuesAssumed, as_exported
 
 __all__ = [
     "CAPTURE_METHODS",

@@ -33,7 +33,7 @@ from phaze.frontends.torch.capture import (
 from phaze.frontends.torch.fake_model import fake_copy
 from phaze.frontends.torch.translate import translate_capture
 from phaze.ir import Graph
-from phaze.ir.refinement import refine_factors
+from phaze.ir.factor_following import refine_factors
 from phaze.model_import import remember_compiled
 
 __all__ = ["compile_graph"]

@@ -38,7 +38,7 @@ from phaze.frontends.torch.translate import translate_capture
 from phaze.frontends.torch.trial_run import OperatorShapes, TrialRun, run_trial
 from phaze.ir import Graph
 from phaze.ir.backward import split_tied_gradients
-from phaze.ir.refinement import refine_factors
+from phaze.ir.factor_following import refine_factors
 
 __all__ = ["import_module"]
 

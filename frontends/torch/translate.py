@@ -20,7 +20,7 @@ from phaze.frontends.torch.capture import ArgumentKind, Capture, CaptureMethod
 from phaze.frontends.torch.fake_model import path_in_model
 from phaze.frontends.torch.operator_call import Location, OperatorCall, TensorId, Unsupported, Value, to_dtype
 from phaze.ir import Graph, GraphBuilder, OpKind, Phase, Role
-from phaze.ir.shape_rules import elementwise_rule, opaque_rule
+from phaze.ir.graph_builder import elementwise_rule, opaque_rule
 
 __all__ = ["translate_capture"]
 

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from phaze.cost import Stack
 from phaze.errors import FormatError, near_names, shown
-from phaze.file_reading import read_text
+from phaze.file_access import read_text
 from phaze.hardware import Cluster, PrecisionRecipe
 
 __all__ = [

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from phaze.cost import Calibration, OpGroup, Stack, Work, fuse_epilogues, group_work, price_works
 from phaze.cost.calibration import BACKWARD_LAUNCHES
-from phaze.cost.product_kernels import ProductKernels
+from phaze.cost.measured_kernels import ProductKernels
 from phaze.hardware import Accelerator
-from phaze.hardware.element_types import dtype_bytes
+from phaze.hardware.precision import dtype_bytes
 from phaze.ir import Graph, Op, OpKind, Phase
 from phaze.profile.layer_jobs import group_edges, pieces_of_products
 from phaze.shard import Axis

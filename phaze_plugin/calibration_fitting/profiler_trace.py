@@ -30,7 +30,7 @@ import numpy as np
 from phaze.calibration_fitting.pass_decomposition import PassParts
 from phaze.cost import Calibration
 from phaze.errors import FormatError
-from phaze.file_reading import read_document
+from phaze.file_access import read_document
 
 __all__ = [
     "StepTrace",

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from phaze.calibration_fitting.measured_runs import Run
 from phaze.calibration_fitting.pass_decomposition import PassParts, pass_parts
 from phaze.cost import Calibration, Stack
-from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
-from phaze.cost.product_kernels import product_kernels_of
+from phaze.cost.measured_kernels import LinkProtocols, link_protocols_of, product_kernels_of
 from phaze.errors import QuestionError
 from phaze.ir import Graph, RecomputeMode, recomputation
 from phaze.ir.layers import single_layer
@@ -30,7 +29,9 @@ from phaze.place.model.stage_sums import build_stage_sums
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import in_flight, pipeline_order
 from phaze.place.simulation.placement import stage_times
-from phaze.profile.layer_memory import (
+from phaze.profile.layer_passes import placement_graph
+from phaze.profile.layer_profile import (
+    Bounded,
     expert_parameters,
     frozen_parameters,
     layer_outputs,
@@ -39,8 +40,6 @@ from phaze.profile.layer_memory import (
     peak_working_bytes,
     shared_parameters,
 )
-from phaze.profile.layer_passes import placement_graph
-from phaze.profile.layer_profile import Bounded
 from phaze.profile.local_graphs import LocalGraphs
 from phaze.profile.model_profiles import layer_keys, layer_variants, repeated_layers, slicings
 from phaze.question import Question, QuestionOptions, ask, settled_cluster

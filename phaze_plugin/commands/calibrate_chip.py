@@ -84,8 +84,7 @@ def _start(runs: Sequence[Run], stack: str | None, name: str, plugins: PluginMan
 
     from phaze.cost import EAGER_STACK, IDEAL, LIBRARY_STACK, PERFECT_STACK, Calibration, calibration_of
     from phaze.cost.calibration import TERMS
-    from phaze.cost.link_protocols import link_protocols_of
-    from phaze.cost.product_kernels import product_kernels_of
+    from phaze.cost.measured_kernels import link_protocols_of, product_kernels_of
     from phaze.question import settled_cluster
 
     chips = [settled_cluster(run.cluster, plugins).accelerator for run in runs]
@@ -161,7 +160,7 @@ def _show_fit(
     prepared: Sequence[PreparedRun],
     left: dict[str, str],
 ) -> None:
-    from phaze.json_records import to_document
+    from phaze.json_documents import to_document
 
     runs = [prediction.run for prediction in prepared]
     memory = [
@@ -229,7 +228,7 @@ def _warnings(notes: Sequence[str]) -> list[str]:
 def _from_trace(arguments: Namespace, console: Console) -> int:
     from phaze.calibration_fitting import Run, fit_trace, prepare_run, read_trace
     from phaze.installed import installed_plugins
-    from phaze.json_records import to_document
+    from phaze.json_documents import to_document
 
     for name in ("model", "cluster", "global_batch"):
         if getattr(arguments, name) is None:

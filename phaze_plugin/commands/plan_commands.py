@@ -1,4 +1,8 @@
-"""`phaze optimize` and `phaze evaluate`: from a model to the best plan, or to the price of one's own strategy."""
+"""The commands that ask for a plan: `phaze optimize`, `phaze evaluate` and `phaze fit`.
+
+They lead from a model to the best plan, to the price of one's own strategy, or to whether the model fits on a cluster:
+with a strategy of one's own, another tool's config, or any.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from phaze.commands.command import Command, CommandGroup, ExitCode, add_json_opt
 from phaze.commands.question_arguments import (
     add_model_argument,
     add_question_arguments,
+    add_question_options,
     find_model,
     question_options,
     shown_progress,
@@ -21,7 +26,7 @@ from phaze.commands.question_arguments import (
 if TYPE_CHECKING:
     from phaze.plan.plan import Plan
 
-__all__ = ["evaluate_strategy", "optimize_model"]
+__all__ = ["evaluate_strategy", "fit_model", "optimize_model"]
 
 
 def _configure_optimize(parser: ArgumentParser) -> None:
@@ -61,7 +66,7 @@ def _run_optimize(arguments: Namespace, console: Console) -> int:
 
 def _check_files(arguments: Namespace) -> None:
     """Raise now what would keep the answer from being saved."""
-    from phaze.file_writing import check_writable
+    from phaze.file_access import check_writable
 
     for path in (arguments.out, arguments.trace):
         if path is not None:
@@ -139,8 +144,8 @@ def _run_evaluate(arguments: Namespace, console: Console) -> int:
     """Price the strategy, or that of a tool's file; print and save its plan."""
     import phaze
     from phaze.errors import QuestionError
-    from phaze.json_records import to_document
-    from phaze.planner.file_evaluation import evaluate_file
+    from phaze.json_documents import to_document
+    from phaze.planner.plan_comparison import evaluate_file
     from phaze.strategy_files import find_source
 
     if arguments.source is None and arguments.model is None:
@@ -185,4 +190,55 @@ evaluate_strategy = Command(
     summary="price a strategy of your own, and compare it with the best",
     configure=_configure_evaluate,
     run=_run_evaluate,
+)
+
+
+def _configure_fit(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model_argument(parser)
+    add_question_options(parser)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--strategy", type=strategy, metavar="KEY=VALUE,...", help="such as dp=8,tp=8,zero=1 (default: any that fits)"
+    )
+    what = "a file of torchtitan, Megatron-LM, MaxText, DeepSpeed, Accelerate, ..; `phaze export --list` shows them"
+    chosen.add_argument("--strategy-file", metavar="FILE", help=what)
+    add_json_option(parser)
+
+
+def _run_fit(arguments: Namespace, console: Console) -> int:
+    """Say whether it fits, and what would."""
+    import phaze
+    from phaze.hardware import parse_cluster
+    from phaze.json_documents import to_document
+    from phaze.strategy_files import read_strategy_file
+
+    model, inputs = find_model(arguments.model)
+    options = question_options(arguments)
+    keys = arguments.strategy
+    if arguments.strategy_file is not None:
+        file = read_strategy_file(arguments.strategy_file, parse_cluster(arguments.cluster).device_count)
+        keys = file.strategy
+        if options["global_batch_size"] is None:
+            options["global_batch_size"] = file.global_batch_size
+    answer = phaze.fit(model, inputs, strategy=keys, **options)
+    document = {
+        "fit": answer.fit,
+        "items_gib": dict(answer.items_gib),
+        "total_gib": answer.total_gib,
+        "capacity_gib": answer.capacity_gib,
+        "margin": answer.margin,
+        "strategy": to_document(answer.plan.strategy),
+        "changes": to_document(answer.changes),
+    }
+    show(console, arguments, document, str(answer))
+    return ExitCode.ERROR if answer.fit == "over" else ExitCode.FINE
+
+
+fit_model = Command(
+    name="fit",
+    group=CommandGroup.PLANS,
+    summary="say whether a model fits into memory, and the cheapest changes that make it fit",
+    configure=_configure_fit,
+    run=_run_fit,
 )

@@ -1,4 +1,8 @@
-"""What `optimize`, `evaluate` and `verify` share: the model and its question as arguments; progress on a terminal."""
+"""Arguments that several commands share: a model, how its file is read, the question about it; progress on a terminal.
+
+`add_file_arguments` adds what says how a model file is to be read: the roles of its arguments, its loss, its entry, the
+trips of its loops. `add_question_arguments` adds what `optimize`, `evaluate` and `verify` share.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from phaze.commands.command import add_attention_option, positive_integer
-from phaze.commands.file_arguments import add_file_arguments, file_options
 from phaze.errors import ImportModelError
 
 if TYPE_CHECKING:
@@ -24,15 +27,52 @@ if TYPE_CHECKING:
     from phaze.question import QuestionOptions
 
 __all__ = [
+    "add_file_arguments",
     "add_model_argument",
     "add_question_arguments",
     "add_question_options",
     "add_trust_option",
+    "file_options",
     "find_model",
     "progress_text",
     "question_options",
     "shown_progress",
 ]
+
+
+def add_file_arguments(parser: ArgumentParser) -> None:
+    """Add the options of HLO and StableHLO files."""
+    group = parser.add_argument_group("HLO and StableHLO files")
+    for role in ("parameters", "batch"):
+        group.add_argument(
+            f"--{role}", action="append", metavar="ARGUMENT", help=f"{role} of the file, by index or path; repeatable"
+        )
+    group.add_argument("--loss", metavar="OUTPUT", help="the result to train, by index or name")
+    group.add_argument("--module", metavar="NAME", help="which of several modules (default: most flops)")
+    group.add_argument("--entry", metavar="NAME", help="the function to import (default main)")
+    group.add_argument(
+        "--trips", type=positive_integer, metavar="N", help="trips of loops that depend on data (default 1)"
+    )
+
+
+def file_options(arguments: Namespace) -> dict[str, Any]:
+    """What was asked for; an argument's index is a number, its path a text."""
+    options: dict[str, Any] = {}
+    for name in ("parameters", "batch"):
+        given = getattr(arguments, name)
+        if given is not None:
+            options[name] = [_selector(text) for text in given]
+    if arguments.loss is not None:
+        options["loss"] = _selector(arguments.loss)
+    for name in ("module", "entry", "trips"):
+        if getattr(arguments, name) is not None:
+            options[name] = getattr(arguments, name)
+    return options
+
+
+def _selector(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
+
 
 PYTHON = "python:"
 

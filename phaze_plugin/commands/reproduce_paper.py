@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phaze.explore.experiment_rows import ModelExperiment
-    from phaze.explore.one_chip import OneChip
+    from phaze.explore.paper_experiments import OneChip
     from phaze.explore.search_question import SearchOptions
 
 __all__ = ["reproduce_paper"]
@@ -83,8 +83,8 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, console: Console) -> int:
     """Run what is missing, print the tables and save them."""
     from phaze.explore.experiment_rows import FOUR_WAY_HEADINGS, METHOD_HEADINGS, network_notes
-    from phaze.explore.one_chip import ONE_CHIP_HEADINGS
-    from phaze.json_records import to_document
+    from phaze.explore.paper_experiments import ONE_CHIP_HEADINGS
+    from phaze.json_documents import to_document
 
     _check_arguments(arguments)
     kept = _Kept(arguments)
@@ -107,7 +107,7 @@ def _check_arguments(arguments: Namespace) -> None:
     from phaze.explore.paper_experiments import EXPERT_STRATEGIES
     from phaze.explore.sampled_search import SAMPLED_METHODS
     from phaze.explore.search_question import COMBINATIONS
-    from phaze.file_writing import check_writable
+    from phaze.file_access import check_writable
 
     known: dict[str, tuple[list[str], list[str]]] = {
         "MODEL": (arguments.models, list(EXPERT_STRATEGIES)),
@@ -138,8 +138,8 @@ class _Kept:
     def __init__(self, arguments: Namespace) -> None:
         """Read the file; raises FormatError if it has rows of other settings."""
         from phaze.explore.experiment_rows import ModelExperiment
-        from phaze.explore.one_chip import OneChip
-        from phaze.json_records import from_document
+        from phaze.explore.paper_experiments import OneChip
+        from phaze.json_documents import from_document
 
         self._arguments = arguments
         document = _kept_document(arguments)
@@ -150,8 +150,8 @@ class _Kept:
 
     def save(self) -> None:
         """Write the file anew, if there is one."""
-        from phaze.file_writing import write_whole
-        from phaze.json_records import to_document
+        from phaze.file_access import write_whole
+        from phaze.json_documents import to_document
 
         if self._arguments.out is not None:
             document = {
@@ -167,7 +167,7 @@ class _Kept:
 def _kept_document(arguments: Namespace) -> dict[str, Any]:
     """The document of the file; raises FormatError if it is of other settings."""
     from phaze.errors import FormatError
-    from phaze.file_reading import read_document
+    from phaze.file_access import read_document
 
     if arguments.out is None or not Path(arguments.out).exists() or not Path(arguments.out).stat().st_size:
         return {}
@@ -227,8 +227,7 @@ def _all_rows(arguments: Namespace, kept: _Kept) -> list[ModelExperiment]:
 
 def _all_chips(arguments: Namespace, kept: _Kept) -> list[OneChip]:
     """One chip for all models on each network, in each way that was asked for."""
-    from phaze.explore.one_chip import run_one_chip
-    from phaze.explore.paper_experiments import EXPERT_STRATEGIES
+    from phaze.explore.paper_experiments import EXPERT_STRATEGIES, run_one_chip
 
     models = tuple(arguments.models or EXPERT_STRATEGIES)
     wanted = [(network, combine, models) for network in arguments.network for combine in arguments.one_chip]
@@ -243,8 +242,8 @@ def _all_chips(arguments: Namespace, kept: _Kept) -> list[OneChip]:
 def _saved(arguments: Namespace, rows: list[ModelExperiment], chips: list[OneChip]) -> list[str]:
     """Save the tables, and say where."""
     from phaze.explore.experiment_rows import convergence_csv, experiments_csv
-    from phaze.explore.one_chip import one_chip_csv
-    from phaze.file_writing import write_whole
+    from phaze.explore.paper_experiments import one_chip_csv
+    from phaze.file_access import write_whole
 
     texts = []
     contents: dict[str, Callable[[], str]] = {
@@ -263,8 +262,8 @@ def _saved(arguments: Namespace, rows: list[ModelExperiment], chips: list[OneChi
 
 def _page(rows: list[ModelExperiment], chips: list[OneChip]) -> str:
     from phaze.explore.experiment_rows import FOUR_WAY_HEADINGS, METHOD_HEADINGS, network_notes
-    from phaze.explore.one_chip import ONE_CHIP_HEADINGS
-    from phaze.report.experiments_page import experiments_page
+    from phaze.explore.paper_experiments import ONE_CHIP_HEADINGS
+    from phaze.report.search_pages import experiments_page
 
     convergence = [
         [row.model, row.network, drawn.method, *(_part(drawn.convergence, count) for count in _SHOWN_EVALUATIONS)]

@@ -17,7 +17,7 @@ from phaze.commands.plan_commands import strategy
 from phaze.commands.question_arguments import add_trust_option, find_model, numbers
 
 if TYPE_CHECKING:
-    from phaze.explore.sampled_result import SampledSearch
+    from phaze.explore.sampled_search import SampledSearch
     from phaze.explore.search_result import SearchProgress, SearchResult
 
 __all__ = ["search_designs"]
@@ -195,8 +195,8 @@ def _method_options(arguments: Namespace) -> dict[str, Any]:
 
 def _saved(arguments: Namespace, result: SearchResult | SampledSearch) -> Iterator[str]:
     """Save what was asked for, and say where."""
-    from phaze.explore.sampled_result import SampledSearch
-    from phaze.file_writing import write_whole
+    from phaze.explore.sampled_search import SampledSearch
+    from phaze.file_access import write_whole
 
     if arguments.out is not None:
         result.save(arguments.out)
@@ -217,7 +217,7 @@ def _saved(arguments: Namespace, result: SearchResult | SampledSearch) -> Iterat
 def _check_files(arguments: Namespace) -> None:
     """Raise now what would keep the answer from being saved after hours."""
     from phaze.errors import QuestionError
-    from phaze.file_writing import check_writable
+    from phaze.file_access import check_writable
 
     if arguments.plan is not None and len(arguments.models) > 1:
         raise QuestionError("--plan saves the plan of a single model; use --out, which has the plans of all.")

@@ -1,13 +1,13 @@
 """What one op and one collective cost on an accelerator (time, traffic, energy), for many accelerators at once."""
 
 from phaze.cost.attention_fusion import fuse_attention
-from phaze.cost.attention_mode import AttentionMode, planned_graph, settled_attention
 from phaze.cost.calibration import (
     EAGER_STACK,
     IDEAL,
     LIBRARY_STACK,
     PERFECT_STACK,
     Calibration,
+    ComparableRuns,
     Fusion,
     Stack,
     calibration_of,
@@ -15,14 +15,19 @@ from phaze.cost.calibration import (
     save_calibration,
 )
 from phaze.cost.collective_prices import Collective, CollectiveEstimate, price_collective
-from phaze.cost.comparable_runs import ComparableRuns
 from phaze.cost.cost_breakdown import CostReport, CostRow, cost_report, explain
-from phaze.cost.elementwise_fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates, total_estimate
-from phaze.cost.graph_prices import plugin_prices, price_groups, price_ops
-from phaze.cost.loss_fusion import fuses_loss
-from phaze.cost.operator_work import VIEW, Product, Work, matmul_work, op_work, vector_work
-from phaze.cost.optimizer_update import update_work
+from phaze.cost.graph_prices import (
+    OpGroup,
+    fuse_epilogues,
+    group_work,
+    plugin_prices,
+    price_groups,
+    price_ops,
+    single_groups,
+)
+from phaze.cost.operator_work import VIEW, Product, Work, matmul_work, op_work, update_work, vector_work
+from phaze.cost.stack_fusions import AttentionMode, fuses_loss, planned_graph, settled_attention
 from phaze.cost.work_prices import PriceTable, PriceTables, price_works
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""How far a real chip with its software stays behind the ideal one: calibrations, of shipped chips and in files.
+"""How far a real chip with its software stays behind the ideal one: calibrations, their files, their errors on runs.
 
 A `Calibration` holds fitted numbers, of which a family of chips has at most six:
 
     tensor time = ideal / matrix,  vector time = ideal / vector,  memory time = ideal / memory; where a GPU's products
-                  were measured, theirs are product time / matrix                   (`phaze.cost.product_kernels`)
+                  were measured, theirs are product time / matrix                  (`phaze.cost.measured_kernels`)
     attention   = the share of the rate of matrix products that fused attention reaches
     op          = the longest of tensor, vector and memory time + overhead; where the stack hides no memory behind
                   matrix products, the longer of tensor + memory time and vector time   (`phaze.cost.work_prices`)
@@ -12,7 +12,7 @@ A `Calibration` holds fitted numbers, of which a family of chips has at most six
                                                                                         (`phaze.profile.layer_jobs`)
     collective  = latencies + bytes / (bandwidth * efficiency) + overhead; the efficiency is `link` on a cluster's
                   innermost links and `network` on all others                     (`phaze.cost.collective_prices`);
-                  on measured links of protocols                                      (`phaze.cost.link_protocols`)
+                  on measured links of protocols                                   (`phaze.cost.measured_kernels`)
     overlap     = of the part of a data-parallel collective that later passes could hide, the share that they do hide;
                   nothing where the stack hides none of them
     reserve     = memory that allocator and libraries hold besides what is needed, as a part of that
@@ -26,44 +26,54 @@ its numbers are all 1.0, its stack is perfect and results say "ideal".
 chips: the numbers that `benchmarks/fit_published.py` fitted to published runs, what the stack does, the runs behind
 them, and the errors that remain (in sample, with each row left out, with each dataset left out). `save_calibration`
 and `load_calibration` write and read the files of `phaze calibrate`.
+
+`comparable_runs` says how far measured steps lay from their predictions in runs like the one that is asked about. Runs
+are alike where the calibration's family of chips, the number of nodes (one, or many) and the width of products (two
+bytes and more, or fewer) are the same. ``calibrations.json`` has, for each such class with at least `LEAST_RUNS`
+published runs, the tenth and the ninetieth percentile of measured against predicted seconds, each run predicted by a
+fit that had no run of its group (`benchmarks/fit_published.py`). Where there is no such class nothing is said: neither
+of chips that were not fitted, nor under a calibration of the user's own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
-from phaze.cost.link_protocols import LinkProtocols, link_protocols_of
-from phaze.cost.product_kernels import ProductKernels, product_kernels_of
-from phaze.digests import with_digest, without_digest
+import numpy as np
+
+from phaze.cost.measured_kernels import LinkProtocols, ProductKernels, link_protocols_of, product_kernels_of
 from phaze.errors import FormatError, HardwareError, shown
-from phaze.file_reading import read_document
-from phaze.file_writing import write_whole
-from phaze.hardware import Accelerator, preset
+from phaze.file_access import read_document, write_whole
+from phaze.hardware import Accelerator, Cluster, PrecisionRecipe, preset
 from phaze.hardware.chip_presets import preset_names
-from phaze.hardware.element_types import dtype_bytes
-from phaze.hardware.field_checks import fraction, non_negative, positive_integer
-from phaze.hardware.packaged_data import Table, packaged_table
-from phaze.json_records import from_document, to_document
+from phaze.hardware.hardware_numbers import Table, fraction, non_negative, packaged_table, positive_integer
+from phaze.hardware.precision import dtype_bytes
+from phaze.json_documents import from_document, to_document, with_digest, without_digest
 
 __all__ = [
     "EAGER_STACK",
     "IDEAL",
     "KIND",
+    "LEAST_RUNS",
     "LIBRARY_STACK",
     "PERFECT_STACK",
     "TERMS",
     "VERSION",
     "Calibration",
     "CalibrationFile",
+    "ComparableRuns",
     "Fusion",
+    "RunClass",
     "Stack",
     "calibration_of",
+    "comparable_runs",
     "fitted_families",
     "load_calibration",
+    "runs_by_class",
     "save_calibration",
     "why_ideal",
 ]
@@ -82,8 +92,8 @@ it from C++, Python the others. Passes of small layers in vTrain's runs on one n
 class Fusion(StrEnum):
     """What a framework runs as one kernel: single ops, chains of elementwise ops, or these behind a matrix op.
 
-    With the first two it may also have a loss that reads 16-bit logits as they are (`loss_fusion.py`), with chains a
-    gated activation as one kernel (`gate_fusion.py`).
+    With the first two it may also have a loss that reads 16-bit logits as they are (`fuse_loss`), with chains a
+    gated activation as one kernel (`fuse_gates`).
     """
 
     NONE = "none"
@@ -333,3 +343,70 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     document = without_digest(document, os.fspath(path))
     body = {name: value for name, value in document.items() if name not in ("kind", "version")}
     return from_document(CalibrationFile, body, os.fspath(path)).calibration
+
+
+LEAST_RUNS = 8
+"""Fewer runs say too little of a tenth of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClass:
+    """What makes runs on one family of chips comparable."""
+
+    has_many_nodes: bool
+    has_narrow_products: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster, recipe: PrecisionRecipe) -> RunClass:
+        """The class of runs on a cluster at a precision."""
+        node = cluster.levels[0].size if cluster.levels else 1
+        return cls(has_many_nodes=cluster.device_count > node, has_narrow_products=recipe.quantizes_products)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparableRuns:
+    """Measured over predicted seconds, less one, of so many runs: 80 % lie between ``tenth`` and ``ninetieth``."""
+
+    runs: int
+    tenth: float
+    ninetieth: float
+
+    @property
+    def spread(self) -> float:
+        """The relative difference below which predictions of two steps do not tell which is the quicker one."""
+        return max(abs(self.tenth), abs(self.ninetieth))
+
+    def __str__(self) -> str:
+        return f"80 % of {self.runs} comparable runs lie within {self.tenth:+.0%} and {self.ninetieth:+.0%}"
+
+
+def comparable_runs(calibration: Calibration, cluster: Cluster, recipe: PrecisionRecipe) -> ComparableRuns | None:
+    """The published runs that are like those on a cluster at a precision; None where too few are known."""
+    family = next((family for family in fitted_families().values() if family["name"] == calibration.name), None)
+    asked = RunClass.of(cluster, recipe)
+    for entry in () if family is None else family.get("comparable", ()):
+        if (entry["has_many_nodes"], entry["has_narrow_products"]) == (asked.has_many_nodes, asked.has_narrow_products):
+            return ComparableRuns(runs=entry["runs"], tenth=entry["tenth"], ninetieth=entry["ninetieth"])
+    return None
+
+
+def runs_by_class(classes: Sequence[RunClass], errors: Sequence[float]) -> list[dict[str, object]]:
+    """What is shipped of a family: of each class of its runs the quantiles of their errors, where they are enough.
+
+    Errors are those of predictions (predicted over measured, less one), left out of the fit.
+    """
+    entries: list[dict[str, object]] = []
+    for kind in dict.fromkeys(classes):
+        ratios = [1 / (1 + error) - 1 for error, own in zip(errors, classes, strict=True) if own == kind]
+        if len(ratios) >= LEAST_RUNS:
+            tenth, ninetieth = np.quantile(ratios, [0.1, 0.9]).tolist()
+            entries.append(
+                {
+                    "has_many_nodes": kind.has_many_nodes,
+                    "has_narrow_products": kind.has_narrow_products,
+                    "runs": len(ratios),
+                    "tenth": round(tenth, 4),
+                    "ninetieth": round(ninetieth, 4),
+                }
+            )
+    return entries

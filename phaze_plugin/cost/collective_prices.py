@@ -31,7 +31,7 @@ dimensions of n this is (1 - 1/n^m) S / (m r), as in "How to Scale Your Model" (
 dimensions differ so much that one after the other is faster, that is taken.
 
 On a GPU's own links, where a calibration has the library's protocols for them, latency and rate are those of a
-protocol, and the price is the least over protocols: increasing and concave in size (`phaze.cost.link_protocols`).
+protocol, and the price is the least over protocols: increasing and concave in size (`phaze.cost.measured_kernels`).
 Parameters and gradients of whole layers are priced as ``is_bulk``: by the protocol of large tensors at any size, so
 that prices of placements are straight lines.
 """
@@ -49,10 +49,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
-from phaze.cost.link_protocols import LinkProtocol
+from phaze.cost.measured_kernels import LinkProtocol
 from phaze.errors import CostError, shown
 from phaze.hardware import Cluster, InterconnectLevel, Links
-from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.hardware.cluster import AxisSpan
 
 __all__ = [

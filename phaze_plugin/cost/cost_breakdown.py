@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phaze.cost.calibration import Calibration, calibration_of
-from phaze.cost.elementwise_fusion import OpGroup, fuse_epilogues, group_work, single_groups
 from phaze.cost.estimate import Binding, CoreKind, Estimate
-from phaze.cost.graph_prices import plugin_price_name, price_groups
-from phaze.cost.operator_work import Product, Work
-from phaze.cost.optimizer_update import update_work
+from phaze.cost.graph_prices import OpGroup, fuse_epilogues, group_work, plugin_price_name, price_groups, single_groups
+from phaze.cost.operator_work import Product, Work, update_work
 from phaze.cost.work_prices import price_works
 from phaze.errors import CostError
 from phaze.hardware import Accelerator, AcceleratorArray, PrecisionRecipe, precision_recipe
-from phaze.hardware.area_energy import energy_model
-from phaze.hardware.element_types import rate_name
+from phaze.hardware.accelerator import energy_model
+from phaze.hardware.precision import rate_name
 from phaze.ir import Graph, Op, Phase
 from phaze.tolerances import EQUAL_RESULTS
 

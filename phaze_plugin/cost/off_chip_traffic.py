@@ -1,6 +1,7 @@
-"""Off-chip bytes of matrix products and of fused attention: those of the best tiling that fits the memory in between.
+"""Matrix products and fused attention as kernels run them: the bytes that they move off chip, the keys that are seen.
 
-A product Y[M, N] = X[M, K] W[K, N] with X, W, Y bytes in total reads and writes, when the memory of S bytes holds
+Off-chip bytes are those of the best tiling that fits the memory in between. A product Y[M, N] = X[M, K] W[K, N] with
+X, W, Y bytes in total reads and writes, when the memory of S bytes holds
 
     a block of Y (m x n accumulators of 4 bytes)   X ceil(N/n) + W ceil(M/m) + Y                (`_output_resident`)
     a block of X (m x k elements)                  X + W ceil(M/m) + Y + spilled partial sums  (`_operand_resident`)
@@ -17,26 +18,126 @@ Fused attention keeps its scores on the chip. Per head, a block of m queries sta
 maximum and sum) while keys and values pass, c = ceil(queries/m) times: Q + O + (K + V) c; or a head's keys and values
 stay while queries pass: Q + O + K + V. Backward the gradients of keys and values pass as well, and every pass but the
 first reads the sums that the last one wrote: Q + O + dO + dQ + (K + V) c + (dK + dV)(2 c - 1).
+
+Masks (`seen_gemms`). Fused kernels go over the square of scores in blocks and leave out those that a causal mask, a
+sliding window or chunks hide altogether (Dao, arXiv:2307.08691, section 3.1.1; JAX's splash attention likewise); a
+block that is seen in part is computed whole. With S queries that are the last of T positions, in units of blocks, the
+query block at position p (the last one at T - 1) sees
+
+    causal   p + 1
+    window   of w positions: at most w + 1, the one that its first query still sees and its own
+    chunk    of c positions: at most c
+
+Queries that are a part of the sequence, because it is split over devices, are taken for the last part: that device
+works longest. Where each of n devices has an early and a late part (attribute `balanced_over`), it sees 1/n of what all
+queries see. A mask that is known as a tensor only is computed whole, as kernels that take one do.
+
+A size that cannot be is a `CostError` that names the owner, the size and the value (`check_sizes`, `check_amounts`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phaze.cost.size_checks import check_amounts, check_sizes
+from phaze.errors import CostError, shown
+from phaze.ir import Gemm, Op
+from phaze.ir.op import attention_gemms
+from phaze.ir.rule import names_of
 
 __all__ = [
+    "BALANCED_OVER",
+    "LARGEST_SIZE",
     "AttentionTiling",
     "ProductTiling",
     "Tiling",
+    "check_amounts",
+    "check_sizes",
     "product_traffic_bytes",
+    "seen_gemms",
 ]
+
+LARGEST_SIZE = 2**60
+"""Sizes up to this stay exact in 64-bit integers, and are far above any tensor's."""
+
+
+def check_sizes(owner: str, **sizes: object) -> None:
+    """Refuse a size that is not a whole number of at least 1."""
+    for name, value in sizes.items():
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_whole or not 1 <= int(value) <= LARGEST_SIZE:  # type: ignore[call-overload]
+            raise CostError(f"{owner}: {name} is {shown(value)}; expected a whole number of at least 1.")
+
+
+def check_amounts(owner: str, *, may_be_zero: bool = False, **amounts: float) -> None:
+    """Refuse an amount that is not finite or is negative, and zero unless it may be that."""
+    for name, value in amounts.items():
+        if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
+            expected = "at least 0" if may_be_zero else "above 0"
+            raise CostError(f"{owner}: {name} is {shown(value)}; expected a finite number {expected}.")
+
+
+BALANCED_OVER = "balanced_over"
+"""The attribute of a causal attention that says over how many devices its queries are divided so that all see alike."""
+
+BLOCK = 128
+"""Positions in a block of scores: what FlashAttention-2 uses for queries and splash attention at least for both."""
+
+
+def seen_blocks(op: Op) -> int | None:
+    """Blocks of each head's scores that an attention op computes; None where it computes all scores."""
+    query, key, value = (names_of(dims) for dims in op.rule.operands[:3])
+    causal = op.attribute("causal")
+    if not isinstance(causal, str):
+        return None
+    queries = math.prod(op.rule.size(name) for name in causal.split())
+    keys = math.prod(op.rule.size(name) for name in (key & value) - query)
+    balanced = op.attribute(BALANCED_OVER)
+    devices = balanced if isinstance(balanced, int) else 1
+    blocks = -(-_seen_blocks(-(-queries * devices // BLOCK), -(-keys // BLOCK), _span(op)) // devices)
+    return blocks if blocks * BLOCK * BLOCK < queries * keys else None
+
+
+def seen_gemms(op: Op) -> tuple[Gemm, ...]:
+    """The matrix products of an attention op on what is seen: its blocks of queries, each with a block of keys.
+
+    `Op.gemms` are those of the whole square.
+    """
+    blocks, causal = seen_blocks(op), op.attribute("causal")
+    if blocks is None:
+        return op.gemms
+    query, key = (names_of(dims) for dims in op.rule.operands[:2])
+    repeats = math.prod(op.rule.size(name) for name in query - key - frozenset(str(causal).split()))
+    return attention_gemms(op, rows=repeats * blocks * BLOCK, keys=BLOCK)
+
+
+def _span(op: Op) -> int | None:
+    """The most blocks that a query block sees because of a window or chunk."""
+    window, chunk = op.attribute("window"), op.attribute("chunk")
+    spans = []
+    if isinstance(window, int):
+        spans.append(-(-window // BLOCK) + 1)
+    if isinstance(chunk, int):
+        spans.append(-(-chunk // BLOCK))
+    return min(spans, default=None)
+
+
+def _seen_blocks(queries: int, keys: int, span: int | None) -> int:
+    """Blocks of scores that are not hidden, where the query blocks are the last ones of the key blocks."""
+    beyond = max(0, queries - keys)  # queries without keys of their own see all
+    rows = queries - beyond
+    first = keys - rows + 1
+    most = keys if span is None else min(span, keys)
+    growing = max(0, min(rows, most - first + 1))  # rows that see fewer than the most
+    return growing * first + growing * (growing - 1) // 2 + (rows - growing + beyond) * most
+
 
 _Floats = NDArray[np.float64]
 _ACCUMULATOR_BYTES = 4.0

@@ -1,4 +1,4 @@
-"""What an op asks of an accelerator: its matrix products, lane operations and bytes, by kind of op.
+"""What ops and the optimizer's update ask of an accelerator: matrix products, lane operations and bytes.
 
 Ops of every kind are turned into `Work` first (`op_work`); prices look at nothing else. The parts of a work run at the
 same time, each on its own resource, so that the largest decides:
@@ -15,7 +15,7 @@ The `Work` of a true view is empty and occupies no cores: the only thing that co
                   if every block of the image were exact: optimistic where a small buffer makes windows overlap
     attention     a fused kernel: score and context products (backward also the scores again) of the keys that are
                   seen, softmax and dropout on the vector cores at the same time, scores never off the chip
-                  (`_attention`, `phaze.cost.attention_masks`)
+                  (`_attention`, `phaze.cost.off_chip_traffic`)
     vector kinds  elements x operations per element, against every operand read and every result written once
                   (`_vector`, with the counts of `vector_operations`)
     lookup        only the rows that are picked are read; scatter also reads the rows that it adds to     (`_scatter`)
@@ -28,6 +28,16 @@ tensors.
 Lane operations per element were counted by hand from the usual formulas: a function of one instruction counts 1, a
 transcendental one 8 (range reduction and a short polynomial), composed ones the sum of their parts. They are estimates;
 memory traffic decides most of these ops on real chips.
+
+The optimizer's update (`update_work`) is done once per batch after gradients are reduced. A device updates the
+parameters that it holds, or its part of them where ZeRO divides them. Each parameter moves
+`PrecisionRecipe.update_bytes` over HBM (gradient read, master or parameter and state read and written, parameter copy
+written) and takes `PrecisionRecipe.update_operations` lane operations. Stacks that do not fuse the update make a copy
+of gradients in the master's type, read it for their norm and scale it.
+
+Muon also orthogonalizes its updates by five Newton-Schulz steps (Jordan et al., 2024), each three products on a matrix
+X of m x n, m <= n: X X^T, its square, and their sum times X. The sizes of single matrices are not known here:
+parameters are taken as matrices of m x 4m.
 """
 
 from __future__ import annotations
@@ -38,13 +48,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from phaze.cost.attention_masks import seen_gemms
+from phaze.cost.calibration import PERFECT_STACK, Stack
 from phaze.cost.estimate import CoreKind
-from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling
-from phaze.cost.size_checks import check_amounts, check_sizes
+from phaze.cost.off_chip_traffic import AttentionTiling, ProductTiling, Tiling, check_amounts, check_sizes, seen_gemms
 from phaze.errors import CostError
-from phaze.hardware.element_types import dtype_bytes
-from phaze.hardware.precision import PRODUCT_DTYPE
+from phaze.hardware import PrecisionRecipe
+from phaze.hardware.precision import PRODUCT_DTYPE, dtype_bytes
 from phaze.ir import DType, FactorKind, Gemm, Op, OpKind, Phase, Tensor
 from phaze.ir.rule import Dims, names_of
 
@@ -57,6 +66,7 @@ __all__ = [
     "op_work",
     "read_bytes",
     "softmax_operations",
+    "update_work",
     "vector_operations",
     "vector_work",
     "written_bytes",
@@ -416,3 +426,31 @@ def attention_operations(op: Op) -> int:
         functions += [f"{function}_backward" for function in functions]
         more *= 2
     return sum(_BY_FUNCTION[function] for function in functions) + more
+
+
+_NEWTON_SCHULZ_STEPS = 5
+_LARGEST_SIDE = 4096
+"""The shorter side of the matrices that Muon is priced on: that of models around ten billion parameters."""
+_ASPECT = 4
+"""The longer side over the shorter one, as in the feed-forward part of a transformer."""
+_PASSES_OVER_GRADIENTS = 4
+"""Copies are written, read for the norm, read and written to be scaled."""
+
+
+def update_work(recipe: PrecisionRecipe, parameters: int, *, stack: Stack = PERFECT_STACK) -> Work:
+    """The update of the ``parameters`` that one device updates; where there are none, it is a `CostError`."""
+    check_sizes("update", parameters=parameters)
+    moved = recipe.update_bytes
+    if not stack.fuses_update:
+        size = recipe.master_bytes or recipe.gradient_bytes
+        moved += recipe.gradient_bytes + _PASSES_OVER_GRADIENTS * size
+    work = vector_work(recipe.update_operations * parameters, moved * parameters)
+    return replace(work, products=_newton_schulz(parameters)) if recipe.orthogonalizes_updates else work
+
+
+def _newton_schulz(parameters: int) -> tuple[Product, ...]:
+    """The products that orthogonalize the updates of so many parameters, in bf16."""
+    side = min(_LARGEST_SIDE, max(1, math.isqrt(parameters // _ASPECT)))
+    steps = _NEWTON_SCHULZ_STEPS * math.ceil(parameters / (_ASPECT * side * side))
+    sizes = ((side, side, _ASPECT * side), (side, side, side), (side, _ASPECT * side, side))
+    return tuple(Product(batch=steps, m=m, n=n, k=k, dtype="bfloat16") for m, n, k in sizes)

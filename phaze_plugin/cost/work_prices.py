@@ -15,8 +15,9 @@ A stack that does not hide traffic behind matrix products adds it to their time.
 aligned as it needs run at the rate of float32 there (found on A100: heads of 108 elements cost a third of the step).
 
 Where a calibration has the chip's measured product kernels, they take the place of the tensor time, own traffic
-included (`phaze.cost.product_kernels`). They occupy the whole chip: on one core they take as many times longer as there
-are cores. Products inside of fused attention stay on the arrays, at the share of their rate that such kernels reach.
+included (`phaze.cost.measured_kernels`). They occupy the whole chip: on one core they take as many times longer as
+there are cores. Products inside of fused attention stay on the arrays, at the share of their rate that such kernels
+reach.
 
 Energy is that of the off-chip traffic, of the traffic between buffer and core (the same tilings, fitted into the core's
 private L2), and of what the arrays draw from L2: each operand element feeds a whole row or column at once.
@@ -35,13 +36,13 @@ from numpy.typing import NDArray
 
 from phaze.cost.calibration import IDEAL, Calibration
 from phaze.cost.estimate import BINDINGS, Binding, CoreKind, Estimate, stack_estimates
+from phaze.cost.measured_kernels import CANDIDATES, kernel_seconds
 from phaze.cost.off_chip_traffic import ProductTiling, product_traffic_bytes
 from phaze.cost.operator_work import Product, Work
-from phaze.cost.product_kernels import CANDIDATES, kernel_seconds
 from phaze.cost.systolic_cycles import ArrayGrid, array_grid, product_cycles
 from phaze.hardware import Accelerator, AcceleratorArray
-from phaze.hardware.area_energy import EnergyModel, energy_model
-from phaze.hardware.element_types import dtype_bytes
+from phaze.hardware.accelerator import EnergyModel, energy_model
+from phaze.hardware.precision import dtype_bytes
 
 __all__ = [
     "PriceTable",

@@ -9,7 +9,7 @@
        replaces the sweep's bounds. Where a best case is nearly a real accelerator, that one is evaluated.
     3. A box is closed when its bound exceeds the best value by no more than the gap (`SearchState.is_closed`).
     4. Where all boxes are closed at a gap above 0, designs that were never evaluated may still be better, by less than
-       the gap. The neighbours of the best (`design_neighbours`) are evaluated, until none of them is better
+       the gap. The neighbours of the best (`neighbours`) are evaluated, until none of them is better
        (`_try_neighbours`). The proof stays as it is.
 
 Where pipelines with loose bounds (interleaved, gpipe) are asked for beside others, the same search is first done
@@ -34,15 +34,13 @@ import numpy as np
 from phaze.errors import PlanError
 from phaze.explore.box_tasks import BoxTasks
 from phaze.explore.design_bounds import IntArray, SweptSlicing, run_sweeps, sweep_tasks
-from phaze.explore.design_boxes import DesignBox, best_case_distance, cut_box
-from phaze.explore.design_neighbours import neighbours
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.objectives import Metric, Objective
 from phaze.explore.search_question import PROVABLE_SCHEDULES, SearchQuestion
-from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.search_state import DesignBox, EvaluatedDesign, SearchState, best_case_distance, cut_box, neighbours
 from phaze.explore.space_screening import SCREENED_FROM, ScreenedSpace, can_screen, screen_space
-from phaze.hardware.area_energy import area_mm2
+from phaze.hardware.accelerator import area_mm2
 from phaze.planner.progress import TimeLimitError
 from phaze.planner.strategy_search import nearest_tp
 from phaze.tolerances import EQUAL_DESIGNS, NEARLY_EQUAL_RATES

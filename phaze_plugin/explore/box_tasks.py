@@ -15,11 +15,10 @@ import numpy as np
 
 from phaze.errors import FormatError
 from phaze.explore.design_bounds import FloatArray, best_case_accelerator
-from phaze.explore.design_boxes import DesignBox
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal, seconds_or_none
 from phaze.explore.search_question import SearchQuestion
-from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.search_state import DesignBox, EvaluatedDesign, SearchState
 from phaze.explore.worker_tasks import (
     BoundTask,
     EvaluateTask,
@@ -31,7 +30,7 @@ from phaze.explore.worker_tasks import (
     schedule_pass_bounds,
 )
 from phaze.hardware import Accelerator
-from phaze.json_records import from_document, to_document
+from phaze.json_documents import from_document, to_document
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = ["BoxTasks"]

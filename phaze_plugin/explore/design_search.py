@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from phaze.errors import QuestionError, shown
 from phaze.explore.best_first_search import BestFirstSearch
-from phaze.explore.design_sensitivity import sensitivity_rows
 from phaze.explore.executors import Workers, open_workers
 from phaze.explore.journal import Journal
 from phaze.explore.network_search import search_networks
 from phaze.explore.objectives import pareto_front
-from phaze.explore.reported_designs import plans_fit, reported_design, with_plans
-from phaze.explore.sampled_result import SampledSearch
-from phaze.explore.sampled_search import DEFAULT_EVALUATIONS, SearchMethod, run_sampled_search
+from phaze.explore.reported_designs import plans_fit, reported_design, sensitivity_rows, with_plans
+from phaze.explore.sampled_search import DEFAULT_EVALUATIONS, SampledSearch, SearchMethod, run_sampled_search
 from phaze.explore.search_question import SearchOptions, SearchQuestion, ask_search
 from phaze.explore.search_result import (
     Certificate,

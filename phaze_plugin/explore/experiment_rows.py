@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phaze.report.csv_text import csv_text
+from phaze.report.plan_text import csv_text
 
 __all__ = ["Baseline", "Contender", "ModelExperiment", "convergence_csv", "experiments_csv", "network_notes"]
 

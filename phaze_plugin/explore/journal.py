@@ -24,12 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, cast
 
-from phaze.digests import DIGEST, digest_of
 from phaze.errors import FormatError, JournalWarning, shown
-from phaze.file_reading import parse_json, read_bytes
-from phaze.file_writing import sync_folder
-from phaze.json_schemas import DRAFT
-from phaze.schema_checks import SchemaCheck
+from phaze.file_access import parse_json, read_bytes, sync_folder
+from phaze.json_documents import DIGEST, DRAFT, SchemaCheck, digest_of
 
 try:
     import fcntl

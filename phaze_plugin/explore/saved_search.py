@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phaze.digests import without_digest
 from phaze.errors import FormatError, shown
 from phaze.explore.best_first_search import BestFirstSearch
 from phaze.explore.design_search import run_search
@@ -22,9 +21,9 @@ from phaze.explore.journal import Journal, read_header
 from phaze.explore.objectives import Metric
 from phaze.explore.search_question import question_from_header
 from phaze.explore.search_result import FORMAT, VERSION, SearchResult
-from phaze.file_reading import read_document
+from phaze.file_access import read_document
 from phaze.installed import installed_plugins
-from phaze.json_records import from_document
+from phaze.json_documents import from_document, without_digest
 from phaze.planner.progress import TimeLimitError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from phaze.cost import IDEAL, Calibration
 from phaze.errors import FormatError, QuestionError, shown
 from phaze.explore.objectives import Metric
 from phaze.hardware import AcceleratorArray, Cluster, PrecisionRecipe, parse_cluster
-from phaze.json_records import from_document, to_document
+from phaze.json_documents import from_document, to_document
 from phaze.offered_choices import DEFAULT_MICRO_BATCH_SIZES
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.question import Question, QuestionOptions, ask

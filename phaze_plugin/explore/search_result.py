@@ -7,16 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from phaze.digests import with_digest
-from phaze.file_writing import write_whole
-from phaze.json_records import to_document
+from phaze.file_access import write_whole
+from phaze.json_documents import to_document, with_digest
 from phaze.parallelism import PipelineSchedule
 from phaze.plan.plan import Plan
 from phaze.printable_text import printable
-from phaze.report.csv_text import csv_text
-from phaze.report.notebook_views import search_view
-from phaze.report.plan_text import seconds_text
-from phaze.report.search_page import UTILISATIONS, search_page, strategy_text
+from phaze.report.html_views import search_view
+from phaze.report.plan_text import csv_text, seconds_text
+from phaze.report.search_pages import UTILISATIONS, search_page, strategy_text
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [

@@ -37,8 +37,7 @@ from phaze.explore.executors import Workers
 from phaze.explore.objectives import Metric
 from phaze.explore.search_question import SearchQuestion
 from phaze.hardware import AcceleratorArray
-from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS
-from phaze.hardware.area_energy import areas_mm2
+from phaze.hardware.accelerator import INTEGER_FIELDS, REAL_FIELDS, areas_mm2
 from phaze.tolerances import EQUAL_DESIGNS, EQUAL_RESULTS
 
 __all__ = ["SCREENED_FROM", "ClosedCells", "ScreenedSpace", "can_screen", "screen_space"]

@@ -15,7 +15,7 @@ from phaze.explore.design_bounds import FORWARD, TO_INPUTS, TO_WEIGHTS, PassColu
 from phaze.hardware import Accelerator
 from phaze.ir import SEARCHED_MODES, RecomputeMode, recomputed_ops
 from phaze.ir.layers import single_layer
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import (
     Bounded,
@@ -27,8 +27,8 @@ from phaze.place import (
     place_as_paper,
 )
 from phaze.planner.plan_building import strategy_of
-from phaze.planner.plan_energy import step_energy
 from phaze.planner.strategy_search import Answer, Candidate
+from phaze.planner.time_and_energy import step_energy
 from phaze.profile.layer_passes import ProfileOptions, priced_pass
 from phaze.profile.layer_profile import ProfileKey
 from phaze.profile.model_profiles import layer_variants, profile_model, profile_options, sequence_parallel_of

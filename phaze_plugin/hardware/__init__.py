@@ -1,14 +1,30 @@
 """Accelerators, clusters and networks: their values, real ones by name, their files; area, energy and precision."""
 
-from phaze.hardware.accelerator import Accelerator, AcceleratorArray, MatrixRates
-from phaze.hardware.area_energy import EnergyModel, area_mm2, areas_mm2, energy_model
+from phaze.hardware.accelerator import (
+    Accelerator,
+    AcceleratorArray,
+    EnergyModel,
+    MatrixRates,
+    area_mm2,
+    areas_mm2,
+    energy_model,
+)
 from phaze.hardware.chip_presets import Preset, preset, preset_names, presets
-from phaze.hardware.cluster import Cluster, HostLink, InterconnectLevel, Links
-from phaze.hardware.cluster_text import find_accelerator, network_of, parse_cluster
+from phaze.hardware.cluster import (
+    ChipLink,
+    Cluster,
+    HostLink,
+    InterconnectLevel,
+    Links,
+    Network,
+    NetworkLevel,
+    Torus,
+    network_names,
+    networks,
+)
+from phaze.hardware.cluster_text import fabric_names, find_accelerator, network, network_of, parse_cluster
 from phaze.hardware.hardware_files import load_accelerator, load_cluster, save_accelerator, save_cluster
-from phaze.hardware.network_levels import ChipLink, Network, NetworkLevel, Torus, network_names, networks
-from phaze.hardware.network_text import fabric_names, network
-from phaze.hardware.packaged_data import Fact
+from phaze.hardware.hardware_numbers import Fact
 from phaze.hardware.precision import (
     OPTIMIZERS,
     PRECISIONS,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from phaze.errors import UnknownNameError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
-from phaze.hardware.network_levels import ChipLink, Torus
-from phaze.hardware.packaged_data import Fact, Table, fact_of, packaged_table
+from phaze.hardware.cluster import ChipLink, Torus
+from phaze.hardware.hardware_numbers import Fact, Table, fact_of, packaged_table
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

@@ -1,15 +1,24 @@
-"""Clusters: many equal devices and the links between them, in levels; which levels a mesh axis uses.
+"""Clusters and networks: equal devices, the links between them in levels, and which levels a mesh axis uses.
 
-Level 1 joins ``size`` devices, level 2 joins ``size`` groups of level 1, and so on: device ranks are written in mixed
-radix with the innermost level as the fastest digit. Bandwidth is per device and direction. Behind a switch, groups that
-communicate at the same time do not slow each other. The dimensions of a torus are levels too, each a row of devices
-whose bandwidth is that of one link in one direction (`Links`).
+Clusters (`Cluster`). Level 1 joins ``size`` devices, level 2 joins ``size`` groups of level 1, and so on: device ranks
+are written in mixed radix with the innermost level as the fastest digit. Bandwidth is per device and direction. Behind
+a switch, groups that communicate at the same time do not slow each other. The dimensions of a torus are levels too,
+each a row of devices whose bandwidth is that of one link in one direction (`Links`).
 
 A mesh axis of ``size`` devices at ``stride`` holds the ranks base + stride * (0 .. size-1), where the stride is the
 product of the axes inside it. It uses a level by the factor by which it moves inside that level's blocks; where its
 groups do not line up with the blocks (an axis of 6 in nodes of 8), every step is charged to the next level outside.
 Where an axis takes every k-th device of a row, k such groups share the links of that row: each has 1/k of the
 bandwidth, and a message passes k links.
+
+Networks (`Network`) are levels of links with the origin of their numbers, and say what joins a given number of devices.
+A network's outermost level has no size of its own: it joins as many groups as a cluster needs. A level that is a torus
+becomes one `InterconnectLevel` for each of its dimensions, the smallest innermost; its shape is the most even one that
+has exactly so many devices, unless one is given. A dimension is closed to a ring where its length is a multiple of
+`Torus.closes_at`, and an open line otherwise.
+
+The shipped networks live in ``data/networks.json``; plugins add others (`known_network` finds both), and
+`phaze.hardware.cluster_text` reads them from text.
 """
 
 from __future__ import annotations
@@ -18,12 +27,39 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING
 
 from phaze.errors import HardwareError, shown
 from phaze.hardware.accelerator import Accelerator
-from phaze.hardware.field_checks import non_negative, positive, positive_integer
+from phaze.hardware.hardware_numbers import (
+    Fact,
+    Table,
+    fact_of,
+    non_negative,
+    packaged_table,
+    positive,
+    positive_integer,
+)
 
-__all__ = ["AxisSpan", "Cluster", "HostLink", "InterconnectLevel", "Links"]
+if TYPE_CHECKING:
+    from phaze.hooks import PluginManager
+
+__all__ = [
+    "AxisSpan",
+    "ChipLink",
+    "Cluster",
+    "HostLink",
+    "InterconnectLevel",
+    "Links",
+    "Network",
+    "NetworkLevel",
+    "Torus",
+    "known_network",
+    "network_names",
+    "networks",
+    "torus_shape",
+]
 
 
 class Links(StrEnum):
@@ -194,3 +230,131 @@ def _reach(block: int, covered: int, extent: int) -> int:
     if block % extent == 0:
         return extent
     return block if block % covered == 0 and extent % block == 0 else covered
+
+
+@dataclass(frozen=True, slots=True)
+class Torus:
+    """So many dimensions; a dimension of a multiple of ``closes_at`` devices is a ring, any other one a line."""
+
+    dimensions: int
+    closes_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChipLink:
+    """A chip's own links: bandwidth per device and direction, or of one link in one direction in a torus."""
+
+    name: str
+    bandwidth_bytes_per_s: Fact
+    latency_s: Fact
+    torus: Torus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLevel:
+    """Links of one level with the origin of their numbers.
+
+    Attributes:
+        size: members; None for as many as are needed.
+        bandwidth_bytes_per_s: per member and direction; in a torus, of one link in one direction.
+        latency_s: of one message.
+        torus: set where members are joined to their neighbours only.
+        shape: the lengths of a torus' dimensions where they are given; they multiply to the size.
+        name: what the text called it; empty for levels of shipped networks.
+    """
+
+    size: int | None
+    bandwidth_bytes_per_s: Fact
+    latency_s: Fact
+    torus: Torus | None = None
+    shape: tuple[int, ...] = ()
+    name: str = ""
+
+    def joining(self, members: int) -> tuple[InterconnectLevel, ...]:
+        """The links between ``members``, one level or one for each dimension."""
+        bandwidth, latency = self.bandwidth_bytes_per_s.value, self.latency_s.value
+        if self.torus is None:
+            return (InterconnectLevel(members, bandwidth, latency),)
+        shape = self.shape if self.shape and members == self.size else torus_shape(members, self.torus.dimensions)
+        return tuple(
+            InterconnectLevel(length, bandwidth, latency, Links.LINE if length % self.torus.closes_at else Links.RING)
+            for length in shape
+            if length > 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network's levels, innermost first."""
+
+    name: str
+    title: str
+    levels: tuple[NetworkLevel, ...]
+
+    def joining(self, device_count: int) -> tuple[InterconnectLevel, ...]:
+        """The levels that ``device_count`` devices need, innermost first."""
+        joined: list[InterconnectLevel] = []
+        groups = device_count
+        for level in self.levels:
+            size = groups if level.size is None else _used_size(level.size, groups)
+            if size > 1:
+                joined += level.joining(size)
+            groups = math.ceil(groups / size)
+        return tuple(joined)
+
+
+def _used_size(size: int, groups: int) -> int:
+    """How many members of a level are used.
+
+    Where the level's size does not divide what there is, but the power of two below it does, that many are used: 256
+    devices in racks of 72 are four racks of 64.
+    """
+    power = 1 << (size.bit_length() - 1)
+    if groups > size and groups % size and groups % power == 0:
+        return power
+    return min(size, groups)
+
+
+@cache
+def torus_shape(members: int, dimensions: int) -> tuple[int, ...]:
+    """The most even lengths of so many dimensions that multiply to ``members``, smallest first."""
+    if dimensions == 1:
+        return (members,)
+    most = int(members ** (1 / dimensions) + 1e-9)
+    shapes = [
+        (length, *torus_shape(members // length, dimensions - 1))
+        for length in range(1, most + 1)
+        if members % length == 0
+    ]
+    return min((tuple(sorted(shape)) for shape in shapes), key=sum)
+
+
+def network_names() -> tuple[str, ...]:
+    """Names of the shipped networks."""
+    return tuple(packaged_table("networks")["networks"])
+
+
+def networks() -> tuple[Network, ...]:
+    """All shipped networks."""
+    table: Table = packaged_table("networks")["networks"]
+    return tuple(
+        Network(
+            name,
+            entry["title"],
+            tuple(
+                NetworkLevel(level["size"], fact_of(level["bandwidth_bytes_per_s"]), fact_of(level["latency_s"]))
+                for level in entry["levels"]
+            ),
+        )
+        for name, entry in table.items()
+    )
+
+
+def known_network(name: str, plugins: PluginManager | None) -> Network | None:
+    """The network called ``name``, shipped or a plugin's, or None; one that plugins clash over is a `PluginError`."""
+    from phaze.installed import installed_plugins
+
+    offered = (plugins or installed_plugins()).networks()
+    if name in offered.names:
+        return offered.get(name)
+    return next((shipped for shipped in networks() if shipped.name == name), None)

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from phaze.errors import FormatError, HardwareError, shown
-from phaze.file_reading import read_document
-from phaze.file_writing import write_whole
+from phaze.file_access import read_document, write_whole
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.chip_presets import known_accelerator
 from phaze.hardware.cluster import Cluster, HostLink, InterconnectLevel, Links
-from phaze.json_schemas import DRAFT
-from phaze.schema_checks import SchemaCheck
+from phaze.json_documents import DRAFT, SchemaCheck
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

@@ -1,12 +1,14 @@
-"""Precision recipes: what a parameter weighs while it is trained, in which types work is done, and graphs cast to them.
+"""Element types and precision recipes: what a parameter weighs in training, and graphs cast to the types of a recipe.
+
+Element types have names that graphs use and names that people write; `element_type`, `rate_name` and `dtype_bytes` say
+what each means to hardware.
 
 A parameter occupies parameter + gradient + master + state bytes. Mixed bf16 with Adam keeps a bf16 copy (2), an fp32
 gradient (4), an fp32 master copy (4) and two fp32 moments (8): 18 bytes.
 
 A recipe is a precision and an optimizer, `bf16-adam` or `mxfp8-muon`, or `bf16-none` for inference; `-bf16-gradients`
 behind it accumulates and reduces gradients in bf16. The precisions and optimizers that are known by name stand in
-`PRECISIONS` and `OPTIMIZERS`,
-each with what is stored where and what its price leaves out.
+`PRECISIONS` and `OPTIMIZERS`, each with what is stored where and what its price leaves out.
 
 Captured models often come in float32 and train in bfloat16. `cast_graph` replaces the type of a graph's parameters by
 the recipe's compute type: every float tensor of the parameters' own (most common) type changes; types that were chosen
@@ -21,23 +23,65 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from phaze.errors import HardwareError, UnknownNameError, near_names
-from phaze.hardware.element_types import dtype_bytes, element_type, rate_name
-from phaze.hardware.field_checks import non_negative, positive
+from phaze.errors import HardwareError, UnknownNameError, near_names, shown
+from phaze.hardware.hardware_numbers import non_negative, positive
 from phaze.ir import DType, Graph, Op, OpKind
 
 __all__ = [
     "OPTIMIZERS",
     "PRECISIONS",
     "PRODUCT_DTYPE",
+    "RATE_NAMES",
     "Optimizer",
     "Precision",
     "PrecisionRecipe",
     "cast_graph",
+    "dtype_bytes",
+    "element_type",
     "precision_recipe",
     "precision_recipe_names",
+    "rate_name",
     "recipe_of",
 ]
+
+_RATES = {
+    DType.BFLOAT16: "bf16",
+    DType.FLOAT16: "fp16",
+    DType.FLOAT32: "fp32",
+    DType.FLOAT64: "fp64",
+    DType.FLOAT8: "fp8",
+    DType.INT8: "int8",
+}
+
+RATE_NAMES = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp6", "fp4", "int8")
+"""The types that matrix units distinguish. No tensor is stored in tf32, fp6 or fp4: products round to them."""
+
+_OPERAND_BYTES = {"tf32": 4, "fp6": 1, "fp4": 1}
+
+_BY_NAME = {short: dtype for dtype, short in _RATES.items()} | {dtype.value: dtype for dtype in DType}
+_BYTES = {name: dtype.size_bytes for name, dtype in _BY_NAME.items()} | _OPERAND_BYTES
+
+
+def element_type(dtype: str) -> DType:
+    """The type that people call ``dtype``; a `HardwareError` where there is none."""
+    if not isinstance(dtype, str) or dtype not in _BY_NAME:
+        raise HardwareError(f"unknown element type {shown(dtype)}; known are {', '.join(_BY_NAME)}.")
+    return _BY_NAME[dtype]
+
+
+def rate_name(dtype: str) -> str:
+    """The matrix rate that ``dtype`` runs at; types that matrix units do not know (int32, bool, ...) run as fp32."""
+    if isinstance(dtype, str) and dtype in RATE_NAMES:
+        return dtype
+    element = element_type(dtype)
+    return _RATES[DType.INT8] if element is DType.UINT8 else _RATES.get(element, _RATES[DType.FLOAT32])
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element; of types that products round to, those that an operand takes, rounded up."""
+    size = _BYTES.get(dtype) if isinstance(dtype, str) else None
+    return element_type(dtype).size_bytes if size is None else size
+
 
 PRODUCT_DTYPE = "product_dtype"
 """The attribute of an op that says at which type its product runs, where that is not its operands'."""

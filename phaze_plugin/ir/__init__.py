@@ -1,7 +1,6 @@
 """The intermediate representation: ops as factor rules, graphs, layers, backward by rule."""
 
-from phaze.ir.coverage import Coverage, UnknownOp, op_bytes
-from phaze.ir.graph import Graph
+from phaze.ir.graph import Coverage, DType, Graph, Role, Tensor, UnknownOp, op_bytes
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.kept_activations import (
     BUDGET_MODES,
@@ -17,7 +16,6 @@ from phaze.ir.kept_activations import (
 from phaze.ir.layers import Boundary, Layer, LayerGraph
 from phaze.ir.op import Attribute, Gemm, Op, OpKind, Phase
 from phaze.ir.rule import Dim, Dims, Factor, FactorKind, Rule
-from phaze.ir.tensor import DType, Role, Tensor
 
 __all__ = [
     "BUDGET_MODES",

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phaze.errors import GraphError
-from phaze.ir.graph import Graph
+from phaze.ir.graph import DType, Graph
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.op import PASSES_GRADIENT, UNARY_READS, Attribute, Op, OpKind, Phase, Saved
 from phaze.ir.rule import Dims, FactorKind, Rule, names_of
-from phaze.ir.tensor import DType
 
 __all__ = ["GradientRequest", "gradients_of"]
 

@@ -1,4 +1,11 @@
-"""The graph of a model: its ops, tensors, outputs and gradients, as text, and at another microbatch size."""
+"""The graph of a model: its tensors, its ops, outputs and gradients, as text, and how much of it is understood.
+
+Tensors (`Tensor`) have an element type and a shape; a graph's arguments also have a role (`Role`). A `Graph` is printed
+as text (`format_graph`) and made again at another microbatch size.
+
+Coverage (`measure_coverage`) is the share of a graph's flops and bytes whose ops have a rule of their own. Ops without
+one are kept as opaque ops and priced as memory-bound work; they are never free.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +14,112 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from phaze.errors import GraphError
 from phaze.ir.op import Op, OpKind, Phase
-from phaze.ir.tensor import LARGEST_TENSOR, Role, Tensor
 
 if TYPE_CHECKING:
-    from phaze.ir.coverage import Coverage
     from phaze.ir.layers import Layer, LayerGraph
 
-__all__ = ["Graph", "format_graph", "format_ops"]
+__all__ = [
+    "LARGEST_TENSOR",
+    "Coverage",
+    "DType",
+    "Graph",
+    "Role",
+    "Tensor",
+    "UnknownOp",
+    "format_graph",
+    "format_ops",
+    "measure_coverage",
+]
+
+LARGEST_TENSOR = 2**55
+"""The most elements of a tensor: its bytes, at up to 8 an element, still fit into 64 bits with room for a few sums."""
+
+
+class DType(StrEnum):
+    """The element type of a tensor (what a chip computes in is `hardware`'s to say)."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8 = "float8"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+    COMPLEX64 = "complex64"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes per element."""
+        return _SIZE_BYTES[self]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether gradients can flow through this type."""
+        return self.value.startswith(("float", "bfloat", "complex"))
+
+
+_SIZE_BYTES = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.BFLOAT16: 2,
+    DType.FLOAT16: 2,
+    DType.FLOAT8: 1,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT16: 2,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+    DType.COMPLEX64: 8,
+}
+
+
+class Role(StrEnum):
+    """What a graph's argument is; intermediate tensors have no role."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    BATCH = "batch"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value that flows between ops, or an argument of the graph where it has a role.
+
+    A parameter that is frozen is read and not trained: it has no gradient and no optimizer state.
+    """
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role | None = None
+    is_frozen: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether this is a parameter that an optimizer updates: a float one that is not frozen."""
+        return self.role is Role.PARAMETER and self.dtype.is_float and not self.is_frozen
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * self.dtype.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -30,7 +131,7 @@ class Graph:
     `is_backward_derived` says that the backward ops were derived by rule; `why_backward_kept` why those of a capture
     were kept although that was tried. `runs_as` has the fields of the strategy that a captured program runs on several
     devices. `saved` has the tensors that the captured software keeps for backward, as far as that is known
-    (`saved_activations.py`). `notes` tell a reader how the graph was obtained; nothing reads them back.
+    (`with_saved_activations`). `notes` tell a reader how the graph was obtained; nothing reads them back.
     """
 
     name: str
@@ -132,7 +233,6 @@ class Graph:
 
     def coverage(self) -> Coverage:
         """How much of the graph has a rule, in flops and bytes."""
-        from phaze.ir.coverage import measure_coverage
 
         return measure_coverage(self)
 
@@ -156,7 +256,7 @@ class Graph:
         return format_graph(self)
 
     def _repr_html_(self) -> str:
-        from phaze.report.notebook_views import graph_view
+        from phaze.report.html_views import graph_view
 
         return graph_view(self)
 
@@ -255,3 +355,61 @@ def _shapes(ops: tuple[Op, ...]) -> dict[str, tuple[int, ...]] | None:
             if shapes.setdefault(tensor_id, shape) != shape:
                 return None
     return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownOp:
+    """A function without a rule: how often it occurs and what share of the work it stands for."""
+
+    function: str
+    count: int
+    flops_share: float
+    bytes_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Shares of flops and bytes that ops with a rule stand for, and what is left, largest first."""
+
+    op_count: int
+    flops_share: float
+    bytes_share: float
+    unknown: tuple[UnknownOp, ...]
+
+
+def measure_coverage(graph: Graph) -> Coverage:
+    """Measure a graph's coverage."""
+    flops = sum(op.flops for op in graph.ops)
+    traffic = {op.id: op_bytes(graph, op) for op in graph.ops}
+    total = sum(traffic.values())
+    functions: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        if op.kind is OpKind.OPAQUE:
+            functions.setdefault(op.function, []).append(op)
+    unknown = [
+        UnknownOp(
+            function=function,
+            count=len(ops),
+            flops_share=_share(sum(op.flops for op in ops), flops),
+            bytes_share=_share(sum(traffic[op.id] for op in ops), total),
+        )
+        for function, ops in functions.items()
+    ]
+    unknown.sort(key=lambda entry: (-entry.bytes_share, -entry.flops_share, entry.function))
+    return Coverage(
+        op_count=len(graph.ops),
+        flops_share=1.0 - sum(entry.flops_share for entry in unknown),
+        bytes_share=1.0 - sum(entry.bytes_share for entry in unknown),
+        unknown=tuple(unknown),
+    )
+
+
+def op_bytes(graph: Graph, op: Op) -> int:
+    """Bytes that an op reads and writes when nothing stays on the chip; 0 for views."""
+    read = zip(op.inputs, op.elements_read, strict=True)
+    written = zip(op.outputs, op.elements_written, strict=True)
+    return sum(count * graph.tensors[tensor_id].dtype.size_bytes for tensor_id, count in (*read, *written))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

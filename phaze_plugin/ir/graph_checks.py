@@ -19,10 +19,9 @@ from collections.abc import Callable
 import networkx as nx
 
 from phaze.errors import GraphError, shown
-from phaze.ir.graph import Graph
+from phaze.ir.graph import LARGEST_TENSOR, Graph, Role
 from phaze.ir.op import OPERANDS_AND_RESULTS, Op, OpKind, Phase
 from phaze.ir.rule import LARGEST_FACTOR, Dims, FactorKind, Rule, factor_names, names_of
-from phaze.ir.tensor import LARGEST_TENSOR, Role
 
 __all__ = ["check_graph", "check_rule"]
 

@@ -15,14 +15,11 @@ from functools import cache
 from typing import Any
 
 from phaze.errors import FormatError, GraphError, PhazeError, shown
-from phaze.file_reading import parse_json, read_text
-from phaze.file_writing import write_whole
-from phaze.ir.graph import Graph
+from phaze.file_access import parse_json, read_text, write_whole
+from phaze.ir.graph import DType, Graph, Role, Tensor
 from phaze.ir.op import Attribute, Op, OpKind, Phase
 from phaze.ir.rule import Rule
-from phaze.ir.tensor import DType, Role, Tensor
-from phaze.json_schemas import DRAFT
-from phaze.schema_checks import SchemaCheck
+from phaze.json_documents import DRAFT, SchemaCheck
 
 __all__ = [
     "FORMAT",

@@ -1,6 +1,7 @@
-"""What a layer keeps between forward and backward, and which ops it computes again, for each recompute mode.
+"""What a layer keeps between forward and backward, what it computes again, and the names that tools give to both.
 
-A layer that computes nothing again keeps its stash: the forward tensors that its backward ops read.
+Modes (`RecomputeMode`). A layer that computes nothing again keeps its stash: the forward tensors that its backward ops
+read.
 
 none       the whole stash
 selective  the stash, less what lies inside attention: results of products of two activations, and of the
@@ -23,6 +24,16 @@ full and none (`recompute_budget.py`).
 
 full       only what enters the layer; the whole forward runs again, or (trimmed) what leads to a tensor that backward
            reads: compilers drop the rest, such as a layer's last product and the sum of its parts
+
+Policies (`recompute_mode`) are the names that tools give to modes that keep the same:
+
+    MaxText       remat_policy of configs/base.yml (layers/decoders.py, `get_remat_policy`)
+    JAX           jax.checkpoint_policies
+    torchtitan    activation_checkpoint.mode and selective_ac_option
+    Megatron-LM   --recompute-granularity
+
+Policies that move what is kept to the host's memory are a mode and `offload=activations` at once: a strategy may name
+them. What is said of a mode above is what is priced; targets write the policy's name.
 """
 
 from __future__ import annotations
@@ -31,13 +42,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from phaze.ir.graph import Graph
+from phaze.errors import QuestionError, near_names, shown
+from phaze.ir.graph import Graph, Role
 from phaze.ir.layers import Layer
 from phaze.ir.op import Op, OpKind, Phase
-from phaze.ir.tensor import Role
 
 __all__ = [
+    "BUDGET",
     "BUDGET_MODES",
+    "MAXTEXT_POLICIES",
+    "OFFLOADING_POLICIES",
     "SEARCHED_MODES",
     "Recomputation",
     "RecomputeMode",
@@ -45,6 +59,7 @@ __all__ = [
     "kept_tensors",
     "made_again",
     "recomputation",
+    "recompute_mode",
     "recomputed_ops",
     "stashed_bytes",
     "stashed_tensors",
@@ -304,3 +319,60 @@ def _between(layer: Layer, products: set[str]) -> set[str]:
 
 _BETWEEN_PRODUCTS = (OpKind.SOFTMAX, OpKind.DROPOUT, OpKind.ELEMENTWISE, OpKind.VIEW)
 """Kinds of ops that may stand between the two products of an attention: masks, scaling, softmax and dropout."""
+
+
+BUDGET = "budget"
+"""What stands for all modes with a budget where a search is told which modes to try."""
+
+MAXTEXT_POLICIES: dict[str, RecomputeMode] = {
+    "none": RecomputeMode.NONE,
+    "minimal_with_context": RecomputeMode.DOTS_AND_CONTEXT,
+    "minimal": RecomputeMode.DOTS,
+    "save_dot_except_mlp": RecomputeMode.PROJECTIONS,
+    "save_qkv_proj": RecomputeMode.QKV,
+    "save_out_proj": RecomputeMode.OUT,
+    "full": RecomputeMode.FULL,
+}
+"""What MaxText calls each mode that it has."""
+
+_OTHER_NAMES: dict[str, RecomputeMode] = {
+    "minimal_flash": RecomputeMode.DOTS_AND_CONTEXT,  # MaxText's older name
+    "everything_saveable": RecomputeMode.NONE,
+    "dots_with_no_batch_dims_saveable": RecomputeMode.DOTS,
+    "checkpoint_dots_with_no_batch_dims": RecomputeMode.DOTS,
+    "nothing_saveable": RecomputeMode.FULL,
+    "selective-op": RecomputeMode.PRODUCTS,  # torchtitan
+    "core_attn": RecomputeMode.SELECTIVE,  # Megatron-LM's --recompute-modules
+}
+
+OFFLOADING_POLICIES: dict[str, RecomputeMode] = {
+    "minimal_offloaded": RecomputeMode.DOTS,  # MaxText
+    "qkv_proj_offloaded": RecomputeMode.QKV,  # MaxText
+    "offload_dot_with_no_batch_dims": RecomputeMode.DOTS,  # JAX
+}
+"""What policies keep that move it to the host. What enters a layer, which they leave on the device, is moved, too."""
+
+
+def recompute_mode(name: object) -> RecomputeMode:
+    """The mode that keeps what a policy keeps, by the mode's own name or a tool's; raises QuestionError for others."""
+    if isinstance(name, RecomputeMode):
+        return name
+    if name in OFFLOADING_POLICIES:
+        raise QuestionError(
+            f"recompute {name!r} keeps activations in the host's memory. As a mode it is "
+            f"{OFFLOADING_POLICIES[str(name)].value!r}; write that, and offload=activations in the strategy."
+        )
+    if name == BUDGET:
+        raise QuestionError(
+            f"strategy has recompute {name!r}; say which part of the bytes may be kept: {', '.join(BUDGET_MODES)}."
+        )
+    known = {mode.value: mode for mode in RecomputeMode} | MAXTEXT_POLICIES | _OTHER_NAMES
+    if not isinstance(name, str) or name not in known:
+        near = near_names(str(name), known)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        modes = ", ".join(RecomputeMode)
+        raise QuestionError(
+            f"strategy has recompute {shown(name)}; expected one of {modes}, or a policy of MaxText, JAX, torchtitan "
+            f"or Megatron-LM by its name.{hint}"
+        )
+    return known[name]

@@ -20,10 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 
-from phaze.ir.graph import Graph
+from phaze.ir.graph import Graph, Role
 from phaze.ir.op import Op, Phase
 from phaze.ir.rule import Rule
-from phaze.ir.tensor import Role
 
 __all__ = ["PIECE", "cut_at_waists", "group_by_module", "rule_text"]
 

@@ -13,10 +13,9 @@ from functools import cached_property
 
 import networkx as nx
 
-from phaze.ir.graph import Graph
+from phaze.ir.graph import Graph, Role
 from phaze.ir.layer_grouping import PIECE, cut_at_waists, group_by_module, rule_text
 from phaze.ir.op import Op, Phase
-from phaze.ir.tensor import Role
 
 __all__ = ["Boundary", "Layer", "LayerGraph", "canonical_key", "rescaled_layers", "single_layer", "split_layers"]
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 from phaze.errors import ImportModelError, shown
 from phaze.ir.backward import has_loss, without_backward
-from phaze.ir.graph import Graph
+from phaze.ir.graph import Graph, Role, Tensor
 from phaze.ir.graph_builder import GraphBuilder
 from phaze.ir.op import Op, OpKind, Phase
 from phaze.ir.rule import Dim, Dims, Factor, Rule, factor_names, names_of
-from phaze.ir.tensor import Role, Tensor
 
 __all__ = ["LowRankAdapters", "add_adapters", "split_adapter_text"]
 

@@ -14,9 +14,9 @@ from phaze.place.search.best_placement import (
     find_placement,
     is_beaten,
 )
-from phaze.place.search.found_plans import FoundPlan, PlanKind
 from phaze.place.search.parallelism_search import SearchEffort
 from phaze.place.search.prepared_problem import PreparedProblem
+from phaze.place.search.stage_search import FoundPlan, PlanKind
 from phaze.place.simulation.placement import PlacedStage, Placement, TimeParts, evaluate_placement
 from phaze.place.simulation.timeline import Event, EventKind, Timeline
 from phaze.profile.layer_profile import (

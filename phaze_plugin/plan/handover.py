@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, near_names, shown
 from phaze.interfaces import RunnableTarget, SpecTarget, Target
 from phaze.parallelism import MIXED_SEQUENCES, Parallelism, PipelineSchedule
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

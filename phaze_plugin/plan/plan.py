@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import phaze
 from phaze.cost import AttentionMode, Calibration, ComparableRuns
-from phaze.digests import with_digest, without_digest
 from phaze.errors import FormatError, shown
-from phaze.file_reading import read_document
-from phaze.file_writing import write_whole
+from phaze.file_access import read_document, write_whole
 from phaze.hardware import PrecisionRecipe
 from phaze.installed import installed_plugins
-from phaze.json_records import from_document, to_document
+from phaze.json_documents import from_document, to_document, with_digest, without_digest
 from phaze.objective import Objective, ObjectiveValue
 from phaze.parallelism import Parallelism
-from phaze.place.simulation.stage_passes import StagePasses, simulate_stages
-from phaze.plan.plan_integrity import check_integrity
-from phaze.plan.plan_status import PlanStatus
+from phaze.place.simulation.timeline import StagePasses, simulate_stages
+from phaze.plan.plan_integrity import PlanStatus, check_integrity
 from phaze.shard import LayoutConstraint
 
 if TYPE_CHECKING:
@@ -429,7 +426,7 @@ class Plan:
         return dict(self._spec_target().constraints(self))
 
     def logical_axis_rules(self, variables: object, activations: Sequence[str | None] = ()) -> Any:
-        """`specs` for linen modules with logical names: see `phaze.backends.jax.logical_rules`."""
+        """`specs` for linen modules with logical names: see `phaze.backends.jax.user_shardings`."""
         return self._spec_target().logical_axis_rules(self, variables, activations)
 
     def _spec_target(self) -> Any:
@@ -467,7 +464,7 @@ class Plan:
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from phaze.report.notebook_views import plan_view
+        from phaze.report.html_views import plan_view
 
         return plan_view(self)
 

@@ -1,10 +1,12 @@
-"""Whether a saved plan says only what follows from itself, beyond the types of its fields.
+"""What is known about a plan in one word, and whether a saved plan says only what follows from itself.
 
-`check_integrity` derives again what needs no model: the step from the stages' passes, its parts, throughput and
-utilisation from it, the gap from the bound, the status from the gap and from memory, memory's totals and whether they
-fit, energy's total, ranks, and the hashes of question and hardware. A file that contradicts itself is a FormatError, so
-that nobody who reads a plan has to expect one, and no proof is shown that its own numbers refute. What needs the model
-is checked by `phaze verify`.
+`PlanStatus` is the word; `proven_status` says how it follows from the gap.
+
+`check_integrity` derives again, beyond the types of the fields, what needs no model: the step from the stages' passes,
+its parts, throughput and utilisation from it, the gap from the bound, the status from the gap and from memory, memory's
+totals and whether they fit, energy's total, ranks, and the hashes of question and hardware. A file that contradicts
+itself is a FormatError, so that nobody who reads a plan has to expect one, and no proof is shown that its own numbers
+refute. What needs the model is checked by `phaze verify`.
 """
 
 from __future__ import annotations
@@ -13,24 +15,51 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, fields
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from phaze.errors import FormatError, shown
 from phaze.hardware.hardware_files import cluster_to_json
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.limits import check_limit
-from phaze.objective import ObjectiveKind
+from phaze.objective import Objective, ObjectiveKind, ObjectiveValue
 from phaze.parallelism import Offload, Parallelism
 from phaze.place.memory.device_memory import DeviceMemory, Fit
-from phaze.plan.plan_status import PlanStatus, objective_gap, proven_status
 from phaze.question import content_hash
 from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 
 if TYPE_CHECKING:
     from phaze.plan.plan import Landscape, Plan, Stage
 
-__all__ = ["BESIDE_ITEMS", "MEMORY_ITEMS", "check_integrity"]
+__all__ = ["BESIDE_ITEMS", "MEMORY_ITEMS", "PlanStatus", "check_integrity", "objective_gap", "proven_status"]
+
+
+class PlanStatus(StrEnum):
+    """What is known about a plan; one above the gap is less well proven than was asked."""
+
+    OPTIMAL = "optimal"
+    WITHIN_GAP = "within the gap"
+    ABOVE_GAP = "above the gap"
+    INTERRUPTED = "interrupted"
+    DOES_NOT_FIT = "does not fit"
+
+
+def proven_status(gap: float, asked_gap: float) -> PlanStatus:
+    """The status of a plan that fits and whose search ran to its end."""
+    if gap <= EQUAL_RESULTS:
+        return PlanStatus.OPTIMAL
+    return PlanStatus.WITHIN_GAP if gap <= asked_gap + EQUAL_RESULTS else PlanStatus.ABOVE_GAP
+
+
+def objective_gap(objective: Objective, value: ObjectiveValue, step_gap: float) -> float:
+    """How much better another plan could be, as a part of what the plan reaches.
+
+    Of the fewest devices the plan is to be the fastest one, too: the larger of both gaps counts.
+    """
+    gap = (value.reached - value.bound) / value.reached
+    return max(gap, step_gap) if objective.kind is ObjectiveKind.DEVICES else gap
+
 
 MEMORY_ITEMS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
 """What a stage's memory is made of."""

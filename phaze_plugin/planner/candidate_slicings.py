@@ -1,7 +1,13 @@
-"""One slicing of a question before it is searched: how fast its best plan may be, and how fast it probably is.
+"""Which slicings a search looks at: the sizes and degrees to try next, and how fast the best plan of a slicing may be.
 
-A slicing of a microbatch size and a tp gets quick profiles first: list schedules with closed-form bounds
-(`ProfileOptions.is_quick`). On them stand
+The least that any step takes is the time of its matrix products at peak speed on all devices (`least_time_s`).
+
+Microbatch sizes and degrees grow beyond those that are offered at first: `next_size`, `next_tp`, `next_cp` and
+`next_ep` say the next one to try, if there is one. A search that begins with fewer of them meets other strategies on
+its way than one that may choose from all at once; `as_first_asked` is for those who ask a plan's question again.
+
+A slicing of a microbatch size and a tp gets quick profiles before it is searched: list schedules with closed-form
+bounds (`ProfileOptions.is_quick`). On them stand
 
 - a first bound (`CandidateSlicing.least_s`): the passes of all microbatches through all layers, divided over all
   devices without a gap. Most slicings that are far from the best are ruled out by it before anything is listed;
@@ -15,23 +21,132 @@ What is left is scheduled to the gap that was asked for (`CandidateSlicing.sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
+from phaze.ir import Phase
+from phaze.ir.factor_following import token_lengths
+from phaze.objective import ObjectiveKind
+from phaze.offered_choices import offered_cp, offered_ep, offered_sizes, offered_tp
 from phaze.parallelism import Offload
 from phaze.place import BoundedStrategies, PlacementProblem, PreparedProblem
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import refuted_below
 from phaze.place.search.parallelism_table import ParallelismTable
-from phaze.place.search.step_estimates import estimated_step_s
+from phaze.place.search.prepared_problem import estimated_step_s
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.model_profiles import ModelProfiles, least_pass_s, profile_model
+from phaze.question import Question
 from phaze.shard import ShardedModel
+from phaze.shard.expert_slicing import expert_counts
 from phaze.tolerances import BOUND_MARGIN, EQUAL_RESULTS
 
-__all__ = ["CandidateSlicing", "most_promising", "quick_profiles"]
+__all__ = [
+    "CandidateSlicing",
+    "as_first_asked",
+    "least_time_s",
+    "least_value",
+    "most_promising",
+    "next_cp",
+    "next_ep",
+    "next_size",
+    "next_tp",
+    "offering",
+    "quick_profiles",
+    "step_flops",
+]
+
+
+def step_flops(question: Question) -> float:
+    """Matrix flops of one step: forward and backward of the whole batch, without anything recomputed."""
+    graph = question.graph
+    once = graph.matmul_flops(Phase.FORWARD) + graph.matmul_flops(Phase.BACKWARD)
+    return once / graph.micro_batch_size * question.global_batch_size
+
+
+def least_time_s(question: Question) -> float:
+    """Seconds that no plan beats: the matrix products of a step at peak speed on all devices."""
+    accelerator = question.cluster.accelerator
+    return step_flops(question) / (
+        accelerator.peak_flops_per_s(question.recipe.compute_dtype) * question.cluster.device_count
+    )
+
+
+def least_value(question: Question) -> float | None:
+    """What no plan on any number of the devices falls below: device-seconds, joules or devices, as is made small.
+
+    Devices at peak speed take as many device-seconds however many they are. None for throughput.
+    """
+    match question.objective.kind:
+        case ObjectiveKind.THROUGHPUT:
+            return None
+        case ObjectiveKind.COST:
+            return least_time_s(question) * question.cluster.device_count
+        case ObjectiveKind.ENERGY:
+            return 0.0
+        case ObjectiveKind.DEVICES:
+            return 1.0
+
+
+_SPLITTABLE_SEQUENCE = 4_096
+"""The shortest sequence that is split where nothing fits otherwise, or the best plan recomputes: of shorter ones
+activations are seldom the most."""
+
+
+def next_size(question: Question) -> int | None:
+    """The microbatch size to offer after the largest one; None where there is none, or the user said which."""
+    size = 2 * max(question.micro_batch_sizes)
+    dp = 1 if question.choices.dp is None else question.choices.dp[0]
+    is_possible = question.global_batch_size % size == 0 and question.global_batch_size // size >= dp
+    return size if is_possible and "micro_batch_size" in question.grows - question.fixed.keys() else None
+
+
+def next_tp(question: Question) -> int | None:
+    """The tp to offer after the largest one; None beyond a node, or where the user said which."""
+    cluster, tp = question.cluster, 2 * max(question.tp_degrees)
+    node = cluster.levels[0].size if cluster.levels else 1
+    is_possible = tp <= min(node, cluster.device_count)
+    return tp if is_possible and "tp" in question.grows - question.fixed.keys() else None
+
+
+def next_cp(question: Question) -> int | None:
+    """The cp to offer after the largest one; None where sequences are short or the target does not split them."""
+    lengths, cp = token_lengths(question.graph).values(), 2 * max(question.cp_degrees)
+    is_possible = max(lengths, default=0) >= _SPLITTABLE_SEQUENCE and not any(length % cp for length in lengths)
+    is_run = question.capabilities.allows_context_parallel and cp <= question.cluster.device_count
+    return cp if is_possible and is_run and "cp" in question.grows - question.fixed.keys() else None
+
+
+def next_ep(question: Question) -> int | None:
+    """The ep to offer after the largest one; None where that does not divide the experts or the target has no ep."""
+    experts, ep = math.gcd(*expert_counts(question.graph).values()), 2 * max(question.ep_degrees)
+    is_possible = experts and experts % ep == 0 and ep <= question.cluster.device_count
+    is_run = question.capabilities.allows_expert_parallel
+    return ep if is_possible and is_run and "ep" in question.grows - question.fixed.keys() else None
+
+
+def offering(question: Question, name: str, degree: int) -> Question:
+    """The same question with a further microbatch size (or tp, cp or ep) to choose from."""
+    offered = getattr(question.choices, name) or (1,)
+    return replace(question, choices=replace(question.choices, **{name: (*offered, degree)}))  # type: ignore[arg-type]
+
+
+def as_first_asked(question: Question, left_open: Collection[str]) -> Question:
+    """The question before more of what was left open was offered: what was offered at first, free to grow."""
+    cluster, graph, target = question.cluster, question.graph, question.target
+    at_first = {
+        "micro_batch_size": offered_sizes(None, question.global_batch_size, graph, [], cluster, target),
+        "tp": offered_tp(None, cluster),
+        "cp": offered_cp(None, cluster, graph, target),
+        "ep": offered_ep(None, cluster, graph, target),
+    }
+    grows = frozenset(at_first.keys() & set(left_open))
+    offered = replace(question.offered, **{name: at_first[name] for name in grows})  # type: ignore[arg-type]
+    return replace(question, offered=offered, grows=grows).with_strategy(question.strategy)
+
 
 MOST_KEPT_STRATEGIES = 100_000
 """Rows of a table that is kept, about 10 MB: more than any question on 16,384 devices with 126 layers has."""

@@ -29,10 +29,8 @@ from phaze.place import (
 )
 from phaze.place.search.valued_search import PlanValue, ValuedAnswer, likely_strategies, search_by_value, unrefuted
 from phaze.place.simulation.placement import assemble
-from phaze.planner.candidate_slicings import CandidateSlicing
+from phaze.planner.candidate_slicings import CandidateSlicing, least_time_s
 from phaze.planner.fixed_stages import price_fixed_stages
-from phaze.planner.least_step_time import least_time_s
-from phaze.planner.plan_energy import EnergyFloor, static_power_w, step_energy
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.planner.strategy_search import (
     Answer,
@@ -43,6 +41,7 @@ from phaze.planner.strategy_search import (
     narrowed_problem,
     strategy_problem,
 )
+from phaze.planner.time_and_energy import EnergyFloor, static_power_w, step_energy
 from phaze.profile.model_profiles import ModelProfiles, dominates
 from phaze.question import Question
 from phaze.tolerances import EQUAL_RESULTS

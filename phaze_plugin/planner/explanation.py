@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from phaze.capabilities import Capabilities
 from phaze.errors import PhazeError
 from phaze.hardware import Cluster, parse_cluster
-from phaze.hardware.field_checks import LARGEST_BYTES
+from phaze.hardware.hardware_numbers import LARGEST_BYTES
 from phaze.ir import BUDGET_MODES, RecomputeMode
 from phaze.parallelism import ALL_DEVICES, HOST_WORDS, PIPELINE_SCHEDULES, Offload, Parallelism, PipelineSchedule
 from phaze.place import FoundPlan, Placement, PlacementProblem, PreparedProblem, RemedyKind, SearchEffort
@@ -38,6 +37,7 @@ from phaze.profile.model_profiles import (
     slice_model,
 )
 from phaze.question import Question
+from phaze.targets import Capabilities
 
 __all__ = ["best_of", "binding", "changes", "remedies", "runners_up", "unrestricted_s"]
 

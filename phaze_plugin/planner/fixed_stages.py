@@ -13,7 +13,7 @@ from itertools import product
 
 from phaze.errors import PlacementError, PlanError, ShardError
 from phaze.ir import Graph, RecomputeMode
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place import (
     Placement,
@@ -24,9 +24,9 @@ from phaze.place import (
     evaluate_placement,
 )
 from phaze.place.memory.remedies import explain_infeasibility
-from phaze.place.model.data_degrees import listed_shards
+from phaze.place.model.zero_sharding import listed_shards
 from phaze.plan.plan import Plan
-from phaze.planner.least_step_time import least_time_s
+from phaze.planner.candidate_slicings import least_time_s
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.planner.strategy_search import (
     Answer,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import phaze
-from phaze.capabilities import Capabilities
 from phaze.errors import FormatError, PhazeError, PlanError
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.plan.plan import VERSION, Plan, PlanStatus, RunFacts, plan_from_document, read_plan
 from phaze.planner.device_counts import on_devices
 from phaze.planner.explainer import PlanExplainer, found_search
@@ -25,6 +24,7 @@ from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.plan_building import build_plan, question_facts
 from phaze.planner.progress import Watch
 from phaze.question import Question, content_hash
+from phaze.targets import Capabilities
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Unpack
 
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, QuestionError, shown
 from phaze.installed import installed_plugins
 from phaze.objective import ObjectiveKind
@@ -15,17 +14,16 @@ from phaze.parallelism import ALL_DEVICES, Offload, Parallelism, PipelineSchedul
 from phaze.place import PreparedProblem, evaluate_placement, find_placement
 from phaze.plan.plan import Plan, PlanStatus, RunFacts
 from phaze.planner import explanation
-from phaze.planner.collection_pauses import rare_collections
 from phaze.planner.device_counts import answered_question, find_answer, price_given_stages
 from phaze.planner.explainer import FoundSearch, PlanExplainer
 from phaze.planner.launch import active_world, plan_together
 from phaze.planner.plan_building import build_plan
-from phaze.planner.progress import Progress, Watch
+from phaze.planner.progress import Progress, Watch, rare_collections
 from phaze.planner.strategy_search import Answer
 from phaze.question import Question, QuestionOptions, ask
-from phaze.report.notebook_views import evaluation_view
+from phaze.report.html_views import evaluation_view
 from phaze.report.plan_text import reached_text, strategy_text, summary
-from phaze.target_choice import ONE_STAGE
+from phaze.targets import ONE_STAGE, Capabilities
 from phaze.tolerances import EQUAL_RESULTS
 
 if TYPE_CHECKING:

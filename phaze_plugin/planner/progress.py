@@ -1,18 +1,21 @@
-"""Progress of a long search, and its end by a time limit.
+"""A long search while it runs: its progress, its end by a time limit, and a garbage collector that looks less often.
 
 The search says where it stands with `Watch.report`, and the caller's listener is told. The deadline is checked in the
-same place, so that work ends between two steps and never inside one.
+same place, so that work ends between two steps and never inside one. Meanwhile Python's cyclic garbage collector looks
+less often at what is all still needed (`rare_collections`).
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from phaze.errors import PlanError
 
-__all__ = ["Progress", "TimeLimitError", "Watch", "nothing_found"]
+__all__ = ["Progress", "TimeLimitError", "Watch", "nothing_found", "rare_collections"]
 
 
 class TimeLimitError(Exception):
@@ -101,3 +104,23 @@ def nothing_found(watch: Watch, error: BaseException) -> BaseException:
         f"nothing was found within {watch.time_limit_s} s; allow more time, or offer fewer values of micro_batch_size "
         "and tp."
     )
+
+
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
+"""So many new objects are waited for before the collector looks: some ten megabytes, and few enough looks that they
+take a hundredth of a search. Python's own 700 make it look at all graphs and tables over and over, a tenth of a long
+search on many layers."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let the collector look less often; as often as before in the end. One that was told to look rarer stays so."""
+    before = gc.get_threshold()
+    if not 0 < before[0] < _OBJECTS_BETWEEN_COLLECTIONS:
+        yield
+        return
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

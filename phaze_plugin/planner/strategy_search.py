@@ -38,9 +38,16 @@ from phaze.place import (
 from phaze.place.model.network_prices import Network
 from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
-from phaze.planner.candidate_slicings import CandidateSlicing, most_promising
-from phaze.planner.least_step_time import least_time_s
-from phaze.planner.offer_growth import next_cp, next_ep, next_size, next_tp, offering
+from phaze.planner.candidate_slicings import (
+    CandidateSlicing,
+    least_time_s,
+    most_promising,
+    next_cp,
+    next_ep,
+    next_size,
+    next_tp,
+    offering,
+)
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.profile.layer_passes import ProfileOptions
 from phaze.profile.local_graphs import LocalGraphs

@@ -32,7 +32,12 @@ from phaze.ir import (
 from phaze.ir.layers import single_layer
 from phaze.ir.recompute_budget import recompute_front, within_budget
 from phaze.profile.layer_jobs import PricedPass, price_pass
-from phaze.profile.layer_memory import (
+from phaze.profile.layer_profile import (
+    Bounded,
+    Flow,
+    LayerProfile,
+    PlacementGraph,
+    PlacementLayer,
     expert_parameters,
     frozen_parameters,
     layer_outputs,
@@ -41,13 +46,6 @@ from phaze.profile.layer_memory import (
     peak_working_bytes,
     shared_parameters,
     total_bytes,
-)
-from phaze.profile.layer_profile import (
-    Bounded,
-    Flow,
-    LayerProfile,
-    PlacementGraph,
-    PlacementLayer,
 )
 from phaze.schedule import Compatibility, Method, Resource, Schedule, ScheduleCache, exposed_link_s, schedule_layer
 from phaze.shard import ShardedLayer, slice_layer

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phaze.cost import Collective, price_ops
-from phaze.cost.attention_masks import BALANCED_OVER
+from phaze.cost.off_chip_traffic import BALANCED_OVER
 from phaze.errors import GraphError, ShardError
 from phaze.hardware.precision import cast_graph
 from phaze.ir import Graph, Op, OpKind, Phase

@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from phaze.parallelism import ALL_DEVICES, Parallelism
 from phaze.plan.plan import Landscape, LayerKind, Plan, PlanStatus, SplitDim
 from phaze.plan.plan_integrity import BESIDE_ITEMS
-from phaze.report.device_mesh import link_traffic, places
-from phaze.report.html_elements import Markup, element, joined, table
-from phaze.report.page import build_page, chart, section
+from phaze.report.html_page import Markup, build_page, chart, element, joined, section, table
+from phaze.report.plan_page_contents import (
+    link_traffic,
+    places,
+    plural,
+    strategy_sentence,
+    timeline_columns,
+    uncertainty_text,
+)
 from phaze.report.plan_text import (
     degrees_text,
     objective_text,
@@ -23,8 +29,6 @@ from phaze.report.plan_text import (
     verdict,
     zero_text,
 )
-from phaze.report.plan_words import plural, strategy_sentence, uncertainty_text
-from phaze.report.timeline_columns import timeline_columns
 
 __all__ = ["GIB", "plan_chart_data", "plan_page", "step_bar", "tiles"]
 

@@ -1,7 +1,9 @@
-"""A plan as people read it in a terminal: a table within 100 columns, and an explanation."""
+"""Plans and tables as plain text: a plan in a terminal within 100 columns, its explanation, and any table as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 import textwrap
@@ -16,6 +18,7 @@ from phaze.printable_text import with_printable_text
 from phaze.tolerances import EQUAL_RESULTS
 
 __all__ = [
+    "csv_text",
     "degrees_text",
     "explanation",
     "objective_text",
@@ -420,3 +423,13 @@ def _offered(plan: Plan) -> str:
 def _has_groups(plan: Plan) -> bool:
     """Whether ZeRO could shard over groups of devices, and the user did not say over which."""
     return plan.question.has_shard_groups and "shard" not in plan.question.strategy
+
+
+def csv_text(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The text of a table."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow(["" if value is None else value for value in row])
+    return text.getvalue()

@@ -1,10 +1,17 @@
 """Operators of a layer on the cores of one accelerator: schedules with a proof."""
 
 from phaze.schedule.makespan_bounds import lower_bounds
-from phaze.schedule.proven_schedule import Schedule, ScheduledJob, ScheduleStatus
-from phaze.schedule.resource_usage import Utilization, exposed_link_s, utilization
+from phaze.schedule.proven_schedule import (
+    Schedule,
+    ScheduledJob,
+    ScheduleStatus,
+    Utilization,
+    breaches,
+    exposed_link_s,
+    utilization,
+    verify_schedule,
+)
 from phaze.schedule.schedule_charts import chrome_trace, format_gantt, format_seconds
-from phaze.schedule.schedule_check import breaches, verify_schedule
 from phaze.schedule.scheduling_methods import DEFAULT_WORK, Method, ScheduleCache, schedule_layer
 from phaze.schedule.scheduling_problem import Compatibility, Job, Resource, SchedulingProblem
 

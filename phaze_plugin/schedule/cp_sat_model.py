@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phaze.schedule.core_timeline import Placed, Step, give_cores, makespan, order_of_starts, retime
+from phaze.schedule.list_scheduling import Placed, Step, give_cores, makespan, order_of_starts, retime
 from phaze.schedule.makespan_bounds import heavy_chains
-from phaze.schedule.reduced_problem import BoolArray, FloatArray, ReducedProblem
+from phaze.schedule.scheduling_problem import BoolArray, FloatArray, ReducedProblem
 from phaze.tolerances import WHOLE_NUMBER
 
 if TYPE_CHECKING:

@@ -31,8 +31,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from phaze.schedule.reduced_problem import BoolArray, FloatArray, IntArray, ReducedProblem, reduce_problem, segments
-from phaze.schedule.scheduling_problem import SchedulingProblem
+from phaze.schedule.scheduling_problem import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ReducedProblem,
+    SchedulingProblem,
+    reduce_problem,
+    segments,
+)
 from phaze.tolerances import NOTHING_LEFT
 
 __all__ = ["Rates", "best_bound_s", "lower_bounds", "rates", "spreading_is_best"]

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phaze.schedule.core_timeline import Placed, Step, makespan, order_of_starts, retime
+from phaze.schedule.list_scheduling import Placed, Step, makespan, order_of_starts, retime
 from phaze.schedule.proven_schedule import relative_gap
-from phaze.schedule.reduced_problem import FloatArray, IntArray, ReducedProblem
+from phaze.schedule.scheduling_problem import FloatArray, IntArray, ReducedProblem
 from phaze.solvers import (
     LinearProblem,
     ProblemBuilder,

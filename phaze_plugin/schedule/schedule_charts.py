@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phaze.schedule.proven_schedule import Schedule, ScheduledJob
-from phaze.schedule.resource_usage import utilization
+from phaze.schedule.proven_schedule import Schedule, ScheduledJob, utilization
 from phaze.schedule.scheduling_problem import Resource
 from phaze.trace_events import complete_event
 

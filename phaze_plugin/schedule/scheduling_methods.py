@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from phaze.schedule.core_timeline import Placed, makespan
 from phaze.schedule.cp_sat_model import solve_cp_sat
-from phaze.schedule.exact import search_exact
-from phaze.schedule.list_scheduling import list_schedule, spread_one_by_one
+from phaze.schedule.exact_search import search_exact
+from phaze.schedule.list_scheduling import Placed, list_schedule, makespan, spread_one_by_one
 from phaze.schedule.makespan_bounds import best_bound_s, spreading_is_best
 from phaze.schedule.paper_ilp import solve_milp
 from phaze.schedule.proven_schedule import (
@@ -31,10 +30,18 @@ from phaze.schedule.proven_schedule import (
     infeasible_schedule,
     relative_gap,
     status_of,
+    verify_schedule,
 )
-from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
-from phaze.schedule.schedule_check import verify_schedule
-from phaze.schedule.scheduling_problem import Job, Resource, SchedulingProblem, infeasibility, topological_order
+from phaze.schedule.scheduling_problem import (
+    Job,
+    ReducedProblem,
+    Resource,
+    SchedulingProblem,
+    infeasibility,
+    reduce_problem,
+    segments,
+    topological_order,
+)
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain, WorkLimits
 from phaze.tolerances import EQUAL_RESULTS
 

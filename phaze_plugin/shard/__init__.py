@@ -1,12 +1,17 @@
 """Tensor parallelism: which factor of which op is split, by an integer program over factor rules."""
 
-from phaze.shard.layer_boundaries import SequenceParallel, sequence_lengths
+from phaze.shard.layer_combinations import SequenceParallel, sequence_lengths
 from phaze.shard.layer_sharding import ShardedLayer, shard_layer, unsharded
-from phaze.shard.layout import PARTIAL, WHOLE, Layout, LayoutConstraint, Split
-from phaze.shard.least_seconds import least_model_seconds
-from phaze.shard.model_sharding import ShardedModel, ShardingTables, ShardOptions, shard_model, shard_variants
-from phaze.shard.op_splits import OpSplit
-from phaze.shard.resharding import Axis
+from phaze.shard.layout import PARTIAL, WHOLE, Layout, LayoutConstraint, OpSplit, Split
+from phaze.shard.mesh_axes import Axis
+from phaze.shard.model_sharding import (
+    ShardedModel,
+    ShardingTables,
+    ShardOptions,
+    least_model_seconds,
+    shard_model,
+    shard_variants,
+)
 from phaze.shard.sharding_problem import ShardingProblem
 from phaze.shard.sliced_layer import slice_layer
 

@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from phaze.cost.attention_masks import BALANCED_OVER
+from phaze.cost.off_chip_traffic import BALANCED_OVER
 from phaze.errors import ShardError
 from phaze.ir import Dim, Dims, FactorKind, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, Tensor
+from phaze.ir.factor_following import token_lengths
+from phaze.ir.graph_builder import elementwise_rule
 from phaze.ir.rule import factor_names, names_of
-from phaze.ir.sequence_factors import token_lengths
-from phaze.ir.shape_rules import elementwise_rule
+from phaze.shard.layout import ROUTED
 from phaze.shard.mesh_axes import CONTEXT_AXIS, EXCHANGE, RING, collective_op, nearest_divisors, regrouped
-from phaze.shard.op_splits import ROUTED
 
 __all__ = ["KeyExchange", "can_exchange_heads", "gather_again", "key_attentions", "query_positions", "slice_context"]
 

@@ -36,9 +36,8 @@ import numpy as np
 from phaze.errors import ShardError
 from phaze.ir import Op, Phase, Role
 from phaze.shard.layer_tables import MICROSECONDS, PARTIAL_PENALTY, layer_tables
-from phaze.shard.layout import WHOLE, Layout
-from phaze.shard.op_splits import OpSplit, Ways
-from phaze.shard.resharding import IMPOSSIBLE, collective_of
+from phaze.shard.layout import WHOLE, Layout, OpSplit, Ways
+from phaze.shard.mesh_axes import IMPOSSIBLE, collective_of
 from phaze.shard.sharding_problem import (
     ShardingProblem,
     check_heads,

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from phaze.cost import Collective
 from phaze.ir import Op, Phase, Role
 from phaze.shard.elimination import EliminationPlan, Minimum, plan_elimination
-from phaze.shard.layout import WHOLE, Layout
-from phaze.shard.op_splits import OpSplit, Ways, statistics_bytes
-from phaze.shard.resharding import Axis, collective_of, is_possible
+from phaze.shard.layout import WHOLE, Layout, OpSplit, Ways, statistics_bytes
+from phaze.shard.mesh_axes import Axis, collective_of, is_possible
 from phaze.shard.sharding_problem import ShardingProblem, chooses_its_split, leaving_tensors
 
 __all__ = ["MICROSECONDS", "PARTIAL_PENALTY", "BoundaryChoice", "LayerTables", "layer_tables"]

@@ -1,6 +1,6 @@
 """A layer to shard: the splits that each of its ops may choose from, and the seconds of each split.
 
-`splits_of_layer` starts from the splits that rules allow (`op_splits.py`) and leaves out what users' constraints, tied
+`splits_of_layer` starts from the splits that rules allow (`layout.py`) and leaves out what users' constraints, tied
 parameters and the target forbid. `seconds_of_splits` prices those that are left.
 """
 
@@ -15,10 +15,19 @@ from phaze.cost import Collective, PriceTable, price_ops
 from phaze.errors import ShardError
 from phaze.ir import FactorKind, Graph, Layer, Op, OpKind, Phase, Role
 from phaze.ir.rule import Rule, factor_names, names_of
-from phaze.shard.layout import WHOLE, Layout, LayoutConstraint, admits
-from phaze.shard.mesh_axes import WAYS, is_exchange
-from phaze.shard.op_splits import OpSplit, Ways, head_factors, split_choices, splits_of_op, statistics_bytes
-from phaze.shard.resharding import Axis
+from phaze.shard.layout import (
+    WHOLE,
+    Layout,
+    LayoutConstraint,
+    OpSplit,
+    Ways,
+    admits,
+    head_factors,
+    split_choices,
+    splits_of_op,
+    statistics_bytes,
+)
+from phaze.shard.mesh_axes import WAYS, Axis, is_exchange
 from phaze.solvers import AUTOMATIC_SOLVERS, SolverChain
 
 __all__ = [

@@ -10,10 +10,8 @@ from __future__ import annotations
 from phaze.cost import Collective
 from phaze.ir import Dim, Factor, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, Tensor
 from phaze.shard.layer_sharding import ShardedLayer
-from phaze.shard.layout import Layout
-from phaze.shard.mesh_axes import TENSOR_AXIS
-from phaze.shard.op_splits import statistics_bytes
-from phaze.shard.resharding import collective_of
+from phaze.shard.layout import Layout, statistics_bytes
+from phaze.shard.mesh_axes import TENSOR_AXIS, collective_of
 from phaze.shard.sharding_problem import leaving_tensors
 
 __all__ = ["slice_layer"]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from phaze.errors import SolverError
-from phaze.solvers.cp_sat_solver import cp_sat
 from phaze.solvers.gurobi_solver import gurobi
 from phaze.solvers.linear_problem import (
     FloatArray,
@@ -25,7 +24,7 @@ from phaze.solvers.linear_problem import (
     SolveStatus,
     WorkLimits,
 )
-from phaze.solvers.mathopt_solvers import highs, scip
+from phaze.solvers.ortools_solvers import cp_sat, highs, scip
 from phaze.tolerances import SOLVER_BREACH
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Whether no strategy of a placement problem beats a time, shown a second time, for verification, by plain arithmetic.
 
-Nothing of `phaze.place` is asked: strategies are listed by `plain_strategies.py`, stages are added up by
-`plain_placement.py` on the lower bounds of their layers, and pipelines are simulated by `plain_pipeline.py`. Let m be
-the microbatches of a pipeline, S its stages, and f, b, w a stage's seconds of forward, backward and (in zero-bubble
-schedules) weight passes. Each strategy must pass one of these:
+Nothing of `phaze.place` is asked: strategies are listed and pipelines simulated by `plain_pipeline.py`, and stages are
+added up by `plain_placement.py` on the lower bounds of their layers. Let m be the microbatches of a pipeline, S its
+stages, and f, b, w a stage's seconds of forward, backward and (in zero-bubble schedules) weight passes. Each strategy
+must pass one of these:
 
 1. *By sums* (`_LayerSums.bound_s`). With F, B, W summed over all layers in their quickest mode, some device is busy for
    m (F+B+W) / pp. The largest over stages of a path through the pipeline is at least the mean of such paths:
@@ -30,20 +30,18 @@ from phaze.place import PlacementProblem
 from phaze.tolerances import EQUAL_RESULTS, MEMORY_MARGIN
 from phaze.verify.plain_pipeline import (
     PlainStage,
-    plain_device,
-    plain_in_flight,
-    plain_simulation,
-    plain_stages_of,
-    without_turn,
-)
-from phaze.verify.plain_placement import PlainCosts
-from phaze.verify.plain_strategies import (
     are_offered_stages,
     device_bytes,
     is_offered_device_count,
+    plain_device,
     plain_downsets,
+    plain_in_flight,
+    plain_simulation,
+    plain_stages_of,
     plain_strategies,
+    without_turn,
 )
+from phaze.verify.plain_placement import PlainCosts
 
 __all__ = ["PlainEffort", "PlainProof", "prove_plainly"]
 

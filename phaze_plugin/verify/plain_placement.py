@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from phaze.cost import Collective, price_collective, price_works, update_work
 from phaze.hardware import Cluster, InterconnectLevel
-from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.ir import RecomputeMode
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place import LayerProfile, PlacementProblem

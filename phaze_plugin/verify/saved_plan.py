@@ -14,14 +14,14 @@ from phaze.hardware import Cluster
 from phaze.hardware.hardware_files import cluster_to_json
 from phaze.installed import installed_plugins
 from phaze.ir import Graph
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.model_import import import_with_plugins
 from phaze.plan.plan import Plan, read_plan
+from phaze.planner.candidate_slicings import as_first_asked
 from phaze.planner.device_counts import answered_question, price_given_stages
 from phaze.planner.explainer import FoundSearch, PlanExplainer, found_search
 from phaze.planner.explanation import binding
 from phaze.planner.fixed_stages import strategy_with_stages
-from phaze.planner.offer_growth import as_first_asked
 from phaze.planner.plan_building import build_plan
 from phaze.planner.progress import Watch
 from phaze.question import Question, QuestionOptions, ask, hash_graph, settled_cluster

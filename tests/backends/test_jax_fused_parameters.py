@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from phaze.backends.jax.fused_parameters import FusedView, with_fused_views
+from phaze.backends.jax.tensor_parts import FusedView, with_fused_views
 from phaze.backends.jax.traced_loss import evaluate, trace_loss
 
 Take = Callable[[Any], list[Any]]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import phaze
-from phaze.backends.jax.random_draws import RowsOfBatch, draws_of_samples, with_draws_of_rows
+from phaze.backends.jax.trace_rewriting import RowsOfBatch, draws_of_samples, with_draws_of_rows
 from phaze.errors import PlanError
 
 Loss = Callable[..., Any]

@@ -15,7 +15,7 @@ import phaze
 from phaze.backends.torch import TorchTarget
 from phaze.backends.torch.applied_module import AppliedModule
 from phaze.backends.torch.arrange import arrange_module, without_caches
-from phaze.backends.torch.batch_loss import loss_of_output
+from phaze.backends.torch.micro_batches import loss_of_output
 from phaze.calibration_fitting.measured_runs import read_steps
 from phaze.errors import PlanError
 from phaze.frontends.torch.example_inputs import read_model

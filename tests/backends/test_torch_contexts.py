@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.backends.torch import split_rules
-from phaze.backends.torch.contexts import Contexts
+from phaze.backends.torch.process_groups import Contexts
 from phaze.backends.torch.split_collectives import Axis, _in_order_of_devices, _in_own_order, local_part
 from phaze.backends.torch.split_collectives import _is_made_of_parameters as is_made_of_parameters
 from phaze.backends.torch.split_tensor import ContextTensor, SplitTensor

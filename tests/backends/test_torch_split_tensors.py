@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
+from phaze.backends.torch.arrange import Cut, to_device_order, to_model_order
 from phaze.backends.torch.split_collectives import Axis, chunk_sizes, local_part
-from phaze.backends.torch.split_parameters import Cut, to_device_order, to_model_order
 from phaze.backends.torch.split_rules import reshaped
 from phaze.backends.torch.split_tensor import NoRule, SplitTensor
 from phaze.backends.torch.step_measurement import WholeCalls

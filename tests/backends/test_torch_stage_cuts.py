@@ -11,7 +11,7 @@ from phaze.backends.torch.stage_cuts import cut_paths, dry_run
 from phaze.backends.torch.stage_models import build_stage
 from phaze.errors import PlanError
 from phaze.hooks import PluginManager
-from phaze.target_choice import find_target
+from phaze.targets import find_target
 
 
 def test_cuts_stand_before_the_outermost_module_that_holds_no_earlier_layer() -> None:

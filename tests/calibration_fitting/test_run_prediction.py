@@ -9,8 +9,7 @@ from property_examples import one_of_each
 import phaze
 from phaze.calibration_fitting import PreparedLayers, Run, prepare_run
 from phaze.cost import EAGER_STACK, LIBRARY_STACK, Calibration, Stack
-from phaze.cost.link_protocols import link_protocols_of
-from phaze.cost.product_kernels import product_kernels_of
+from phaze.cost.measured_kernels import link_protocols_of, product_kernels_of
 from phaze.errors import QuestionError
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.hooks import PluginManager

@@ -10,7 +10,7 @@ import pytest
 from phaze import errors
 from phaze.cli import main
 from phaze.commands import COMMANDS
-from phaze.commands.command_parser import build_parser
+from phaze.commands.command import build_parser
 from phaze.commands.help_topics import TOPICS
 from phaze.errors import FormatError, HardwareError, PhazeError, PlanError, QuestionError, UnknownNameError
 from phaze.parallelism import STRATEGY_KEYS

@@ -8,8 +8,8 @@ import pytest
 
 from phaze.cli import main
 from phaze.explore.experiment_rows import Baseline, Contender, ModelExperiment
-from phaze.explore.one_chip import OneChip, OneChipModel
-from phaze.json_records import to_document
+from phaze.explore.paper_experiments import OneChip, OneChipModel
+from phaze.json_documents import to_document
 
 SETTINGS = {
     "method": ["random"],

@@ -11,10 +11,10 @@ from mutated_inputs import mutated_document
 from readable_files import named_format
 
 from phaze.cli import main
-from phaze.commands.schema_list import SCHEMAS
+from phaze.commands.installation_commands import SCHEMAS
 from phaze.errors import FormatError, PhazeError
+from phaze.json_documents import SchemaCheck
 from phaze.plan.plan import plan_from_document
-from phaze.schema_checks import SchemaCheck
 
 
 def examples(kind: str) -> list[Any]:

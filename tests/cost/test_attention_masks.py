@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.cost import op_work
-from phaze.cost.attention_masks import BLOCK, seen_gemms
+from phaze.cost.off_chip_traffic import BLOCK, seen_gemms
 from phaze.ir import DType, Op, OpKind, Phase, Rule, Tensor
 
 FORWARD = "b s g r d, b t g d, b t g e -> b s g r e"

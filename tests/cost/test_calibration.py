@@ -23,9 +23,8 @@ from phaze.cost import (
     price_works,
 )
 from phaze.cost.calibration import TERMS, fitted_families, why_ideal
-from phaze.cost.link_protocols import linked_chips
+from phaze.cost.measured_kernels import linked_chips, measured_chips
 from phaze.cost.operator_work import Product
-from phaze.cost.product_kernels import measured_chips
 from phaze.cost.work_prices import UNALIGNED_SHARE
 from phaze.errors import HardwareError
 from phaze.hardware import parse_cluster, preset, presets

@@ -7,7 +7,7 @@ from graphs import tiny_graph
 
 import phaze
 from phaze.cost import LIBRARY_STACK, PERFECT_STACK, Calibration, Fusion
-from phaze.cost.gate_fusion import fuse_gates, fuses_gates, with_fused_gates
+from phaze.cost.stack_fusions import fuse_gates, fuses_gates, with_fused_gates
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode, kept_tensors
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from phaze.cost import IDEAL, Calibration, Collective, calibration_of, price_collective
 from phaze.cost.collective_prices import collective_lines
-from phaze.cost.link_protocols import LinkProtocol, LinkProtocols, link_protocols_of, linked_chips
+from phaze.cost.measured_kernels import LinkProtocol, LinkProtocols, link_protocols_of, linked_chips
 from phaze.errors import HardwareError
 from phaze.hardware import Cluster, parse_cluster, preset
-from phaze.hardware.packaged_data import packaged_table
+from phaze.hardware.hardware_numbers import packaged_table
 from phaze.hooks import PluginManager
 from phaze.place.model.network_prices import Network
 from phaze.shard import Axis

@@ -10,7 +10,7 @@ from oracles.numpy_reference import evaluate_graph
 
 import phaze
 from phaze.cost import IDEAL, LIBRARY_STACK, AttentionMode, Fusion, calibration_of, fuses_loss, planned_graph
-from phaze.cost.loss_fusion import fuse_loss
+from phaze.cost.stack_fusions import fuse_loss
 from phaze.hardware import preset
 from phaze.ir import DType, Graph, RecomputeMode, kept_tensors
 

@@ -9,7 +9,7 @@ from phaze.cost.off_chip_traffic import AttentionTiling
 from phaze.errors import CostError
 from phaze.hardware import preset
 from phaze.ir import DType, Op, OpKind, Phase, Rule, Tensor
-from phaze.ir.shape_rules import convolution_rule, opaque_rule
+from phaze.ir.graph_builder import convolution_rule, opaque_rule
 
 CHIP = preset("tpuv4").accelerator
 

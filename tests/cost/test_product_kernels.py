@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from phaze.cost import IDEAL, LIBRARY_STACK, Calibration, Stack, calibration_of, matmul_work, op_work, price_works
 from phaze.cost.calibration import SOFTMAX_OVERLAP_GAIN
-from phaze.cost.off_chip_traffic import AttentionTiling
-from phaze.cost.operator_work import Work
-from phaze.cost.product_kernels import (
+from phaze.cost.measured_kernels import (
     BURST_S,
     ProductKernel,
     ProductKernels,
@@ -21,13 +19,15 @@ from phaze.cost.product_kernels import (
     measured_chips,
     product_kernels_of,
 )
+from phaze.cost.off_chip_traffic import AttentionTiling
+from phaze.cost.operator_work import Work
 from phaze.errors import HardwareError
 from phaze.hardware import Accelerator, AcceleratorArray, preset
-from phaze.hardware.element_types import dtype_bytes
-from phaze.hardware.packaged_data import packaged_table
+from phaze.hardware.hardware_numbers import packaged_table
+from phaze.hardware.precision import dtype_bytes
 from phaze.ir import OpKind
 from phaze.shard import Axis
-from phaze.shard.least_seconds import least_model_seconds
+from phaze.shard.model_sharding import least_model_seconds
 
 A100 = preset("a100-80gb").accelerator
 TILES = [(32, 64), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64)]

@@ -27,7 +27,7 @@ from phaze.cost.estimate import stack_estimates
 from phaze.cost.work_prices import distinct_accelerators, distinct_rows
 from phaze.errors import CostError
 from phaze.hardware import AcceleratorArray, preset
-from phaze.hardware.area_energy import energy_model
+from phaze.hardware.accelerator import energy_model
 
 TPU = preset("tpuv4").accelerator
 GPT2 = tiny_graph("gpt2")

@@ -14,7 +14,7 @@ from repository import ROOT
 import phaze
 from phaze.commands import COMMANDS
 from phaze.commands.help_topics import TOPICS
-from phaze.commands.schema_list import SCHEMAS
+from phaze.commands.installation_commands import SCHEMAS
 
 LOADED = re.compile(r'<(?:script|link|img|source|iframe)\b[^>]*?\b(?:src|href)="([^"]*)"')
 """What a browser loads by itself when it shows a page."""

@@ -9,9 +9,8 @@ from plans import small_graph
 
 import phaze
 from phaze.explore.best_first_search import BestFirstSearch
-from phaze.explore.design_neighbours import neighbours
 from phaze.explore.objectives import pareto_front
-from phaze.explore.search_state import EvaluatedDesign, SearchState
+from phaze.explore.search_state import EvaluatedDesign, SearchState, neighbours
 from phaze.explore.worker_tasks import EvaluateTask, evaluate_design
 
 

@@ -5,7 +5,7 @@ import pytest
 from designs import small_question, some_points, tiny_model
 
 from phaze.explore.design_bounds import SweepTask, SweptSlicing, sweep_slicing
-from phaze.explore.design_boxes import DesignBox, best_case_distance, cut_box
+from phaze.explore.search_state import DesignBox, best_case_distance, cut_box
 
 
 @pytest.fixture(scope="module")

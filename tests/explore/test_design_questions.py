@@ -10,9 +10,9 @@ from designs import SMALL, small_question, tiny_model
 import phaze
 from phaze.errors import QuestionError
 from phaze.explore.best_first_search import BestFirstSearch
-from phaze.explore.design_neighbours import neighbour, neighbours
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
+from phaze.explore.search_state import neighbour, neighbours
 
 POINTS = phaze.space.grid(
     tensor_cores=(1, 4),

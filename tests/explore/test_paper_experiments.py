@@ -11,8 +11,7 @@ from designs import SMALL, tiny_model
 
 import phaze
 from phaze.explore.experiment_rows import ModelExperiment, convergence_csv, experiments_csv, network_notes
-from phaze.explore.one_chip import run_one_chip
-from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment
+from phaze.explore.paper_experiments import EXPERT_STRATEGIES, ExperimentSettings, run_experiment, run_one_chip
 from phaze.explore.sampled_search import SAMPLED_METHODS, SearchMethod
 from phaze.hardware import preset
 from phaze.verify.search_checks import check_search

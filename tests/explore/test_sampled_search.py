@@ -14,14 +14,12 @@ from plans import small_graph
 import phaze
 from phaze.errors import QuestionError
 from phaze.explore.best_first_search import BestFirstSearch
-from phaze.explore.design_lattice import DesignLattice
-from phaze.explore.design_samplers import SpotlightSampler
+from phaze.explore.design_samplers import DesignLattice, SpotlightSampler
 from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.sampled_evaluation import DelayEvaluator, DesignEvaluator
-from phaze.explore.sampled_result import SampledRun
-from phaze.explore.sampled_search import SAMPLED_METHODS, SearchMethod, rehearse, sample_designs
-from phaze.hardware.area_energy import area_mm2
+from phaze.explore.sampled_search import SAMPLED_METHODS, SampledRun, SearchMethod, rehearse, sample_designs
+from phaze.hardware.accelerator import area_mm2
 from phaze.parallelism import Parallelism, PipelineSchedule
 
 POINTS = phaze.space.grid(

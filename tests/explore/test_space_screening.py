@@ -17,7 +17,7 @@ from phaze.explore.executors import Workers
 from phaze.explore.journal import Journal
 from phaze.explore.search_question import SearchQuestion
 from phaze.explore.space_screening import _LEVELS, _Screen, _slice_or_refuse
-from phaze.hardware.area_energy import areas_mm2
+from phaze.hardware.accelerator import areas_mm2
 
 AXES: dict[str, Any] = {
     "tensor_cores": (1, 4),

@@ -15,7 +15,7 @@ from phaze.frontends.families.parameter_count import count_parameters
 from phaze.frontends.named_models import NAMED_CONFIGS
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, OpKind
-from phaze.ir.sequence_factors import mark_sequences
+from phaze.ir.factor_following import mark_sequences
 
 ALL_TINY_CONFIGS = {**TINY_CONFIGS, **MORE_TINY_CONFIGS}
 PARAMETERS = {

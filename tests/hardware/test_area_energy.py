@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from phaze.hardware import AcceleratorArray, preset
-from phaze.hardware.area_energy import area_mm2, energy_model, log_log
-from phaze.hardware.element_types import RATE_NAMES
+from phaze.hardware.accelerator import area_mm2, energy_model, log_log
+from phaze.hardware.precision import RATE_NAMES
 
 BASELINE = preset("tpuv4-paper").accelerator
 

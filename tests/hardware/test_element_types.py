@@ -2,7 +2,7 @@ import pytest
 
 from phaze.errors import HardwareError
 from phaze.hardware import MatrixRates
-from phaze.hardware.element_types import RATE_NAMES, dtype_bytes, element_type, rate_name
+from phaze.hardware.precision import RATE_NAMES, dtype_bytes, element_type, rate_name
 from phaze.ir import DType
 
 

@@ -4,7 +4,7 @@ import pytest
 from plugins import manager_of, plugin_with
 
 from phaze.hardware import Fact, Links, Network, NetworkLevel, Torus, network_names, networks, parse_cluster
-from phaze.hardware.network_levels import torus_shape
+from phaze.hardware.cluster import torus_shape
 
 BANDWIDTH, LATENCY = Fact(1e9, "made up", False), Fact(1e-6, "made up", False)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from phaze.hardware.packaged_data import packaged_table
+from phaze.hardware.hardware_numbers import packaged_table
 
 
 @pytest.mark.parametrize("name", ["area", "chips", "energy", "networks"])

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from plugins import installed_distribution, manager_of, plugin_with, raising
 
-from phaze.capabilities import Capabilities
 from phaze.errors import PluginError, PluginWarning, UnknownNameError
 from phaze.hardware import Accelerator, preset
 from phaze.hooks import Origin, PluginManager, hookimpl, spec
+from phaze.targets import Capabilities
 
 CHIP = preset("a100-80gb").accelerator
 HOOKS = sorted(name for name in vars(spec) if name.startswith("phaze_"))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from phaze.capabilities import Capabilities
 from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, Parallelism, PipelineSchedule
 from phaze.plan.handover import axes_not_run
+from phaze.targets import Capabilities
 
 
 def test_the_modest_default_runs_no_pipeline() -> None:

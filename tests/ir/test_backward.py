@@ -11,8 +11,7 @@ from oracles.numpy_reference import evaluate_graph
 from phaze.errors import GraphError
 from phaze.ir import Attribute, DType, Graph, GraphBuilder, OpKind, Phase, Role, Rule
 from phaze.ir.backward import derive_backward, split_tied_gradients
-from phaze.ir.op import UNARY_READS
-from phaze.ir.shape_rules import (
+from phaze.ir.graph_builder import (
     broadcast_rule,
     concatenate_rule,
     convolution_rule,
@@ -23,6 +22,7 @@ from phaze.ir.shape_rules import (
     slice_rule,
     transpose_rule,
 )
+from phaze.ir.op import UNARY_READS
 
 STEP = 1e-5
 

@@ -16,7 +16,7 @@ from phaze.ir import (
     stashed_bytes,
     stashed_tensors,
 )
-from phaze.ir.shape_rules import elementwise_rule
+from phaze.ir.graph_builder import elementwise_rule
 
 
 @pytest.mark.parametrize("family", ["gpt2", "megatron-gpt"])

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, GraphBuilder, Op, OpKind, Phase, Role
+from phaze.ir.graph_builder import elementwise_rule, reduction_rule
 from phaze.ir.layers import rescaled_layers
-from phaze.ir.shape_rules import elementwise_rule, reduction_rule
 
 
 def names(graph: Graph) -> list[str]:

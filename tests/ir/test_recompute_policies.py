@@ -7,8 +7,8 @@ from phaze.cost import fuse_attention
 from phaze.errors import QuestionError
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, Layer, OpKind, RecomputeMode, kept_tensors, recomputed_ops
+from phaze.ir.kept_activations import MAXTEXT_POLICIES, recompute_mode
 from phaze.ir.layers import single_layer
-from phaze.ir.recompute_policies import MAXTEXT_POLICIES, recompute_mode
 from phaze.shard import Axis, shard_model, slice_layer
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaze.ir import DType, Graph, GraphBuilder, OpKind, Role
-from phaze.ir.refinement import refine_factors
-from phaze.ir.shape_rules import contraction_rule, elementwise_rule, reduction_rule, reshape_rule
+from phaze.ir.factor_following import refine_factors
+from phaze.ir.graph_builder import contraction_rule, elementwise_rule, reduction_rule, reshape_rule
 
 
 def linear_between_views(batch: int, length: int, heads: int, size: int) -> Graph:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from phaze.ir import DType, Graph, GraphBuilder, OpKind, Phase, Role, stashed_tensors
+from phaze.ir.graph_builder import elementwise_rule, reduction_rule
 from phaze.ir.graph_json import graph_from_json, graph_to_json
-from phaze.ir.shape_rules import elementwise_rule, reduction_rule
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS
 
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import Graph, GraphBuilder, OpKind, Role, Rule
+from phaze.ir.factor_following import mark_sequences, marks_sequence, token_lengths
 from phaze.ir.graph_json import graph_from_json, graph_to_json
-from phaze.ir.sequence_factors import mark_sequences, marks_sequence, token_lengths
 
 FAMILIES = {**TINY_CONFIGS, **MORE_TINY_CONFIGS}
 FIXED_LENGTHS = {"vit", "whisper"}

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from oracles.numpy_reference import evaluate_op
 
 from phaze.ir import FactorKind, Op, OpKind, Rule
-from phaze.ir.graph_checks import check_rule
-from phaze.ir.shape_rules import (
+from phaze.ir.graph_builder import (
     broadcast_rule,
     concatenate_rule,
     contraction_rule,
@@ -25,6 +24,7 @@ from phaze.ir.shape_rules import (
     slice_rule,
     transpose_rule,
 )
+from phaze.ir.graph_checks import check_rule
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -8,12 +8,11 @@ import pytest
 from plans import QUESTION, small_cluster, small_graph, small_plan
 
 import phaze
-from phaze.capabilities import Capabilities
 from phaze.errors import PlanError, UnknownNameError
 from phaze.hooks import Origin, PluginManager, hookimpl
 from phaze.plan.handover import apply_plan, export_plan, obstacles
 from phaze.plan.plan import Plan, SplitDim
-from phaze.target_choice import find_target
+from phaze.targets import Capabilities, find_target
 
 EVERYTHING = Capabilities.everything()
 

@@ -7,7 +7,7 @@ from plans import QUESTION, small_cluster, small_graph
 
 import phaze
 from phaze.planner import Progress
-from phaze.planner.collection_pauses import rare_collections
+from phaze.planner.progress import rare_collections
 
 
 def fail_inside() -> None:

@@ -149,7 +149,7 @@ def test_a_saved_plan_keeps_its_objective_and_is_for_both_clusters(tmp_path: Pat
     ],
 )
 def test_a_forged_value_is_refused(path: tuple[str, ...], value: object, message: str) -> None:
-    from phaze.digests import with_digest, without_digest
+    from phaze.json_documents import with_digest, without_digest
 
     document = json.loads(planned("cost", price=2.5).to_json())
     run = document.pop("run")

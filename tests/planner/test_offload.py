@@ -9,7 +9,6 @@ import pytest
 from plans import checked, small_cluster, small_graph
 
 import phaze
-from phaze.capabilities import Capabilities
 from phaze.errors import HardwareError, PlanError, QuestionError
 from phaze.hardware import Cluster, HostLink, parse_cluster
 from phaze.hardware.hardware_files import load_cluster, save_cluster
@@ -17,6 +16,7 @@ from phaze.installed import installed_plugins
 from phaze.parallelism import Offload
 from phaze.plan.handover import obstacles
 from phaze.plan.plan import Plan
+from phaze.targets import Capabilities
 
 ASKED: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 1, "tp": 1, "target": None}
 HOST = HostLink(25e9, 2**33)

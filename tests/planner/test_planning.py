@@ -16,7 +16,7 @@ from phaze.errors import PhazeError, PlanError, QuestionError
 from phaze.installed import installed_plugins
 from phaze.plan.plan import PlanStatus, plan_from_document
 from phaze.planner import Progress
-from phaze.planner.offer_growth import next_tp, offering
+from phaze.planner.candidate_slicings import next_tp, offering
 from phaze.question import ask
 
 

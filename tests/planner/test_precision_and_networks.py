@@ -7,7 +7,7 @@ import phaze
 from phaze.errors import PlanError
 from phaze.plan.handover import obstacles
 from phaze.plan.plan import Plan
-from phaze.target_choice import ANALYSIS
+from phaze.targets import ANALYSIS
 
 
 def planned(cluster: str = "h100:8", **question: object) -> Plan:

@@ -10,7 +10,6 @@ import pytest
 from plans import checked, small_cluster, small_graph
 
 import phaze
-from phaze.capabilities import Capabilities
 from phaze.cli import main
 from phaze.errors import QuestionError
 from phaze.installed import installed_plugins
@@ -21,7 +20,8 @@ from phaze.plan.plan import Plan
 from phaze.planner.fixed_stages import price_fixed_stages, strategy_with_stages
 from phaze.planner.progress import Watch
 from phaze.shard import slice_layer
-from phaze.verify.plain_recompute import budget_checks
+from phaze.targets import Capabilities
+from phaze.verify.plan_checks import budget_checks
 from phaze.verify.saved_plan import question_for
 
 ASKED: dict[str, Any] = {"global_batch_size": 32, "micro_batch_size": 8, "tp": 1, "target": None}

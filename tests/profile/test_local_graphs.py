@@ -9,7 +9,7 @@ from phaze.cost import LIBRARY_STACK, PERFECT_STACK, Calibration, Collective, St
 from phaze.installed import installed_plugins
 from phaze.ir import Graph, OpKind, Phase, RecomputeMode, recomputation
 from phaze.profile.layer_jobs import price_pass
-from phaze.profile.layer_memory import peak_working_bytes
+from phaze.profile.layer_profile import peak_working_bytes
 from phaze.profile.local_graphs import LocalGraphs, exchange_counts, exchange_seconds
 from phaze.profile.model_profiles import profile_model, profile_options, slicings
 from phaze.question import Question, ask

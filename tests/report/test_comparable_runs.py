@@ -7,13 +7,12 @@ from plans import small_graph
 
 import phaze
 from phaze.cost import IDEAL, calibration_of
-from phaze.cost.calibration import fitted_families
-from phaze.cost.comparable_runs import LEAST_RUNS, ComparableRuns, RunClass, comparable_runs, runs_by_class
+from phaze.cost.calibration import LEAST_RUNS, ComparableRuns, RunClass, comparable_runs, fitted_families, runs_by_class
 from phaze.hardware import parse_cluster, precision_recipe, preset
 from phaze.hooks import PluginManager
 from phaze.planner.plan_comparison import compare
+from phaze.report.plan_page_contents import uncertainty_text
 from phaze.report.plan_text import certainty_text, is_too_near
-from phaze.report.plan_words import uncertainty_text
 
 PLUGINS = PluginManager.load()
 ONE = RunClass(has_many_nodes=False, has_narrow_products=False)

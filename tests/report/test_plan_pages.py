@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page
 
 import phaze
 from phaze.plan.plan import Plan
-from phaze.plan.plan_status import PlanStatus
+from phaze.plan.plan_integrity import PlanStatus
 from phaze.report.plan_page import plan_page
 
 PIPELINE = {"dp": 2, "pp": 2, "tp": 2, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}

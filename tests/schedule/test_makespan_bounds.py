@@ -10,7 +10,7 @@ from scheduling import random_problem
 
 from phaze.schedule import Job, Resource, SchedulingProblem, lower_bounds, schedule_layer
 from phaze.schedule.makespan_bounds import best_bound_s, rates, spreading_is_best
-from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem, segments
+from phaze.schedule.scheduling_problem import ReducedProblem, reduce_problem, segments
 
 
 def lower_bound(reduced: ReducedProblem) -> float:

@@ -13,9 +13,9 @@ from scheduling import brute_force, layer_like_problem, linked_problem, random_p
 
 from phaze.hooks import Origin, PluginManager, hookimpl
 from phaze.schedule import Schedule, ScheduleCache, ScheduleStatus, SchedulingProblem, breaches, schedule_layer
-from phaze.schedule.core_timeline import Placed, makespan
-from phaze.schedule.exact import search_exact
-from phaze.schedule.reduced_problem import ReducedProblem, reduce_problem
+from phaze.schedule.exact_search import search_exact
+from phaze.schedule.list_scheduling import Placed, makespan
+from phaze.schedule.scheduling_problem import ReducedProblem, reduce_problem
 from phaze.solvers import (
     AUTOMATIC_SOLVERS,
     LinearProblem,

@@ -5,13 +5,13 @@ from graphs import MORE_TINY_CONFIGS, TINY_CONFIGS
 
 import phaze
 from phaze.cost import Collective, fuse_attention, price_collective
-from phaze.cost.attention_masks import seen_gemms
+from phaze.cost.off_chip_traffic import seen_gemms
 from phaze.errors import ShardError
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.hardware import parse_cluster
 from phaze.ir import DType, Graph, GraphBuilder, Op, OpKind, Phase, Role, Rule, stashed_bytes
+from phaze.ir.factor_following import mark_sequences
 from phaze.ir.layers import single_layer
-from phaze.ir.sequence_factors import mark_sequences
 from phaze.shard import Axis
 from phaze.shard.context_slicing import KeyExchange, can_exchange_heads, key_attentions
 from phaze.shard.device_graph import device_graph

@@ -15,8 +15,8 @@ from phaze.cost import fuse_attention
 from phaze.frontends.transformer_config import graph_from_config
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph
+from phaze.ir.factor_following import mark_sequences
 from phaze.ir.layers import single_layer
-from phaze.ir.sequence_factors import mark_sequences
 from phaze.shard import Axis, ShardingProblem, shard_layer, unsharded
 from phaze.shard.context_slicing import KeyExchange, key_attentions
 from phaze.shard.device_graph import device_graph

@@ -9,7 +9,7 @@ import phaze
 from phaze.errors import ShardError
 from phaze.ir import Graph, Phase
 from phaze.ir.backward import derive_backward
-from phaze.ir.sequence_factors import token_lengths
+from phaze.ir.factor_following import token_lengths
 from phaze.shard.device_graph import device_graph
 from phaze.shard.mesh_axes import is_exchange
 

@@ -9,7 +9,7 @@ import phaze
 from phaze.errors import ShardError
 from phaze.hardware import parse_cluster
 from phaze.ir import Graph, OpKind, Phase
-from phaze.profile.layer_memory import expert_parameters
+from phaze.profile.layer_profile import expert_parameters
 from phaze.shard import Axis, ShardingProblem, shard_layer, slice_layer
 from phaze.shard.device_graph import device_graph
 from phaze.shard.expert_slicing import expert_counts

@@ -18,7 +18,7 @@ from phaze.frontends.transformer_config import graph_from_config
 from phaze.ir import DType, Graph, GraphBuilder, Op, OpKind, Phase, Role
 from phaze.shard import Layout, OpSplit, ShardedLayer, ShardingProblem, shard_layer
 from phaze.shard.layer_sharding import ShardingProgram, add_up
-from phaze.shard.resharding import is_possible
+from phaze.shard.mesh_axes import is_possible
 from phaze.shard.sharding_problem import chooses_its_split, seconds_of_splits, settle_s, splits_of_layer
 
 DEGREES = {name: 2 if "num_key_value_heads" in config else 3 for name, config in TINY_CONFIGS.items()}

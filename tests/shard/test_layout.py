@@ -10,9 +10,8 @@ from sharding import A100S
 from phaze.cost import Collective, price_collective
 from phaze.ir import Dim, Factor, Rule
 from phaze.shard import PARTIAL, WHOLE, Axis, Layout, Split
-from phaze.shard.layout import layout_of
-from phaze.shard.op_splits import fills
-from phaze.shard.resharding import collective_of, is_possible
+from phaze.shard.layout import fills, layout_of
+from phaze.shard.mesh_axes import collective_of, is_possible
 
 
 @st.composite

@@ -10,7 +10,7 @@ import phaze
 from phaze.ir import OpKind
 from phaze.ir.backward import derive_backward
 from phaze.shard import Axis, ShardedModel, shard_model
-from phaze.shard.op_splits import head_factors
+from phaze.shard.layout import head_factors
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phaze.digests import DIGEST, digest_of, with_digest
+from phaze.json_documents import DIGEST, digest_of, with_digest
 
 __all__ = ["forged", "forged_journal"]
 

@@ -22,7 +22,7 @@ import phaze
 from phaze.backends.jax.train_state import Adam, TrainState
 from phaze.hardware import Cluster, find_accelerator, parse_cluster
 from phaze.ir import Graph
-from phaze.json_records import to_document
+from phaze.json_documents import to_document
 from phaze.plan.plan import Plan
 
 BATCH = 16

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from phaze.ir import DType, Op, OpKind, Phase, Rule, Tensor
-from phaze.ir.shape_rules import convolution_rule
+from phaze.ir.graph_builder import convolution_rule
 
 FLOATS = st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8])
 

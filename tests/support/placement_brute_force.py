@@ -6,9 +6,17 @@ from collections.abc import Iterator
 
 from phaze.parallelism import Parallelism
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.verify.plain_pipeline import PlainStage, plain_in_flight, plain_simulation, plain_stages_of
+from phaze.verify.plain_pipeline import (
+    PlainStage,
+    are_offered_stages,
+    device_bytes,
+    is_offered_device_count,
+    plain_in_flight,
+    plain_simulation,
+    plain_stages_of,
+    plain_strategies,
+)
 from phaze.verify.plain_placement import PlainCosts
-from phaze.verify.plain_strategies import are_offered_stages, device_bytes, is_offered_device_count, plain_strategies
 
 __all__ = ["brute_force", "stage_partitions"]
 

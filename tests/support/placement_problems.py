@@ -3,7 +3,6 @@
 from dataclasses import fields, replace
 from random import Random
 
-from phaze.capabilities import Capabilities
 from phaze.cost import IDEAL
 from phaze.hardware import Cluster, HostLink, InterconnectLevel, Links, precision_recipe, preset
 from phaze.ir import SEARCHED_MODES
@@ -18,6 +17,7 @@ from phaze.profile.layer_profile import (
     PlacementLayer,
     RecomputeMode,
 )
+from phaze.targets import Capabilities
 
 
 def random_graph(random: Random, layers: int) -> PlacementGraph:

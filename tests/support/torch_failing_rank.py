@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phaze.backends.torch.rank_failures import told_to_all
+from phaze.backends.torch.process_groups import told_to_all
 from phaze.errors import PlanError
 
 

@@ -265,7 +265,7 @@ def second_backward(run: Any, batch: Any, gradients: dict[str, Any], largest: fl
 
 def in_order(stage: torch.nn.Module, name: str, parameter: torch.nn.Parameter, value: Any) -> torch.Tensor:
     """A parameter or its gradient as the model has it: whole, in the model's own order."""
-    from phaze.backends.torch.split_parameters import to_model_order
+    from phaze.backends.torch.arrange import to_model_order
 
     whole = whole_tensor(value)
     path, _, key = name.rpartition(".")

@@ -15,7 +15,7 @@ from phaze.ir import RecomputeMode
 from phaze.parallelism import PIPELINE_SCHEDULES, ZERO_STAGES, Choices, Parallelism, PipelineSchedule
 from phaze.place import PlacementProblem
 from phaze.plan.handover import obstacles
-from phaze.verify.plain_strategies import plain_strategies
+from phaze.verify.plain_pipeline import plain_strategies
 
 DEVICES, MICRO_BATCHES = 8, 8
 DEGREES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]

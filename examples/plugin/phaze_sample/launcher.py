@@ -1,7 +1,7 @@
 """A made-up launcher: it reads one line of numbers."""
 
-from phaze.capabilities import Capabilities
 from phaze.plan.plan import Plan
+from phaze.targets import Capabilities
 
 
 class ToyLauncher:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phaze.frontends.stablehlo.op_rules.collectives import COLLECTIVES
+from phaze.frontends.stablehlo.op_rules.collectives_and_custom_calls import COLLECTIVES, KERNELS
 from phaze.frontends.stablehlo.op_rules.data_movement import DATA_MOVEMENT
 from phaze.frontends.stablehlo.op_rules.elementwise import ELEMENTWISE
 from phaze.frontends.stablehlo.op_rules.indexing import INDEXING
-from phaze.frontends.stablehlo.op_rules.kernels import KERNELS
 from phaze.frontends.stablehlo.op_rules.products_and_reductions import PRODUCTS, REDUCTIONS
 from phaze.frontends.stablehlo.symbols import Call, Values
 

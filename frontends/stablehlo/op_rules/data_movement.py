@@ -16,7 +16,7 @@ from phaze.frontends.stablehlo.symbols import (
     is_empty,
 )
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
-from phaze.ir.shape_rules import concatenate_rule, elementwise_rule, slice_rule, transpose_rule
+from phaze.ir.graph_builder import concatenate_rule, elementwise_rule, slice_rule, transpose_rule
 
 __all__ = ["DATA_MOVEMENT"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from phaze.frontends.stablehlo.module import Operation
 from phaze.frontends.stablehlo.symbols import Call, Shape, Unsupported, Values, is_constant
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
-from phaze.ir.shape_rules import contraction_rule, elementwise_rule, reduction_rule
+from phaze.ir.graph_builder import contraction_rule, elementwise_rule, reduction_rule
 
 __all__ = ["PRODUCTS", "REDUCTIONS", "ragged_product"]
 

@@ -7,13 +7,11 @@ pointwise, and opaque otherwise.
 
 from __future__ import annotations
 
-from phaze.frontends.torch.aten.convolutions import CONVOLUTIONS
 from phaze.frontends.torch.aten.data_movement import DATA_MOVEMENT
 from phaze.frontends.torch.aten.elementwise import ELEMENTWISE
 from phaze.frontends.torch.aten.indexing import INDEXING
-from phaze.frontends.torch.aten.norms_and_losses import NORMS_AND_LOSSES
-from phaze.frontends.torch.aten.products import PRODUCTS
-from phaze.frontends.torch.aten.reductions import REDUCTIONS
+from phaze.frontends.torch.aten.products_and_convolutions import CONVOLUTIONS, PRODUCTS
+from phaze.frontends.torch.aten.reductions_and_norms import NORMS_AND_LOSSES, REDUCTIONS
 from phaze.frontends.torch.operator_call import OperatorTable
 
 __all__ = ["OPERATORS"]

@@ -13,7 +13,7 @@ from phaze.frontends.torch.operator_call import (
     factors_of,
 )
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
-from phaze.ir.shape_rules import (
+from phaze.ir.graph_builder import (
     broadcast_rule,
     concatenate_rule,
     elementwise_rule,

@@ -12,7 +12,7 @@ from phaze.frontends.torch.operator_call import (
     factors_of,
 )
 from phaze.ir import Dim, Factor, FactorKind, OpKind, Rule
-from phaze.ir.shape_rules import elementwise_rule
+from phaze.ir.graph_builder import elementwise_rule
 
 __all__ = ["ELEMENTWISE", "elementwise"]
 

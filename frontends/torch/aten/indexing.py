@@ -15,7 +15,7 @@ from phaze.frontends.torch.operator_call import (
     factors_of,
 )
 from phaze.ir import Dim, Dims, Factor, FactorKind, OpKind, Rule
-from phaze.ir.shape_rules import lookup_rule
+from phaze.ir.graph_builder import lookup_rule
 
 __all__ = ["INDEXING"]
 

@@ -28,12 +28,11 @@ from itertools import pairwise, product
 import numpy as np
 
 from phaze.place.bounds.stage_filling import LayerTerms, StageFilling, copies_to_bisect
-from phaze.place.model.data_degrees import distinct_columns, listed_shards
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import cut_bytes, frozen_by_layer
-from phaze.place.model.zero_sharding import ZeroSharding
+from phaze.place.model.zero_sharding import ZeroSharding, distinct_columns, listed_shards
 from phaze.place.search.parallelism_table import SCHEDULES, SPLIT_SCHEDULES, V_SCHEDULES, ParallelismTable
 from phaze.profile.layer_profile import LayerProfile, RecomputeMode
 

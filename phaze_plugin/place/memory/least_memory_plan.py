@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phaze.hardware.field_checks import LARGEST_BYTES
+from phaze.hardware.hardware_numbers import LARGEST_BYTES
 from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from phaze.hardware.field_checks import LARGEST_BYTES
+from phaze.hardware.hardware_numbers import LARGEST_BYTES
 from phaze.parallelism import ZERO_STAGES, PipelineSchedule
 from phaze.place.memory.least_memory_plan import least_memory
 from phaze.place.model.placement_problem import PlacementProblem

@@ -16,7 +16,7 @@ import numpy as np
 
 from phaze.cost import Calibration, Collective, price_collective
 from phaze.hardware import Cluster, InterconnectLevel
-from phaze.hardware.area_energy import EnergyModel, energy_model
+from phaze.hardware.accelerator import EnergyModel, energy_model
 from phaze.place.model.stage_space import FloatArray, IntArray
 
 __all__ = ["DataPrices", "Network", "Price"]

@@ -16,7 +16,6 @@ from phaze.parallelism import Parallelism
 from phaze.place.memory.remedies import Infeasibility, explain_infeasibility
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.search.found_plans import FoundPlan, PlanKind, best_by_kind
 from phaze.place.search.parallelism_search import (
     SearchAnswer,
     SearchEffort,
@@ -26,6 +25,7 @@ from phaze.place.search.parallelism_search import (
 )
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.search.prepared_problem import PreparedProblem
+from phaze.place.search.stage_search import FoundPlan, PlanKind, best_by_kind
 from phaze.place.simulation.placement import Placement, TimeParts, assemble
 from phaze.tolerances import EQUAL_RESULTS
 

@@ -2,7 +2,7 @@
 
 Each strategy passes four gates, and each gate has a higher bound under its time:
 
-1. closed forms over the whole model (`closed_form_bounds.py`, asked by `list_parallelisms`);
+1. closed forms over the whole model (`path_bounds.py`, asked by `list_parallelisms`);
 2. filling its stages from the front (`stage_filling.py`), or the closed form of interleaved pipelines; both by
    `_raise_bounds`;
 3. the tables of partial pipelines on its own candidate stages, or of interleaved pipelines what each device can choose
@@ -26,11 +26,18 @@ import numpy as np
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds, interleaved_closed_form_s
 from phaze.place.model.stage_space import FloatArray
-from phaze.place.search.found_plans import FoundPlan, PlanKind, best_by_kind
 from phaze.place.search.interleaved_starts import interleaved_start
 from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, split_rows
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_search import Pipeline, StageSearch, StageSearchAnswer, best_stages
+from phaze.place.search.stage_search import (
+    FoundPlan,
+    Pipeline,
+    PlanKind,
+    StageSearch,
+    StageSearchAnswer,
+    best_by_kind,
+    best_stages,
+)
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
 __all__ = [

@@ -6,7 +6,7 @@ hold even if all stages shared theirs (`ClosedFormBounds.least_bytes`).
 
 On many devices most values of dp differ in little: a row may stand for all that give the fullest pipeline equally many
 microbatches, of which there are at most twice the square root of all microbatches, and for all groups over which ZeRO
-may shard (`data_degrees.py`). Its bound is one under each of them: states are sharded as in the largest group, and
+may shard (`DataDegrees`). Its bound is one under each of them: states are sharded as in the largest group, and
 collectives take no longer than with the smallest dp and in the smallest group. `split_rows` divides such rows where
 their bound does not rule them out.
 """
@@ -20,12 +20,12 @@ from functools import lru_cache
 import numpy as np
 
 from phaze.parallelism import ALL_DEVICES, Parallelism, PipelineSchedule
-from phaze.place.bounds.closed_form_bounds import ClosedFormBounds
-from phaze.place.model.data_degrees import DataDegrees, every_shard, listed_shards, shard_ranges
+from phaze.place.bounds.path_bounds import ClosedFormBounds
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_space import BoolArray, FloatArray, IntArray, StageSpace
 from phaze.place.model.stage_sums import StageSums
+from phaze.place.model.zero_sharding import DataDegrees, every_shard, listed_shards, shard_ranges
 from phaze.tolerances import BOUND_MARGIN, MEMORY_MARGIN
 
 __all__ = [

@@ -2,10 +2,16 @@
 
 `PreparedProblem` holds the sums over stages by tp, the prices of links and the layer table. From them it makes, for one
 strategy, the costs of its stages, the order of its passes, its candidate stages, their bounds and the stage search.
+
+`estimated_step_s` guesses the step time of the best plan of a problem from these tables, in a millisecond; it orders
+problems and proves nothing. Every strategy is taken with equal stages: its closed-form bound, and the recompute of the
+cheapest mode with which the fullest device seems to hold its share of the model. The most promising ones are priced
+once more with the collectives of their own links. The guess is the least of these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,19 +21,19 @@ from phaze.hardware import Cluster
 from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds
 from phaze.place.bounds.layer_table import LayerTable, build_layer_table
-from phaze.place.bounds.partial_pipeline_bounds import PathBounds, PeakBounds, StageBounds
+from phaze.place.bounds.path_bounds import PathBounds, PeakBounds, StageBounds
 from phaze.place.model.network_prices import Network
 from phaze.place.model.placement_problem import PlacementProblem
 from phaze.place.model.stage_costs import StageCosts, build_stage_costs, update_s_per_parameter
 from phaze.place.model.stage_space import FloatArray, IntArray, StageSpace, build_stage_space
 from phaze.place.model.stage_sums import StageSums, StageSumsByTp
 from phaze.place.search.candidate_stages import CandidateStages, build_candidates
-from phaze.place.search.parallelism_table import ParallelismTable, chunk_sizes, list_parallelisms
+from phaze.place.search.parallelism_table import SCHEDULES, ParallelismTable, chunk_sizes, list_parallelisms
 from phaze.place.search.stage_search import SingleDeviceStages, StageSearch
 from phaze.place.simulation.event_simulation import Program, StageTimes, compile_order, simulated_s
 from phaze.place.simulation.pass_orders import pipeline_order
 
-__all__ = ["PreparedProblem"]
+__all__ = ["PreparedProblem", "estimated_step_s"]
 
 _ESTIMATED_GROUPS = 3
 """An estimate simulates so many microbatches per stage of the pipeline: one group fills it, one shows its steady state,
@@ -243,3 +249,41 @@ class PreparedProblem:
             last_state=self.space.states - 1,
             singles=singles,
         )
+
+
+_PRICED_EXACTLY = 64
+"""How many of the most promising strategies are priced on their own links instead of the fastest ones: enough that one
+which is not slowed down by its links is among them, in a millisecond."""
+
+
+def estimated_step_s(prepared: PreparedProblem, strategies: ParallelismTable) -> float:
+    """A guess at the least step time of some strategies of a problem; infinite where none seems to fit."""
+    if not len(strategies):
+        return math.inf
+    layers, usable_bytes = prepared.layer_table, prepared.problem.usable_bytes
+    tp_index = np.searchsorted(layers.tp_degrees, strategies.tp)
+    again_s, stash_bytes = (table.sum(axis=2)[:, tp_index] for table in (layers.recompute_s, layers.stash_bytes))
+    working_bytes = layers.peak_bytes.max(axis=2)[:, tp_index]
+    held_bytes = layers.held_by_model_bytes(strategies)
+    rounds = (strategies.micro_batches + strategies.pp - 1) / strategies.pp
+    fullest_bytes = (held_bytes + _in_flight(strategies) * stash_bytes) / strategies.pp + working_bytes
+    least_again_s = np.where(fullest_bytes <= usable_bytes, rounds * again_s, np.inf).min(axis=0)
+    step_s = strategies.bound_s + least_again_s
+    if not np.isfinite(step_s).any():
+        return math.inf
+    best = np.argsort(step_s, kind="stable")[:_PRICED_EXACTLY]
+    likely = strategies.take(best).narrowed()  # with the prices of their own links
+    terms = layers.terms(likely)
+    passes_s = rounds[best] * terms.over_model(terms.through_s + terms.weight_s)
+    priced_s = passes_s + terms.over_model(terms.finish_s) / likely.pp + least_again_s[best]
+    return float(np.maximum(step_s[best], priced_s).min())
+
+
+def _in_flight(strategies: ParallelismTable) -> FloatArray:
+    """Microbatches that the first stage of each strategy keeps at once."""
+    pp, micro_batches, chunks = strategies.pp, strategies.micro_batches, strategies.chunks
+    is_gpipe = strategies.schedule == SCHEDULES.index(PipelineSchedule.GPIPE)
+    early = pp * (1 + (pp - 1) / (pp * chunks) * (chunks > 1))
+    is_eager = strategies.schedule == SCHEDULES.index(PipelineSchedule.EAGER)
+    early = np.where(is_eager, 2 * pp - 1, early)
+    return np.asarray(np.where(is_gpipe, micro_batches, np.minimum(micro_batches, early)))

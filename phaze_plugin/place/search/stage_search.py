@@ -1,4 +1,4 @@
-"""The best stages of one strategy: branch and bound over candidate stages, simulating the pipelines that survive.
+"""The best stages of one strategy by branch and bound over candidate stages, and the plans that searches find, by kind.
 
 Pipelines are extended stage by stage, the most promising first (`best_stages`). A pipeline is dropped if its bound
 proves it slower than the best simulated time, or than a given cutoff; complete pipelines are simulated together. Work
@@ -6,25 +6,96 @@ is counted in nodes (extended pipelines), never in seconds: the same input gives
 answer says how low the unexplored bounds were.
 
 Of interleaved pipelines a good one is known before (`interleaved_starts.py`).
+
+A `FoundPlan` is a pipeline that some search simulated. People compare plans by kind (`PlanKind`): with and without a
+pipeline, each schedule, with and without ZeRO and recompute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from phaze.parallelism import Parallelism, PipelineSchedule
 from phaze.place.bounds.interleaved_bounds import InterleavedBounds
-from phaze.place.bounds.partial_pipeline_bounds import StageBounds
+from phaze.place.bounds.path_bounds import StageBounds
 from phaze.place.model.stage_space import FloatArray, IntArray
 from phaze.place.search.candidate_stages import CandidateStages
 from phaze.place.simulation.event_simulation import StageTimes
+from phaze.profile.layer_profile import RecomputeMode
 from phaze.tolerances import BOUND_MARGIN, EQUAL_SEARCH_TIMES
 
-__all__ = ["Pipeline", "SingleDeviceStages", "StageSearch", "StageSearchAnswer", "best_stages"]
+__all__ = [
+    "FoundPlan",
+    "Pipeline",
+    "PlanKind",
+    "SingleDeviceStages",
+    "StageSearch",
+    "StageSearchAnswer",
+    "best_by_kind",
+    "best_stages",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A simulated pipeline: its strategy, and the (index in the stage space, mode) of each of its stages."""
+
+    time_s: float
+    parallelism: Parallelism
+    stages: tuple[tuple[int, int], ...]
+
+
+class PlanKind(StrEnum):
+    """Kinds of plans that people compare; a plan is of several kinds."""
+
+    NO_PIPELINE = "no pipeline"
+    PIPELINE = "a pipeline"
+    GPIPE = "schedule gpipe"
+    ONE_F_ONE_B = "schedule 1f1b"
+    INTERLEAVED = "schedule interleaved-1f1b"
+    ZERO_BUBBLE = "schedule zero-bubble"
+    EAGER = "schedule eager-1f1b"
+    ZERO_BUBBLE_V = "schedule zb-v"
+    DUAL_PIPE_V = "schedule dualpipe-v"
+    NO_ZERO = "no ZeRO"
+    ZERO = "ZeRO"
+    ZERO_OVER_ALL = "ZeRO over all devices"
+    NO_RECOMPUTE = "no recompute"
+    FULL_RECOMPUTE = "full recompute"
+
+
+def best_by_kind(plans: Iterable[FoundPlan], modes: Sequence[RecomputeMode]) -> dict[PlanKind, FoundPlan]:
+    """Of plans in order of their time, the first of each kind."""
+    best: dict[PlanKind, FoundPlan] = {}
+    for plan in plans:
+        for kind in _kinds(plan, modes):
+            best.setdefault(kind, plan)
+    return best
+
+
+def _kinds(plan: FoundPlan, modes: Sequence[RecomputeMode]) -> list[PlanKind]:
+    """What kinds a plan is of; ``modes`` are those that its stages index."""
+    schedule = plan.parallelism.schedule
+    kinds = [PlanKind.ZERO if plan.parallelism.zero else PlanKind.NO_ZERO]
+    if plan.parallelism.zero and plan.parallelism.shard_groups == 1:
+        kinds.append(PlanKind.ZERO_OVER_ALL)
+    if schedule is PipelineSchedule.NONE:
+        kinds.append(PlanKind.NO_PIPELINE)
+    else:
+        kinds += [PlanKind.PIPELINE, PlanKind(f"schedule {schedule}")]
+    used = {modes[mode] for _, mode in plan.stages}
+    if used == {RecomputeMode.NONE}:
+        kinds.append(PlanKind.NO_RECOMPUTE)
+    elif used == {RecomputeMode.FULL}:
+        kinds.append(PlanKind.FULL_RECOMPUTE)
+    return kinds
+
 
 Pipeline = tuple[int, ...]
 """The stages of a pipeline, or its first ones, as indices of candidate stages."""

@@ -25,10 +25,10 @@ import numpy as np
 
 from phaze.parallelism import Parallelism
 from phaze.place.model.stage_space import FloatArray, IntArray
-from phaze.place.search.found_plans import FoundPlan
 from phaze.place.search.parallelism_search import SearchEffort, closed_bounds, split_strategies, stages_below
 from phaze.place.search.parallelism_table import ParallelismTable
 from phaze.place.search.prepared_problem import PreparedProblem
+from phaze.place.search.stage_search import FoundPlan
 from phaze.tolerances import EQUAL_SEARCH_TIMES
 
 __all__ = ["PlanValue", "ValuedAnswer", "likely_strategies", "search_by_value", "unrefuted"]

@@ -19,8 +19,7 @@ from phaze.place.model.stage_space import FloatArray
 from phaze.place.search.prepared_problem import PreparedProblem
 from phaze.place.simulation.event_simulation import Simulation, StageTimes, simulate
 from phaze.place.simulation.pass_orders import in_flight, stages_of_devices
-from phaze.place.simulation.stage_passes import StagePasses, build_timeline
-from phaze.place.simulation.timeline import Timeline
+from phaze.place.simulation.timeline import StagePasses, Timeline, build_timeline
 from phaze.profile.layer_profile import RecomputeMode
 
 __all__ = [

@@ -10,7 +10,7 @@ import pytest
 
 import phaze
 from phaze.errors import FormatError, ImportModelError
-from phaze.frontends.hlo.foreign_text import split_hlo_modules, split_stablehlo_modules, upgraded
+from phaze.frontends.hlo.parser_process import split_hlo_modules, split_stablehlo_modules, upgraded
 
 DOT = """
 {name} {{

@@ -12,7 +12,7 @@ from repository import ROOT
 
 import phaze
 from phaze.errors import QuestionError
-from phaze.frontends.stablehlo.device_tiles import group_size, read_tiles
+from phaze.frontends.stablehlo.partitioned_modules import group_size, read_tiles
 from phaze.ir import Graph, Phase
 
 STRATEGIES = {

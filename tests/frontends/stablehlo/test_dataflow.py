@@ -2,7 +2,7 @@
 
 from phaze.frontends.stablehlo.dataflow import Dataflow, sorted_by_depth
 from phaze.ir import Op, OpKind
-from phaze.ir.shape_rules import elementwise_rule
+from phaze.ir.graph_builder import elementwise_rule
 
 RULE = elementwise_rule((4,), (4,))
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from placement_problems import changed, random_problem, with_memory
 from property_examples import examples
 
-from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster, InterconnectLevel, precision_recipe, preset
 from phaze.parallelism import Choices, PipelineSchedule
 from phaze.place import (
@@ -23,6 +22,7 @@ from phaze.place import (
     find_placement,
 )
 from phaze.place.memory.least_memory_plan import least_memory
+from phaze.targets import Capabilities
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from placement_problems import changed, problem_with_axes
 from property_examples import examples
 
-from phaze.capabilities import Capabilities
 from phaze.parallelism import ALL_DEVICES
-from phaze.place.model.data_degrees import DataDegrees, every_shard, listed_shards, offered_shards, shard_ranges
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.model.zero_sharding import ZeroSharding
+from phaze.place.model.zero_sharding import (
+    DataDegrees,
+    ZeroSharding,
+    every_shard,
+    listed_shards,
+    offered_shards,
+    shard_ranges,
+)
+from phaze.targets import Capabilities
 
 seeds = st.integers(0, 2**32 - 1)
 

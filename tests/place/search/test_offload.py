@@ -13,7 +13,7 @@ from phaze.errors import PlacementError
 from phaze.hardware import HostLink, precision_recipe
 from phaze.parallelism import Offload
 from phaze.place import PlacementProblem, PreparedProblem, bound_placement, evaluate_placement, find_placement
-from phaze.place.model.host_activations import moved_profile
+from phaze.place.model.placement_problem import moved_profile
 from phaze.place.model.stage_costs import update_s_per_parameter
 
 seeds = st.integers(0, 2**32 - 1)

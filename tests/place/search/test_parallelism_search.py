@@ -11,17 +11,16 @@ from placement_brute_force import brute_force
 from placement_problems import changed, problem_with_axes, random_problem, stage_sharded_problem, with_axes
 from property_examples import examples
 
-from phaze.capabilities import Capabilities
 from phaze.hardware import Cluster
 from phaze.parallelism import PIPELINE_SCHEDULES, PipelineSchedule
 from phaze.place.model.placement_problem import PlacementProblem
-from phaze.place.search.found_plans import PlanKind
 from phaze.place.search.parallelism_search import SearchEffort, refuted_below, search_parallelisms
 from phaze.place.search.parallelism_table import list_parallelisms
 from phaze.place.search.prepared_problem import PreparedProblem
-from phaze.place.search.stage_search import best_stages
+from phaze.place.search.stage_search import PlanKind, best_stages
 from phaze.place.simulation.placement import assemble
 from phaze.profile.layer_profile import RecomputeMode
+from phaze.targets import Capabilities
 
 seeds = st.integers(0, 2**32 - 1)
 

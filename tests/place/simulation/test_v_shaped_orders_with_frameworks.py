@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from phaze.parallelism import PipelineSchedule
-from phaze.place.simulation.v_shaped_orders import VPass, v_shaped_passes
+from phaze.place.simulation.pass_orders import VPass, v_shaped_passes
 
 TABLES: dict[PipelineSchedule, Any] = {
     PipelineSchedule.ZERO_BUBBLE_V: torch_schedules.ScheduleZBVZeroBubble,
