@@ -34,6 +34,7 @@ from phaze.explore.worker_tasks import (
     evaluate_design,
     on_accelerator,
     one_device_delay_s,
+    placement_degrees,
     schedule_options,
 )
 from phaze.hardware import Accelerator
@@ -96,7 +97,7 @@ class PlanEstimator:
         by_tp: dict[int, dict[Parallelism, None]] = {}
         for strategy in strategies:
             if strategy.chunks == 1:  # interleaved pipelines have searches of their own, which are slow
-                by_tp.setdefault(strategy.tp, {})[_degrees(strategy)] = None
+                by_tp.setdefault(strategy.tp, {})[placement_degrees(strategy)] = None
         self._strategies = by_tp
 
     def estimate(self, point: int, chip: Accelerator) -> PlanEstimate:
@@ -158,19 +159,6 @@ def rehearsal_points(slicings: Sequence[SweptSlicing]) -> list[int]:
     order = np.argsort(least_s, kind="stable")
     places = [round(rank * (len(order) - 1)) for rank in _REHEARSED_RANKS]
     return [int(order[place]) for place in dict.fromkeys(places)]
-
-
-def _degrees(strategy: Parallelism) -> Parallelism:
-    """What a placement decides of a strategy."""
-    return Parallelism(
-        dp=strategy.dp,
-        shard=strategy.shard,
-        tp=strategy.tp,
-        pp=strategy.pp,
-        chunks=strategy.chunks,
-        zero=strategy.zero,
-        schedule=strategy.schedule,
-    )
 
 
 Strategies = Sequence[Sequence[Parallelism]]

@@ -46,6 +46,7 @@ __all__ = [
     "evaluate_design",
     "on_accelerator",
     "one_device_delay_s",
+    "placement_degrees",
     "schedule_options",
     "schedule_pass_bounds",
 ]
@@ -239,19 +240,24 @@ def _evaluate(task: EvaluateTask, slicing: Slicing, cutoff_s: float) -> Evaluati
     )
 
 
+def placement_degrees(strategy: Parallelism) -> Parallelism:
+    """What a placement decides of a strategy; its slicing and its recompute modes are left out."""
+    return Parallelism(
+        dp=strategy.dp,
+        shard=strategy.shard,
+        tp=strategy.tp,
+        pp=strategy.pp,
+        chunks=strategy.chunks,
+        zero=strategy.zero,
+        schedule=strategy.schedule,
+    )
+
+
 def _likely_here(likely: Parallelism | None, slicing: Slicing) -> Parallelism | None:
     """The degrees of a parallelism that has the slicing's microbatch size and tp; what the placement decides, only."""
     if likely is None or (likely.micro_batch_size, likely.tp) != (slicing.micro_batch_size, slicing.tp):
         return None
-    return Parallelism(
-        dp=likely.dp,
-        shard=likely.shard,
-        tp=likely.tp,
-        pp=likely.pp,
-        chunks=likely.chunks,
-        zero=likely.zero,
-        schedule=likely.schedule,
-    )
+    return placement_degrees(likely)
 
 
 def on_accelerator(model: ShardedModel, accelerator: Accelerator) -> ShardedModel:
