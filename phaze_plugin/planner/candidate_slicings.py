@@ -47,6 +47,7 @@ from phaze.tolerances import BOUND_MARGIN, EQUAL_RESULTS
 __all__ = [
     "CandidateSlicing",
     "as_first_asked",
+    "degrees_in_words",
     "least_time_s",
     "least_value",
     "most_promising",
@@ -56,6 +57,7 @@ __all__ = [
     "next_tp",
     "offering",
     "quick_profiles",
+    "slicing_in_words",
     "step_flops",
 ]
 
@@ -268,3 +270,15 @@ def most_promising(
             yield slicing, is_ruled_out
         else:
             heappush(queue, (max(least_s, slicing.estimate_s), number, True))
+
+
+def slicing_in_words(tp: int, cp: int, ep: int) -> str:
+    """In how many ways layers are sliced, for those who watch."""
+    sequences = f", sequences {cp} ways" if cp > 1 else ""
+    return f"{tp} ways{sequences}" + (f", experts {ep} ways" if ep > 1 else "")
+
+
+def degrees_in_words(tp: int, cp: int, ep: int) -> str:
+    """The degrees that a refusal is about."""
+    told = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("ep", ep)) if degree > 1]
+    return ", ".join(told) or "tp 1"

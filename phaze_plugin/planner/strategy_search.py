@@ -40,6 +40,7 @@ from phaze.place.search.parallelism_search import search_parallelisms
 from phaze.place.simulation.placement import assemble
 from phaze.planner.candidate_slicings import (
     CandidateSlicing,
+    degrees_in_words,
     least_time_s,
     most_promising,
     next_cp,
@@ -47,6 +48,7 @@ from phaze.planner.candidate_slicings import (
     next_size,
     next_tp,
     offering,
+    slicing_in_words,
 )
 from phaze.planner.progress import TimeLimitError, Watch, nothing_found
 from phaze.profile.layer_passes import ProfileOptions
@@ -267,14 +269,14 @@ class StrategySearch:
 
     def _sliced(self, size: int, tp: int, cp: int, ep: int) -> list[CandidateSlicing]:
         """Every slicing of one microbatch size, tp, cp and ep."""
-        self.watch.report(f"microbatch {size}: slicing layers {_ways(tp, cp, ep)}")
+        self.watch.report(f"microbatch {size}: slicing layers {slicing_in_words(tp, cp, ep)}")
         if tp * max(cp, ep) > self.question.cluster.device_count:
             return []
         try:
             graph = self.graphs.at(size, tp=tp, cp=cp, ep=ep)
             models = slicings(self.question, graph, tp, self.tables, cp=cp, ep=ep)
         except ShardError as error:
-            self.refused[_degrees_text(tp, cp, ep)] = str(error)
+            self.refused[degrees_in_words(tp, cp, ep)] = str(error)
             return []
         shared = (self.options, self.question.global_batch_size // size, self.network)
         problem_of, kept = partial(narrowed_problem, self.question), self.question.choices.offload
@@ -293,7 +295,7 @@ class StrategySearch:
     def look_at(self, slicing: CandidateSlicing) -> None:
         """Schedule and place one slicing, unless it cannot be better than what is known."""
         question, size, best_s = self.question, slicing.micro_batch_size, self.best_s
-        target_s, ways, known = self.target_s, _ways(slicing.tp, slicing.cp, slicing.ep), None
+        target_s, ways, known = self.target_s, slicing_in_words(slicing.tp, slicing.cp, slicing.ep), None
         if best_s < math.inf:
             self.watch.report(f"microbatch {size}: bounding layers sliced {ways}")
             known = slicing.bounded_below(target_s)
@@ -355,18 +357,6 @@ class StrategySearch:
 
 def _degrees(slices: ModelProfiles) -> tuple[int | str, ...]:
     return slices.micro_batch_size, slices.tp, slices.cp, slices.ep, slices.offload
-
-
-def _ways(tp: int, cp: int, ep: int) -> str:
-    """In how many ways layers are sliced, for those who watch."""
-    sequences = f", sequences {cp} ways" if cp > 1 else ""
-    return f"{tp} ways{sequences}" + (f", experts {ep} ways" if ep > 1 else "")
-
-
-def _degrees_text(tp: int, cp: int, ep: int) -> str:
-    """The degrees that a refusal is about."""
-    told = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("ep", ep)) if degree > 1]
-    return ", ".join(told) or "tp 1"
 
 
 def choose(question: Question, watch: Watch) -> Answer:

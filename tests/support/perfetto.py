@@ -27,6 +27,10 @@ QUERY = """async (sql) => {
 }"""
 
 
+_LONGEST_WAIT_MS = 180_000
+"""How long the page may take to start its trace processor where other work keeps the cores busy."""
+
+
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing is written to the terminal for a request."""
@@ -52,6 +56,7 @@ def opened_trace(browser: Browser, path: Path) -> Iterator[Page]:
         context = browser.new_context(service_workers="block")
         context.route("**/*", answer)
         page = context.new_page()
+        page.set_default_timeout(_LONGEST_WAIT_MS)
         page.goto(address)
         page.wait_for_function("window.app !== undefined")
         page.evaluate(OPEN, path.read_text())
