@@ -19,6 +19,7 @@ import numpy as np
 from phaze.hardware import preset_names
 from phaze.hooks import hookimpl
 from phaze.interfaces import World
+from phaze.name_spelling import folded_name
 
 __all__ = ["JaxWorld", "TorchWorld", "chip_of_device", "phaze_worlds"]
 
@@ -26,11 +27,16 @@ __all__ = ["JaxWorld", "TorchWorld", "chip_of_device", "phaze_worlds"]
 def chip_of_device(device_name: str) -> str | None:
     """The preset of an accelerator from the name that its driver gives it; None where no preset fits.
 
-    All parts of a preset's name must occur in the device's name; of several such presets the longest name is taken. A
-    host's own processor is no accelerator: a plan for it is made only where somebody asks for it.
+    All parts of a preset's name must occur in the device's name, with no further digit behind them; of several such
+    presets the longest name is taken. A host's own processor is no accelerator: a plan for it is made only where
+    somebody asks for it.
     """
-    letters = re.sub(r"[^a-z0-9]", "", device_name.casefold().replace("lite", "e"))  # "TPU v5 lite" is the v5e
-    fitting = [name for name in preset_names() if name != "cpu" and all(part in letters for part in name.split("-"))]
+    device = folded_name(device_name.casefold().replace("lite", "e"))  # "TPU v5 lite" is the v5e
+    fitting = [
+        name
+        for name in preset_names()
+        if name != "cpu" and all(re.search(rf"{part}(?![0-9])", device) for part in name.split("-"))
+    ]
     return max(fitting, key=len, default=None)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["NAMED_CONFIGS"]
+__all__ = ["NAMED_CONFIGS", "OTHER_NAMES"]
 
 Config = dict[str, object]
 
@@ -48,6 +48,11 @@ def _llama(layers: int, hidden: int, intermediate: int, heads: int, **others: ob
 
 def _llama2(layers: int, hidden: int, intermediate: int, heads: int, **others: object) -> Config:
     return _llama(layers, hidden, intermediate, heads, vocab_size=32000, max_position_embeddings=4096, **others)
+
+
+def _smollm2(layers: int, hidden: int, intermediate: int, heads: int, groups: int) -> Config:
+    sizes = {"num_key_value_heads": groups, "vocab_size": 49152, "seq_length": 2048, "tie_word_embeddings": True}
+    return _llama(layers, hidden, intermediate, heads, **sizes)
 
 
 def _llama3(layers: int, hidden: int, intermediate: int, heads: int, **others: object) -> Config:
@@ -98,9 +103,11 @@ def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, groups: int 
     return _decoder("qwen3", layers, hidden, intermediate, heads, **sizes)
 
 
-def _qwen3_moe(layers: int, hidden: int, intermediate: int, expert: int, heads: int) -> Config:
-    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
-    return {**_qwen3(layers, hidden, intermediate, heads, 4, **sizes), "model_type": "qwen3_moe"}
+def _qwen3_moe(
+    layers: int, hidden: int, intermediate: int, expert: int, heads: int, groups: int = 4, experts: int = 128
+) -> Config:
+    sizes = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": expert}
+    return {**_qwen3(layers, hidden, intermediate, heads, groups, **sizes), "model_type": "qwen3_moe"}
 
 
 def _qwen2_moe(layers: int, hidden: int, expert: int, shared: int, heads: int, groups: int, **others: object) -> Config:
@@ -158,6 +165,16 @@ def _olmo2(layers: int, hidden: int, intermediate: int, heads: int, groups: int)
     return _decoder("olmo2", layers, hidden, intermediate, heads, **sizes)
 
 
+def _starcoder2(layers: int, hidden: int, heads: int, groups: int) -> Config:
+    sizes = {"num_key_value_heads": groups, "vocab_size": 49152, "seq_length": 4096, "sliding_window": 4096}
+    return _decoder("starcoder2", layers, hidden, 4 * hidden, heads, **sizes)
+
+
+def _mamba(layers: int, hidden: int) -> Config:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "state_size": 16, "time_step_rank": hidden // 16}
+    return {"model_type": "mamba", **sizes, "vocab_size": 50280, "seq_length": 2048}
+
+
 def _vit(layers: int, hidden: int, heads: int, patch: int) -> Config:
     return _decoder("vit", layers, hidden, 4 * hidden, heads, image_size=224, patch_size=patch, num_labels=1000)
 
@@ -174,6 +191,8 @@ def _t5(layers: int, hidden: int, intermediate: int, heads: int, head_size: int,
     sizes = {"num_layers": layers, "d_model": hidden, "d_ff": intermediate, "num_heads": heads, "d_kv": head_size}
     return {"model_type": "t5", **sizes, "vocab_size": 32128, "n_positions": 512, **others}
 
+
+_LLAMA_1: Config = {"vocab_size": 32000, "max_position_embeddings": 2048}
 
 _DEEPSEEK_V3 = _deepseek(
     "deepseek_v3",
@@ -199,9 +218,16 @@ _ENCODERS: Mapping[str, Config] = {
     "vit-base": _vit(12, 768, 12, 16),
     "vit-large": _vit(24, 1024, 16, 16),
     "vit-huge": _vit(32, 1280, 16, 14),
+    "whisper-tiny": _whisper(4, 384, 6, 80, 51865),
+    "whisper-base": _whisper(6, 512, 8, 80, 51865),
     "whisper-small": _whisper(12, 768, 12, 80, 51865),
+    "whisper-medium": _whisper(24, 1024, 16, 80, 51865),
+    "whisper-large-v2": _whisper(32, 1280, 20, 80, 51865),
     "whisper-large-v3": _whisper(32, 1280, 20, 128, 51866),
+    "t5-small": _t5(6, 512, 2048, 8, 64),
+    "t5-base": _t5(12, 768, 3072, 12, 64),
     "t5-large": _t5(24, 1024, 4096, 16, 64),
+    "t5-3b": _t5(24, 1024, 16384, 32, 128),
     "t5-11b": _t5(24, 1024, 65536, 128, 128),
     "ul2": _t5(32, 4096, 16384, 16, 256, feed_forward_proj="gated-silu"),
 }
@@ -214,6 +240,8 @@ _DENSE_DECODERS: Mapping[str, Config] = {
     "megatron-gpt2-xl": _megatron("megatron-gpt", 40, 1536, 16, 1024, 50304),
     "megatron-gpt2-54": _megatron("megatron-gpt", 54, 1920, 20, 1024, 50304),
     "megatron-gpt2-72": _megatron("megatron-gpt", 72, 3072, 24, 1024, 50304),
+    "gpt3-6.7b": _megatron("megatron-gpt", 32, 4096, 32, 2048, 51200),
+    "gpt3-13b": _megatron("megatron-gpt", 40, 5120, 40, 2048, 51200),
     "gpt3-175b": _megatron("megatron-gpt", 96, 12288, 96, 2048, 51200),
     "gpt-j-6b": {
         "model_type": "gptj",
@@ -224,19 +252,34 @@ _DENSE_DECODERS: Mapping[str, Config] = {
         "vocab_size": 50400,
     },
     "gpt-neox-20b": _neox(44, 6144, 64, 50432),
+    "pythia-160m": _neox(12, 768, 12, 50304),
+    "pythia-410m": _neox(24, 1024, 16, 50304),
+    "pythia-1b": _neox(16, 2048, 8, 50304),
+    "pythia-1.4b": _neox(24, 2048, 16, 50304),
+    "pythia-2.8b": _neox(32, 2560, 32, 50304),
+    "pythia-6.9b": _neox(32, 4096, 32, 50432),
     "pythia-12b": _neox(36, 5120, 40, 50688),
+    "opt-125m": _opt(12, 768, 12),
     "opt-350m": _opt(24, 1024, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": _opt(24, 2048, 32),
+    "opt-2.7b": _opt(32, 2560, 32),
     "opt-6.7b": _opt(32, 4096, 32),
     "opt-13b": _opt(40, 5120, 40),
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12288, 96),
+    "bloom-560m": _bloom(24, 1024, 16),
+    "bloom-1b7": _bloom(24, 2048, 16),
+    "bloom-3b": _bloom(30, 2560, 32),
     "bloom-7b1": _bloom(30, 4096, 32),
     "bloom-176b": _bloom(70, 14336, 112),
     "falcon-7b": _falcon(32, 4544, 71),
     "falcon-40b": _falcon(60, 8192, 128, num_kv_heads=8, new_decoder_architecture=True),
     "falcon-180b": _falcon(80, 14848, 232, num_kv_heads=8, new_decoder_architecture=True, tie_word_embeddings=False),
+    "llama-7b": _llama(32, 4096, 11008, 32, **_LLAMA_1),
+    "llama-13b": _llama(40, 5120, 13824, 40, **_LLAMA_1),
+    "llama-30b": _llama(60, 6656, 17920, 52, **_LLAMA_1),
+    "llama-65b": _llama(80, 8192, 22016, 64, **_LLAMA_1),
     "llama2-7b": _llama2(32, 4096, 11008, 32),
     "llama2-13b": _llama2(40, 5120, 13824, 40),
     "llama2-70b": _llama2(80, 8192, 28672, 64, num_key_value_heads=8),
@@ -248,8 +291,19 @@ _DENSE_DECODERS: Mapping[str, Config] = {
     "llama3.2-1b": _llama3(16, 2048, 8192, 32, tie_word_embeddings=True),
     "llama3.2-3b": _llama3(28, 3072, 8192, 24, tie_word_embeddings=True),
     "llama3.3-70b": _llama3(80, 8192, 28672, 64),
+    "codellama-34b": _llama2(48, 8192, 22016, 64, num_key_value_heads=8),
+    "tinyllama-1.1b": _llama(22, 2048, 5632, 32, num_key_value_heads=4, **_LLAMA_1),
+    "smollm2-135m": _smollm2(30, 576, 1536, 9, 3),
+    "smollm2-360m": _smollm2(32, 960, 2560, 15, 5),
+    "smollm2-1.7b": _smollm2(24, 2048, 8192, 32, 32),
+    "yi-6b": _llama(32, 4096, 11008, 32, num_key_value_heads=4, vocab_size=64000, seq_length=4096),
+    "yi-34b": _llama(60, 7168, 20480, 56, num_key_value_heads=8, vocab_size=64000, seq_length=4096),
+    "deepseek-llm-7b": _llama(30, 4096, 11008, 32, vocab_size=102400, seq_length=4096),
+    "deepseek-llm-67b": _llama(95, 8192, 22016, 64, num_key_value_heads=8, vocab_size=102400, seq_length=4096),
     "mistral-7b": _mistral(32, 4096, 14336, 32, vocab_size=32000, seq_length=8192, sliding_window=4096),
+    "mistral-7b-v0.3": _mistral(32, 4096, 14336, 32, vocab_size=32768, seq_length=8192),
     "mistral-nemo-12b": _mistral(40, 5120, 14336, 32, head_dim=128, vocab_size=131072, seq_length=8192),
+    "codestral-22b": _mistral(56, 6144, 16384, 48, vocab_size=32768, seq_length=8192),
     "mistral-small-24b": _mistral(40, 5120, 32768, 32, head_dim=128, vocab_size=131072, seq_length=8192),
     "mistral-large-123b": _mistral(88, 12288, 28672, 96, vocab_size=32768, seq_length=8192),
     "nemotron4-15b": _nemotron4(32, 6144, 48),
@@ -274,19 +328,34 @@ _DENSE_DECODERS: Mapping[str, Config] = {
     "gemma2-27b": _gemma(
         "gemma2", 46, 4608, 36864, 32, 16, head_dim=128, query_pre_attn_scalar=144, sliding_window=4096
     ),
+    "gemma3-270m": _gemma3(18, 640, 2048, 4, 1, sliding_window=512, vocab_size=262144),
     "gemma3-1b": _gemma3(26, 1152, 6912, 4, 1, sliding_window=512, vocab_size=262144),
     "gemma3-4b": _gemma3(34, 2560, 10240, 8, 4),
     "gemma3-12b": _gemma3(48, 3840, 15360, 16, 8),
     "gemma3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, query_pre_attn_scalar=168),
     "phi-2": _decoder("phi", 32, 2560, 10240, 32, vocab_size=51200, seq_length=2048),
     "phi-3-mini": _decoder("phi3", 32, 3072, 8192, 32, vocab_size=32064, seq_length=4096, sliding_window=2047),
+    "phi-3-medium": _decoder("phi3", 40, 5120, 17920, 40, num_key_value_heads=10, vocab_size=32064, seq_length=4096),
+    "phi-3.5-mini": _decoder("phi3", 32, 3072, 8192, 32, vocab_size=32064, seq_length=4096),
+    "phi-4-mini": _decoder(
+        "phi3",
+        32,
+        3072,
+        8192,
+        24,
+        num_key_value_heads=8,
+        partial_rotary_factor=0.75,
+        vocab_size=200064,
+        seq_length=4096,
+        tie_word_embeddings=True,
+    ),
     "phi-4": _decoder("phi3", 40, 5120, 17920, 40, num_key_value_heads=10, vocab_size=100352, seq_length=4096),
     "olmo2-7b": _olmo2(32, 4096, 11008, 32, 32),
     "olmo2-13b": _olmo2(40, 5120, 13824, 40, 40),
     "olmo2-32b": _olmo2(64, 5120, 27648, 40, 8),
-    "starcoder2-3b": _decoder(
-        "starcoder2", 30, 3072, 12288, 24, num_key_value_heads=2, vocab_size=49152, seq_length=4096, sliding_window=4096
-    ),
+    "starcoder2-3b": _starcoder2(30, 3072, 24, 2),
+    "starcoder2-7b": _starcoder2(32, 4608, 36, 4),
+    "starcoder2-15b": {**_starcoder2(40, 6144, 48, 4), "tie_word_embeddings": False},
 }
 
 _MIXTURES_AND_STATE_SPACES: Mapping[str, Config] = {
@@ -298,6 +367,7 @@ _MIXTURES_AND_STATE_SPACES: Mapping[str, Config] = {
     "qwen2-57b-a14b": _qwen2_moe(28, 3584, 2560, 20480, 28, 4, num_experts=64, num_experts_per_tok=8),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 6144, 768, 32),
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 12288, 1536, 64),
+    "qwen3-coder-480b-a35b": _qwen3_moe(62, 6144, 8192, 2560, 96, 8, 160),
     "deepseek-v2-lite": _deepseek(
         "deepseek_v2",
         27,
@@ -330,17 +400,21 @@ _MIXTURES_AND_STATE_SPACES: Mapping[str, Config] = {
     ),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3-mtp": {**_DEEPSEEK_V3, "with_multi_token_heads": True, "num_nextn_predict_layers": 1},
+    "kimi-k2": {
+        **_DEEPSEEK_V3,
+        "num_attention_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163840,
+    },
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
-    "mamba-2.8b": {
-        "model_type": "mamba",
-        "num_hidden_layers": 64,
-        "hidden_size": 2560,
-        "state_size": 16,
-        "time_step_rank": 160,
-        "vocab_size": 50280,
-        "seq_length": 2048,
-    },
+    "mamba-130m": _mamba(24, 768),
+    "mamba-370m": _mamba(48, 1024),
+    "mamba-1.4b": _mamba(48, 2048),
+    "mamba-2.8b": _mamba(64, 2560),
     "mamba2-2.7b": {
         "model_type": "mamba2",
         "num_hidden_layers": 64,
@@ -357,3 +431,29 @@ _MIXTURES_AND_STATE_SPACES: Mapping[str, Config] = {
 }
 
 NAMED_CONFIGS: Mapping[str, Mapping[str, object]] = {**_ENCODERS, **_DENSE_DECODERS, **_MIXTURES_AND_STATE_SPACES}
+
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "bert-base": ("bert-base-uncased",),
+    "bert-large": ("bert-large-uncased",),
+    "bloom-176b": ("bloom",),
+    "deepseek-v3": ("deepseek-r1", "deepseek-r1-0528", "deepseek-v3-0324", "deepseek-v3.1"),
+    "gpt3-175b": ("gpt-3",),
+    "llama3.1-405b": ("llama3-405b",),
+    "llama4-maverick": ("llama-4-maverick-17b-128e",),
+    "llama4-scout": ("llama-4-scout-17b-16e",),
+    "mistral-large-123b": ("mistral-large",),
+    "mistral-nemo-12b": ("mistral-nemo",),
+    "mistral-small-24b": ("mistral-small", "mistral-small-3", "mistral-small-3.1-24b"),
+    "phi-3-medium": ("phi-3-medium-4k",),
+    "phi-3-mini": ("phi-3-mini-4k",),
+    "qwen2.5-1.5b": ("qwen2-1.5b",),
+    "qwen2.5-7b": ("qwen2-7b", "qwen2.5-coder-7b"),
+    "qwen2.5-14b": ("qwen2.5-coder-14b",),
+    "qwen2.5-32b": ("qwen2.5-coder-32b", "qwq-32b"),
+    "qwen2.5-72b": ("qwen2-72b",),
+    "qwen3-30b-a3b": ("qwen3-coder-30b-a3b",),
+    "vit-base": ("vit-base-patch16-224",),
+    "vit-huge": ("vit-huge-patch14-224",),
+    "vit-large": ("vit-large-patch16-224",),
+}
+"""Further names that people have for a model, or for one of the same shapes, by the name that it has here."""

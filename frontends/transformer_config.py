@@ -12,7 +12,7 @@ from phaze.errors import FormatError, ImportModelError
 from phaze.file_access import read_document
 from phaze.frontends.families import fields_of, write_model
 from phaze.frontends.families.parameter_count import count_parameters
-from phaze.frontends.named_models import NAMED_CONFIGS
+from phaze.frontends.named_models import NAMED_CONFIGS, OTHER_NAMES
 from phaze.hooks import hookimpl
 from phaze.interfaces import Frontend, ModelFactory, ModelFacts
 from phaze.ir import DType, Graph, GraphBuilder
@@ -79,6 +79,7 @@ class NamedModel:
 
     name: str
     config: Mapping[str, object]
+    also_called: tuple[str, ...] = ()
 
     def __call__(self, *, sequence_length: int | None = None) -> Graph:
         """The model's graph at this sequence length, or at its own."""
@@ -104,7 +105,7 @@ def phaze_frontends() -> tuple[Frontend, ...]:
 @hookimpl
 def phaze_named_models() -> dict[str, ModelFactory]:
     """The built-in names."""
-    return {name: NamedModel(name, config) for name, config in NAMED_CONFIGS.items()}
+    return {name: NamedModel(name, config, OTHER_NAMES.get(name, ())) for name, config in NAMED_CONFIGS.items()}
 
 
 def _read(model: object) -> tuple[Mapping[str, object], str]:

@@ -24,6 +24,7 @@ from phaze.errors import PhazeError, PluginError, PluginWarning, UnknownNameErro
 from phaze.hardware import Accelerator, Network
 from phaze.hooks import spec
 from phaze.interfaces import Frontend, ModelFactory, OpPricer, StageBuilder, Target, World
+from phaze.name_spelling import spelled_alike
 from phaze.solvers import LinearSolver
 
 __all__ = ["BUILT_IN_DISTRIBUTION", "Offer", "Origin", "PluginFailure", "PluginManager", "Registry"]
@@ -98,8 +99,12 @@ class Registry(Generic[Offered]):
         return tuple(self._clash(offers) for offers in groups if len(offers) > 1)
 
     def offer(self, name: str) -> Offer[Offered]:
-        """The one offer of this name; raises UnknownNameError, or PluginError where several plugins offer it."""
-        offers = [offer for offer in self.offers if offer.name == name]
+        """The one offer of this name, or of the only one that is spelled alike (`phaze.name_spelling`).
+
+        Raises UnknownNameError, or PluginError where several plugins offer it.
+        """
+        meant = spelled_alike(name, self.names) or name
+        offers = [offer for offer in self.offers if offer.name == meant]
         if not offers:
             raise UnknownNameError(self.kind, name, self.names)
         if len(offers) > 1:

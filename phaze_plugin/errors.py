@@ -189,8 +189,12 @@ class JournalWarning(UserWarning):
     """The damaged end of a search's journal was dropped; what was in it is computed again."""
 
 
+_MOST_LISTED = 60
+"""Names that a message lists: more are no longer read, and hide the near ones; the error has them all in `known`."""
+
+
 class UnknownNameError(PhazeError):
-    """A name that nobody registered; the message offers near names and lists the known ones."""
+    """A name that nobody registered; the message offers near names and lists the known ones, where they are few."""
 
     topic = property(_topic_of_message)
 
@@ -201,6 +205,8 @@ class UnknownNameError(PhazeError):
         near = near_names(str(name), names) if near is None else near
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         listed = ", ".join(names) if names else "none"
+        if len(names) > _MOST_LISTED:
+            listed = f"{len(names)} names"
         super().__init__(f"unknown {what} {shown(name)}.{hint} Known: {listed}.{advice and f' {advice}'}")
         self.what, self.name, self.known = what, name, tuple(names)
 

@@ -67,7 +67,8 @@ class ModelFactory(Protocol):
     """Builds the graph of a model that is known by name.
 
     A factory may have a method `forward` with the same argument, which gives the graph without its backward: planning
-    asks for that one, because it derives the backward itself, behind fused attention.
+    asks for that one, because it derives the backward itself, behind fused attention. It may also have an attribute
+    `also_called`, a tuple of further names that people have for the model.
     """
 
     def __call__(self, *, sequence_length: int | None) -> Graph:

@@ -1,7 +1,8 @@
 """`phaze.import_graph`: from a model to its graph, by whichever frontend knows the model, and where its loss may be.
 
-A text that is a known model's name is that model; `+lora16` behind the text of a model adds adapters of rank 16
-(`phaze.ir.low_rank_adapters`). Anything else goes to the frontends: plugins first, then the built-in
+A text that is a known model's name is that model, and so is another spelling of it, such as a hub's, where nothing else
+is called so; `+lora16` behind the text of a model adds adapters of rank 16 (`phaze.ir.low_rank_adapters`). Anything
+else goes to the frontends: plugins first, then the built-in
 ones; the first that accepts the model imports it. A frontend that refuses with a PhazeError has answered; one that
 fails in any other way is reported by its plugin's name, and the next one gets its chance.
 
@@ -15,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError
+from phaze.errors import ImportModelError, PhazeError, PluginError, UnknownNameError, near_names
 from phaze.installed import installed_plugins, missing_libraries
+from phaze.name_spelling import hub_spellings, spelled_alike
 
 if TYPE_CHECKING:
     from phaze.hooks import Offer, PluginManager
@@ -27,6 +29,11 @@ __all__ = ["import_graph", "import_with_plugins", "last_compiled", "load_graph",
 
 MOST_REMEMBERED = 64
 """How many graphs of `torch.compile` are kept: enough for the pieces of one model, few enough to forget old ones."""
+
+_ENDINGS_OF_FILES = frozenset({".json", ".py", ".pt", ".pt2", ".hlo", ".txt", ".mlir", ".pb", ".safetensors"})
+"""A text that ends so is the path of a file, and never another spelling of a model's name."""
+
+_OTHER_MODELS = "`phaze models` lists them; any other model can be given as its config.json, a torch module or a dump."
 
 _COMPILED: deque[Graph] = deque(maxlen=MOST_REMEMBERED)
 """The compiler calls the backend from inside itself: what it captured can reach nobody but through this record."""
@@ -90,7 +97,23 @@ def import_with_plugins(
             failed.append((offer, error))
     if failed:
         raise _plugin_error("frontend", *failed[0]) from failed[0][1]
+    named = _spelled_otherwise(plugins, model) if inputs is None else None
+    if named is not None:
+        return _build_named(named, options, needs_backward)
     raise _nobody_imports(plugins, model)
+
+
+def _spelled_otherwise(plugins: PluginManager, model: object) -> Offer[ModelFactory] | None:
+    """The known model that a text means in another spelling, such as ``meta-llama/Llama-3.1-8B``; no file's path."""
+    if not isinstance(model, str) or os.path.exists(model) or os.path.splitext(model)[1] in _ENDINGS_OF_FILES:
+        return None
+    offers = plugins.named_models()
+    others = {other: offer.name for offer in offers for other in getattr(offer.value, "also_called", ())}
+    for spelling in hub_spellings(model):
+        name = spelled_alike(spelling, offers.names, others)
+        if name is not None:
+            return offers.offer(name)
+    return None
 
 
 def _accepting(plugins: PluginManager, model: object) -> Iterator[Offer[Frontend]]:
@@ -162,7 +185,9 @@ def _plugin_error(what: str, offer: Offer[object], error: Exception) -> PluginEr
 def _nobody_imports(plugins: PluginManager, model: object) -> PhazeError:
     error: PhazeError
     if isinstance(model, str) and not os.path.exists(model):
-        error = UnknownNameError("model or missing file", model, plugins.named_models().names)
+        names = plugins.named_models().names
+        near = [near for text in hub_spellings(model) for near in near_names(text, names)][-3:]
+        error = UnknownNameError("model or missing file", model, names, _OTHER_MODELS, near=list(dict.fromkeys(near)))
     elif isinstance(model, str | os.PathLike) and os.path.isdir(model):
         error = ImportModelError(
             f"the folder {os.fspath(model)!r} holds no config.json and no dump of XLA; pass a file that "

@@ -83,7 +83,10 @@ def _model_row(offer: Offer[ModelFactory], facts: ModelFacts | None) -> tuple[st
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:.3g}B" if count >= 0.9995e9 else f"{count / 1e6:.3g}M"
+    for size, letter in ((1e12, "T"), (1e9, "B")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count / 1e6:.3g}M"
 
 
 models = Command(

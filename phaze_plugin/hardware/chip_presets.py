@@ -3,7 +3,8 @@
 The numbers live in ``data/chips.json``. A verified cell is a fact; any other is an estimate and is shown as one: a
 number that nobody checked, that was derived from others, that was chosen among several, or that is a drawing (a unit of
 64 multiply-accumulates as an array of 8x8). Rates are without sparsity. Plugins add chips of their own, which
-`known_accelerator` finds beside these.
+`known_accelerator` finds beside these. People have other names for many chips (``TPU v6e``, ``H100-SXM``,
+``trillium``): `chip_name` knows the one that a chip has here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from phaze.errors import UnknownNameError
 from phaze.hardware.accelerator import Accelerator, MatrixRates
 from phaze.hardware.cluster import ChipLink, Torus
 from phaze.hardware.hardware_numbers import Fact, Table, fact_of, packaged_table
+from phaze.name_spelling import spelled_alike
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionKernel",
     "Preset",
+    "chip_name",
     "known_accelerator",
     "links_of",
     "preset",
@@ -46,6 +49,7 @@ class Preset:
         accelerator: the chip, or the part of one that frameworks call a device.
         title: what people call it.
         maker: who makes it.
+        also_called: further names that people have for it.
         attention_kernel: the fused attention that its usual software has, and where that is said; None where there is
             none that frameworks call, or the machine is to be priced as if there were none (the paper's).
         facts: one for each field of the accelerator, and one for each rate as ``rates.<dtype>``.
@@ -58,6 +62,7 @@ class Preset:
     accelerator: Accelerator
     title: str
     maker: str
+    also_called: tuple[str, ...]
     attention_kernel: AttentionKernel | None
     facts: dict[str, Fact]
     published_peak_flops_per_s: Fact | None
@@ -95,10 +100,18 @@ def presets() -> tuple[Preset, ...]:
 
 def preset(name: str) -> Preset:
     """The built-in chip called ``name``; an `UnknownNameError` lists near names where there is none."""
-    chips = _chips()
-    if name not in chips:
+    chips, known = _chips(), chip_name(name)
+    if known not in chips:
         raise UnknownNameError("accelerator", name, chips)
-    return _preset(name, chips[name])
+    return _preset(known, chips[known])
+
+
+def chip_name(text: str) -> str:
+    """The name here of the built-in chip that ``text`` means, with or without its maker; any other text as it is."""
+    chips = _chips()
+    others = {other: name for name, entry in chips.items() for other in entry.get("also_called", ())}
+    with_maker = {f"{chips[name]['maker']} {other}": name for other, name in (others | {n: n for n in chips}).items()}
+    return spelled_alike(text, chips, others | with_maker) or text
 
 
 def links_of(chip: str) -> dict[str, ChipLink]:
@@ -123,6 +136,7 @@ def _preset(name: str, entry: Table) -> Preset:
         ),
         title=entry["title"],
         maker=entry["maker"],
+        also_called=tuple(entry.get("also_called", ())),
         attention_kernel=AttentionKernel(**entry["attention_kernel"]) if entry["attention_kernel"] else None,
         facts=facts | {f"rates.{dtype}": fact for dtype, fact in rates.items()},
         published_peak_flops_per_s=fact_of(peak) if peak else None,
@@ -151,4 +165,5 @@ def known_accelerator(name: str, plugins: PluginManager | None) -> Accelerator:
     """
     from phaze.installed import installed_plugins
 
-    return (plugins or installed_plugins()).accelerators().get(name)
+    accelerators = (plugins or installed_plugins()).accelerators()
+    return accelerators.get(name if name in accelerators.names else chip_name(name))

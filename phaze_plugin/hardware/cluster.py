@@ -41,6 +41,7 @@ from phaze.hardware.hardware_numbers import (
     positive,
     positive_integer,
 )
+from phaze.name_spelling import spelled_alike
 
 if TYPE_CHECKING:
     from phaze.hooks import PluginManager
@@ -355,6 +356,7 @@ def known_network(name: str, plugins: PluginManager | None) -> Network | None:
     from phaze.installed import installed_plugins
 
     offered = (plugins or installed_plugins()).networks()
-    if name in offered.names:
-        return offered.get(name)
-    return next((shipped for shipped in networks() if shipped.name == name), None)
+    meant = spelled_alike(name, (*offered.names, *network_names())) or name
+    if meant in offered.names:
+        return offered.get(meant)
+    return next((shipped for shipped in networks() if shipped.name == meant), None)

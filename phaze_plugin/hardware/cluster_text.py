@@ -52,6 +52,7 @@ __all__ = ["fabric_names", "find_accelerator", "network", "network_of", "parse_c
 _MOST_MEMBERS = 2**20
 """Of one level that is written with a size: more than any machine has, and few enough to look for a torus' shape."""
 _BITS_PER_BYTE = 8
+_ALL_NETWORKS = "`phaze cluster` lists the networks and speeds that are known."
 _GIGA = 1e9
 _UNITS = {"GB/s": 1e9, "GBps": 1e9, "TB/s": 1e12, "TBps": 1e12, "Gb/s": 1e9 / 8, "Gbps": 1e9 / 8}
 
@@ -86,7 +87,7 @@ def network(
     A name that nobody knows is an `UnknownNameError` with near ones, a level that cannot be a `HardwareError` that
     names it.
     """
-    text = text.strip()
+    text = "".join(text.split())
     known = known_network(text, plugins)
     if known is not None:
         return known
@@ -144,7 +145,7 @@ def _level(part: str, context: _Context, plugins: PluginManager | None) -> Netwo
             return _changed(read(part, match, context), match["changes"], part, context)
     if known_network(part, plugins) is not None:
         raise context.wrong(part, "it is a whole network and cannot be a level of another one.")
-    raise UnknownNameError("network", part, _known_names(context))
+    raise UnknownNameError("network", part, _known_names(context), _ALL_NETWORKS)
 
 
 def _shaped(part: str, match: re.Match[str], context: _Context) -> NetworkLevel:
@@ -152,7 +153,9 @@ def _shaped(part: str, match: re.Match[str], context: _Context) -> NetworkLevel:
     shape = tuple(int(length) for length in match["shape"].split("x"))
     link = next((link for link in context.links.values() if link.torus is not None), None)
     if link is None or link.torus is None:
-        raise context.wrong(part, f"{context.chip or 'this chip'} has no links that form a torus.")
+        have = ", ".join(context.links) or "none"
+        why = f"has no links that form a torus, only {have}; write levels, as in nvlink8+ib400."
+        raise context.wrong(part, f"{context.chip or 'this chip'} {why}")
     if len(shape) > link.torus.dimensions:
         raise context.wrong(part, f"the {link.name} links of {context.chip} form {link.torus.dimensions} dimensions.")
     size = _size(math.prod(shape), part, context)
@@ -179,7 +182,7 @@ def _named(part: str, match: re.Match[str], context: _Context) -> NetworkLevel:
     if name in table["fabrics"]:
         return _fabric(part, match, context, table["fabrics"][name], name, number)
     if match["adapters"] or match["size"]:
-        raise UnknownNameError("network", part, _known_names(context))
+        raise UnknownNameError("network", part, _known_names(context), _ALL_NETWORKS)
     link = _link(part, match["generation"], name, context, table["generations"])
     size = _size(int(number), part, context) if number else None
     return NetworkLevel(size, link.bandwidth_bytes_per_s, link.latency_s, link.torus, name=part)
@@ -202,7 +205,7 @@ def _link(part: str, generation: str | None, name: str, context: _Context, gener
     if any(name in links for links in _links_of_all_chips()):
         have = ", ".join(context.links) or "none"
         raise context.wrong(part, f"{context.chip or 'this chip'} has no {name}; its own links are {have}.")
-    raise UnknownNameError("network", part, _known_names(context))
+    raise UnknownNameError("network", part, _known_names(context), _ALL_NETWORKS)
 
 
 def _fabric(part: str, match: re.Match[str], context: _Context, fabric: Table, name: str, number: str) -> NetworkLevel:
@@ -267,6 +270,9 @@ _NETWORK_OF_OTHER_CHIPS = "paper"
 _SLICE = re.compile(r"[0-9]{1,6}(x[0-9]{1,6}){1,2}", re.ASCII)
 """The sides of a slice of a torus, as makers of TPUs name slices."""
 
+_COUNTED = re.compile(r"(?P<count>[0-9]+) ?[x*] ?(?P<chip>[A-Za-z][\w .-]*?)(?P<rest>[@/].*)?", re.ASCII)
+"""The number of devices in front of the chip, as in ``8xh100`` and as clusters are shown."""
+
 _HOST = "/host="
 _MOST_DIGITS = 40
 """A count with more digits is not converted to a number: Python takes long over huge ones, and none is a cluster's."""
@@ -284,11 +290,15 @@ def find_accelerator(text: str, plugins: PluginManager | None = None) -> Acceler
 def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
     """The cluster that ``text`` describes, such as ``a100-80gb:64`` or ``h100:512@nvlink8+ib400``.
 
-    Sides of a torus in the place of the count, ``tpuv5p:4x4x8``, are a slice: ``tpuv5p:128@4x4x8``. Another form, a
+    Sides of a torus in the place of the count, ``tpuv5p:4x4x8``, are a slice: ``tpuv5p:128@4x4x8``, and the count may
+    stand in front: ``8xh100``. Another form, a
     count that no cluster has and levels that contradict it are a `HardwareError`, unknown chips and networks an
     `UnknownNameError`.
     """
+    counted = _COUNTED.fullmatch(text.strip())
     chip, colon, rest = text.strip().rpartition(":")
+    if counted:
+        chip, rest = counted["chip"], f"{counted['count']}{counted['rest'] or ''}"
     if not colon and rest.endswith(".json"):
         return load_cluster(rest, plugins)
     rest, has_host, host_text = rest.partition(_HOST)
@@ -307,7 +317,7 @@ def parse_cluster(text: str, plugins: PluginManager | None = None) -> Cluster:
             f"cluster {shown(text)} has {count_text[:_MOST_DIGITS]} devices; expected 1 to {LARGEST_BYTES}."
         )
     accelerator = find_accelerator(chip, plugins)
-    joining = network_of(chip, network_text, plugins)
+    joining = network_of(chip if chip.endswith(".json") else accelerator.name, network_text, plugins)
     if network_text and any(level.name for level in joining.levels):
         read_network(text, count, joining)
     return Cluster(accelerator, count, joining.joining(count), host=_host(text, host_text) if has_host else None)

@@ -2,12 +2,15 @@ import pytest
 
 from phaze.errors import UnknownNameError
 from phaze.hardware import Fact, Preset, network_of, preset, preset_names, presets
+from phaze.hardware.chip_presets import chip_name
+from phaze.name_spelling import folded_name
 
 MAKERS = {
-    "NVIDIA": "v100 a100-40gb a100-80gb h100 h800 h20 h200 gh200 b200 b300 gb200 gb300 l40s rtx4090",
+    "NVIDIA": "v100 a10 a40 a100-40gb a100-80gb l4 l40 l40s h100-pcie h100-nvl h100 h800 h20 h200 gh200 b200 b300 "
+    "gb200 gb300 rtx3090 rtx4090 rtx5090 rtxpro6000",
     "AMD": "mi250x mi300x mi325x mi355x",
     "Google": "tpuv3 tpuv4 tpuv4-paper tpuv5e tpuv5p tpuv6e tpu7x",
-    "AWS": "trn1 trn2",
+    "AWS": "trn1 trn2 trn3",
     "Intel": "gaudi2 gaudi3",
     "generic": "cpu",
 }
@@ -42,14 +45,24 @@ DENSE_TERAFLOPS = {
     "b300": (2250, 4500, 13125),
     "gb200": (2500, 5000, 10000),
     "gb300": (2500, 5000, 15000),
+    "a10": (125, None, None),
+    "a40": (149.7, None, None),
+    "l4": (121, 242, None),
+    "l40": (181.05, 362, None),
     "l40s": (362.05, 733, None),
+    "h100-pcie": (756, 1513, None),
+    "h100-nvl": (835, 1671, None),
+    "rtx3090": (71.2, None, None),
     "rtx4090": (165.15, 330.3, None),
+    "rtx5090": (209.5, 419, 3352 / 2),
+    "rtxpro6000": (500, 1000, 2000),
     "mi300x": (1307.4, 2614.9, None),
     "mi355x": (2516.6, 5033.2, 10066.3),
     "tpuv6e": (918, 918, None),
     "tpu7x": (2307 / 2, 4614 / 2, None),
     "trn1": (190, 190, None),
     "trn2": (667, 1299, None),
+    "trn3": (671, 2517, 2517),
     "gaudi2": (432, None, None),
     "gaudi3": (1835, 1835, None),
 }
@@ -132,6 +145,32 @@ def test_the_papers_baseline_is_the_designs() -> None:
 @pytest.mark.parametrize("entry", presets(), ids=named)
 def test_every_default_network_exists(entry: Preset) -> None:
     assert network_of(named(entry)).joining(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100", "h100"),
+        ("h100-80GB", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("A100-SXM4-80GB", "a100-80gb"),
+        ("RTX 4090", "rtx4090"),
+        ("GB200-NVL72", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("TPU v5p", "tpuv5p"),
+        ("tpu-v6e", "tpuv6e"),
+        ("Trillium", "tpuv6e"),
+        ("Trainium2", "trn2"),
+    ],
+)
+def test_other_spellings_and_names_of_a_chip_are_that_chip(text: str, name: str) -> None:
+    assert preset(text) == preset(name)
+
+
+def test_no_two_chips_share_a_spelling() -> None:
+    assert all(chip_name(name) == name for name in preset_names())
+    spellings = [folded_name(text) for entry in presets() for text in (named(entry), *entry.also_called)]
+    assert len(set(spellings)) == len(spellings)
 
 
 def test_an_unknown_preset_lists_near_names() -> None:

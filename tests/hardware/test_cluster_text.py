@@ -96,6 +96,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         parse_cluster(str(tmp_path / "none.json"))
 
 
+@pytest.mark.parametrize(
+    ("spelled", "text"),
+    [
+        ("H100:64", "h100:64"),
+        ("8xH100", "h100:8"),
+        ("512 x h100@NVLink8 + IB400", "h100:512@nvlink8+ib400"),
+        ("TPU v5p:512@8x8x8", "tpuv5p:512@8x8x8"),
+        ("h100:64@DGX-H100", "h100:64@dgx-h100"),
+        ("2xmi300x/host=25GB/s,200GiB", "mi300x:2/host=25GB/s,200GiB"),
+    ],
+)
+def test_a_cluster_may_be_spelled_as_people_spell_it(spelled: str, text: str) -> None:
+    assert parse_cluster(spelled) == parse_cluster(text)
+
+
 def test_the_sides_of_a_slice_may_stand_in_the_place_of_the_count() -> None:
     assert parse_cluster("tpuv5p:4x4x8") == parse_cluster("tpuv5p:128@4x4x8")
     assert parse_cluster("tpuv6e:16x16").device_count == 256

@@ -86,7 +86,7 @@ def test_text_that_contradicts_itself_is_refused_by_the_part_that_does(text: str
     ("text", "near"),
     [
         ("h100:64@nvlnk8+ib400", "'nvlnk8'.*Did you mean nvlink8"),
-        ("h100:64@dgxh100", "'dgxh100'.*Did you mean dgx-h100"),
+        ("h100:64@dgx-h10", "'dgx-h10'.*Did you mean dgx-h100"),
         ("h100:64@nvlink8+rce400", "'rce400'.*Did you mean roce400"),
         ("h100:64@nvlink8+3xfoo", "unknown network '3xfoo'"),
         ("h100:64@?", "unknown network '[?]'"),

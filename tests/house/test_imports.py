@@ -113,6 +113,30 @@ def test_a_known_model_that_fails_names_its_plugin() -> None:
         imported(manager, "toy")
 
 
+@pytest.mark.parametrize(
+    "text", ["Toy-7B", "maker/Toy-7B", "maker/toy_7b-Instruct", "maker/Toy-7B-Base-2507", "plaything"]
+)
+def test_a_known_model_is_known_by_other_spellings_and_names(text: str) -> None:
+    def build(*, sequence_length: int | None) -> Graph:
+        return graph_called("toy")
+
+    build.also_called = ("plaything",)  # type: ignore[attr-defined]
+    manager = manager_of(a=plugin_with(phaze_named_models=lambda: {"toy-7b": build}))
+    assert imported(manager, text).name == "toy"
+
+
+def test_a_path_is_no_other_spelling_of_a_model(tmp_path: Path) -> None:
+    def build(*, sequence_length: int | None) -> Graph:
+        return graph_called("toy")
+
+    manager = manager_of(a=plugin_with(phaze_named_models=lambda: {"toy": build}))
+    (tmp_path / "Toy").mkdir()
+    with pytest.raises(ImportModelError, match=r"holds no config\.json"):
+        imported(manager, str(tmp_path / "Toy"))
+    with pytest.raises(UnknownNameError):
+        imported(manager, "folder/Toy.json")
+
+
 def test_an_unknown_model_lists_the_known_ones() -> None:
     manager = manager_of(a=plugin_with(phaze_named_models=lambda: {"toy-large": raising(KeyError())}))
     with pytest.raises(UnknownNameError, match=r"unknown model or missing file 'toy'. Did you mean toy-large\?"):

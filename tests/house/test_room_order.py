@@ -13,6 +13,7 @@ from repository import ROOT, imported_modules, module_name, parsed, source_files
 ORDER = (
     # words that everything else is said in
     "errors",
+    "name_spelling",
     "tolerances",
     "trace_events",
     "printable_text",
